@@ -1,0 +1,78 @@
+# Every target makes what it needs: a virtual environment in .venv with the tested versions (constraints.txt).
+#
+#   make demo        train a small GPT with compressed gradients and without, side by side
+#   make test        the test suite, without the tests marked slow
+#   make test-all    the whole suite
+#   make check       formatter, linter, type checker, layer contract
+#   make bench-X     benchmarks/X.py, options in ARGS:  make bench-network ARGS="--rate 1gbit"  (as root)
+#   make clean       remove .venv and everything built
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11 python3.10
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))
+# The first that is new enough and can make virtual environments; a name that only prints an error is passed over.
+PYTHON ?= $(shell for p in $(CANDIDATES); do "$$p" -c '$(USABLE)' >/dev/null 2>&1 && { echo "$$p"; break; }; done; true)
+
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+# A change to any of these means another installation.
+INSTALLS := pyproject.toml constraints.txt $(wildcard setup.py lowbit_strategy/kernels/native/*.c lowbit_strategy/kernels/native/*.h)
+PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-all test-gpu check clean
+.DEFAULT_GOAL := test
+
+demo: $(VENV)/.runtime
+	$(BIN)/python recipes/demo.py $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "" $(ARGS)
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench-%: $(VENV)/.runtime
+	$(BIN)/python benchmarks/$(subst -,_,$*).py $(ARGS)
+
+$(VENV)/.python:
+	@test -n "$(PYTHON)" || { \
+	  echo "Python 3.10 or newer with its venv module is needed; tried: $(CANDIDATES)." >&2; \
+	  echo "Install it (on Debian also the package python3-venv), or name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c '$(USABLE)' || { \
+	  echo "$(PYTHON) is not usable: Python 3.10 or newer with its venv module is needed." >&2; exit 1; }
+	"$(PYTHON)" -m venv --clear $(VENV)
+	@touch $@
+
+# torch first and by its exact version, so that a CPU build offered through pip's own configuration is taken.
+$(VENV)/.torch: constraints.txt | $(VENV)/.python
+	@echo "Installing torch into $(VENV) (some minutes on a slow line)"
+	$(PIP_INSTALL) "$$(grep -E '^torch==' constraints.txt)"
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.torch $(INSTALLS)
+	@echo "Installing lowbit-strategy into $(VENV)"
+	$(PIP_INSTALL) -e ".[recipes]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "Installing the test and check tools into $(VENV)"
+	$(PIP_INSTALL) -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find lowbit_strategy -name '*.so' -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
