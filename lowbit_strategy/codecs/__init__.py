@@ -1,0 +1,1 @@
+"""Codecs: floats to bytes and back, without ranks or state."""

@@ -1,0 +1,51 @@
+"""A codec turns floats into a fixed number of bytes and back; it knows no ranks and keeps no state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from lowbit_strategy.kernels.segments import Segments
+
+
+class Codec(ABC):
+    """float[n] <-> uint8[wire_nbytes(n)].
+
+    A codec is a frozen dataclass. It implements `encode` and `decode_sum` for one tensor; the versions that work on
+    the segments of a bucket have defaults that loop over them, and codecs with bucket-wide kernels override those.
+    """
+
+    @property
+    def block_size(self) -> int:
+        """Elements that are coded together: chunks start on multiples of it."""
+        return 1
+
+    @abstractmethod
+    def wire_nbytes(self, numel: int) -> int:
+        """Bytes of `numel` elements: exact, and independent of their values."""
+
+    @abstractmethod
+    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
+        """uint8 [wire_nbytes(N)] for float32, bfloat16 or float16 [N]. `seed`: 32 bits for stochastic codecs."""
+
+    @abstractmethod
+    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
+        """float32 [numel]: the sum of the W decoded rows, added in float32 in row order."""
+
+    def encode_segments_(
+        self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor
+    ) -> None:
+        """Encode each segment of `x` at its place in `wire`; set `flag` to 1 on inf or NaN."""
+        for row in segments.rows:
+            piece = x[row.x_offset : row.x_offset + row.numel]
+            encoded = self.encode(piece, seed=seed ^ row.salt)
+            wire[row.wire_offset : row.wire_offset + encoded.numel()] = encoded
+            flag |= (~piece.isfinite().all()).to(flag.dtype)
+
+    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
+        """``out[segment] = alpha * decode_sum(rows' bytes of the segment)``."""
+        for row in segments.rows:
+            rows = wire_WB[:, row.wire_offset : row.wire_offset + self.wire_nbytes(row.numel)]
+            total = self.decode_sum(rows.contiguous(), row.numel)
+            out[row.x_offset : row.x_offset + row.numel] = total.mul_(alpha)

@@ -1,0 +1,56 @@
+"""Blockwise codes with one scale a block, through the fused kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.kernels.blocks import decode_sum_, encode_
+from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.segments import Segment, Segments
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCodec(Codec):
+    """Codes and scales as `fmt` says.
+
+    Args:
+        fmt: Bits, block size, scale rule, levels.
+        rounding: ``nearest``: least error; ``stochastic``: unbiased, twice the variance (uniform grids only).
+    """
+
+    fmt: BlockFormat
+    rounding: Rounding = "nearest"
+
+    @property
+    def block_size(self) -> int:
+        return self.fmt.block_size
+
+    def wire_nbytes(self, numel: int) -> int:
+        return self.fmt.wire_nbytes(numel)
+
+    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
+        wire = torch.zeros(self.wire_nbytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
+        flag = torch.zeros(1, dtype=torch.int32, device=x_N.device)
+        whole = Segments([Segment(0, x_N.numel(), 0, 0)])
+        self.encode_segments_(x_N.contiguous(), wire, whole, seed=seed, flag=flag)
+        return wire
+
+    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
+        out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
+        self.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
+        return out
+
+    def encode_segments_(
+        self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor
+    ) -> None:
+        encode_(x, wire, segments, self.fmt, flag=flag, stochastic=self.rounding == "stochastic", seed=seed)
+
+    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
+        decode_sum_(wire_WB, out, segments, self.fmt, alpha=alpha)

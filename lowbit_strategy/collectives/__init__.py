@@ -1,0 +1,1 @@
+"""Compressed collectives: exchanges of bytes between ranks, and where every element lives."""

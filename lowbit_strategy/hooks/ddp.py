@@ -1,0 +1,83 @@
+"""DDP: a communication hook that reduces buckets through a `GradientSync`."""
+
+# No postponed annotations here: DDP compares the annotations of a hook with the types themselves.
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.specs import canonical_name
+from lowbit_strategy.hooks.worker import BucketWorker
+
+
+class DDPHook:
+    """Reduces DDP's buckets in place.
+
+    On CPU one worker thread reduces them while backward goes on; on CUDA they are reduced on a side stream. DDP may
+    rebuild its buckets at any time: layouts are looked up by what a bucket holds, state by parameter name.
+
+    Args:
+        model: The wrapped model; the hook is registered with it.
+        sync: Reduces; its communicator's group must not be the one DDP uses (on CPU).
+
+    Raises:
+        RuntimeError: The model has a hook already, or compiled autograd would call it with other arguments.
+    """
+
+    def __init__(self, model: DistributedDataParallel, sync: GradientSync) -> None:
+        refuse_python_reducer()
+        self.sync = sync
+        self._names = {id(p): canonical_name(name) for name, p in model.module.named_parameters()}
+        on_cpu = sync.device.type == "cpu"
+        self._worker = BucketWorker() if on_cpu else None
+        self._stream = None if on_cpu else torch.cuda.Stream(sync.device)
+        model.register_comm_hook(self, _reduce_bucket)
+
+    def layout(self, bucket: dist.GradBucket) -> BucketLayout:
+        buffer = bucket.buffer()
+        base, itemsize = buffer.data_ptr(), buffer.element_size()
+        entries = tuple(
+            Entry(self._names[id(param)], (grad.data_ptr() - base) // itemsize)
+            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            if grad.numel()
+        )
+        return BucketLayout(entries, last=bucket.is_last())
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        stages = self.sync.reduce(self.layout(bucket), buffer, buffer)
+        if self._worker is not None:
+            return self._worker.submit(stages, buffer, last=bucket.is_last())
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self.sync.device))
+        with torch.cuda.stream(self._stream):
+            for pending in stages:
+                if pending is not None:
+                    pending.wait()
+            buffer.record_stream(self._stream)
+            future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.sync.device])
+            future.set_result(buffer)
+        return future
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _reduce_bucket(hook: DDPHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return hook.reduce(bucket)
+
+
+def refuse_python_reducer() -> None:
+    """Raises:
+    RuntimeError: ``optimize_ddp="python_reducer"`` is set: compiled autograd bypasses communication hooks.
+    """
+    import torch._dynamo
+
+    if torch._dynamo.config.optimize_ddp == "python_reducer":
+        raise RuntimeError(
+            'torch._dynamo.config.optimize_ddp = "python_reducer" calls communication hooks with other arguments:'
+            " set it to True (the default) or False"
+        )

@@ -1,0 +1,315 @@
+"""One model's gradient synchronisation on one rank: methods, their state, and time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.exchange import Exchange, Step
+from lowbit_strategy.collectives.layout import Cut, Slot, dim0_cut, flat_cut
+from lowbit_strategy.hooks.store import LaneStore
+from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
+from lowbit_strategy.reducers.base import (
+    Assignment,
+    Compressor,
+    LanePair,
+    Reducer,
+    ReducerState,
+    View,
+    assign_all,
+)
+from lowbit_strategy.reducers.tensors import TensorSpec
+
+
+class Entry(NamedTuple):
+    """One parameter in a bucket: its name and the place of its first element (FSDP2: in every row)."""
+
+    name: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """What a bucket holds.
+
+    Args:
+        entries: Parameters and their places.
+        row_numel: FSDP2: elements of one rank's row; the input is ``[W * row_numel]``. None under DDP.
+        last: DDP: the last bucket of the step, on which whole-model methods reduce.
+    """
+
+    entries: tuple[Entry, ...]
+    row_numel: int | None = None
+    last: bool = True
+
+
+class GradientSync:
+    """Turns buckets of local gradients into buckets of mean gradients.
+
+    Time is counted in optimizer steps: the framework's adapter calls `end_step` after every one (skipped ones too).
+    Without such calls a step ends when a bucket comes round again.
+
+    Args:
+        compressor: Gives every parameter its method.
+        specs: All trainable parameters, in the same order on all ranks.
+        comm: Group to reduce over; used by nothing else.
+        device: Of gradients.
+        scatter: FSDP2's reduce-scatter (sum of the owned chunk) instead of DDP's all-reduce (mean).
+        seed: Of all randomness; the same on all ranks.
+        rollback: Keep a copy of the residuals through the step and put it back if the step overflowed (fp16 with
+            loss scaling: the optimizer skips such a step).
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        specs: Sequence[TensorSpec],
+        comm: Comm,
+        device: torch.device,
+        *,
+        scatter: bool,
+        seed: int = 0,
+        rollback: bool = False,
+    ) -> None:
+        self.specs = {spec.name: spec for spec in specs}
+        self.comm = comm
+        self.device = device
+        self.scatter = scatter
+        self.seed = seed
+        self.rollback = rollback
+        self.step_index = 0
+        self.num_skipped = 0
+        self.loss_scale: float | None = None
+        self._asked_scale: float | None = None
+        self._entered: set[BucketLayout] = set()
+        self.collected: dict[Reducer, list[View]] = {}
+        self.use(compressor)
+
+    # -- methods ------------------------------------------------------------------------------------------------
+
+    def use(self, compressor: Compressor) -> None:
+        """Give every parameter its method anew. Residuals are carried over; between steps only."""
+        self.compressor = compressor
+        self.assign(assign_all(compressor, list(self.specs.values())))
+
+    def assign(self, assignments: Mapping[str, Assignment]) -> None:
+        """Regroup: parameters whose method stays keep their state, the others' residuals are converted."""
+        residuals = {name: self.export_residual(name) for name in getattr(self, "assignments", {})}
+        owner_residuals = {name: self.export_owner_residual(name) for name in getattr(self, "assignments", {})}
+        self.assignments = dict(assignments)
+        groups: dict[object, list[str]] = {}
+        for name, assignment in assignments.items():
+            groups.setdefault(assignment.method, []).append(name)
+        self.lanes: dict[LanePair, LaneStore] = {}
+        self.reducers: dict[Reducer, ReducerState] = {}
+        for method, names in groups.items():
+            if isinstance(method, LanePair):
+                cuts = {name: self._cut(name, method.there.block_size) for name in names}
+                self.lanes[method] = LaneStore(method, cuts, self.comm.rank, self.device)
+            elif isinstance(method, Reducer):
+                self.reducers[method] = method.init([self.specs[name] for name in names], self.device)
+        for name, values in residuals.items():
+            if values is not None:
+                self.import_residual_(name, values)
+        for name, values in owner_residuals.items():
+            if values is not None and (store := self.lane_store(name)) is not None:
+                store.import_owner_residual_(name, values)
+        self._buckets: dict[BucketLayout, Bucket] = {}
+        self._flags: list[Tensor] = []
+        self._backup: list[Tensor] = []
+
+    def _cut(self, name: str, block_size: int) -> Cut:
+        spec = self.specs[name]
+        if self.scatter:
+            return dim0_cut(spec.shape, self.comm.world_size)
+        return flat_cut(spec.numel, self.comm.world_size, block_size)
+
+    def lane_store(self, name: str) -> LaneStore | None:
+        method = self.assignments[name].method
+        return self.lanes[method] if isinstance(method, LanePair) else None
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """All state of one parameter, as views."""
+        method = self.assignments[name].method
+        if isinstance(method, LanePair):
+            return self.lanes[method].tensors(name)
+        return self.reducers[method].get(name, {})
+
+    def export_residual(self, name: str) -> Tensor | None:
+        if (store := self.lane_store(name)) is not None:
+            return store.export_residual(name)
+        residual = self.tensors(name).get("residual")
+        return None if residual is None else residual.float().clone()
+
+    def export_owner_residual(self, name: str) -> Tensor | None:
+        store = self.lane_store(name)
+        return None if store is None else store.export_owner_residual(name)
+
+    def import_residual_(self, name: str, values: Tensor) -> None:
+        if (store := self.lane_store(name)) is not None:
+            store.import_residual_(name, values)
+        elif "residual" in (tensors := self.tensors(name)):
+            tensors["residual"].copy_(values)
+
+    # -- reducing -----------------------------------------------------------------------------------------------
+
+    def bucket(self, layout: BucketLayout) -> Bucket:
+        if layout not in self._buckets:
+            self._buckets[layout] = Bucket(self, layout)
+        return self._buckets[layout]
+
+    def reduce(self, layout: BucketLayout, x: Tensor, out: Tensor) -> Iterator[Pending | None]:
+        """Reduce one bucket; yields while bytes travel (None: waiting for the step's other buckets).
+
+        All ranks run the same buckets and advance them in the same order.
+        """
+        if layout in self._entered:
+            self.end_step()
+        if not self._entered:
+            self._begin_step()
+        self._entered.add(layout)
+        return self.bucket(layout).run(x, out, self.step())
+
+    def step(self) -> Step:
+        shared = hash32(hash32(self.seed) + self.step_index)
+        return Step(self.step_index, hash32(shared + GOLDEN * (self.comm.rank + 1)), shared)
+
+    # -- time ---------------------------------------------------------------------------------------------------
+
+    def set_loss_scale(self, scale: float) -> None:
+        """The factor that the coming gradients are multiplied by; residuals follow when it changes."""
+        self._asked_scale = scale
+
+    def _begin_step(self) -> None:
+        if self._asked_scale is not None:
+            if self.loss_scale is not None and self._asked_scale != self.loss_scale:
+                self._scale_residuals_(self._asked_scale / self.loss_scale)
+            self.loss_scale = self._asked_scale
+        if self.rollback:
+            arenas = self.state_tensors()
+            if not self._backup:
+                self._backup = [torch.empty_like(arena) for arena in arenas]
+            torch._foreach_copy_(self._backup, arenas)
+
+    def end_step(self) -> bool:
+        """The optimizer has stepped, or a loss scaler has skipped the step. Call on all ranks.
+
+        Returns:
+            Whether the step counted: False if it overflowed and the residuals were put back.
+        """
+        counted = True
+        if self._entered and self.rollback and self._overflowed():
+            torch._foreach_copy_(self.state_tensors(), self._backup)
+            self.num_skipped += 1
+            counted = False
+        for flag in self._flags:
+            flag.zero_()
+        self._entered.clear()
+        self.step_index += counted
+        return counted
+
+    def _overflowed(self) -> bool:
+        total = torch.stack([flag.view(()) for flag in self._flags]).amax().view(1)
+        self.comm.all_reduce(total, dist.ReduceOp.MAX).wait()
+        return bool(total.item())
+
+    def add_flag(self, flag: Tensor) -> None:
+        self._flags.append(flag)
+
+    def state_tensors(self) -> list[Tensor]:
+        lanes = [arena for store in self.lanes.values() for arena in store.arenas()]
+        return lanes + [t for state in self.reducers.values() for tensors in state.values() for t in tensors.values()]
+
+    def _scale_residuals_(self, factor: float) -> None:
+        for store in self.lanes.values():
+            for arena in store.residual_arenas():
+                arena.mul_(factor)
+        for method, state in self.reducers.items():
+            method.rescale_(state, factor)
+
+    # -- accounting ---------------------------------------------------------------------------------------------
+
+    @property
+    def residual_nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.state_tensors())
+
+    def sent_nbytes(self, name: str) -> int:
+        """Bytes this rank hands to others for one reduction of a parameter, headers and padding aside."""
+        method, spec, world_size = self.assignments[name].method, self.specs[name], self.comm.world_size
+        if isinstance(method, Reducer):
+            return method.wire_nbytes(spec, world_size)
+        row = self._cut(name, method.there.block_size).row_numel
+        hops = (method.there,) if self.scatter else (method.there, method.back)
+        return sum(lane.wire_nbytes(row) for lane in hops) * (world_size - 1)
+
+
+class Bucket:
+    """One bucket's plan: the shared exchanges of its lanes, and its reducers. Made once per layout."""
+
+    def __init__(self, sync: GradientSync, layout: BucketLayout) -> None:
+        self.sync = sync
+        self.layout = layout
+        by_lane: dict[LanePair, list[Slot]] = {}
+        self.by_reducer: dict[Reducer, list[Slot]] = {method: [] for method in sync.reducers if method.whole_model}
+        for name, offset in layout.entries:
+            method = sync.assignments[name].method
+            is_lane = isinstance(method, LanePair)
+            cut = sync._cut(name, method.there.block_size if is_lane else 1)
+            stride = cut.row_numel if layout.row_numel is None else layout.row_numel
+            slot = Slot(name, offset, stride, offset, cut)
+            if is_lane:
+                by_lane.setdefault(method, []).append(slot)
+            else:
+                self.by_reducer.setdefault(method, []).append(slot)
+        routes = [sync.lanes[method].route(slots) for method, slots in by_lane.items()]
+        self.exchange = Exchange(routes, sync.comm, sync.device, scatter=sync.scatter) if routes else None
+        if self.exchange is not None:
+            sync.add_flag(self.exchange.flag)
+        if self.by_reducer:
+            self.reducer_flag = torch.zeros(1, dtype=torch.int32, device=sync.device)
+            sync.add_flag(self.reducer_flag)
+
+    def run(self, x: Tensor, out: Tensor, step: Step) -> Iterator[Pending | None]:
+        if self.exchange is not None:
+            yield from self.exchange.run(x, out, step)
+        for method, slots in self.by_reducer.items():
+            views = [self._view(slot, x, out) for slot in slots]
+            state = self.sync.reducers[method]
+            if method.whole_model and not self.sync.scatter:
+                yield from self._collect(method, views, state, step)
+            else:
+                yield from self._reduce(method, views, state, step)
+
+    def _reduce(
+        self, method: Reducer, views: Sequence[View], state: ReducerState, step: Step
+    ) -> Iterator[Pending | None]:
+        yield from method.reduce(views, state, self.sync.comm, step)
+        if self.sync.rollback:
+            for view in views:
+                self.reducer_flag |= (~view.out.isfinite().all()).to(torch.int32)
+
+    def _collect(
+        self, method: Reducer, views: list[View], state: ReducerState, step: Step
+    ) -> Iterator[Pending | None]:
+        """Whole-model methods: wait for the last bucket of the step, which reduces for all."""
+        sync = self.sync
+        sync.collected.setdefault(method, []).extend(views)
+        if self.layout.last:
+            yield from self._reduce(method, sync.collected.pop(method), state, step)
+            return
+        while method in sync.collected:
+            yield None
+
+    def _view(self, slot: Slot, x: Tensor, out: Tensor) -> View:
+        spec, cut = self.sync.specs[slot.name], slot.cut
+        if self.sync.scatter:
+            rows = x.view(self.sync.comm.world_size, -1)[:, slot.x_offset : slot.x_offset + cut.row_numel]
+            return View(spec, cut, rows, out[slot.out_offset : slot.out_offset + cut.row_numel], True)
+        where = slice(slot.x_offset, slot.x_offset + spec.numel)
+        return View(spec, cut, x[where], out[where], False)

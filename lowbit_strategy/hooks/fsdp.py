@@ -1,0 +1,87 @@
+"""FSDP2: a reduce-scatter of every sharded module that goes through a `GradientSync`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.specs import canonical_name
+
+
+class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
+    """The custom communication of one FSDP2 parameter group: input ``[W * n]``, output ``[n]``, always a sum."""
+
+    def __init__(self, sync: GradientSync, param_group: Any, names: dict[int, str]) -> None:
+        self._sync = sync
+        self._param_group = param_group
+        self._names = names
+        self._layouts: dict[tuple[str, ...], BucketLayout] = {}
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        if op != dist.ReduceOp.SUM:
+            raise RuntimeError(f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?")
+        layout = self._layout()
+        if layout.row_numel != output_tensor.numel():
+            raise RuntimeError(
+                f"FSDP2 reduces {output_tensor.numel()} elements a rank where the trainable parameters have"
+                f" {layout.row_numel}: some got no gradient. torch >= 2.13 reduces zeros for them; with an older one"
+                " every parameter of a sharded module must be used in every step"
+            )
+        for pending in self._sync.reduce(layout, input_tensor, output_tensor):
+            if pending is not None:
+                pending.wait()
+
+    def _layout(self) -> BucketLayout:
+        params = [p for p in self._param_group.fsdp_params if p.sharded_param.requires_grad]
+        names = tuple(self._names[id(p.sharded_param)] for p in params)
+        if names not in self._layouts:
+            entries, at = [], 0
+            for name, param in zip(names, params, strict=True):
+                entries.append(Entry(name, at))
+                at += dim0_cut(tuple(param._orig_size), self._sync.comm.world_size).row_numel
+            self._layouts[names] = BucketLayout(tuple(entries), row_numel=at)
+        return self._layouts[names]
+
+
+def install(module: nn.Module, sync: GradientSync) -> int:
+    """Give every FSDP2 module under `module` a compressed reduce-scatter. Returns how many were given one.
+
+    Raises:
+        ValueError: A parameter is sharded along another dim than the first, or a module has several groups.
+    """
+    names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
+    seen: set[int] = set()
+    for child in module.modules():
+        if not isinstance(child, FSDPModule):
+            continue
+        state = child._get_fsdp_state()
+        if id(state) in seen or state._fsdp_param_group is None:
+            continue  # a group made of several modules has one state
+        seen.add(id(state))
+        group = state._fsdp_param_group
+        for param in group.fsdp_params:
+            if param.fsdp_placement.dim != 0:
+                name = names[id(param.sharded_param)]
+                raise ValueError(f"{name} is sharded along dim {param.fsdp_placement.dim}: compress only Shard(0)")
+        child.set_force_sum_reduction_for_comms(True)
+        if hasattr(child, "set_reduce_scatter_unused_params"):
+            child.set_reduce_scatter_unused_params(True, recurse=False)
+        child.set_custom_reduce_scatter(CompressedReduceScatter(sync, group, names))
+    return len(seen)

@@ -1,0 +1,44 @@
+"""A module's parameters as the methods see them: stable names, shapes, roles."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lowbit_strategy.reducers.tensors import Role, TensorSpec
+
+_WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
+_HEAD_NAMES = ("lm_head", "output_projection", "classifier", "score", "head")
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what wrappers (compile, activation checkpointing) put in: the key of its state."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+
+
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that get gradients, by canonical name; tied parameters once."""
+    return {canonical_name(name): param for name, param in module.named_parameters() if param.requires_grad}
+
+
+def describe_parameters(module: nn.Module) -> list[TensorSpec]:
+    """Specs of all trainable parameters, in registration order. Shapes are those of the unsharded parameters."""
+    roles = _roles(module)
+    return [
+        TensorSpec(name, tuple(param.shape), roles.get(id(param), "other"))
+        for name, param in trainable_parameters(module).items()
+    ]
+
+
+def _roles(module: nn.Module) -> dict[int, Role]:
+    """Embeddings by type; heads are linear layers with a head's name, or as wide as an embedding has entries."""
+    vocabularies = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}
+    roles: dict[int, Role] = {}
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Linear):
+            last = canonical_name(name).rsplit(".", 1)[-1]
+            if last in _HEAD_NAMES or child.out_features in vocabularies:
+                roles[id(child.weight)] = "head"
+    for child in module.modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            roles[id(child.weight)] = "embedding"
+    return roles

@@ -1,0 +1,1 @@
+"""The methods: how every rank's gradient becomes their mean."""

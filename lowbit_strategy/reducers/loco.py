@@ -1,0 +1,144 @@
+"""LoCo: 4-bit gradients with a moving average of the compression error, kept in 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.block import Rounding
+from lowbit_strategy.collectives.exchange import State, Step
+from lowbit_strategy.kernels.blocks import decode_sum_
+from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.loco import loco_encode_
+from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.reducers.base import Compressor, LanePair
+from lowbit_strategy.reducers.lane import Arena, Lane
+from lowbit_strategy.reducers.tensors import TensorSpec
+
+ResidualDtype = Literal["int8", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoCoLane(Lane):
+    """Block codes with LoCo's residual: the fused kernel and its arenas. Fields as in `LoCo`."""
+
+    fmt: BlockFormat
+    beta: float
+    reset_steps: int | None
+    residual: ResidualDtype
+    rounding: Rounding
+    residual_rounding: Rounding
+
+    @property
+    def block_size(self) -> int:
+        return self.fmt.block_size
+
+    def arenas(self) -> dict[str, Arena]:
+        if self.residual == "float32":
+            return {"residual": Arena(torch.float32)}
+        return {"residual": Arena(torch.int8), "residual_scale": Arena(torch.bfloat16, per_block=True)}
+
+    def wire_nbytes(self, numel: int) -> int:
+        return self.fmt.wire_nbytes(numel)
+
+    def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None:
+        loco_encode_(
+            x,
+            state["residual"],
+            state.get("residual_scale"),
+            wire,
+            segments,
+            self.fmt,
+            beta=self.beta,
+            reset=self.reset_steps is not None and step.index > 0 and step.index % self.reset_steps == 0,
+            stochastic=self.rounding == "stochastic",
+            stochastic_residual=self.residual_rounding == "stochastic",
+            seed=step.seed,
+            flag=flag,
+        )
+
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
+        decode_sum_(wire_WB, out, segments, self.fmt, alpha=alpha)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoCo(Compressor):
+    """Low-bit gradients, the error fed back through a moving average.
+
+    Every step, for each block of each parameter, on every rank:
+
+    1. ``h = g + e``
+    2. ``s = absmax(h) / (2**(bits-1) - 1)``, ``q = clamp(round(h / s))``; q and s go to the block's owner
+    3. ``e' = beta * e + (1 - beta) * (h - q * s)``, kept as int8 with a scale a block
+    4. the owner adds all ranks' ``q * s`` in float32 and divides by W
+    5. DDP only: the owner sends the mean back the same way, with a residual of its own
+
+    Args:
+        bits: Of a code, 2 to 8. Fewer bits: fewer bytes, more error to feed back.
+        block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size bits more.
+        beta: Weight of the old error in the residual, in [0, 1). 0 is classic error feedback; larger smooths the
+            quantisation noise and answers more slowly.
+        reset_steps: The residual is forgotten every so many optimizer steps, None for never.
+        residual: ``int8`` costs 1 byte a parameter; ``float32`` costs 4 and stores the average exactly.
+        rounding: Of codes. ``nearest``: least error; ``stochastic``: unbiased, more noise.
+        residual_rounding: Of the int8 residual. ``stochastic``: increments below half a step are kept on average.
+        return_beta: As `beta`, for the owner's residual on the way back.
+        milder_bits: Of embeddings and output heads, which carry most of the error.
+        exempt, milder: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,
+        equations of sections 3 and 4.
+    """
+
+    name: ClassVar[str] = "loco"
+
+    bits: int = 4
+    block_size: int = 128
+    beta: float = 0.8
+    reset_steps: int | None = 512
+    residual: ResidualDtype = "int8"
+    rounding: Rounding = "nearest"
+    residual_rounding: Rounding = "stochastic"
+    return_beta: float = 0.0
+    milder_bits: int = 8
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        for field in ("bits", "milder_bits"):
+            if getattr(self, field) not in range(2, 9):
+                raise ValueError(f"{field} must be an integer from 2 to 8, got {getattr(self, field)!r}")
+        for field in ("beta", "return_beta"):
+            if not 0.0 <= getattr(self, field) < 1.0:
+                raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)!r}")
+        if self.reset_steps is not None and (not isinstance(self.reset_steps, int) or self.reset_steps < 1):
+            raise ValueError(f"reset_steps must be a positive integer or None, got {self.reset_steps!r}")
+        if self.residual not in ("int8", "float32"):
+            raise ValueError(f"residual must be 'int8' or 'float32', got {self.residual!r}")
+        for field in ("rounding", "residual_rounding"):
+            if getattr(self, field) not in ("nearest", "stochastic"):
+                raise ValueError(f"{field} must be 'nearest' or 'stochastic', got {getattr(self, field)!r}")
+        uniform(self.bits, self.block_size)
+
+    def _lanes(self, fmt: BlockFormat) -> LanePair:
+        there = LoCoLane(
+            fmt=fmt,
+            beta=self.beta,
+            reset_steps=self.reset_steps,
+            residual=self.residual,
+            rounding=self.rounding,
+            residual_rounding=self.residual_rounding,
+        )
+        return LanePair(there, replace(there, beta=self.return_beta))
+
+    def method(self, spec: TensorSpec) -> LanePair:
+        return self._lanes(uniform(self.bits, self.block_size))
+
+    def milder_method(self, spec: TensorSpec) -> LanePair:
+        return self._lanes(uniform(max(self.bits, self.milder_bits), self.block_size))
