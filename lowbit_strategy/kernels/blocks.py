@@ -1,0 +1,99 @@
+"""Blockwise quantisation: the public ops. They check their arguments and hand over to a backend.
+
+Every backend writes the same bytes: `lowbit_strategy.kernels.reference.blocks` is the definition.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.kernels import backends
+from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.reference import blocks as reference
+from lowbit_strategy.kernels.segments import Segments
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_buffers(x: Tensor, wire: Tensor) -> None:
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"gradients must be float32, bfloat16 or float16, got {x.dtype}")
+    if wire.dtype != torch.uint8:
+        raise TypeError(f"the wire must be uint8, got {wire.dtype}")
+    if x.device != wire.device:
+        raise ValueError(f"gradients are on {x.device} but the wire is on {wire.device}")
+    if not x.is_contiguous():
+        raise ValueError("the gradient buffer must be contiguous")
+
+
+def encode_(
+    x: Tensor,
+    wire: Tensor,
+    segments: Segments,
+    fmt: BlockFormat,
+    *,
+    flag: Tensor,
+    stochastic: bool = False,
+    seed: int = 0,
+) -> None:
+    """Quantise each segment of `x` into `wire`, without memory of earlier steps.
+
+    Args:
+        x: float32, bfloat16 or float16, 1-D contiguous.
+        wire: uint8, 1-D contiguous; written at each segment's ``wire_offset``.
+        segments: Which pieces; ``state_offset`` is not used.
+        fmt: Levels, scale rule, block size.
+        flag: int32 [1], set to 1 if any block holds inf or NaN (such a block decodes to NaN), else left as it is.
+        stochastic: Round up or down at random without bias; uniform grids only.
+        seed: 32 bits, private to the rank and the step.
+    """
+    check_buffers(x, wire)
+    if stochastic and not fmt.is_uniform:
+        raise ValueError("stochastic rounding needs the uniform grid: leave levels unset or use rounding='nearest'")
+    match backends.choose(x.device):
+        case "triton":
+            from lowbit_strategy.kernels.triton import blocks as triton_blocks
+
+            triton_blocks.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag)
+        case "native":
+            from lowbit_strategy.kernels.native import blocks as native_blocks
+
+            native_blocks.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag)
+        case "torch":
+            reference.encode_(
+                x,
+                wire,
+                segments,
+                fmt,
+                stochastic=stochastic,
+                seed=seed,
+                flag=flag,
+                max_elements=backends.CACHE_ELEMENTS,
+            )
+
+
+def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat, *, alpha: float = 1.0) -> None:
+    """``out[segment] = alpha * sum over sources of decode(source, segment)``, added in float32 in rank order.
+
+    Args:
+        wire_WB: uint8 [W, B], one row a source, rows contiguous (``stride(1) == 1``).
+        out: float32, bfloat16 or float16, 1-D contiguous; only the segments' elements are written.
+        segments: Which pieces; ``x_offset`` is the place in `out`.
+        fmt: As the sources were encoded.
+        alpha: Factor applied to the float32 sum before the cast to `out`'s dtype; 1/W makes it a mean.
+    """
+    check_buffers(out, wire_WB)
+    match backends.choose(out.device):
+        case "triton":
+            from lowbit_strategy.kernels.triton import blocks as triton_blocks
+
+            triton_blocks.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
+        case "native":
+            from lowbit_strategy.kernels.native import blocks as native_blocks
+
+            native_blocks.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
+        case "torch":
+            reference.decode_sum_(
+                wire_WB, out, segments, fmt, alpha=alpha, max_elements=backends.CACHE_ELEMENTS
+            )

@@ -1,0 +1,117 @@
+"""The wire format of block-quantised tensors: what a block's bytes mean.
+
+A block of ``block_size`` elements becomes packed codes and one bfloat16 scale. Element ``i`` decodes to
+``levels[code_i] * scale``. Everything that differs between methods (how many levels, where they lie, how the scale is
+taken from the block) is data in `BlockFormat`; the kernels are written once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+ScaleRule = Literal["absmax", "rms", "mean_abs", "ternary"]
+
+SCALE_NBYTES = 2  # bfloat16: the range of float32, so tiny gradients keep their scale
+TERNARY_THRESHOLD = 0.7
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockFormat:
+    """How one block of floats is written.
+
+    Args:
+        bits: Bits of a code, 1 to 8. More bits: more bytes, less error. Ternary codes (``scale_rule="ternary"``) are
+            declared with 2 bits and packed five to a byte.
+        block_size: Elements that share a scale, a power of two. Smaller: less error, more bytes for scales.
+        scale_rule: ``absmax``: largest magnitude over the top level (nothing is clipped); ``rms``: root mean square;
+            ``mean_abs``: mean magnitude; ``ternary``: mean magnitude of the elements above 0.7 of the mean magnitude.
+        levels: Reconstruction levels in units of the scale, ascending, at most 2**bits of them, each with at most 16
+            significant bits so that ``level * scale`` is exact in float32. None: the uniform grid
+            ``-(2**(bits-1)-1) ... 2**(bits-1)-1``.
+    """
+
+    bits: int = 4
+    block_size: int = 128
+    scale_rule: ScaleRule = "absmax"
+    levels: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits not in range(1, 9):
+            raise ValueError(f"bits must be an integer from 1 to 8, got {self.bits!r}")
+        size = self.block_size
+        if not isinstance(size, int) or size & (size - 1) or not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE:
+            raise ValueError(
+                f"block_size must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, got {size!r}"
+            )
+        if self.levels is None:
+            if self.bits == 1:
+                raise ValueError("1-bit codes have no uniform grid with a zero: give levels, such as (-0.798, 0.798)")
+            if self.scale_rule != "absmax":
+                raise ValueError(f"scale_rule={self.scale_rule!r} needs levels; the uniform grid uses 'absmax'")
+            return
+        if self.scale_rule == "absmax":
+            raise ValueError("levels need scale_rule 'rms', 'mean_abs' or 'ternary'; 'absmax' is the uniform grid's")
+        if not 2 <= len(self.levels) <= 2**self.bits or list(self.levels) != sorted(set(self.levels)):
+            raise ValueError(f"levels must be 2 to {2**self.bits} ascending numbers, got {self.levels}")
+        if self.is_ternary and self.levels != (-1.0, 0.0, 1.0):
+            raise ValueError("ternary levels are (-1, 0, 1)")
+
+    @property
+    def is_uniform(self) -> bool:
+        return self.levels is None
+
+    @property
+    def is_ternary(self) -> bool:
+        return self.scale_rule == "ternary"
+
+    @property
+    def qmax(self) -> int:
+        """Largest code magnitude of the uniform grid; the code of value q is q + qmax."""
+        return 2 ** (self.bits - 1) - 1
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """Decision points between neighbouring levels: the code of y is the number of thresholds below y."""
+        assert self.levels is not None
+        return tuple((a + b) / 2 for a, b in zip(self.levels, self.levels[1:], strict=False))
+
+    @property
+    def zero_code(self) -> int:
+        """The code written where nothing is to be said (idle and non-finite blocks, padding)."""
+        return self.qmax if self.levels is None else len(self.levels) // 2
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Widths of the bit planes a code is cut into, low bits first: 3 bits are a 2-bit and a 1-bit plane."""
+        widths, left = [], self.bits
+        for width in (8, 4, 2, 1):
+            if left >= width:
+                widths.append(width)
+                left -= width
+        return tuple(widths)
+
+    @property
+    def code_nbytes(self) -> int:
+        """Packed bytes of one block's codes, without its scale."""
+        if self.is_ternary:
+            return math.ceil(self.block_size / 5)
+        return self.block_size * self.bits // 8
+
+    @property
+    def bits_per_element(self) -> float:
+        return (self.code_nbytes + SCALE_NBYTES) * 8 / self.block_size
+
+    def num_blocks(self, numel: int) -> int:
+        return -(-numel // self.block_size)
+
+    def wire_nbytes(self, numel: int) -> int:
+        """Bytes of a segment: all blocks' codes, then all blocks' scales; a short last block is padded."""
+        return self.num_blocks(numel) * (self.code_nbytes + SCALE_NBYTES)
+
+
+def uniform(bits: int, block_size: int) -> BlockFormat:
+    """Absmax over 2**bits - 1 evenly spaced levels: LoCo's format."""
+    return BlockFormat(bits=bits, block_size=block_size)

@@ -1,0 +1,92 @@
+"""The LoCo step, one pass over memory: the public op."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.kernels import backends
+from lowbit_strategy.kernels.blocks import check_buffers
+from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.reference import loco as reference
+from lowbit_strategy.kernels.segments import Segments
+
+
+def loco_encode_(
+    x: Tensor,
+    residual: Tensor,
+    residual_scale: Tensor | None,
+    wire: Tensor,
+    segments: Segments,
+    fmt: BlockFormat,
+    *,
+    beta: float,
+    flag: Tensor,
+    reset: bool = False,
+    stochastic: bool = False,
+    stochastic_residual: bool = False,
+    seed: int = 0,
+) -> None:
+    """Compensate, quantise, pack and update the residual in place.
+
+    For each block, all in float32:
+
+    1. ``h = g + e``, with ``e`` the dequantised residual (0 if `reset`)
+    2. codes and scale of ``h`` as `fmt` says, packed into `wire`; ``Q`` is what they decode to
+    3. ``e' = beta * e + (1 - beta) * (h - Q)``, stored as int8 with one absmax scale a block
+
+    A block whose gradient is all zero is idle: it sends zeros and keeps its residual (an idle expert's feedback is
+    not spent on a step whose result nobody reads). A block with inf or NaN in ``h`` sends NaN and keeps its residual.
+
+    Args:
+        x: Gradients, float32, bfloat16 or float16, 1-D contiguous.
+        residual: int8 with `residual_scale`, or float32 without; 1-D, whole blocks. Updated in place.
+        residual_scale: bfloat16, one a block of `residual`. Updated in place.
+        wire: uint8, 1-D contiguous; written at each segment's ``wire_offset``.
+        segments: Which pieces.
+        fmt: Levels, scale rule, block size.
+        beta: Weight of the old error, in [0, 1). 0 is classic error feedback.
+        flag: int32 [1], set to 1 if any block is not finite.
+        reset: Forget the residual before this step.
+        stochastic: Round codes at random without bias; uniform grids only.
+        stochastic_residual: Round the int8 residual at random, so that increments below half a step are not lost.
+        seed: 32 bits, private to the rank and the step.
+
+    References:
+        Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480.
+    """
+    check_buffers(x, wire)
+    if not 0.0 <= beta < 1.0:
+        raise ValueError(f"beta must be in [0, 1), got {beta}")
+    if (residual.dtype == torch.int8) != (residual_scale is not None):
+        raise TypeError("an int8 residual needs a residual_scale, a float32 residual has none")
+    if stochastic and not fmt.is_uniform:
+        raise ValueError("stochastic rounding of codes needs the uniform grid: use rounding='nearest'")
+    options = {
+        "beta": beta,
+        "reset": reset,
+        "stochastic": stochastic,
+        "stochastic_residual": stochastic_residual,
+        "seed": seed,
+        "flag": flag,
+    }
+    match backends.choose(x.device):
+        case "triton":
+            from lowbit_strategy.kernels.triton import loco as triton_loco
+
+            triton_loco.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options)
+        case "native":
+            from lowbit_strategy.kernels.native import loco as native_loco
+
+            native_loco.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options)
+        case "torch":
+            reference.loco_encode_(
+                x,
+                residual,
+                residual_scale,
+                wire,
+                segments,
+                fmt,
+                **options,
+                max_elements=backends.CACHE_ELEMENTS,
+            )

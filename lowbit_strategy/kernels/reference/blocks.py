@@ -1,0 +1,183 @@
+"""Blockwise quantisation in plain PyTorch: the definition of the wire, bit for bit. Never optimised.
+
+Legend: ``_KB`` K blocks of B elements; ``_K`` one number a block; ``_C`` packed bytes of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.kernels.format import TERNARY_THRESHOLD, BlockFormat
+from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
+from lowbit_strategy.kernels.segments import Piece, Segments, pieces
+
+_FLT_MIN = torch.finfo(torch.float32).tiny
+_TRIT_WEIGHTS = (1, 3, 9, 27, 81)
+WHOLE = 2**62  # pieces as large as their segments
+
+
+def to_blocks(x_N: Tensor, block_size: int) -> Tensor:
+    """float32 [K, B], padded with zeros."""
+    pad = -x_N.numel() % block_size
+    return torch.nn.functional.pad(x_N.float(), (0, pad)).view(-1, block_size)
+
+
+def round_up_bfloat16(x: Tensor) -> Tensor:
+    """The smallest bfloat16 not below x, as float32, for x >= 0: codes of a block then never exceed their range."""
+    return ((x.contiguous().view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+
+
+def tree_sum(x_KB: Tensor) -> Tensor:
+    """Sum over the last dim by adding halves, so that every backend adds in the same order."""
+    while x_KB.shape[-1] > 1:
+        half = x_KB.shape[-1] // 2
+        x_KB = x_KB[..., :half] + x_KB[..., half:]
+    return x_KB[..., 0]
+
+
+def raw_scale(h_KB: Tensor, counts_K: Tensor, fmt: BlockFormat) -> Tensor:
+    """float32 [K] before rounding. `counts_K`: elements of each block that are not padding."""
+    magnitude_KB = h_KB.abs()
+    absmax_K = magnitude_KB.amax(-1)
+    if fmt.scale_rule == "absmax":
+        return absmax_K * torch.tensor(1.0 / fmt.qmax, dtype=torch.float32)
+    if fmt.scale_rule == "rms":  # by a power of two near absmax, so that squares neither overflow nor vanish
+        exponent = torch.frexp(absmax_K).exponent.clamp(-120, 120)
+        unit_KB = torch.ldexp(h_KB, -exponent[:, None])
+        return torch.ldexp((tree_sum(unit_KB * unit_KB) / counts_K).sqrt(), exponent)
+    mean_K = tree_sum(magnitude_KB) / counts_K
+    if fmt.scale_rule == "mean_abs":
+        return mean_K
+    above_KB = magnitude_KB > (mean_K * torch.tensor(TERNARY_THRESHOLD, dtype=torch.float32))[:, None]
+    total_K = tree_sum(torch.where(above_KB, magnitude_KB, 0.0))
+    return total_K / above_KB.sum(-1).clamp(min=1)
+
+
+def block_scale(h_KB: Tensor, counts_K: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
+    """Scale of each block, float32 [K] holding bfloat16 values, and whether the block is finite, bool [K].
+
+    Below the smallest normal number the scale is 0 (the block decodes to zeros); a block with a non-finite element
+    has scale NaN (the block decodes to NaN on every rank).
+    """
+    finite_K = torch.isfinite(h_KB).all(-1)
+    scale_K = round_up_bfloat16(raw_scale(torch.where(finite_K[:, None], h_KB, 0.0), counts_K, fmt))
+    finite_K = finite_K & torch.isfinite(scale_K)
+    scale_K = torch.where(scale_K < _FLT_MIN, 0.0, scale_K)
+    return torch.where(finite_K, scale_K, torch.nan), finite_K
+
+
+def quantize(h_KB: Tensor, scale_K: Tensor, fmt: BlockFormat, dither_KB: Tensor | float = 0.0) -> Tensor:
+    """Codes, uint8 [K, B]. Blocks of scale 0 or NaN get the zero code."""
+    usable_K = scale_K > 0
+    inverse_K = torch.where(usable_K, 1.0 / scale_K, 0.0)
+    y_KB = torch.where(usable_K[:, None], h_KB, 0.0) * inverse_K[:, None]
+    if fmt.is_uniform:
+        codes_KB = (y_KB + dither_KB).round().clamp(-fmt.qmax, fmt.qmax) + fmt.qmax
+    else:
+        codes_KB = sum((y_KB > threshold).to(torch.float32) for threshold in fmt.thresholds)
+    return torch.where(usable_K[:, None], codes_KB, float(fmt.zero_code)).to(torch.uint8)
+
+
+def dequantize(codes_KB: Tensor, scale_K: Tensor, fmt: BlockFormat) -> Tensor:
+    """float32 [K, B]; exact, since a level has at most 16 significant bits and a scale 8."""
+    if fmt.levels is None:
+        values_KB = codes_KB.float() - fmt.qmax
+    else:
+        values_KB = torch.tensor(fmt.levels, dtype=torch.float32, device=codes_KB.device)[codes_KB.long()]
+    return values_KB * scale_K[:, None]
+
+
+def pack(codes_KB: Tensor, fmt: BlockFormat) -> Tensor:
+    """uint8 [K, C]. Half-split: byte j of a plane of width w holds elements j, j + n, j + 2n ... (n bytes a plane),
+    element j in the lowest bits. That is what vectorises; neighbouring elements in one byte do not."""
+    if fmt.is_ternary:
+        size = fmt.code_nbytes
+        padded = torch.nn.functional.pad(codes_KB, (0, 5 * size - fmt.block_size), value=fmt.zero_code)
+        trits = padded.view(-1, 5, size)
+        return sum(trits[:, k] * weight for k, weight in enumerate(_TRIT_WEIGHTS)).to(torch.uint8)  # type: ignore[union-attr]
+    planes, shift = [], 0
+    for width in fmt.planes:
+        field = (codes_KB >> shift) & ((1 << width) - 1)
+        parts = field.view(field.shape[0], 8 // width, -1)
+        byte = parts[:, 0].clone()
+        for k in range(1, 8 // width):
+            byte |= parts[:, k] << (k * width)
+        planes.append(byte)
+        shift += width
+    return torch.cat(planes, -1)
+
+
+def unpack(packed_KC: Tensor, fmt: BlockFormat) -> Tensor:
+    """Codes, uint8 [K, B]: the inverse of `pack`."""
+    if fmt.is_ternary:
+        trits = [(packed_KC // weight) % 3 for weight in _TRIT_WEIGHTS]
+        return torch.cat(trits, -1)[:, : fmt.block_size]
+    codes = torch.zeros(packed_KC.shape[0], fmt.block_size, dtype=torch.uint8, device=packed_KC.device)
+    shift, start = 0, 0
+    for width in fmt.planes:
+        size = fmt.block_size * width // 8
+        byte = packed_KC[:, start : start + size]
+        fields = [(byte >> (k * width)) & ((1 << width) - 1) for k in range(8 // width)]
+        codes |= torch.cat(fields, -1) << shift
+        shift, start = shift + width, start + size
+    return codes
+
+
+def valid_mask(numel: int, fmt: BlockFormat, device: torch.device) -> Tensor:
+    """bool [K, B]: False on the padding of the last block."""
+    padded = fmt.num_blocks(numel) * fmt.block_size
+    return (torch.arange(padded, device=device) < numel).view(-1, fmt.block_size)
+
+
+def to_bfloat16(scale_K: Tensor) -> Tensor:
+    """bfloat16 of float32 scales that already are bfloat16 values. By bits, since a cast's NaN differs between CPUs."""
+    return (scale_K.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def write_blocks_(wire: Tensor, piece: Piece, codes_KB: Tensor, scale_K: Tensor, fmt: BlockFormat) -> None:
+    wire[piece.codes] = pack(codes_KB, fmt).view(-1)
+    wire[piece.scales] = to_bfloat16(scale_K).view(torch.uint8)
+
+
+def read_blocks(wire: Tensor, piece: Piece, fmt: BlockFormat) -> Tensor:
+    """float32 [K, B]: one piece of one source."""
+    codes_KB = unpack(wire[piece.codes].view(-1, fmt.code_nbytes), fmt)
+    scale_K = wire[piece.scales].clone().view(torch.bfloat16).float()
+    return dequantize(codes_KB, scale_K, fmt)
+
+
+def piece_dither(piece: Piece, like_KB: Tensor, seed: int, stream: int) -> Tensor:
+    key = stream_key(seed, piece.salt, stream)
+    return dither(piece.first_element, like_KB.numel(), key, like_KB.device).view_as(like_KB)
+
+
+def encode_(
+    x: Tensor,
+    wire: Tensor,
+    segments: Segments,
+    fmt: BlockFormat,
+    *,
+    stochastic: bool,
+    seed: int,
+    flag: Tensor,
+    max_elements: int = WHOLE,
+) -> None:
+    for piece in pieces(segments, fmt, max_elements):
+        h_KB = to_blocks(x[piece.x], fmt.block_size)
+        counts_K = valid_mask(piece.x.stop - piece.x.start, fmt, x.device).sum(-1)
+        scale_K, finite_K = block_scale(h_KB, counts_K, fmt)
+        noise = piece_dither(piece, h_KB, seed, CODE_STREAM) if stochastic else 0.0
+        write_blocks_(wire, piece, quantize(h_KB, scale_K, fmt, noise), scale_K, fmt)
+        flag |= (~finite_K.all()).to(flag.dtype)
+
+
+def decode_sum_(
+    wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat, *, alpha: float, max_elements: int = WHOLE
+) -> None:
+    for piece in pieces(segments, fmt, max_elements):
+        total_KB = torch.zeros(1, device=out.device)
+        for source in wire_WB:  # rank order, float32: the same bits wherever it is computed
+            total_KB = total_KB + read_blocks(source, piece, fmt)
+        numel = piece.x.stop - piece.x.start
+        out[piece.x] = (total_KB.view(-1)[:numel] * alpha).to(out.dtype)

@@ -1,0 +1,93 @@
+"""Which pieces of a flat gradient buffer a kernel call works on: one row a piece, so that a bucket is one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.kernels.format import SCALE_NBYTES, BlockFormat
+
+
+class Segment(NamedTuple):
+    """One contiguous piece: a parameter's chunk for one owner.
+
+    Args:
+        x_offset: First element in the float buffer.
+        numel: Elements; the last block is padded with zeros up to the block size.
+        state_offset: First element in the residual arena, a multiple of the block size; its block index there is
+            ``state_offset / block_size``. The arena holds whole blocks.
+        wire_offset: First byte in one source's wire buffer, a multiple of 16.
+        salt: 32 bits that make this piece's random numbers its own, whatever bucket it is in.
+    """
+
+    x_offset: int
+    numel: int
+    state_offset: int
+    wire_offset: int
+    salt: int = 0
+
+
+class Segments:
+    """An immutable table of `Segment` rows with a copy on each device that asks.
+
+    ``table`` is int64 ``[S, 5]`` on the CPU, columns in the order of `Segment`'s fields. ``cache`` is for what a
+    backend derives from the table (tiles of a launch grid): it lives as long as the table.
+    """
+
+    __slots__ = ("_on_device", "cache", "rows", "table")
+
+    def __init__(self, rows: Iterable[Segment]) -> None:
+        self.rows = tuple(rows)
+        self.table = torch.tensor(self.rows, dtype=torch.int64).reshape(-1, len(Segment._fields))
+        self._on_device: dict[torch.device, Tensor] = {}
+        self.cache: dict[object, object] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def numel(self) -> int:
+        return sum(row.numel for row in self.rows)
+
+    def to(self, device: torch.device) -> Tensor:
+        if device.type == "cpu":
+            return self.table
+        if device not in self._on_device:
+            self._on_device[device] = self.table.to(device)
+        return self._on_device[device]
+
+
+class Piece(NamedTuple):
+    """A run of whole blocks of one segment, with everything it touches as slices."""
+
+    x: slice
+    state: slice
+    state_blocks: slice
+    codes: slice
+    scales: slice
+    first_element: int
+    salt: int
+
+
+def pieces(segments: Segments, fmt: BlockFormat, max_elements: int) -> Iterator[Piece]:
+    """Cut the segments into pieces of at most `max_elements` (at least one block)."""
+    step = max(1, max_elements // fmt.block_size)
+    for row in segments.rows:
+        num_blocks = fmt.num_blocks(row.numel)
+        scales_start = row.wire_offset + num_blocks * fmt.code_nbytes
+        state_block = row.state_offset // fmt.block_size
+        for first in range(0, num_blocks, step):
+            last = min(first + step, num_blocks)
+            start, stop = first * fmt.block_size, min(last * fmt.block_size, row.numel)
+            yield Piece(
+                x=slice(row.x_offset + start, row.x_offset + stop),
+                state=slice(row.state_offset + start, row.state_offset + last * fmt.block_size),
+                state_blocks=slice(state_block + first, state_block + last),
+                codes=slice(row.wire_offset + first * fmt.code_nbytes, row.wire_offset + last * fmt.code_nbytes),
+                scales=slice(scales_start + first * SCALE_NBYTES, scales_start + last * SCALE_NBYTES),
+                first_element=start,
+                salt=row.salt,
+            )
