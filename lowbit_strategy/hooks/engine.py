@@ -96,7 +96,8 @@ class GradientSync:
     def use(self, compressor: Compressor) -> None:
         """Give every parameter its method anew. Residuals are carried over; between steps only."""
         self.compressor = compressor
-        self.assign(assign_all(compressor, list(self.specs.values())))
+        self._phase = compressor.at(self.step_index)
+        self.assign(assign_all(self._phase, list(self.specs.values())))
 
     def assign(self, assignments: Mapping[str, Assignment]) -> None:
         """Regroup: parameters whose method stays keep their state, the others' residuals are converted."""
@@ -187,6 +188,10 @@ class GradientSync:
         self._asked_scale = scale
 
     def _begin_step(self) -> None:
+        phase = self.compressor.at(self.step_index)
+        if phase != self._phase:
+            self._phase = phase
+            self.assign(assign_all(phase, list(self.specs.values())))
         if self._asked_scale is not None:
             if self.loss_scale is not None and self._asked_scale != self.loss_scale:
                 self._scale_residuals_(self._asked_scale / self.loss_scale)

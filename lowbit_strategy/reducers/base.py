@@ -141,6 +141,10 @@ class Compressor(ABC):
         """The method of embeddings and heads; None where the compressor has no milder level."""
         return None
 
+    def at(self, step_index: int) -> Compressor:
+        """The configuration in force after `step_index` optimizer steps: itself, unless it has phases."""
+        return self
+
     def assign(self, spec: TensorSpec) -> Assignment:
         if (selector := matching(self.exempt, spec)) is not None:
             return Assignment(dense_method(), "exempt", describe(selector))
