@@ -1,4 +1,4 @@
-"""Run a function on several real processes in a test. For scripts and command lines there is `tests.scripts.run_script`.
+"""Run a function on several real processes in a test. For scripts and commands: `tests.scripts.run_script`.
 
     from tests.distributed import run_ranks
 
@@ -46,7 +46,7 @@ ProcessGroup = Literal["file", "env"] | None
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on now. Another process may take it before you do: prefer a file store where one serves."""
+    """A TCP port nobody listens on now. Another process may take it before you do: prefer a file store."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Run a script or a command line in a test, as a user would: fresh interpreters, a hard limit, output shown on failure."""
+"""Run a script or a command in a test, as a user would: fresh interpreters, a hard limit, output shown on failure."""
 
 from __future__ import annotations
 
@@ -105,11 +105,14 @@ def _command(script: str | Path | Sequence[str | Path], world_size: int) -> list
 
 
 def _end_tree(process: subprocess.Popen[bytes]) -> None:
-    """SIGABRT makes Python print its stacks; SIGKILL, because Lightning survives SIGTERM. torchrun's workers have
-    sessions of their own, so the tree is walked instead of killing the process group."""
+    """End the process and all it started, after they have printed their stacks.
+
+    SIGABRT makes Python print them; SIGKILL, because Lightning survives SIGTERM. torchrun's workers have sessions of
+    their own, so the tree is walked instead of killing the process group.
+    """
     if process.poll() is not None:
         return
-    tree = psutil.Process(process.pid).children(recursive=True) + [psutil.Process(process.pid)]
+    tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.send_signal(signal.SIGABRT)
