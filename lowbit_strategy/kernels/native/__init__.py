@@ -1,0 +1,72 @@
+"""The C path for CPUs: AVX-512, AVX2 or portable code, chosen at run time; see `lowbit.h` for how it is laid out."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+
+ISA_OVERRIDE = "LOWBIT_ISA"  # avx512 | avx2 | portable: for tests and benchmarks, and to rule a code path out in a hunt
+
+
+@lru_cache(maxsize=1)
+def available() -> bool:
+    """Whether the C extension was built; without it the plain PyTorch path serves."""
+    return find_spec("lowbit_strategy.kernels.native._lowbit") is not None
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """The extension's file. Its functions are called through ctypes, which lets go of the interpreter lock.
+
+    Raises:
+        RuntimeError: The extension was not built.
+    """
+    spec = find_spec("lowbit_strategy.kernels.native._lowbit")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("the C extension is not built: reinstall with a C compiler")
+    lib = ctypes.CDLL(spec.origin)
+    kernels, struct, index = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
+    for function, result, arguments in (
+        (lib.lowbit_isa, ctypes.c_char_p, (ctypes.c_int,)),
+        (lib.lowbit_find, kernels, (ctypes.c_char_p,)),
+        (lib.lowbit_format_nbytes, ctypes.c_size_t, ()),
+        (lib.lowbit_call_nbytes, ctypes.c_size_t, ()),
+        (lib.lowbit_encode, ctypes.c_int, (kernels, struct, struct, index, index)),
+        (lib.lowbit_decode_sum, None, (kernels, struct, struct, index, index)),
+    ):
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+@lru_cache(maxsize=1)
+def isas() -> tuple[str, ...]:
+    """Instruction sets that this processor and this build have, fastest first."""
+    names, index = [], 0
+    while (name := library().lowbit_isa(index)) is not None:
+        names.append(name.decode())
+        index += 1
+    return tuple(names)
+
+
+def isa() -> str:
+    """The instruction set in use.
+
+    Raises:
+        RuntimeError: The environment asks for one that is not there.
+    """
+    asked = os.environ.get(ISA_OVERRIDE)
+    if asked is None:
+        return isas()[0]
+    if asked not in isas():
+        raise RuntimeError(f"{ISA_OVERRIDE}={asked!r} is not one of {', '.join(isas())}")
+    return asked
+
+
+@lru_cache
+def kernels_of(name: str) -> int:
+    """Handle of an instruction set's kernels."""
+    handle = library().lowbit_find(name.encode())
+    assert handle is not None, name
+    return int(handle)

@@ -1,0 +1,156 @@
+"""What the C functions take: two plain structures (see `lowbit.h`), filled from tensors that were checked first."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.native import library
+from lowbit_strategy.kernels.segments import Segments
+
+_RULES = {"absmax": 0, "rms": 1, "mean_abs": 2, "ternary": 3}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NO_RESIDUAL, _INT8_RESIDUAL, _FLOAT32_RESIDUAL = 0, 1, 2
+_MAX_LEVELS = 256
+
+
+class FormatStruct(ctypes.Structure):
+    _fields_ = (
+        ("bits", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("rule", ctypes.c_int32),
+        ("num_levels", ctypes.c_int32),
+        ("code_nbytes", ctypes.c_int32),
+        ("zero_code", ctypes.c_int32),
+        ("num_planes", ctypes.c_int32),
+        ("planes", ctypes.c_int32 * 4),
+        ("levels", ctypes.c_float * _MAX_LEVELS),
+        ("thresholds", ctypes.c_float * _MAX_LEVELS),
+    )
+
+
+class CallStruct(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("residual_scale", ctypes.c_void_p),
+        ("wire", ctypes.c_void_p),
+        ("segments", ctypes.c_void_p),
+        ("num_segments", ctypes.c_int64),
+        ("wire_stride", ctypes.c_int64),
+        ("num_sources", ctypes.c_int64),
+        ("x_dtype", ctypes.c_int32),
+        ("residual_kind", ctypes.c_int32),
+        ("reset", ctypes.c_int32),
+        ("stochastic", ctypes.c_int32),
+        ("stochastic_residual", ctypes.c_int32),
+        ("stream_stores", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
+        ("beta_old", ctypes.c_float),
+        ("beta_new", ctypes.c_float),
+        ("alpha", ctypes.c_float),
+    )
+
+
+@lru_cache
+def format_struct(fmt: BlockFormat) -> FormatStruct:
+    lib = library()
+    built = lib.lowbit_format_nbytes(), lib.lowbit_call_nbytes()
+    assert built == (ctypes.sizeof(FormatStruct), ctypes.sizeof(CallStruct)), "the C extension is of another version"
+    levels = fmt.levels or ()
+    return FormatStruct(
+        bits=fmt.bits,
+        block_size=fmt.block_size,
+        rule=_RULES[fmt.scale_rule],
+        num_levels=len(levels),
+        code_nbytes=fmt.code_nbytes,
+        zero_code=fmt.zero_code,
+        num_planes=len(fmt.planes),
+        planes=fmt.planes,
+        levels=levels + levels[-1:] * (_MAX_LEVELS - len(levels)),  # codes that nobody sends decode to something
+        thresholds=fmt.thresholds if levels else (),
+    )
+
+
+class Extent(NamedTuple):
+    """What a segment table reaches with a format, in elements, bytes and blocks."""
+
+    num_blocks: int
+    x: int
+    state: int
+    wire: int
+
+
+def extent(segments: Segments, fmt: BlockFormat) -> Extent:
+    """Computed once a table and format: the C code trusts the table, so nothing may lie outside the buffers."""
+    key = ("native", fmt)
+    if key not in segments.cache:
+        num_blocks = x = state = wire = 0
+        for row in segments.rows:
+            if min(row.x_offset, row.numel, row.state_offset, row.wire_offset) < 0:
+                raise ValueError(f"a segment has a negative offset or size: {row}")
+            blocks = fmt.num_blocks(row.numel)
+            num_blocks += blocks
+            x = max(x, row.x_offset + row.numel)
+            state = max(state, row.state_offset + blocks * fmt.block_size)
+            wire = max(wire, row.wire_offset + fmt.wire_nbytes(row.numel))
+        segments.cache[key] = Extent(num_blocks, x, state, wire)
+    found = segments.cache[key]
+    assert isinstance(found, Extent)
+    return found
+
+
+def call_struct(x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat) -> CallStruct:
+    """The part that encode and decode share.
+
+    Raises:
+        ValueError: A buffer ends before a segment does, or is not contiguous.
+    """
+    reach = extent(segments, fmt)
+    if not x.is_contiguous() or (wire_WB.shape[0] > 0 and wire_WB.shape[1] > 1 and wire_WB.stride(1) != 1):
+        raise ValueError("the buffers must be contiguous")
+    if x.numel() < reach.x or (wire_WB.shape[0] > 0 and wire_WB.shape[1] < reach.wire):
+        raise ValueError(
+            f"segments reach element {reach.x} and wire byte {reach.wire}, but the buffers hold {x.numel()} "
+            f"and {wire_WB.shape[1]}"
+        )
+    return CallStruct(
+        x=x.data_ptr(),
+        wire=wire_WB.data_ptr(),
+        segments=segments.table.data_ptr(),
+        num_segments=len(segments),
+        wire_stride=wire_WB.stride(0),
+        num_sources=wire_WB.shape[0],
+        x_dtype=_DTYPES[x.dtype],
+    )
+
+
+def set_residual(
+    call: CallStruct, residual: Tensor, residual_scale: Tensor | None, segments: Segments, fmt: BlockFormat
+) -> None:
+    """Point a call at its residual.
+
+    Raises:
+        ValueError: The residual or its scales end before a segment does, or are not contiguous.
+        TypeError: Their dtypes are not int8 and bfloat16, or float32 alone.
+    """
+    reach = extent(segments, fmt)
+    wanted = (torch.float32, None) if residual_scale is None else (torch.int8, torch.bfloat16)
+    if (residual.dtype, None if residual_scale is None else residual_scale.dtype) != wanted:
+        raise TypeError("the residual must be int8 with a bfloat16 residual_scale, or float32 without")
+    if any(row.state_offset % fmt.block_size for row in segments.rows):
+        raise ValueError(f"every state_offset must be a multiple of the block size {fmt.block_size}")
+    if not residual.is_contiguous() or not (residual_scale is None or residual_scale.is_contiguous()):
+        raise ValueError("the residual and its scales must be contiguous")
+    if residual.numel() < reach.state or (
+        residual_scale is not None and residual_scale.numel() < reach.state // fmt.block_size
+    ):
+        raise ValueError(f"segments reach element {reach.state} of the residual, which holds {residual.numel()}")
+    call.residual = residual.data_ptr()
+    call.residual_scale = None if residual_scale is None else residual_scale.data_ptr()
+    call.residual_kind = _FLOAT32_RESIDUAL if residual_scale is None else _INT8_RESIDUAL

@@ -1,0 +1,8 @@
+#include "scalar.h"
+
+#include "vec_portable.h"
+
+#include "encode.h"
+#include "decode.h"
+
+const struct lowbit_kernels lowbit_portable = {"portable", encode, decode_sum};

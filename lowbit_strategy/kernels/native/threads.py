@@ -1,0 +1,33 @@
+"""Split the blocks of a call over torch's number of threads. Blocks are independent: the bytes are the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+_GRAIN = 65536  # elements a thread must have for handing over to it to pay
+_T = TypeVar("_T")
+_pools: dict[int, ThreadPoolExecutor] = {}
+
+os.register_at_fork(after_in_child=_pools.clear)  # a child has none of the parent's threads
+
+
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    if num_threads not in _pools:
+        _pools[num_threads] = ThreadPoolExecutor(num_threads, thread_name_prefix="lowbit")
+    return _pools[num_threads]
+
+
+def run(work: Callable[[int, int], _T], num_blocks: int, block_size: int) -> list[_T]:
+    """``work(first, last)`` over parts of ``range(num_blocks)``, one here and the others beside."""
+    parts = max(1, min(torch.get_num_threads(), num_blocks * block_size // _GRAIN))
+    bounds = [num_blocks * part // parts for part in range(parts + 1)]
+    if parts == 1:
+        return [work(0, num_blocks)]
+    pool = _pool(parts - 1)
+    others = [pool.submit(work, *pair) for pair in zip(bounds[1:-1], bounds[2:], strict=True)]
+    return [work(*bounds[:2]), *(other.result() for other in others)]

@@ -1,0 +1,53 @@
+/* Vector primitives of 16 lanes: AVX-512 F, BW, DQ and VL. */
+#define LANES 16
+
+typedef __m512 vf;
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef __mmask16 vmask;
+
+static inline vf vf_set1(float x) { return _mm512_set1_ps(x); }
+static inline vi vi_set1(int32_t x) { return (vi)_mm512_set1_epi32(x); }
+static inline vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void vf_store(float *p, vf v) { _mm512_storeu_ps(p, v); }
+static inline void vf_stream(float *p, vf v) { _mm512_stream_ps(p, v); }
+static inline void stream_fence(void) { _mm_sfence(); }
+
+static inline vi vi_load_i8(const int8_t *p) { return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+static inline vi vi_load_u8(const uint8_t *p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+static inline vi vi_load_u16(const uint16_t *p) {
+    return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+}
+
+static inline vf vf_from(vi v) { return _mm512_cvtepi32_ps((__m512i)v); }
+static inline vi vi_rint(vf v) { return (vi)_mm512_cvtps_epi32(v); }
+
+static inline vmask vf_gt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+static inline vf vf_blend(vmask m, vf yes, vf no) { return _mm512_mask_blend_ps(m, no, yes); }
+static inline vi vi_count(vi counter, vmask m) {
+    return (vi)_mm512_mask_add_epi32((__m512i)counter, m, (__m512i)counter, _mm512_set1_epi32(1));
+}
+static inline vi vi_max(vi a, vi b) { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+static inline vi vi_min(vi a, vi b) { return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b); }
+static inline int32_t vi_reduce_max(vi v) { return _mm512_reduce_max_epi32((__m512i)v); }
+static inline int32_t vi_reduce_or(vi v) { return _mm512_reduce_or_epi32((__m512i)v); }
+
+/* The low byte of each of 32 lanes. */
+static inline void store_bytes(void *p, const vi v[2]) {
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v[0]));
+    _mm_storeu_si128((__m128i *)p + 1, _mm512_cvtepi32_epi8((__m512i)v[1]));
+}
+
+static inline void load_halves(float *out, const uint16_t *p, int n) {
+    for (int i = 0; i < n; i += 16) vf_store(out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + i))));
+}
+static inline void store_halves(uint16_t *p, const float *x, int n) {
+    for (int i = 0; i < n; i += 16) {
+        __m256i half = _mm512_cvtps_ph(vf_load(x + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm256_storeu_si256((__m256i *)(p + i), half);
+    }
+}
+
+/* table[index mod 16] in one instruction. */
+#define LOOKUP_BITS 4
+static inline vf vf_lookup(vf table, vi index) { return _mm512_permutexvar_ps((__m512i)index, table); }
