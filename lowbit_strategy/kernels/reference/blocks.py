@@ -45,7 +45,8 @@ def raw_scale(h_KB: Tensor, counts_K: Tensor, fmt: BlockFormat) -> Tensor:
     if fmt.scale_rule == "rms":  # by a power of two near absmax, so that squares neither overflow nor vanish
         exponent = torch.frexp(absmax_K).exponent.clamp(-120, 120)
         unit_KB = torch.ldexp(h_KB, -exponent[:, None])
-        return torch.ldexp((tree_sum(unit_KB * unit_KB) / counts_K).sqrt(), exponent)
+        mean_K = tree_sum(unit_KB * unit_KB) / counts_K
+        return torch.ldexp(mean_K.double().sqrt().float(), exponent)  # rounded once, which the float32 sqrt is not
     mean_K = tree_sum(magnitude_KB) / counts_K
     if fmt.scale_rule == "mean_abs":
         return mean_K
