@@ -21,6 +21,11 @@ class Codec(ABC):
         """Elements that are coded together: chunks start on multiples of it."""
         return 1
 
+    @property
+    def label(self) -> str:
+        """A few words for reports."""
+        return type(self).__name__.removesuffix("Codec").lower()
+
     @abstractmethod
     def wire_nbytes(self, numel: int) -> int:
         """Bytes of `numel` elements: exact, and independent of their values."""
@@ -33,9 +38,7 @@ class Codec(ABC):
     def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
         """float32 [numel]: the sum of the W decoded rows, added in float32 in row order."""
 
-    def encode_segments_(
-        self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor
-    ) -> None:
+    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
         """Encode each segment of `x` at its place in `wire`; set `flag` to 1 on inf or NaN."""
         for row in segments.rows:
             piece = x[row.x_offset : row.x_offset + row.numel]

@@ -29,6 +29,10 @@ class BlockCodec(Codec):
     rounding: Rounding = "nearest"
 
     @property
+    def label(self) -> str:
+        return f"{self.fmt.bits}-bit blocks of {self.fmt.block_size}"
+
+    @property
     def block_size(self) -> int:
         return self.fmt.block_size
 
@@ -47,9 +51,7 @@ class BlockCodec(Codec):
         self.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
         return out
 
-    def encode_segments_(
-        self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor
-    ) -> None:
+    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
         encode_(x, wire, segments, self.fmt, flag=flag, stochastic=self.rounding == "stochastic", seed=seed)
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:

@@ -25,6 +25,10 @@ class DenseCodec(Codec):
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
 
     @property
+    def label(self) -> str:
+        return self.dtype
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return _DTYPES[self.dtype]
 
@@ -40,9 +44,7 @@ class DenseCodec(Codec):
             total += row
         return total
 
-    def encode_segments_(
-        self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor
-    ) -> None:
+    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
         sources = [x[row.x_offset : row.x_offset + row.numel] for row in segments.rows]
         if not sources:
             return

@@ -38,9 +38,7 @@ class Comm:
         self.sent_nbytes += x_WB[0].numel() * x_WB.element_size() * (self.world_size - 1)
         return dist.all_to_all_single(out_WB, x_WB, group=self.group, async_op=True)
 
-    def all_to_all_uneven(
-        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
-    ) -> Pending:
+    def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
         """Consecutive runs of `x` of `in_splits` elements go to the ranks in order."""
         self.sent_nbytes += (sum(in_splits) - in_splits[self.rank]) * x.element_size()
         return dist.all_to_all_single(out, x, list(out_splits), list(in_splits), group=self.group, async_op=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,13 @@ from lowbit_strategy.reducers.base import (
     assign_all,
 )
 from lowbit_strategy.reducers.tensors import TensorSpec
+
+
+class Stateful(Protocol):
+    """Something else that is saved and restored with the residuals: plain dicts, numbers, strings and tensors."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Entry(NamedTuple):
@@ -89,6 +96,7 @@ class GradientSync:
         self._asked_scale: float | None = None
         self._entered: set[BucketLayout] = set()
         self.collected: dict[Reducer, list[View]] = {}
+        self.extra_state: dict[str, Stateful] = {}  # what others want saved with the residuals
         self.use(compressor)
 
     # -- methods ------------------------------------------------------------------------------------------------
@@ -187,17 +195,20 @@ class GradientSync:
         """The factor that the coming gradients are multiplied by; residuals follow when it changes."""
         self._asked_scale = scale
 
-    def _begin_step(self) -> None:
+    def follow_phase(self) -> None:
+        """Regroup if the compressor has another configuration for this step."""
         phase = self.compressor.at(self.step_index)
         if phase != self._phase:
             self._phase = phase
             self.assign(assign_all(phase, list(self.specs.values())))
+
+    def _begin_step(self) -> None:
+        self.follow_phase()
         if self._asked_scale is not None:
             if self.loss_scale is not None and self._asked_scale != self.loss_scale:
                 self._scale_residuals_(self._asked_scale / self.loss_scale)
             self.loss_scale = self._asked_scale
-        if self.rollback:
-            arenas = self.state_tensors()
+        if self.rollback and (arenas := self.state_tensors()):  # dense and stateless methods have none
             if not self._backup:
                 self._backup = [torch.empty_like(arena) for arena in arenas]
             torch._foreach_copy_(self._backup, arenas)
@@ -210,7 +221,8 @@ class GradientSync:
         """
         counted = True
         if self._entered and self.rollback and self._overflowed():
-            torch._foreach_copy_(self.state_tensors(), self._backup)
+            if self._backup:
+                torch._foreach_copy_(self.state_tensors(), self._backup)
             self.num_skipped += 1
             counted = False
         for flag in self._flags:
@@ -248,7 +260,7 @@ class GradientSync:
         """Bytes this rank hands to others for one reduction of a parameter, headers and padding aside."""
         method, spec, world_size = self.assignments[name].method, self.specs[name], self.comm.world_size
         if isinstance(method, Reducer):
-            return method.wire_nbytes(spec, world_size)
+            return method.wire_nbytes(spec, world_size, scatter=self.scatter)
         row = self._cut(name, method.there.block_size).row_numel
         hops = (method.there,) if self.scatter else (method.there, method.back)
         return sum(lane.wire_nbytes(row) for lane in hops) * (world_size - 1)
@@ -299,9 +311,7 @@ class Bucket:
             for view in views:
                 self.reducer_flag |= (~view.out.isfinite().all()).to(torch.int32)
 
-    def _collect(
-        self, method: Reducer, views: list[View], state: ReducerState, step: Step
-    ) -> Iterator[Pending | None]:
+    def _collect(self, method: Reducer, views: list[View], state: ReducerState, step: Step) -> Iterator[Pending | None]:
         """Whole-model methods: wait for the last bucket of the step, which reduces for all."""
         sync = self.sync
         sync.collected.setdefault(method, []).extend(views)

@@ -36,7 +36,9 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
         async_op: bool = False,
     ) -> None:
         if op != dist.ReduceOp.SUM:
-            raise RuntimeError(f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?")
+            raise RuntimeError(
+                f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?"
+            )
         layout = self._layout()
         if layout.row_numel != output_tensor.numel():
             raise RuntimeError(

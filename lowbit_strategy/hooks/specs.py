@@ -30,14 +30,16 @@ def describe_parameters(module: nn.Module) -> list[TensorSpec]:
 
 
 def _roles(module: nn.Module) -> dict[int, Role]:
-    """Embeddings by type; heads are linear layers with a head's name, or as wide as an embedding has entries."""
+    """Embeddings by type. Heads: linear layers with a head's name, and the last one if it is as wide as an embedding
+    has entries (whatever it is called, it predicts the vocabulary).
+    """
     vocabularies = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}
+    linears = [(canonical_name(name), child) for name, child in module.named_modules() if isinstance(child, nn.Linear)]
     roles: dict[int, Role] = {}
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Linear):
-            last = canonical_name(name).rsplit(".", 1)[-1]
-            if last in _HEAD_NAMES or child.out_features in vocabularies:
-                roles[id(child.weight)] = "head"
+    for name, child in linears:
+        is_last = child is linears[-1][1]
+        if name.rsplit(".", 1)[-1] in _HEAD_NAMES or (is_last and child.out_features in vocabularies):
+            roles[id(child.weight)] = "head"
     for child in module.modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             roles[id(child.weight)] = "embedding"

@@ -15,10 +15,10 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.exchange import Step
 from lowbit_strategy.collectives.layout import Cut
-from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.reducers.lane import CodecLane, Lane
 from lowbit_strategy.reducers.select import Selector, describe, matching, validate_selectors
 from lowbit_strategy.reducers.tensors import TensorSpec
@@ -79,6 +79,17 @@ class Reducer(ABC):
     """
 
     whole_model: ClassVar[bool] = False
+    fixed_size: ClassVar[bool] = False  # bytes never depend on values: `wire_nbytes` is exact
+
+    @property
+    def gain(self) -> float | None:
+        """As `Lane.gain`: all that was sent plus ``residual / gain`` is all that came in; None: no such law."""
+        return None
+
+    @property
+    def label(self) -> str:
+        """A few words for reports."""
+        return type(self).__name__.removesuffix("Reducer").lower()
 
     @abstractmethod
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
@@ -98,7 +109,7 @@ class Reducer(ABC):
                 tensors["residual"].mul_(factor)
 
     @abstractmethod
-    def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         """Bytes this rank hands to others for one reduction of `spec`, exact or, for data-dependent sizes, expected."""
 
 
@@ -125,6 +136,7 @@ class Compressor(ABC):
     """
 
     name: ClassVar[str]
+    approaches_mean: ClassVar[bool] = True  # results for one gradient, averaged over many steps, approach the true mean
 
     exempt: tuple[Selector, ...] = ("@vector", "@small")
     milder: tuple[Selector, ...] = ("@embedding", "@head")
@@ -143,6 +155,13 @@ class Compressor(ABC):
 
     def at(self, step_index: int) -> Compressor:
         """The configuration in force after `step_index` optimizer steps: itself, unless it has phases."""
+        return self
+
+    def conserving(self) -> Compressor:
+        """This configuration with nothing given away (exact residuals, no reset, decay or momentum).
+
+        With it the methods' laws of conservation hold to rounding error; the shared tests use it.
+        """
         return self
 
     def assign(self, spec: TensorSpec) -> Assignment:

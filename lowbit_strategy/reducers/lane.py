@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.exchange import State, Step
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import blocks
@@ -42,6 +44,20 @@ class Lane(ABC):
     def block_size(self) -> int:
         """Chunks start on multiples of it, so that blocks are the same for every world size."""
 
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """A few words for reports: method, bits, block size."""
+
+    @property
+    def gain(self) -> float | None:
+        """The law of conservation that the lane keeps: all that was sent plus ``residual / gain`` is all that came in.
+
+        1 for plain error feedback, ``1 - beta`` for LoCo, infinity where nothing is ever left unsaid; None: no law,
+        what is not said is lost.
+        """
+        return None
+
     @abstractmethod
     def arenas(self) -> dict[str, Arena]:
         """State by name. ``residual`` (with ``residual_scale`` if it is int8) is carried over when lanes change."""
@@ -63,6 +79,14 @@ class CodecLane(Lane):
     """A codec without memory: what it does not say is lost (nothing, for an identity codec)."""
 
     codec: Codec
+
+    @property
+    def label(self) -> str:
+        return self.codec.label
+
+    @property
+    def gain(self) -> float | None:
+        return math.inf if self.codec == DenseCodec("float32") else None
 
     @property
     def block_size(self) -> int:

@@ -33,8 +33,16 @@ class LoCoLane(Lane):
     residual_rounding: Rounding
 
     @property
+    def label(self) -> str:
+        return f"loco {self.fmt.bits}-bit, blocks of {self.fmt.block_size}"
+
+    @property
     def block_size(self) -> int:
         return self.fmt.block_size
+
+    @property
+    def gain(self) -> float:
+        return 1.0 - self.beta
 
     def arenas(self) -> dict[str, Arena]:
         if self.residual == "float32":
@@ -125,6 +133,9 @@ class LoCo(Compressor):
             if getattr(self, field) not in ("nearest", "stochastic"):
                 raise ValueError(f"{field} must be 'nearest' or 'stochastic', got {getattr(self, field)!r}")
         uniform(self.bits, self.block_size)
+
+    def conserving(self) -> LoCo:
+        return replace(self, residual="float32", reset_steps=None)
 
     def _lanes(self, fmt: BlockFormat) -> LanePair:
         there = LoCoLane(

@@ -1,0 +1,55 @@
+"""DDP under Fabric, gradients compressed; independent of the Fabric namespace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy.fabric.common import LowBitFabricMixin
+from lowbit_strategy.hooks.attach import attach_ddp, prepare
+from lowbit_strategy.reducers.base import Compressor
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class LowBitFabricDDPMixin(LowBitFabricMixin, _Base):
+    """See `lowbit_strategy.fabric.LowBitDDPStrategy`."""
+
+    def __init__(
+        self,
+        compressor: Compressor | None = None,
+        *,
+        seed: int = 0,
+        on_world_size_change: str = "reset",
+        on_missing_residual: str = "error",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.configure(
+            compressor,
+            {
+                "seed": seed,
+                "on_world_size_change": on_world_size_change,
+                "on_missing_residual": on_missing_residual,
+            },
+        )
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Fabric's DDP has no option for hooks: wrap, then attach."""
+        if not any(param.requires_grad for param in module.parameters()):
+            return super().setup_module(module)  # inference only: DDP says what it thinks of that
+        prepared = prepare(module, self.compressor, self.options, scatter=False)
+        wrapped = super().setup_module(module)
+        self.attachments.append(
+            attach_ddp(wrapped, prepared, device=self.root_device, has_scaler=self.loss_scaler is not None)
+        )
+        return wrapped
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: `lowbit_strategy.register` does it, for both kinds."""

@@ -1,0 +1,103 @@
+"""FSDP2 under Fabric for any module, gradients compressed; independent of the Fabric namespace."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lowbit_strategy.fabric.common import LowBitFabricMixin
+from lowbit_strategy.hooks.attach import attach_fsdp, prepare
+from lowbit_strategy.hooks.shard import DEFAULT_MIN_SHARD_NUMEL, broadcast_parameters, is_sharded, shard_module
+from lowbit_strategy.reducers.base import Compressor
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import ModelParallelStrategy as _Base
+else:
+    _Base = object
+
+_FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class LowBitFabricFSDPMixin(LowBitFabricMixin, _Base):
+    """See `lowbit_strategy.fabric.LowBitFSDPStrategy`."""
+
+    def __init__(
+        self,
+        compressor: Compressor | None = None,
+        *,
+        seed: int = 0,
+        on_world_size_change: str = "reset",
+        on_missing_residual: str = "error",
+        min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+    ) -> None:
+        super().__init__(
+            parallelize_fn=self._shard,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.configure(
+            compressor,
+            {
+                "seed": seed,
+                "on_world_size_change": on_world_size_change,
+                "on_missing_residual": on_missing_residual,
+            },
+        )
+        self.min_shard_numel = min_shard_numel
+
+    def setup_environment(self) -> None:
+        self._tensor_parallel_size = 1
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    def _shard(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        if not is_sharded(module):
+            module.to(self.root_device)
+            broadcast_parameters(module)
+            mesh = device_mesh["data_parallel"]
+            shard_module(module, mesh, min_numel=self.min_shard_numel, forward_methods=_FORWARD_METHODS)
+        return module
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        if not any(param.requires_grad for param in module.parameters()):
+            return super().setup_module(module)
+        prepared = prepare(module, self.compressor, self.options, scatter=True)
+        wrapped = super().setup_module(module)
+        self.attachments.append(
+            attach_fsdp(
+                wrapped,
+                prepared,
+                device=self.root_device,
+                group=self.device_mesh["data_parallel"].get_group(),
+                has_scaler=self.loss_scaler is not None,
+            )
+        )
+        return wrapped
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        """Sharding replaces parameters: point the optimizers, made before it, at the new ones, by name.
+
+        Raises:
+            ValueError: An optimizer has state already, which belongs to the unsharded parameters.
+        """
+        names = {id(param): name for name, param in module.named_parameters()}
+        wrapped = self.setup_module(module)
+        sharded = dict(module.named_parameters())
+        for optimizer in optimizers:
+            if optimizer.state:
+                raise ValueError("set the model and optimizer up before the first step: this optimizer has state")
+            for group in optimizer.param_groups:
+                group["params"] = [sharded[names[id(param)]] for param in group["params"]]
+        return wrapped, optimizers, scheduler
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: `lowbit_strategy.register` does it, for both kinds."""

@@ -1,0 +1,208 @@
+"""Attaching compression to a model: what every framework's adapter calls, in this order.
+
+1. `prepare` before the model is wrapped: validates, and all ranks shake hands
+2. wrap the model (DDP or FSDP2), then `attach_ddp` or `attach_fsdp`
+3. `Attached.set_loss_scale` before backward (fp16), `Attached.end_step` after every optimizer step
+4. `Attached.save`, `load`, `remove` with the framework's checkpoints; `Attached.close` at the end
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.hooks import checkpoint, fsdp, sidecar
+from lowbit_strategy.hooks.checkpoint import OnWorldSizeChange, Saved
+from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
+from lowbit_strategy.hooks.engine import GradientSync
+from lowbit_strategy.hooks.handshake import facts, handshake
+from lowbit_strategy.hooks.report import build_report
+from lowbit_strategy.hooks.specs import describe_parameters
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.tensors import TensorSpec
+
+CHECKPOINT_KEY = "lowbit_strategy"
+
+_log = logging.getLogger("lowbit_strategy")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncOptions:
+    """How compression behaves around the compressor.
+
+    Args:
+        seed: Of stochastic rounding and selection; the same on all ranks.
+        on_world_size_change: Resuming on another number of ranks: ``reset`` starts residuals from zero, ``fold`` gives
+            every rank the mean of the saved ones (reads all ranks' files).
+        on_missing_residual: A checkpoint's residual file is missing or damaged: ``error``, or ``reset`` to go on.
+        rollback: Put residuals back when a step overflows. None: only where there is a loss scaler (fp16); costs a
+            second copy of the residuals.
+    """
+
+    seed: int = 0
+    on_world_size_change: OnWorldSizeChange = "reset"
+    on_missing_residual: Literal["error", "reset"] = "error"
+    rollback: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_world_size_change not in ("reset", "fold"):
+            raise ValueError(f"on_world_size_change must be 'reset' or 'fold', got {self.on_world_size_change!r}")
+        if self.on_missing_residual not in ("error", "reset"):
+            raise ValueError(f"on_missing_residual must be 'error' or 'reset', got {self.on_missing_residual!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model that all ranks agree on."""
+
+    compressor: Compressor
+    options: SyncOptions
+    specs: tuple[TensorSpec, ...]
+    scatter: bool
+
+
+def prepare(
+    module: nn.Module,
+    compressor: Compressor,
+    options: SyncOptions,
+    *,
+    scatter: bool,
+    group: dist.ProcessGroup | None = None,
+) -> Prepared:
+    """Check the configuration against the model, on all ranks together.
+
+    Raises:
+        ValueError: The compressor cannot serve a parameter of this model, or there is nothing to train.
+        RuntimeError: The ranks differ, or a compiler setting bypasses hooks.
+    """
+    specs = tuple(describe_parameters(module))
+    if not specs:
+        raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
+    if not scatter:
+        refuse_python_reducer()
+    handshake(facts(compressor, specs, scatter=scatter, seed=options.seed), group)
+    return Prepared(compressor, options, specs, scatter)
+
+
+class Attached:
+    """Compression at work on one model: what the framework's adapter talks to."""
+
+    def __init__(self, sync: GradientSync, module: nn.Module, options: SyncOptions, hook: DDPHook | None) -> None:
+        self.sync = sync
+        self.options = options
+        self._hook = hook
+        self._params = {id(param) for param in module.parameters()}
+
+    def set_loss_scale(self, scaler: Any) -> None:
+        """Before backward: tell the residuals what the coming gradients are multiplied by (None: nothing)."""
+        if scaler is not None and scaler.is_enabled():
+            self.sync.set_loss_scale(float(scaler.get_scale()))
+
+    def end_step(self) -> bool:
+        """After every optimizer step, skipped ones too. Returns whether the step counted."""
+        return self.sync.end_step()
+
+    def save(self, path: Any) -> Saved:
+        """Write this rank's residuals beside the checkpoint `path`; call on all ranks *before* the checkpoint."""
+        saved = checkpoint.capture(self.sync)
+        sidecar.save(path, saved)
+        return saved
+
+    def stamp(self) -> dict[str, int]:
+        """What goes into the checkpoint itself under `CHECKPOINT_KEY`."""
+        return {"step_index": self.sync.step_index, "world_size": self.sync.comm.world_size}
+
+    def load(self, path: Any, stamp: dict[str, int] | None) -> None:
+        """Restore what `save` wrote; `stamp` is what the checkpoint holds under `CHECKPOINT_KEY`.
+
+        Raises:
+            ResidualFileError: A file is missing or damaged, and ``on_missing_residual="error"``.
+            ValueError: The residuals are of another model.
+        """
+        if stamp is None:
+            if self.sync.comm.rank == 0:
+                _log.warning("%s was saved without compression: residuals start from zero", path)
+            return
+        old_world, rank = stamp["world_size"], self.sync.comm.rank
+
+        def load_rank(source: int) -> Saved:
+            return sidecar.load(path, stamp["step_index"], source, old_world)
+
+        same = old_world == self.sync.comm.world_size
+        try:
+            checkpoint.restore(
+                self.sync,
+                load_rank(rank if same else rank % old_world),
+                load_rank=load_rank,
+                on_world_size_change=self.options.on_world_size_change,
+            )
+        except sidecar.ResidualFileError as error:
+            if self.options.on_missing_residual == "error":
+                raise
+            _log.warning("rank %d: %s; going on with residuals of zero", rank, error)
+            self.sync.step_index = stamp["step_index"]
+
+    def adopt(self, earlier: Attached) -> None:
+        """Go on with the state of an earlier attachment of the same model (a second fit)."""
+        if earlier.sync.specs.keys() == self.sync.specs.keys():
+            saved = checkpoint.capture(earlier.sync)
+            checkpoint.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `optimizer` steps a parameter of this model."""
+        return any(id(param) in self._params for group in optimizer.param_groups for param in group["params"])
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.close()
+
+
+def attach_ddp(
+    model: DistributedDataParallel, prepared: Prepared, *, device: torch.device, has_scaler: bool = False
+) -> Attached:
+    """Register the hook. A group of its own keeps its collectives apart from DDP's on CPU."""
+    group = dist.new_group(dist.get_process_group_ranks(model.process_group)) if device.type == "cpu" else None
+    sync = _engine(prepared, Comm(group or model.process_group), device, has_scaler)
+    return Attached(sync, model, prepared.options, DDPHook(model, sync))
+
+
+def attach_fsdp(
+    module: nn.Module,
+    prepared: Prepared,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    has_scaler: bool = False,
+) -> Attached:
+    """Give every FSDP2 module under `module` its compressed reduce-scatter.
+
+    Raises:
+        ValueError: `module` has no FSDP2 module, or is sharded in a way that cannot be compressed.
+    """
+    sync = _engine(prepared, Comm(group), device, has_scaler)
+    if fsdp.install(module, sync) == 0:
+        raise ValueError("no module is sharded with fully_shard: nothing to compress")
+    return Attached(sync, module, prepared.options, None)
+
+
+def _engine(prepared: Prepared, comm: Comm, device: torch.device, has_scaler: bool) -> GradientSync:
+    options = prepared.options
+    sync = GradientSync(
+        prepared.compressor,
+        prepared.specs,
+        comm,
+        device,
+        scatter=prepared.scatter,
+        seed=options.seed,
+        rollback=has_scaler if options.rollback is None else options.rollback,
+    )
+    if comm.rank == 0:
+        _log.info("%s", build_report(sync).render())
+    return sync

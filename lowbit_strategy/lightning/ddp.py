@@ -1,0 +1,57 @@
+"""DDP under Lightning, gradients compressed; independent of the Lightning namespace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lowbit_strategy.hooks.attach import Prepared, attach_ddp, prepare
+from lowbit_strategy.lightning.common import LowBitMixin
+from lowbit_strategy.reducers.base import Compressor
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class LowBitDDPMixin(LowBitMixin, _Base):
+    """See `lowbit_strategy.lightning.LowBitDDPStrategy`."""
+
+    _prepared: Prepared
+
+    def __init__(
+        self,
+        compressor: Compressor | None = None,
+        *,
+        seed: int = 0,
+        on_world_size_change: str = "reset",
+        on_missing_residual: str = "error",
+        **kwargs: Any,
+    ) -> None:
+        if "ddp_comm_hook" in kwargs or "ddp_comm_state" in kwargs:
+            raise ValueError("the compressor is the communication hook: leave ddp_comm_hook and ddp_comm_state out")
+        super().__init__(**kwargs)
+        self.configure(
+            compressor,
+            {
+                "seed": seed,
+                "on_world_size_change": on_world_size_change,
+                "on_missing_residual": on_missing_residual,
+            },
+        )
+
+    def configure_ddp(self) -> None:
+        assert self.lightning_module is not None
+        self._prepared = prepare(self.lightning_module, self.compressor, self.options, scatter=False)
+        super().configure_ddp()
+
+    def _register_ddp_hooks(self) -> None:
+        """Stock Lightning registers hooks on CUDA only; ours serve CPU as well."""
+        attached = attach_ddp(
+            self.model, self._prepared, device=self.root_device, has_scaler=self.loss_scaler is not None
+        )
+        self.on_attached(attached)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: `lowbit_strategy.register` does it, for both kinds."""

@@ -1,0 +1,106 @@
+"""FSDP2 under Lightning for any LightningModule, gradients compressed; independent of the Lightning namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lowbit_strategy.hooks.attach import attach_fsdp, prepare
+from lowbit_strategy.hooks.shard import DEFAULT_MIN_SHARD_NUMEL, broadcast_parameters, is_sharded, shard_module
+from lowbit_strategy.lightning.common import LowBitMixin
+from lowbit_strategy.reducers.base import Compressor
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ModelParallelStrategy as _Base
+else:
+    _Base = object
+
+_FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class LowBitFSDPMixin(LowBitMixin, _Base):
+    """See `lowbit_strategy.lightning.LowBitFSDPStrategy`."""
+
+    def __init__(
+        self,
+        compressor: Compressor | None = None,
+        *,
+        seed: int = 0,
+        on_world_size_change: str = "reset",
+        on_missing_residual: str = "error",
+        min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+    ) -> None:
+        super().__init__(
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.configure(
+            compressor,
+            {
+                "seed": seed,
+                "on_world_size_change": on_world_size_change,
+                "on_missing_residual": on_missing_residual,
+            },
+        )
+        self.min_shard_numel = min_shard_numel
+
+    def setup_environment(self) -> None:
+        # Stock "auto" means one data-parallel rank a node; here every rank is one.
+        self._tensor_parallel_size = 1
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        """As the stock strategy's, but sharding is done here instead of in ``configure_model``."""
+        assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        fitting = trainer.state.fn == "fit"
+        if fitting:
+            prepared = prepare(self.model, self.compressor, self.options, scatter=True)
+        if not is_sharded(self.model):
+            self.model_to_device()
+            broadcast_parameters(self.model)
+            mesh = self.device_mesh["data_parallel"]
+            shard_module(self.model, mesh, min_numel=self.min_shard_numel, forward_methods=_FORWARD_METHODS)
+        self.barrier()
+        if fitting:
+            attached = attach_fsdp(
+                self.model,
+                prepared,
+                device=self.root_device,
+                group=self.device_mesh["data_parallel"].get_group(),
+                has_scaler=self.loss_scaler is not None,
+            )
+            self.on_attached(attached)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            self._move_optimizers()
+
+    def _move_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if hasattr(value, "to"):
+                        state[key] = value.to(self.root_device)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Gradient accumulation: FSDP2 keeps unsharded gradients, nothing is sent. Stock Lightning knows DDP only."""
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: `lowbit_strategy.register` does it, for both kinds."""

@@ -1,0 +1,18 @@
+"""The same as `lowbit_strategy.fabric` for the ``lightning_fabric`` package, whose base classes are its own."""
+
+from __future__ import annotations
+
+from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+from lowbit_strategy.fabric.ddp import LowBitFabricDDPMixin
+from lowbit_strategy.fabric.fsdp import LowBitFabricFSDPMixin
+
+__all__ = ["LowBitDDPStrategy", "LowBitFSDPStrategy"]
+
+
+class LowBitDDPStrategy(LowBitFabricDDPMixin, DDPStrategy):
+    """See `lowbit_strategy.fabric.LowBitDDPStrategy`."""
+
+
+class LowBitFSDPStrategy(LowBitFabricFSDPMixin, ModelParallelStrategy):
+    """See `lowbit_strategy.fabric.LowBitFSDPStrategy`."""

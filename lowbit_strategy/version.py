@@ -1,0 +1,3 @@
+"""The version, for handshakes and checkpoints."""
+
+__version__ = "0.1.0"
