@@ -6,6 +6,7 @@ at once, another one as soon as it is imported.
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -32,11 +33,14 @@ def _register(module: Any) -> None:
     ours, registry_path = _NAMESPACES[module.__name__]
     registry_module, registry_name = registry_path.split(":")
     registry = getattr(import_module(registry_module), registry_name)
-    strategies = import_module(ours)
     for name, compressor in PRESETS.items():
-        for suffix, strategy in (("ddp", strategies.LowBitDDPStrategy), ("fsdp", strategies.LowBitFSDPStrategy)):
-            key = f"{name}_{suffix}"
+        for kind in ("DDP", "FSDP"):
+            key = f"{name}_{kind.lower()}"
             if key not in registry:
-                registry.register(
-                    key, strategy, description=f"{suffix.upper()}, {name} gradients", compressor=compressor
-                )
+                build = partial(_build, ours, f"LowBit{kind}Strategy")
+                registry.register(key, build, description=f"{kind} with {name} gradients", compressor=compressor)
+
+
+def _build(ours: str, strategy: str, **arguments: Any) -> Any:
+    """Ours is imported when a Trainer asks for it: it may be what is importing the framework right now."""
+    return getattr(import_module(ours), strategy)(**arguments)

@@ -167,9 +167,9 @@ class Compressor(ABC):
     def assign(self, spec: TensorSpec) -> Assignment:
         if (selector := matching(self.exempt, spec)) is not None:
             return Assignment(dense_method(), "exempt", describe(selector))
-        if (selector := matching(self.milder, spec)) is not None:
-            if (method := self.milder_method(spec)) is not None:
-                return Assignment(method, "milder", describe(selector))
+        selector, method = matching(self.milder, spec), self.milder_method(spec)
+        if selector is not None and method is not None:
+            return Assignment(method, "milder", describe(selector))
         return Assignment(self.method(spec), "compressed", self.name)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Union
 
 from lowbit_strategy.reducers.tensors import TensorSpec
 
-Selector = Union[str, Callable[[TensorSpec], bool]]
+Selector = str | Callable[[TensorSpec], bool]
 
 SMALL_NUMEL = 1024  # below this a tensor's scales and padding cost more than they save
 
