@@ -1,0 +1,206 @@
+"""What compressed synchronisation saves on slow links: one rank per emulated host, bytes counted on the interfaces.
+
+    sudo .venv/bin/python benchmarks/network.py --mode ddp-step --rate 200mbit,1gbit --variants ddp,loco_ddp
+
+Every host is a network namespace behind a rate-limited link, and runs what several machines would run: torchrun, one
+node each, a Lightning script with ``Trainer(num_nodes=...)``. Modes:
+
+* ``ddp-step``: step times of a transformer of 9.6M parameters; communication is the step less the same step without
+  synchronisation.
+* ``fsdp-reduce-scatter``: the gradient reduce-scatters of a step under FSDP2.
+* ``collective``: one all-reduce and one reduce-scatter of N elements, outside any framework.
+
+Times are medians over steps, and comparable within one run only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from slow_links.hosts import run_on_hosts
+from slow_links.namespaces import SlowNetwork, why_not
+
+SCRIPTS = Path(__file__).parent / "slow_links"
+NO_SYNC = "no-sync"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mode:
+    """A script for the hosts, what it compares by default, and how often a gradient element crosses the network."""
+
+    script: str
+    variants: tuple[str, ...]
+    baseline: str
+    hops: int
+
+
+MODES = {
+    "ddp-step": Mode(script="ddp_step.py", variants=("ddp", "loco_ddp"), baseline="ddp", hops=2),
+    "fsdp-reduce-scatter": Mode(
+        script="fsdp_reduce_scatter.py", variants=("fsdp2", "loco_fsdp"), baseline="fsdp2", hops=1
+    ),
+    "collective": Mode(script="collective.py", variants=("fp32", "loco"), baseline="fp32", hops=2),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One variant at one rate.
+
+    Args:
+        seconds: Of a step (ddp-step), of a step's reduce-scatters, or of one collective: the ranks' mean, median over
+            steps.
+        communication_s: ddp-step: `seconds` less those without synchronisation. Otherwise `seconds`.
+        speedup: The baseline's communication over this one's.
+        sent_nbytes: On the interface, of one rank in one step, headers and acknowledgements included.
+        bits_per_element_hop: `sent_nbytes` over what an ideal ring moves: (W - 1) / W of the elements a hop.
+    """
+
+    mode: str
+    rate: str
+    variant: str
+    seconds: float
+    communication_s: float
+    speedup: float | None
+    sent_nbytes: float
+    bits_per_element_hop: float
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=MODES, default="ddp-step")
+    parser.add_argument("--rate", default="200mbit,1gbit", help="rates as tc writes them, with commas; none: no limit")
+    parser.add_argument("--variants", help="strategies or compressors, with commas; the mode's baseline is added")
+    parser.add_argument("--world-size", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2, help="how often the variants take turns")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps of a variant's turn")
+    parser.add_argument("--warmup-steps", type=int, default=2, help="unmeasured steps before them")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--numel", type=int, default=9_597_440, help="elements of a collective")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for all variants at one rate")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args(arguments)
+    if options.warmup_steps < 1 or options.steps < 1 or options.rounds < 1 or options.world_size < 2:
+        parser.error("--warmup-steps, --steps and --rounds must be at least 1, --world-size at least 2")
+    return options
+
+
+def variants_of(options: argparse.Namespace) -> list[str]:
+    """What the hosts run, in order: the baselines first, then what was asked for."""
+    mode = MODES[options.mode]
+    named = options.variants.split(",") if options.variants else list(mode.variants)
+    ordered = list(dict.fromkeys([mode.baseline, *named]))
+    if options.mode == "ddp-step":
+        return [NO_SYNC, *ordered]
+    if options.mode == "collective":
+        return [f"{operation}/{name}" for operation in ("all-reduce", "reduce-scatter") for name in ordered]
+    return ordered
+
+
+def host_arguments(options: argparse.Namespace) -> list[str]:
+    names = ("rounds", "steps", "warmup_steps", "width", "depth", "context", "batch_size", "numel")
+    pairs = ((f"--{name.replace('_', '-')}", str(getattr(options, name))) for name in names)
+    return [*(part for pair in pairs for part in pair), "--variants", *variants_of(options)]
+
+
+def seconds_of(reports: Sequence[Any], variant: str) -> float:
+    by_step = zip(*(report[variant]["times_s"] for report in reports), strict=True)
+    return statistics.median(statistics.mean(times) for times in by_step)
+
+
+def rows_of(reports: Sequence[Any], rate: str, options: argparse.Namespace) -> list[Row]:
+    mode, world_size = MODES[options.mode], len(reports)
+    without = seconds_of(reports, NO_SYNC) if NO_SYNC in reports[0] else 0.0
+    rows = []
+    for variant in reports[0]:
+        operation, _, _ = variant.rpartition("/")
+        hops = 1 if operation == "reduce-scatter" else mode.hops
+        baseline = f"{operation}/{mode.baseline}" if operation else mode.baseline
+        seconds = seconds_of(reports, variant)
+        sent = statistics.mean(n for report in reports for n in report[variant]["sent_nbytes"])
+        communication = seconds - without
+        elements = hops * (world_size - 1) / world_size * reports[0][variant]["numel"]
+        speedup = (seconds_of(reports, baseline) - without) / communication if communication > 0 else None
+        rows.append(
+            Row(
+                mode=options.mode,
+                rate=rate,
+                variant=variant,
+                seconds=seconds,
+                communication_s=communication,
+                speedup=speedup,
+                sent_nbytes=sent,
+                bits_per_element_hop=8 * sent / elements,
+            )
+        )
+    return rows
+
+
+def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    table = Table(title=f"{options.mode}, {options.world_size} hosts")
+    table.add_column("link")
+    table.add_column("variant")
+    for heading in ("seconds", "communication", "times faster", "MB sent a rank", "bits an element a hop"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row.rate,
+            row.variant,
+            f"{row.seconds:.3f}",
+            f"{row.communication_s:.3f}",
+            "" if row.speedup is None else f"{row.speedup:.2f}",
+            f"{row.sent_nbytes / 1e6:.2f}",
+            f"{row.bits_per_element_hop:.2f}",
+        )
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+
+
+def write_json(path: Path, rows: Sequence[Row], samples: dict[str, Any], options: argparse.Namespace) -> None:
+    settings = {name: value for name, value in vars(options).items() if name != "json"}
+    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    content = {"settings": settings, "machine": machine, "rows": [asdict(row) for row in rows], "samples": samples}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main() -> int:
+    options = parse_arguments()
+    if (reason := why_not()) is not None:
+        print(f"benchmarks/network.py cannot run here: {reason}", file=sys.stderr)
+        return 2
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # so that the network is taken down
+    rows: list[Row] = []
+    samples: dict[str, Any] = {}
+    with SlowNetwork(options.world_size) as network:
+        for rate in options.rate.split(","):
+            network.set_rate(None if rate == "none" else rate)
+            print(f"{options.mode} at {rate}: {', '.join(variants_of(options))} ...", file=sys.stderr, flush=True)
+            script = SCRIPTS / MODES[options.mode].script
+            reports = run_on_hosts(network, script, host_arguments(options), timeout=options.timeout)
+            rows += rows_of(reports, rate, options)
+            samples[rate] = reports
+    show(rows, options)
+    if options.json is not None:
+        write_json(options.json, rows, samples, options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""A plain Lightning script that trains the GPT with one strategy after the other and reports step times and bytes.
+
+Started by torchrun on every host; what is measured is what `Trainer(strategy=NAME, num_nodes=N)` does for a user.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+import lowbit_strategy  # noqa: F401  registers the strategies' names
+from benchmarks.slow_links.counters import sent_nbytes
+from benchmarks.slow_links.measuring import Measurement, fit, measure_in_turn, parse_options
+from recipes.gpt import LanguageModel
+
+NO_SYNC = "no-sync"
+
+
+class StepMeter(L.Callback):
+    """Times the steps after the warm-up, and counts the bytes sent meanwhile."""
+
+    def __init__(self, warmup_steps: int) -> None:
+        self.warmup_steps = warmup_steps
+        self.times_s: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.warmup_steps:
+            dist.barrier()
+            self._sent_before = sent_nbytes()
+            self._last = time.perf_counter()
+        elif trainer.global_step > self.warmup_steps:
+            now = time.perf_counter()
+            self.times_s.append(now - self._last)
+            self._last = now
+
+    def on_train_end(self, *_: Any) -> None:
+        dist.barrier()  # nothing is on its way any more
+        self.sent_per_step_nbytes = (sent_nbytes() - self._sent_before) / len(self.times_s)
+
+
+def main() -> None:
+    options = parse_options(__doc__)
+    torch.set_num_threads(1)
+    world_size = int(os.environ["WORLD_SIZE"])
+
+    def measure(strategy: str) -> Measurement:
+        L.seed_everything(0, verbose=False)
+        model = LanguageModel(options.width, options.depth, heads=4, context=options.context)
+        meter = StepMeter(options.warmup_steps)
+        if strategy == NO_SYNC:  # each rank by itself, at the same time as the others
+            fit(model, meter, options, strategy=SingleDeviceStrategy(device="cpu"))
+        else:
+            fit(model, meter, options, strategy=strategy, num_nodes=world_size)
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        return Measurement(meter.times_s, [meter.sent_per_step_nbytes], numel)
+
+    measure("ddp")  # makes the process group, as the first Trainer of a user's script does
+    measure_in_turn(measure, options)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

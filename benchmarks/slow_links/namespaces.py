@@ -1,0 +1,148 @@
+"""Hosts behind slow links on one machine: network namespaces joined by a bridge, each link limited at both ends.
+
+The bridge has a namespace of its own, so nothing is added to the machine's own network and nothing leaves it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from types import TracebackType
+from typing import NamedTuple
+
+INTERFACE = "eth0"  # in every host
+_PREFIX = "lowbit"
+_NAME = re.compile(rf"{_PREFIX}-(\d+)-\w+")
+# A burst must hold the largest packet the kernel hands over at once (64 kB); the queue drops nothing that gloo sends.
+_SHAPING = ("burst", "256kb", "latency", "100ms")
+
+
+class Host(NamedTuple):
+    """A namespace and its address in the private network."""
+
+    namespace: str
+    address: str
+
+
+class SlowNetwork:
+    """`num_hosts` namespaces that see each other and nothing else. A context manager; root only.
+
+    Names carry this process's id: networks of several runs live side by side, and what a killed run has left behind
+    is recognised and removed by the next.
+    """
+
+    def __init__(self, num_hosts: int) -> None:
+        run = f"{_PREFIX}-{os.getpid()}"
+        self.switch = f"{run}-switch"
+        self.hosts = [Host(f"{run}-h{i}", f"10.213.0.{i + 1}") for i in range(num_hosts)]
+
+    def __enter__(self) -> SlowNetwork:
+        remove_leftovers()
+        atexit.register(self.close)
+        try:
+            self._create()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _create(self) -> None:
+        _run("ip", "netns", "add", self.switch)
+        _ip(self.switch, "link", "add", "bridge", "type", "bridge")
+        _ip(self.switch, "link", "set", "bridge", "up")
+        for index, host in enumerate(self.hosts):
+            port = f"port{index}"
+            _run("ip", "netns", "add", host.namespace)
+            _ip(self.switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", host.namespace)
+            _ip(self.switch, "link", "set", port, "master", "bridge", "up")
+            _ip(host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+            _ip(host.namespace, "link", "set", INTERFACE, "up")
+            _ip(host.namespace, "link", "set", "lo", "up")
+
+    def set_rate(self, rate: str | None) -> None:
+        """Limit every host's link, each direction by itself, to `rate` (as `tc` writes it: 200mbit); None: no limit."""
+        for index, host in enumerate(self.hosts):
+            for namespace, device in ((host.namespace, INTERFACE), (self.switch, f"port{index}")):
+                if rate is not None:
+                    _run(
+                        "tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *_SHAPING
+                    )
+                elif "tbf" in _run("tc", "-n", namespace, "qdisc", "show", "dev", device):
+                    _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+
+    def kill_all(self) -> None:
+        """Kill every process inside, also those in sessions of their own."""
+        for host in self.hosts:
+            _kill_inside(host.namespace)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        existing = _namespaces()
+        for name in [*(host.namespace for host in self.hosts), self.switch]:
+            if name in existing:
+                _remove(name)
+
+
+def why_not() -> str | None:
+    """What this machine lacks for a `SlowNetwork`, in words; None if nothing."""
+    if sys.platform != "linux":
+        return f"network namespaces are a feature of Linux, this is {sys.platform}"
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"the command {missing[0]} is missing: install iproute2"
+    if os.geteuid() != 0:
+        return "network namespaces need root: run this command with sudo"
+    return None
+
+
+def remove_leftovers() -> None:
+    """Remove the namespaces of runs whose process is gone."""
+    for name in _namespaces():
+        match = _NAME.fullmatch(name)
+        if match and not _is_alive(int(match[1])):
+            _remove(name)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _namespaces() -> list[str]:
+    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line]
+
+
+def _kill_inside(namespace: str) -> None:
+    for pid in _run("ip", "netns", "pids", namespace).split():
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _remove(namespace: str) -> None:
+    _kill_inside(namespace)
+    _run("ip", "netns", "del", namespace)
+
+
+def _ip(namespace: str, *arguments: str) -> None:
+    _run("ip", "-n", namespace, *arguments)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
