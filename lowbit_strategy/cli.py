@@ -1,0 +1,20 @@
+"""The `lowbit` command. Each sub-command lives with what it is about; this module only gathers them."""
+
+from __future__ import annotations
+
+import typer
+
+from lowbit_strategy.doctor import doctor
+
+app = typer.Typer(
+    name="lowbit",
+    help="Compressed gradient synchronisation for PyTorch training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command()(doctor)
+
+
+def main() -> None:
+    app()
