@@ -1,0 +1,134 @@
+"""Compile the kernels for a GPU that is not there, and read what they need: registers, spills, shared memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, encode_kernel
+from lowbit_strategy.kernels.triton.layout import DeviceFormat, device_format
+from lowbit_strategy.kernels.triton.loco import loco_kernel
+from lowbit_strategy.kernels.triton.tiles import Launch
+
+_POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int8": "*i8"}
+_ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resources:
+    """What one compiled kernel needs.
+
+    Args:
+        registers: 32-bit registers of a thread.
+        stack_nbytes, local_nbytes: Memory of a thread beyond its registers; anything but 0 is a spill.
+        shared_nbytes: Shared memory of a program.
+        threads: Threads of a program.
+        ptx, sass: The code.
+    """
+
+    registers: int
+    stack_nbytes: int
+    local_nbytes: int
+    shared_nbytes: int
+    threads: int
+    ptx: str
+    sass: str
+
+    @property
+    def instructions(self) -> int:
+        """Machine instructions of all paths together."""
+        return len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+\S", self.sass, re.MULTILINE))
+
+
+def encode_resources(fmt: BlockFormat, *, x: str, launch: Launch, arch: int, stochastic: bool = False) -> Resources:
+    device = device_format(fmt)
+    signature = {"x": _POINTERS[x], "wire": "*u8", **_TABLES, "flag": "*i32", "seed": "i32"}
+    constants = {**_constants(device, launch), "STOCHASTIC": stochastic}
+    return _compile(encode_kernel, signature, constants, unaligned="x", launch=launch, arch=arch)
+
+
+def loco_resources(
+    fmt: BlockFormat,
+    *,
+    x: str,
+    residual: str,
+    launch: Launch,
+    arch: int,
+    stochastic: bool = False,
+    stochastic_residual: bool = False,
+) -> Resources:
+    device = device_format(fmt)
+    signature = {"x": _POINTERS[x], "residual": _POINTERS[residual], "residual_scale": "*bf16", "wire": "*u8"}
+    signature |= {**_TABLES, "flag": "*i32", "beta_old": "fp32", "beta_new": "fp32", "reset": "i32", "seed": "i32"}
+    constants: dict[str, Any] = {**_constants(device, launch), "STOCHASTIC": stochastic}
+    constants["STOCHASTIC_RESIDUAL"] = stochastic_residual
+    if residual == "float32":
+        signature["residual_scale"], constants["residual_scale"] = "constexpr", None
+    return _compile(loco_kernel, signature, constants, unaligned="x", launch=launch, arch=arch)
+
+
+def decode_sum_resources(fmt: BlockFormat, *, out: str, sources: int, launch: Launch, arch: int) -> Resources:
+    device = device_format(fmt)
+    signature = {"wire": "*u8", "stride": "i64", "out": _POINTERS[out], **_TABLES, "alpha": "fp32"}
+    constants = {**_constants(device, launch), "SOURCES": sources}
+    return _compile(decode_sum_kernel, signature, constants, unaligned="out", launch=launch, arch=arch)
+
+
+_TABLES = {"segment_of_tile": "*i32", "segments": "*i64", "table": "*fp32"}
+
+
+def _constants(device: DeviceFormat, launch: Launch) -> dict[str, Any]:
+    return {
+        "fmt": device,
+        "TILE": launch.tile(device.block),
+        "VECTOR": launch.vector,
+        "BYTES": bool(device.code_nbytes % 2),
+    }
+
+
+def _compile(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], *, unaligned: str, launch: Launch, arch: int
+) -> Resources:
+    names = kernel.arg_names
+    types = {name: "constexpr" if name in constants else signature[name] for name in names}
+    attrs = {
+        (i,): _ALIGNED
+        for i, name in enumerate(names)
+        if (types[name].startswith("*") and name != unaligned) or name == "stride"
+    }
+    source = ASTSource(kernel, signature=types, constexprs=constants, attrs=attrs)
+    options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    usage, sass = _inspect(compiled.asm["cubin"])
+    figures = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+    return Resources(
+        registers=figures["REG"],
+        stack_nbytes=figures["STACK"],
+        local_nbytes=figures["LOCAL"],
+        shared_nbytes=compiled.metadata.shared,
+        threads=launch.num_warps * 32,
+        ptx=compiled.asm["ptx"],
+        sass=sass,
+    )
+
+
+def _inspect(cubin: bytes) -> tuple[str, str]:
+    """Resource usage and disassembly, by the tools that come with Triton."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        Path(path).write_bytes(cubin)
+        return tuple(
+            subprocess.run([str(tools / tool), *options, path], check=True, capture_output=True, text=True).stdout
+            for tool, *options in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )  # type: ignore[return-value]
