@@ -91,7 +91,8 @@ def dequantize(codes_KB: Tensor, scale_K: Tensor, fmt: BlockFormat) -> Tensor:
 
 def pack(codes_KB: Tensor, fmt: BlockFormat) -> Tensor:
     """uint8 [K, C]. Half-split: byte j of a plane of width w holds elements j, j + n, j + 2n ... (n bytes a plane),
-    element j in the lowest bits. That is what vectorises; neighbouring elements in one byte do not."""
+    element j in the lowest bits. That is what vectorises; neighbouring elements in one byte do not.
+    """
     if fmt.is_ternary:
         size = fmt.code_nbytes
         padded = torch.nn.functional.pad(codes_KB, (0, 5 * size - fmt.block_size), value=fmt.zero_code)
@@ -126,7 +127,7 @@ def unpack(packed_KC: Tensor, fmt: BlockFormat) -> Tensor:
 
 
 def valid_mask(numel: int, fmt: BlockFormat, device: torch.device) -> Tensor:
-    """bool [K, B]: False on the padding of the last block."""
+    """Bool [K, B]: False on the padding of the last block."""
     padded = fmt.num_blocks(numel) * fmt.block_size
     return (torch.arange(padded, device=device) < numel).view(-1, fmt.block_size)
 
