@@ -8,11 +8,17 @@ from lowbit_strategy.doctor import doctor
 
 app = typer.Typer(
     name="lowbit",
-    help="Compressed gradient synchronisation for PyTorch training.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+
+
+@app.callback()
+def lowbit() -> None:
+    """Compressed gradient synchronisation for PyTorch training."""
+
+
 app.command()(doctor)
 
 

@@ -1,0 +1,94 @@
+"""One training run of the demo, as a user would write it: only the strategy's name decides whether it is compressed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import lightning as L
+import torch
+import typer
+from lightning.pytorch.callbacks import RichProgressBar
+from torch.utils.data import DataLoader
+
+import lowbit_strategy  # noqa: F401  registers "loco_fsdp" and the others
+
+if __package__:
+    from recipes.gpt import LanguageModel
+    from recipes.text import Windows, standard_library
+else:
+    from gpt import LanguageModel
+    from text import Windows, standard_library
+
+CONTEXT = 128
+
+
+class Record(L.Callback):
+    """Losses, step times and bytes of this rank, for the table and the plot."""
+
+    def __init__(self) -> None:
+        self.train: list[tuple[int, float]] = []
+        self.validation: list[tuple[int, float]] = []
+        self.step_ms: list[float] = []
+        self._started = 0.0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.step_ms.append((time.perf_counter() - self._started) * 1e3)
+        self.train.append((trainer.global_step, outputs["loss"].item()))
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.validation.append((trainer.global_step, trainer.callback_metrics["val_loss"].item()))
+
+
+def main(
+    strategy: Annotated[str, typer.Option(help="loco_fsdp, loco_ddp, dense_fsdp, ...")] = "loco_fsdp",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 400,
+    seed: Annotated[int, typer.Option(help="Of the model and the data order.")] = 0,
+    devices: Annotated[int, typer.Option(help="Local processes.")] = 2,
+    results: Annotated[Path | None, typer.Option(help="Where rank 0 writes its record as JSON.")] = None,
+) -> None:
+    """Train a small GPT on the source of Python's standard library."""
+    torch.set_num_threads(1)
+    L.seed_everything(seed)
+    train = Windows(standard_library("train"), CONTEXT)
+    validation = Windows(standard_library("validation"), CONTEXT, limit=256)
+    record = Record()
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=1,
+        limit_train_batches=steps,
+        val_check_interval=max(steps // 8, 1),
+        callbacks=[record, RichProgressBar()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(
+        LanguageModel(width=128, depth=4, heads=4, context=CONTEXT, learning_rate=2e-3),
+        DataLoader(train, batch_size=8, shuffle=True),
+        DataLoader(validation, batch_size=32),
+    )
+    if results is not None and trainer.is_global_zero:
+        sync = trainer.strategy.sync
+        report = {
+            "strategy": strategy,
+            "steps": steps,
+            "train": record.train,
+            "validation": record.validation,
+            "step_ms": record.step_ms,
+            "sent_nbytes_per_step": sync.comm.sent_nbytes / trainer.global_step,
+            "num_parameters": sum(spec.numel for spec in sync.specs.values()),
+        }
+        results.write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    typer.run(main)
