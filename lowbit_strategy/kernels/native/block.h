@@ -1,11 +1,59 @@
-/* What encoding and decoding share: loops over the segment table, the vectors' random numbers, sums in halves.
+/* What encoding and decoding share: batches of blocks of the segment table, and vectors of random numbers.
  *
  * Included once per instruction set, after that set's vector primitives.
  */
 #define NUM_VECTORS (LOWBIT_GROUP / LANES) /* vectors in a group of 32 elements */
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-ALWAYS_INLINE vi vi_magnitude(vf v) { return (vi)v & BITS_ABS; }
+/* Blocks pass through the stages of a kernel in batches: what one block's stage waits for (a sum over lanes, a
+ * division) then overlaps with the work of its neighbours, and buffers still fit the first cache. */
+#define BATCH_ELEMENTS 1024
+#define BATCH_BLOCKS (BATCH_ELEMENTS / LOWBIT_GROUP)
+
+/* A buffer on cache lines of its own; a line between it and the next one keeps the same elements of two buffers from
+ * lying a multiple of 4096 bytes apart, where processors take a load for one of the store before it. */
+#define BUFFER(type, name, size) type name[(size) + 64 / sizeof(type)] __attribute__((aligned(64)))
+
+/* Neighbouring blocks of one segment, and where they lie. */
+struct batch {
+    const struct lowbit_segment *segment;
+    int64_t first;       /* first element, counted from the start of the segment */
+    int64_t state_block; /* scale of the first block in the residual */
+    int64_t codes;       /* first byte of the codes in a source */
+    int64_t scales;      /* and of the scales */
+    int num_blocks;
+    int count; /* elements that are not padding */
+};
+
+static inline struct batch locate(
+    const struct lowbit_format *fmt, const struct lowbit_segment *segment, int64_t first, int64_t last, int64_t num_blocks
+) {
+    int64_t size = fmt->block_size, most = size < BATCH_ELEMENTS ? BATCH_ELEMENTS / size : 1;
+    int64_t taken = last - first < most ? last - first : most, left = segment->numel - first * size;
+    return (struct batch){
+        .segment = segment,
+        .first = first * size,
+        .state_block = segment->state_offset / size + first,
+        .codes = segment->wire_offset + first * fmt->code_nbytes,
+        .scales = segment->wire_offset + num_blocks * fmt->code_nbytes + 2 * first,
+        .num_blocks = (int)taken,
+        .count = (int)(left < taken * size ? left : taken * size),
+    };
+}
+
+/* Statement for each batch of blocks [first, last), counted through all segments in order. */
+#define FOR_EACH_BATCH(fmt, call, first, last, statement) \
+    for (int64_t s = 0, before = 0; s < (call)->num_segments && before < (last); s++) { \
+        const struct lowbit_segment *segment = (call)->segments + s; \
+        const int64_t size = (fmt)->block_size, num_blocks = (segment->numel + size - 1) / size; \
+        const int64_t stop = (last)-before < num_blocks ? (last)-before : num_blocks; \
+        for (int64_t b = (first) > before ? (first)-before : 0; b < stop;) { \
+            struct batch batch = locate(fmt, segment, b, stop, num_blocks); \
+            b += batch.num_blocks; \
+            statement; \
+        } \
+        before += num_blocks; \
+    }
 
 /* Counter of element `first` in lane 0, the next elements in the next lanes. */
 ALWAYS_INLINE vu dither_counter(int64_t first, uint32_t key) {
@@ -20,44 +68,4 @@ ALWAYS_INLINE vf dither(vu x) {
     x = (x ^ x >> 15) * 0x846CA68Bu;
     x = x ^ x >> 16;
     return vf_from((vi)(x >> 8)) * 0x1p-24f - 0.5f;
-}
-
-/* Sum of n numbers, a power of two and at least 32, by adding halves. Overwrites them. */
-static inline float tree_sum(float *x, int n) {
-    while (n > LANES) {
-        n /= 2;
-        for (int i = 0; i < n; i += LANES) vf_store(x + i, vf_load(x + i) + vf_load(x + i + n));
-    }
-    while (n > 1) {
-        n /= 2;
-        for (int i = 0; i < n; i++) x[i] += x[i + n];
-    }
-    return x[0];
-}
-
-static inline int64_t count_blocks(const struct lowbit_segment *segment, int block_size) {
-    return (segment->numel + block_size - 1) / block_size;
-}
-
-/* One block of one segment, and where it lies. */
-struct block {
-    const struct lowbit_segment *segment;
-    int64_t first;        /* its first element, counted from the start of the segment */
-    int64_t state_block;  /* its scale in the residual */
-    int64_t codes, scale; /* bytes from the start of a source */
-    int count;            /* elements that are not padding */
-};
-
-static inline struct block locate(
-    const struct lowbit_format *fmt, const struct lowbit_segment *segment, int64_t num_blocks, int64_t index
-) {
-    int64_t first = index * fmt->block_size, left = segment->numel - first;
-    return (struct block){
-        .segment = segment,
-        .first = first,
-        .state_block = segment->state_offset / fmt->block_size + index,
-        .codes = segment->wire_offset + index * fmt->code_nbytes,
-        .scale = segment->wire_offset + num_blocks * fmt->code_nbytes + 2 * index,
-        .count = left < fmt->block_size ? (int)left : fmt->block_size,
-    };
 }

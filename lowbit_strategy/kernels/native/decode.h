@@ -43,14 +43,14 @@ ALWAYS_INLINE void add_uniform(
 ALWAYS_INLINE void add_unpacked(
     const struct lowbit_format *fmt, const uint8_t *packed, float scale, float *total, const int mode
 ) {
-    uint8_t codes[LOWBIT_MAX_BLOCK + PACK_SLACK];
+    BUFFER(uint8_t, codes, LOWBIT_MAX_BLOCK + PACK_SLACK);
     unpack(fmt, packed, codes);
     if (!fmt->num_levels) {
         for (int i = 0; i < fmt->block_size; i += LANES)
             accumulate(total + i, vf_from(vi_load_u8(codes + i) - fmt->zero_code) * vf_set1(scale), mode);
         return;
     }
-    float values[LOWBIT_MAX_BLOCK];
+    BUFFER(float, values, LOWBIT_MAX_BLOCK);
     for (int i = 0; i < fmt->block_size; i++) values[i] = fmt->levels[codes[i]];
     for (int i = 0; i < fmt->block_size; i += LANES) accumulate(total + i, vf_load(values + i) * vf_set1(scale), mode);
 }
@@ -73,7 +73,7 @@ ALWAYS_INLINE void add_source(
 }
 
 static void store_floats(const struct lowbit_call *call, int64_t start, const float *total, int count) {
-    uint16_t narrow[LOWBIT_MAX_BLOCK];
+    BUFFER(uint16_t, narrow, LOWBIT_MAX_BLOCK);
     if (call->x_dtype == DTYPE_FLOAT32) {
         memcpy((float *)call->x + start, total, (size_t)count * 4);
         return;
@@ -85,31 +85,24 @@ static void store_floats(const struct lowbit_call *call, int64_t start, const fl
     memcpy((uint16_t *)call->x + start, narrow, (size_t)count * 2);
 }
 
-static void decode_block(const struct lowbit_format *fmt, const struct lowbit_call *call, const struct block *block) {
-    float total[LOWBIT_MAX_BLOCK];
-    const int n = fmt->block_size;
+static void decode_batch(const struct lowbit_format *fmt, const struct lowbit_call *call, const struct batch *batch) {
+    BUFFER(float, total, LOWBIT_MAX_BLOCK);
+    const int n = fmt->block_size, all = batch->num_blocks * n;
     if (call->num_sources == 0) memset(total, 0, sizeof total);
     for (int64_t w = 0; w < call->num_sources; w++) {
-        const uint8_t *source = call->wire + w * call->wire_stride;
-        uint16_t scale_bits;
-        memcpy(&scale_bits, source + block->scale, 2);
-        float scale = bfloat16_to_float(scale_bits);
-        if (w == 0) add_source(fmt, source + block->codes, scale, total, STORE);
-        else add_source(fmt, source + block->codes, scale, total, ADD);
+        const uint8_t *source = call->wire + w * call->wire_stride, *codes = source + batch->codes;
+        for (int b = 0; b < batch->num_blocks; b++, codes += fmt->code_nbytes) {
+            uint16_t scale_bits;
+            memcpy(&scale_bits, source + batch->scales + 2 * b, 2);
+            float scale = bfloat16_to_float(scale_bits);
+            if (w == 0) add_source(fmt, codes, scale, total + b * n, STORE);
+            else add_source(fmt, codes, scale, total + b * n, ADD);
+        }
     }
-    for (int i = 0; i < n; i += LANES) vf_store(total + i, vf_load(total + i) * vf_set1(call->alpha));
-    store_floats(call, block->segment->x_offset + block->first, total, block->count);
+    for (int i = 0; i < all; i += LANES) vf_store(total + i, vf_load(total + i) * vf_set1(call->alpha));
+    store_floats(call, batch->segment->x_offset + batch->first, total, batch->count);
 }
 
 static void decode_sum(const struct lowbit_format *fmt, const struct lowbit_call *call, int64_t first, int64_t last) {
-    for (int64_t s = 0; s < call->num_segments && last > 0; s++) {
-        const struct lowbit_segment *segment = call->segments + s;
-        int64_t num_blocks = count_blocks(segment, fmt->block_size);
-        for (int64_t b = first > 0 ? first : 0; b < num_blocks && b < last; b++) {
-            struct block block = locate(fmt, segment, num_blocks, b);
-            decode_block(fmt, call, &block);
-        }
-        first -= num_blocks;
-        last -= num_blocks;
-    }
+    FOR_EACH_BATCH(fmt, call, first, last, decode_batch(fmt, call, &batch))
 }

@@ -41,6 +41,13 @@ static inline int32_t vi_reduce_or(vi v) {
     return _mm_cvtsi128_si32(x);
 }
 
+/* Lanes added in halves. */
+static inline float vf_sum_halves(vf v) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+
 /* The low byte of each of 32 lanes. Packing works within 128-bit halves, so the four-byte pieces come out shuffled. */
 static inline void store_bytes(void *p, const vi v[4]) {
     const __m256i low = _mm256_set1_epi32(0xFF), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);

@@ -32,6 +32,14 @@ static inline vi vi_min(vi a, vi b) { return (vi)_mm512_min_epi32((__m512i)a, (_
 static inline int32_t vi_reduce_max(vi v) { return _mm512_reduce_max_epi32((__m512i)v); }
 static inline int32_t vi_reduce_or(vi v) { return _mm512_reduce_or_epi32((__m512i)v); }
 
+/* Lanes added in halves. */
+static inline float vf_sum_halves(vf v) {
+    __m256 y = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+
 /* The low byte of each of 32 lanes. */
 static inline void store_bytes(void *p, const vi v[2]) {
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v[0]));

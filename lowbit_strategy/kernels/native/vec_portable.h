@@ -35,6 +35,9 @@ static inline int32_t vi_reduce_max(vi v) {
 }
 static inline int32_t vi_reduce_or(vi v) { return v[0] | v[1] | v[2] | v[3]; }
 
+/* Lanes added in halves. */
+static inline float vf_sum_halves(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+
 /* The low byte of each of 32 lanes. */
 static inline void store_bytes(void *p, const vi v[LOWBIT_GROUP / LANES]) {
     uint8_t *bytes = p;

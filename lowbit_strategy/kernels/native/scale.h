@@ -1,0 +1,89 @@
+/* The scale of a block: its largest magnitude, or a sum over it, rounded up to bfloat16. */
+
+ALWAYS_INLINE vi vi_magnitude(vf v) { return (vi)v & BITS_ABS; }
+
+/* Sum of term(h[i]), by adding halves until one number is left: every backend adds in this order.
+ * A step here takes quarters, which are two halvings at once. */
+#define TREE_SUM(term) \
+    BUFFER(float, partial, LOWBIT_MAX_BLOCK / 4); \
+    int quarter = n / 4 < LANES ? LANES : n / 4; /* 32 elements in 16 lanes: one halving */ \
+    for (int i = 0; i < quarter; i += LANES) { \
+        vf sum = term(h + i) + term(h + i + n / 2); \
+        if (n / 4 >= LANES) sum = sum + (term(h + i + n / 4) + term(h + i + n / 2 + n / 4)); \
+        vf_store(partial + i, sum); \
+    } \
+    return sum_halves(partial, quarter)
+
+static inline float sum_halves(float *x, int n) {
+    for (n /= 2; n >= LANES; n /= 2)
+        for (int i = 0; i < n; i += LANES) vf_store(x + i, vf_load(x + i) + vf_load(x + i + n));
+    return vf_sum_halves(vf_load(x));
+}
+
+ALWAYS_INLINE vf square_of(const float *x, vf unit) {
+    vf v = vf_load(x) * unit;
+    return v * v;
+}
+
+static float sum_squares(const float *h, int n, vf unit) {
+#define SQUARE(p) square_of(p, unit)
+    TREE_SUM(SQUARE);
+}
+
+static float sum_magnitudes(const float *h, int n) {
+#define MAGNITUDE(p) ((vf)vi_magnitude(vf_load(p)))
+    TREE_SUM(MAGNITUDE);
+}
+
+ALWAYS_INLINE vf magnitude_above(const float *x, vf threshold, vi *above) {
+    vf magnitude = (vf)vi_magnitude(vf_load(x));
+    vmask larger = vf_gt(magnitude, threshold);
+    *above = vi_count(*above, larger);
+    return vf_blend(larger, magnitude, vf_set1(0.0f));
+}
+
+static float sum_above(const float *h, int n, vf threshold, vi *above) {
+#define ABOVE(p) magnitude_above(p, threshold, above)
+    TREE_SUM(ABOVE);
+}
+
+/* Root mean square. A power of two near the largest magnitude keeps squares in range. */
+static float rms(const float *h, int n, int count, int32_t largest) {
+    int exponent = largest == 0 ? 0 : (largest >> 23) - 126; /* as frexp has it, but for what the next line clamps */
+    exponent = exponent < -120 ? -120 : exponent > 120 ? 120 : exponent;
+    float mean = sum_squares(h, n, vf_set1(exp2_int(-exponent))) / (float)count;
+    return __builtin_sqrtf(mean) * exp2_int(exponent);
+}
+
+/* Mean magnitude of the elements above 0.7 of the mean magnitude. */
+static float ternary_scale(const float *h, int n, int count) {
+    vi above = vi_set1(0);
+    float total = sum_above(h, n, vf_set1(sum_magnitudes(h, n) / (float)count * 0.7f), &above);
+    int num_above = 0;
+    for (int k = 0; k < LANES; k++) num_above += above[k];
+    return total / (float)(num_above > 1 ? num_above : 1);
+}
+
+/* To bfloat16 without going below; 0 under the smallest normal number; NaN if it overflows. */
+ALWAYS_INLINE float usable_scale(float raw) {
+    float scale = round_up_bfloat16(raw);
+    if (bits_of(scale) > BITS_FLT_MAX) return float_of(BITS_NAN);
+    return bits_of(scale) < BITS_FLT_MIN ? 0.0f : scale;
+}
+
+/* `largest`: bits of the largest |h|; with inf or NaN in h, the scale is NaN. `count`: elements that are not padding. */
+ALWAYS_INLINE float uniform_scale(int32_t largest, int qmax) {
+    if (largest > BITS_FLT_MAX) return float_of(BITS_NAN);
+    return usable_scale(float_of((uint32_t)largest) * (float)(1.0 / qmax));
+}
+
+static inline float block_scale(const struct lowbit_format *fmt, const float *h, int count, int32_t largest) {
+    int n = fmt->block_size;
+    if (largest > BITS_FLT_MAX) return float_of(BITS_NAN);
+    switch (fmt->rule) {
+    case RULE_RMS: return usable_scale(rms(h, n, count, largest));
+    case RULE_MEAN_ABS: return usable_scale(sum_magnitudes(h, n) / (float)count);
+    case RULE_TERNARY: return usable_scale(ternary_scale(h, n, count));
+    default: return uniform_scale(largest, fmt->zero_code);
+    }
+}
