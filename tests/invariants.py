@@ -7,7 +7,9 @@ own cases only: the ranks report, and go on with a fresh process group.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
 from lowbit_strategy.reducers.base import Compressor, LanePair
+from lowbit_strategy.reducers.loco import LoCo
 from lowbit_strategy.reducers.registry import PRESETS
 from lowbit_strategy.reducers.tensors import TensorSpec
 from tests.traffic import count_traffic
@@ -156,10 +159,8 @@ def _advance(stages: Sequence[Iterator[Any]]) -> None:
         for stage, pending in active:
             if pending is not None:
                 pending.wait()
-            try:
+            with contextlib.suppress(StopIteration):
                 following.append((stage, next(stage)))
-            except StopIteration:
-                pass
         active = following
 
 
@@ -192,31 +193,32 @@ def _collect_conservation(kit: Kit) -> Evidence:
             means = kit.run(sync, grads)
         traffic.append((kit.comm.sent_nbytes - before, counted.nbytes))
         prints.append(fingerprint(means))
-        for name in grads:
-            mean = means.get(name, torch.zeros(0))
-            total_in[name] = total_in.get(name, 0) + grads[name].double()
-            total_out[name] = total_out.get(name, 0) + mean.double()
+        _add(total_in, grads)
+        _add(total_out, means)
+    return _settle(sync, total_in, total_out) | {"prints": prints, "traffic": traffic, "account": _account(sync)}
+
+
+def _add(total: Grads, values: Grads) -> None:
+    for spec in SPECS:
+        value = values.get(spec.name, torch.zeros(spec.numel)).double()  # DDP's buckets hold no empty tensors
+        total[spec.name] = total[spec.name] + value if spec.name in total else value
+
+
+def _settle(sync: GradientSync, total_in: Grads, total_out: Grads) -> Evidence:
+    """What went in, what came out and what is still owed, for each parameter."""
     owed, owner_owed, gains = {}, {}, {}
     for name, assignment in sync.assignments.items():
-        gains[name] = _gains(assignment.method, kit.layout)
+        gains[name] = _gains(assignment.method, sync.scatter)
         if None not in gains[name]:
             owed[name] = _owed(sync.export_residual(name), gains[name][0])
-            owner_owed[name] = _owed(sync.export_owner_residual(name), gains[name][-1]) if len(gains[name]) > 1 else None
-    return {
-        "in": total_in,
-        "out": total_out,
-        "owed": owed,
-        "owner_owed": owner_owed,
-        "gains": gains,
-        "prints": prints,
-        "traffic": traffic,
-        "account": _account(sync),
-    }
+            back = sync.export_owner_residual(name) if len(gains[name]) > 1 else None
+            owner_owed[name] = _owed(back, gains[name][-1])
+    return {"in": total_in, "out": total_out, "owed": owed, "owner_owed": owner_owed, "gains": gains}
 
 
-def _gains(method: object, layout: LayoutName) -> tuple[float | None, ...]:
+def _gains(method: object, scatter: bool) -> tuple[float | None, ...]:
     if isinstance(method, LanePair):
-        return (method.there.gain,) if layout == "fsdp" else (method.there.gain, method.back.gain)
+        return (method.there.gain,) if scatter else (method.there.gain, method.back.gain)
     return (method.gain,)  # type: ignore[attr-defined]
 
 
@@ -275,10 +277,9 @@ def _check_bytes(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
             if claimed != counted:
                 failures.append(f"rank {rank} step {step}: says {claimed} bytes, torch.distributed was given {counted}")
             account = e["account"]
-            if account["exact"] and not account["low"] <= claimed <= account["high"]:
-                failures.append(
-                    f"rank {rank} step {step}: sent {claimed} bytes, wire_nbytes gives {account['low']} to {account['high']}"
-                )
+            low, high = account["low"], account["high"]
+            if account["exact"] and not low <= claimed <= high:
+                failures.append(f"rank {rank} step {step}: sent {claimed} bytes, wire_nbytes gives {low} to {high}")
     return failures[:3]
 
 
@@ -317,9 +318,13 @@ def _check_mean(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
         error = relative(average[name] - mean, mean)
         if not kit.compressor.approaches_mean:
             if not 0.1 < scale < 3.0:
-                failures.append(f"{name}: {scale:.2f} times the mean: compressed and exempt tensors are scaled differently")
+                failures.append(
+                    f"{name}: {scale:.2f} times the mean: compressed and exempt tensors are scaled differently"
+                )
         elif evidence[0]["steps"] == MEAN_STEPS and (abs(scale - 1) > 0.15 or error > 0.4):
-            failures.append(f"{name}: average of {MEAN_STEPS} steps is {scale:.3f} times the mean, {error:.2f} away from it")
+            failures.append(
+                f"{name}: average of {MEAN_STEPS} steps is {scale:.3f} times the mean, {error:.2f} away from it"
+            )
         elif not 0.5 < scale < 1.5:
             failures.append(f"{name}: average is {scale:.3f} times the mean")
     return failures
@@ -481,6 +486,28 @@ def _check_zero(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
     return failures
 
 
+def _collect_regroup(kit: Kit) -> Evidence:
+    """Two steps, another method with another block size for two, and back for two: nothing is lost on the way."""
+    own = kit.compressor.conserving()
+    other = LoCo(bits=4, block_size=64, beta=0.5, residual="float32", reset_steps=None, exempt=(), milder=())
+    sync = kit.sync(own)
+    total_in, total_out = {}, {}
+    for step in range(6):
+        if step in (2, 4):
+            sync.use(other if step == 2 else own)
+        grads = kit.grads(step)
+        _add(total_in, grads)
+        _add(total_out, kit.run(sync, grads))
+    return _settle(sync, total_in, total_out)
+
+
+def _check_regroup(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
+    # A method that keeps no residual has nowhere to put what the other one owes.
+    if any(gain is None or math.isinf(gain) for gains in evidence[0]["gains"].values() for gain in gains):
+        return []
+    return _check_conservation(evidence, kit)
+
+
 class Case(NamedTuple):
     collect: Callable[[Kit], Evidence]
     check: Callable[[Sequence[Evidence], Kit], list[str]]
@@ -497,6 +524,7 @@ CASES: dict[str, Case] = {
     "resume": Case(_collect_resume, _check_resume),
     "buckets": Case(_collect_buckets, _check_buckets),
     "zero": Case(_collect_zero, _check_zero),
+    "regroup": Case(_collect_regroup, _check_regroup),
 }
 
 
@@ -524,7 +552,7 @@ def run_jobs(rank: int, world_size: int, jobs: Sequence[Job]) -> Report:
             raised = [f"rank {r} raised\n{e}" for r, e in enumerate(evidence) if isinstance(e, str)]
             for name, case in CASES.items():
                 if case.collect is collect and rank == 0:
-                    report[job.preset, job.layout, name] = raised[:1] or case.check(evidence, kit)
+                    report[job.preset, job.layout, name] = raised[:1] or _judge(case, evidence, kit)
             if raised:
                 comm = kit.comm = Comm(dist.new_group(timeout=GROUP_TIMEOUT))
     return report
@@ -535,6 +563,13 @@ def _attempt(collect: Callable[[Kit], Evidence], kit: Kit) -> Evidence | str:
         return collect(kit)
     except Exception:
         return traceback.format_exc()
+
+
+def _judge(case: Case, evidence: Sequence[Evidence], kit: Kit) -> list[str]:
+    try:
+        return case.check(evidence, kit)
+    except Exception:
+        return [traceback.format_exc()]
 
 
 def _gather(value: Any) -> list[Any]:

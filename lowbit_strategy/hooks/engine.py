@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +20,7 @@ from lowbit_strategy.reducers.base import (
     Assignment,
     Compressor,
     LanePair,
+    Method,
     Reducer,
     ReducerState,
     View,
@@ -54,6 +56,19 @@ class BucketLayout:
     entries: tuple[Entry, ...]
     row_numel: int | None = None
     last: bool = True
+
+
+class _Carried(NamedTuple):
+    """One parameter's state on its way to another grouping: as it lies, or, for another method, what is still owed."""
+
+    tensors: dict[str, Tensor]
+    owed: Tensor | None
+
+
+def _gain(method: Method, *, back: bool = False) -> float:
+    """Residual per unit that is owed; 1 where a method gives no law."""
+    gain = (method.back if back else method.there).gain if isinstance(method, LanePair) else method.gain
+    return 1.0 if gain is None or math.isinf(gain) else gain
 
 
 class GradientSync:
@@ -108,9 +123,11 @@ class GradientSync:
         self.assign(assign_all(self._phase, list(self.specs.values())))
 
     def assign(self, assignments: Mapping[str, Assignment]) -> None:
-        """Regroup: parameters whose method stays keep their state, the others' residuals are converted."""
-        residuals = {name: self.export_residual(name) for name in getattr(self, "assignments", {})}
-        owner_residuals = {name: self.export_owner_residual(name) for name in getattr(self, "assignments", {})}
+        """Regroup: parameters whose method stays keep their state; what the others still owe is owed by the new one.
+
+        A new method that keeps no residual lets it go.
+        """
+        carried = {name: self._release(name, assignments[name]) for name in getattr(self, "assignments", {})}
         self.assignments = dict(assignments)
         groups: dict[object, list[str]] = {}
         for name, assignment in assignments.items():
@@ -123,15 +140,33 @@ class GradientSync:
                 self.lanes[method] = LaneStore(method, cuts, self.comm.rank, self.device)
             elif isinstance(method, Reducer):
                 self.reducers[method] = method.init([self.specs[name] for name in names], self.device)
-        for name, values in residuals.items():
-            if values is not None:
-                self.import_residual_(name, values)
-        for name, values in owner_residuals.items():
-            if values is not None and (store := self.lane_store(name)) is not None:
-                store.import_owner_residual_(name, values)
+        for name, kept in carried.items():
+            self._take_over_(name, kept)
         self._buckets: dict[BucketLayout, Bucket] = {}
         self._flags: list[Tensor] = []
         self._backup: list[Tensor] = []
+
+    def _release(self, name: str, following: Assignment) -> _Carried:
+        """What one parameter takes along to its next method."""
+        method = self.assignments[name].method
+        if following.method == method:
+            return _Carried({key: value.clone() for key, value in self.tensors(name).items()}, None)
+        owed = self.export_residual(name)
+        if owed is not None:
+            owed /= _gain(method)
+        if isinstance(method, LanePair) and (owner := self.export_owner_residual(name)) is not None:
+            cut = self._cut(name, method.there.block_size)
+            start = self.comm.rank * cut.row_numel  # the owner owes the mean, a sender a W-th of what it says
+            owed = torch.zeros(cut.numel, device=self.device) if owed is None else owed
+            owed[start : start + owner.numel()] += owner * (cut.world_size / _gain(method, back=True))
+        return _Carried({}, owed)
+
+    def _take_over_(self, name: str, carried: _Carried) -> None:
+        for key, value in self.tensors(name).items():
+            if key in carried.tensors:
+                value.copy_(carried.tensors[key])
+        if carried.owed is not None:
+            self.import_residual_(name, carried.owed * _gain(self.assignments[name].method))
 
     def _cut(self, name: str, block_size: int) -> Cut:
         spec = self.specs[name]

@@ -15,6 +15,7 @@ from tests.distributed import run_ranks
 from tests.invariants import CASES, LAYOUTS, Job, Report, run_jobs
 
 WORLD_SIZES = (1, 2, 3, 5)
+_shown: dict[int, bool] = {}  # world sizes whose failed launch has been quoted in full
 
 
 @functools.cache
@@ -36,7 +37,10 @@ def report(request: pytest.FixtureRequest) -> Report:
             jobs[Job(params["preset"], params["layout"])] = None
     result = _report(wanted["world_size"], tuple(jobs))
     if isinstance(result, AssertionError):
-        raise result
+        if not _shown.get(wanted["world_size"]):
+            _shown[wanted["world_size"]] = True
+            raise result
+        pytest.fail(f"the launch of {wanted['world_size']} processes failed: see the first error", pytrace=False)
     return result
 
 
