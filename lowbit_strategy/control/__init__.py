@@ -1,0 +1,34 @@
+"""Controllers: what to compress how strongly, and when. Pure functions of telemetry; they know no ranks."""
+
+from lowbit_strategy.control.accordion import Accordion, AccordionBatch
+from lowbit_strategy.control.adaqs import AdaQS
+from lowbit_strategy.control.base import Clock, Controller, Decision, Energy, State, Switch, Telemetry, Watch
+from lowbit_strategy.control.budget import ErrorBudget
+from lowbit_strategy.control.gravac import GraVAC
+from lowbit_strategy.control.groups import group_of
+from lowbit_strategy.control.guard import Bounds, Guard
+from lowbit_strategy.control.schedule import Phase, Schedule, dgc_warmup
+from lowbit_strategy.control.static import Static
+
+__all__ = [
+    "Accordion",
+    "AccordionBatch",
+    "AdaQS",
+    "Bounds",
+    "Clock",
+    "Controller",
+    "Decision",
+    "Energy",
+    "ErrorBudget",
+    "GraVAC",
+    "Guard",
+    "Phase",
+    "Schedule",
+    "State",
+    "Static",
+    "Switch",
+    "Telemetry",
+    "Watch",
+    "dgc_warmup",
+    "group_of",
+]

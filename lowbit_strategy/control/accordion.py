@@ -1,0 +1,192 @@
+"""Accordion: compress lightly while the gradient changes fast, heavily otherwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lowbit_strategy.control.base import (
+    Accumulate,
+    Clock,
+    Controller,
+    Decision,
+    State,
+    Switch,
+    Telemetry,
+    Watch,
+    describe_switches,
+)
+from lowbit_strategy.control.critical import CriticalRegimes, Unit
+from lowbit_strategy.control.levels import check_order, labels
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.tensors import TensorSpec
+
+MODEL = "model"  # the name under which the whole model is judged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accordion(Controller):
+    """Two levels of compression, chosen by how fast the gradient changes.
+
+    1. Every rank adds up its own gradients over a window, before error feedback.
+    2. When the window closes, for every matrix: ``ratio = |norm_before - norm_now| / norm_before``
+    3. ``ratio >= eta``: a critical regime, `light`; otherwise `heavy`
+    4. The first window, a norm of zero: `light`. When the learning rate falls: `light` at once, until the next window
+       closes.
+
+    Residuals are kept across switches.
+
+    Args:
+        light: What a critical regime gets.
+        heavy: What the rest gets; must send fewer bytes.
+        eta: Change of the norm that counts as critical. Smaller: light more often.
+        interval: Epochs (steps) between two detections; with ``unit="epochs"`` the window is the first epoch of each
+            interval, as published, with ``"steps"`` the whole interval.
+        unit: Of `interval`.
+        per: Judge each ``parameter`` by itself, or the ``model`` as one.
+        gradient: ``local``: each rank's own, as published, a float32 copy of the whole model on every rank; ``mean``:
+            what all ranks agreed on, under FSDP2 a shard's size.
+        learning_rate_drop: A fall by more than this share from one step to the next counts as a decay; smooth
+            schedules stay below it.
+
+    Raises:
+        ValueError: A field is out of range, or `light` sends no more than `heavy`.
+
+    References:
+        Agarwal et al., "Accordion: Adaptive Gradient Communication via Critical Learning Regime Identification",
+        2021, arXiv 2010.16248.
+    """
+
+    light: Compressor
+    heavy: Compressor
+    eta: float = 0.5
+    interval: int = 10
+    unit: Unit = "epochs"
+    per: Literal["parameter", "model"] = "parameter"
+    gradient: Accumulate = "local"
+    learning_rate_drop: float = 0.1
+    regimes: CriticalRegimes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        regimes = CriticalRegimes(
+            eta=self.eta,
+            interval=self.interval,
+            unit=self.unit,
+            learning_rate_drop=self.learning_rate_drop,
+            gradient=self.gradient,
+        )
+        object.__setattr__(self, "regimes", regimes)
+        if self.per not in ("parameter", "model"):
+            raise ValueError(f"per must be 'parameter' or 'model', got {self.per!r}")
+        check_order(self.levels, ("light", "heavy"))
+
+    @property
+    def levels(self) -> tuple[Compressor, ...]:
+        return (self.light, self.heavy)
+
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+        return {
+            "regimes": self.regimes.init(),
+            "levels": {spec.name: 0 for spec in specs},
+            "judged": [spec.name for spec in specs if spec.ndim > 1],
+        }
+
+    def reads_accumulated(self, clock: Clock, state: State) -> bool:
+        return self.regimes.closes(clock, state["regimes"])
+
+    def decide(self, telemetry: Telemetry, state: State) -> Decision:
+        judged = state["judged"]
+        norms = {name: telemetry.accumulated_norm.get(name, 0.0) for name in judged}
+        if self.per == "model":
+            norms = {MODEL: total_norm(norms)}
+        finding = self.regimes.update(telemetry, norms, state["regimes"])
+        before: Mapping[str, int] = state["levels"]
+        levels, reasons = dict(before), {}
+        if finding.critical is not None:
+            for name in judged:
+                key = MODEL if self.per == "model" else name
+                levels[name] = 0 if finding.critical[key] else 1
+                reasons[name] = finding.reasons[key].partition(" (")[0]  # those that go together are told together
+        return Decision(
+            state={"regimes": finding.state, "levels": levels, "judged": judged},
+            levels=levels,
+            watch=Watch(accumulate=self.regimes.accumulate(telemetry.clock)),
+            switches=describe_switches(before, levels, labels(self.levels), reasons),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccordionBatch(Controller):
+    """Accordion on the batch size: small batches in critical regimes, large ones otherwise.
+
+    The batch is changed through gradient accumulation, the learning rate follows linearly. As published the batch only
+    grows: once large it stays large, so that a later learning-rate decay does not shrink it again.
+
+    Args:
+        small: Batches accumulated into one step in critical regimes.
+        large: The same elsewhere.
+        eta, interval, unit, gradient, learning_rate_drop: As in `Accordion`; judged on the whole model.
+        only_grows: False lets the batch shrink in a later critical regime.
+
+    Raises:
+        ValueError: A field is out of range.
+    """
+
+    small: int = 1
+    large: int = 8
+    eta: float = 0.5
+    interval: int = 10
+    unit: Unit = "epochs"
+    gradient: Accumulate = "local"
+    learning_rate_drop: float = 0.1
+    only_grows: bool = True
+    regimes: CriticalRegimes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.small < self.large:
+            raise ValueError(f"1 <= small < large must hold, got small={self.small!r} and large={self.large!r}")
+        regimes = CriticalRegimes(
+            eta=self.eta,
+            interval=self.interval,
+            unit=self.unit,
+            learning_rate_drop=self.learning_rate_drop,
+            gradient=self.gradient,
+        )
+        object.__setattr__(self, "regimes", regimes)
+
+    @property
+    def levels(self) -> tuple[Compressor, ...]:
+        return ()
+
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+        judged = [spec.name for spec in specs if spec.ndim > 1]
+        return {"regimes": self.regimes.init(), "accumulation": self.small, "judged": judged}
+
+    def reads_accumulated(self, clock: Clock, state: State) -> bool:
+        return self.regimes.closes(clock, state["regimes"])
+
+    def decide(self, telemetry: Telemetry, state: State) -> Decision:
+        norms = {name: telemetry.accumulated_norm.get(name, 0.0) for name in state["judged"]}
+        # Gradients are means over a step's batches: a window of fewer, larger steps has a smaller sum.
+        norm = total_norm(norms) * state["accumulation"]
+        finding = self.regimes.update(telemetry, {MODEL: norm}, state["regimes"])
+        before = accumulation = state["accumulation"]
+        switches: tuple[Switch, ...] = ()
+        if finding.critical is not None:
+            wanted = self.small if finding.critical[MODEL] else self.large
+            accumulation = max(before, wanted) if self.only_grows else wanted
+            if accumulation != before:
+                switches = (Switch("batch", f"x{before}", f"x{accumulation}", finding.reasons[MODEL]),)
+        return Decision(
+            state={"regimes": finding.state, "accumulation": accumulation, "judged": state["judged"]},
+            watch=Watch(accumulate=self.regimes.accumulate(telemetry.clock)),
+            switches=switches,
+            accumulation=accumulation,
+            learning_rate_factor=accumulation / self.small,
+        )
+
+
+def total_norm(norms: Mapping[str, float]) -> float:
+    return math.sqrt(sum(norm * norm for norm in norms.values()))

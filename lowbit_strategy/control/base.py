@@ -1,0 +1,170 @@
+"""The controller's contract: telemetry and state in, a decision and the next state out.
+
+Every rank runs the same controller on the same telemetry, so every rank decides the same. Telemetry has been summed
+over ranks before a controller sees it; state is plain numbers, strings, lists and dicts, and goes into checkpoints as
+it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.tensors import TensorSpec
+
+State = dict[str, Any]
+Accumulate = Literal["local", "mean"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clock:
+    """Where training stands when a step begins; the same on all ranks.
+
+    Args:
+        step: Optimizer steps completed.
+        epoch: Epochs completed.
+        num_steps: Optimizer steps planned, None if nobody knows.
+        steps_per_epoch: Optimizer steps of one epoch, likewise.
+        learning_rate: Of the first parameter group, in the step that begins; None if nobody told.
+    """
+
+    step: int
+    epoch: int = 0
+    num_steps: int | None = None
+    steps_per_epoch: int | None = None
+    learning_rate: float | None = None
+
+
+class Energy(NamedTuple):
+    """Squared norms of one parameter, summed over ranks: what was to be said, what was said, the difference."""
+
+    compensated: float
+    sent: float
+    error: float
+
+    @property
+    def gain(self) -> float:
+        """Share of the energy that was said; 1 where there was none."""
+        return self.sent / self.compensated if self.compensated > 0 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Telemetry:
+    """What a controller may know, by parameter name where it is about parameters; empty where nobody asked.
+
+    Args:
+        clock: Time.
+        accumulated_norm: Norm, over ranks, of the gradient summed over the steps since it was last read.
+        mean_to_std: |mean| / standard deviation of the elements of the last step's local gradients, mean over ranks.
+        energy: For each level that was watched in the last step.
+        residual_norm: Over ranks, before the last step, for the parameters that `energy` is about.
+        step_seconds: Wall time of the last step, mean over ranks; None if it was not asked for or not yet known.
+    """
+
+    clock: Clock
+    accumulated_norm: Mapping[str, float] = field(default_factory=dict)
+    mean_to_std: Mapping[str, float] = field(default_factory=dict)
+    energy: Mapping[int, Mapping[str, Energy]] = field(default_factory=dict)
+    residual_norm: Mapping[str, float] = field(default_factory=dict)
+    step_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """What a controller wants measured in the step that begins; everything is off by default and then costs nothing.
+
+    Args:
+        accumulate: Add this step's gradients to the sum whose norm is read later: each rank's own (``local``; float32
+            of one whole model) or the mean over ranks (``mean``; under FSDP2 only the own shard is kept).
+        moments: Mean and standard deviation of the local gradients.
+        levels: Levels to try on this step's gradients, whatever is in force: each costs an encode and a decode.
+        seconds: Wall time.
+    """
+
+    accumulate: Accumulate | None = None
+    moments: bool = False
+    levels: tuple[int, ...] = ()
+    seconds: bool = False
+
+
+class Switch(NamedTuple):
+    """One change, for logs: which parameters or what else, from and to, and why."""
+
+    what: str
+    before: str
+    after: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What a controller wants from the step that begins.
+
+    Args:
+        state: The controller's next state.
+        levels: Index into the controller's levels for every parameter. Empty: leave methods alone.
+        watch: What to measure.
+        switches: What changed and why.
+        warnings: For people, said once each time they are given.
+        accumulation: Batches accumulated into one optimizer step; None leaves them alone.
+        learning_rate_factor: On top of the scheduler's learning rate.
+    """
+
+    state: State
+    levels: Mapping[str, int] = field(default_factory=dict)
+    watch: Watch = Watch()
+    switches: tuple[Switch, ...] = ()
+    warnings: tuple[str, ...] = ()
+    accumulation: int | None = None
+    learning_rate_factor: float = 1.0
+
+
+class Controller(ABC):
+    """A frozen dataclass; all that changes is in the state that is passed in and returned.
+
+    `levels` are configurations from the lightest compression to the heaviest. Which parameters are exempt is each
+    level's own business: a controller may choose a level for them too, to no effect.
+    """
+
+    @property
+    @abstractmethod
+    def levels(self) -> tuple[Compressor, ...]: ...
+
+    @abstractmethod
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+        """The state before the first step.
+
+        Raises:
+            ValueError: The configuration cannot serve this model.
+        """
+
+    def reads_accumulated(self, clock: Clock, state: State) -> bool:
+        """Whether this step's telemetry must have ``accumulated_norm`` (the sums start again from zero then)."""
+        return False
+
+    @abstractmethod
+    def decide(self, telemetry: Telemetry, state: State) -> Decision:
+        """At the start of every step. Leaves `state` as it is."""
+
+
+def describe_switches(
+    before: Mapping[str, int], after: Mapping[str, int], labels: Sequence[str], reasons: Mapping[str, str]
+) -> tuple[Switch, ...]:
+    """One `Switch` for each way that parameters went, with all the parameters that went it for the same reason."""
+    ways: dict[tuple[str, str, str], list[str]] = {}
+    for name, level in after.items():
+        if before.get(name) != level:
+            origin = labels[before[name]] if name in before else "start"
+            ways.setdefault((origin, labels[level], reasons.get(name, "")), []).append(name)
+    everything = len(after)
+    return tuple(Switch(_names(names, everything), *way) for way, names in ways.items())
+
+
+def _names(names: Sequence[str], everything: int) -> str:
+    if len(names) == everything:
+        return "all parameters"
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

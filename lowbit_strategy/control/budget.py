@@ -1,0 +1,207 @@
+"""ErrorBudget: a level for each group of parameters; fewest bytes under a bound on the error, or the reverse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.control.base import Controller, Decision, Energy, State, Telemetry, Watch, describe_switches
+from lowbit_strategy.control.groups import GroupBy, check_group_by, grouped
+from lowbit_strategy.control.levels import check_order, labels, level_nbytes
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.tensors import TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorBudget(Controller):
+    """Spend the error (or the bytes) where it buys most.
+
+    Every `interval` steps:
+
+    1. every rank tries all `choices` on its gradients plus residuals and sums the squared errors by parameter
+    2. dynamic programming over the groups picks a level for each: least bytes with
+       ``sqrt(sum of squared errors / sum of squares) <= max_error``, or least error with at most `max_bits`
+
+    Before the first solution all parameters have the lightest choice. Parameters that every choice treats alike
+    (exempt ones) are left out of both sums.
+
+    Args:
+        choices: Configurations from light to heavy, at least two; any compressors.
+        max_error: Bound on the relative error of all groups together.
+        max_bits: Bound on the mean bits an element and hop. Exactly one of the two bounds is given.
+        interval: Steps between two solutions.
+        group_by: What shares a level: each ``parameter``, a ``module``, a ``kind`` (the same layer of all blocks), or
+            a function of the name.
+        resolution: Steps into which the bound is divided; costs are rounded up, so the bound itself is kept.
+
+    Raises:
+        ValueError: A field is out of range, the choices are not in order, or the bound cannot be met: for bytes when
+            training starts, for the error at the first solution.
+
+    References:
+        Alimohammadi et al., "L-GreCo: Layerwise-Adaptive Gradient Compression for Efficient and Accurate Deep
+        Learning", 2022, arXiv 2210.17357, section 3 (the idea; worked out anew here).
+    """
+
+    choices: tuple[Compressor, ...]
+    max_error: float | None = None
+    max_bits: float | None = None
+    interval: int = 200
+    group_by: GroupBy = "parameter"
+    resolution: int = 4096
+
+    def __post_init__(self) -> None:
+        if len(self.choices) < 2:
+            raise ValueError("choices must have at least two configurations, from light to heavy")
+        if (self.max_error is None) == (self.max_bits is None):
+            raise ValueError("give either max_error or max_bits: one is bounded, the other made small")
+        if self.max_error is not None and not 0 < self.max_error < 1:
+            raise ValueError(f"max_error must be between 0 and 1, got {self.max_error!r}")
+        if self.max_bits is not None and not self.max_bits > 0:
+            raise ValueError(f"max_bits must be positive, got {self.max_bits!r}")
+        for name in ("interval", "resolution"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
+        check_group_by(self.group_by)
+        check_order(self.choices, [f"choices[{at}]" for at in range(len(self.choices))])
+
+    @property
+    def levels(self) -> tuple[Compressor, ...]:
+        return self.choices
+
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+        world_size = max(world_size, 2)
+        judged = [spec for spec in specs if len({level.assign(spec).method for level in self.choices}) > 1]
+        nbytes = {spec.name: [level_nbytes(level, spec, world_size) for level in self.choices] for spec in judged}
+        elements = sum(spec.numel for spec in judged)
+        state: State = {
+            "levels": {spec.name: 0 for spec in specs},
+            "nbytes": nbytes,
+            "max_nbytes": None,
+            "solved": False,
+        }
+        if self.max_bits is not None:
+            ring = 2 * (world_size - 1) / world_size  # how often an element crosses the wire uncompressed
+            state["max_nbytes"] = self.max_bits / 8 * elements * ring
+            least = sum(min(sizes) for sizes in nbytes.values())
+            if least > state["max_nbytes"]:
+                bits = least * 8 / (elements * ring)
+                raise ValueError(
+                    f"max_bits={self.max_bits:g} cannot be met: the heaviest choices need {bits:.3g} bits an element;"
+                    " raise max_bits or add a heavier choice"
+                )
+        return state
+
+    def decide(self, telemetry: Telemetry, state: State) -> Decision:
+        before = state["levels"]
+        levels = dict(before)
+        warnings: tuple[str, ...] = ()
+        solved = state["solved"]
+        if len(telemetry.energy) == len(self.choices):
+            groups = self._options(telemetry.energy, state["nbytes"])
+            solution = self._solve(groups, state["max_nbytes"])
+            if not solution.feasible:
+                least = math.sqrt(sum(min(group.errors) for group in groups) / _total(groups))
+                message = (
+                    f"max_error={self.max_error:g} cannot be met: the lightest choices have a relative error of"
+                    f" {least:.3g}; raise max_error or add a lighter choice"
+                )
+                if not solved:
+                    raise ValueError(message)
+                warnings = (message,)
+            solved = True
+            for group, level in zip(groups, solution.levels, strict=True):
+                levels.update(dict.fromkeys(group.names, level))
+        reasons = dict.fromkeys(levels, f"budget solved again: {self._bound()}")
+        due = telemetry.clock.step % self.interval == 0
+        return Decision(
+            state=dict(state, levels=levels, solved=solved),
+            levels=levels,
+            watch=Watch(levels=tuple(range(len(self.choices))) if due else ()),
+            switches=describe_switches(before, levels, labels(self.choices), reasons),
+            warnings=warnings,
+        )
+
+    def _bound(self) -> str:
+        return f"error <= {self.max_error:g}" if self.max_error is not None else f"bits <= {self.max_bits:g}"
+
+    def _options(
+        self, energy: Mapping[int, Mapping[str, Energy]], nbytes: Mapping[str, Sequence[int]]
+    ) -> list[GroupOptions]:
+        options = []
+        for names in grouped([name for name in nbytes if name in energy[0]], self.group_by).values():
+            levels = range(len(self.choices))
+            errors = [sum(energy[level][name].error for name in names) for level in levels]
+            sizes = [float(sum(nbytes[name][level] for name in names)) for level in levels]
+            options.append(GroupOptions(names, sum(energy[0][name].compensated for name in names), errors, sizes))
+        return options
+
+    def _solve(self, groups: Sequence[GroupOptions], max_nbytes: float | None) -> Solution:
+        errors, sizes = [group.errors for group in groups], [group.sizes for group in groups]
+        if max_nbytes is not None:
+            return cheapest(errors, sizes, max_nbytes, self.resolution)
+        assert self.max_error is not None
+        return cheapest(sizes, errors, self.max_error**2 * _total(groups), self.resolution)
+
+
+class GroupOptions(NamedTuple):
+    """A group: squared norm of what is to be said, and for each level the squared error and the bytes."""
+
+    names: list[str]
+    compensated: float
+    errors: list[float]
+    sizes: list[float]
+
+
+def _total(groups: Sequence[GroupOptions]) -> float:
+    return sum(group.compensated for group in groups) or 1.0
+
+
+class Solution(NamedTuple):
+    """A level for each group, and whether the bound holds."""
+
+    levels: list[int]
+    feasible: bool
+
+
+def cheapest(
+    values: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], bound: float, resolution: int
+) -> Solution:
+    """The choice, one option a group, of least total value with a total cost of at most `bound`.
+
+    Dynamic programming over the bound in `resolution` steps: ``best[r]`` is the least value of the groups so far at a
+    cost of at most r steps. Costs are rounded up to whole steps, so what is found keeps the bound; what only fits
+    without rounding is found by falling back on each group's cheapest option. Of equal options the first wins.
+    """
+    cheapest_each = [min(range(len(row)), key=row.__getitem__) for row in costs]
+    least = sum(row[at] for row, at in zip(costs, cheapest_each, strict=True))
+    if least > bound:
+        return Solution(cheapest_each, False)
+    unit = bound / resolution if bound > 0 else 1.0
+    best = torch.zeros(resolution + 1, dtype=torch.float64)
+    picks: list[Tensor] = []
+    steps = [[min(math.ceil(cost / unit), resolution + 1) for cost in row] for row in costs]
+    for row_values, row_steps in zip(values, steps, strict=True):
+        following = torch.full_like(best, math.inf)
+        pick = torch.zeros(resolution + 1, dtype=torch.int32)
+        for option, (value, shift) in enumerate(zip(row_values, row_steps, strict=True)):
+            if shift <= resolution:
+                reached = torch.full_like(best, math.inf)
+                reached[shift:] = best[: resolution + 1 - shift] + value
+                better = reached < following
+                following = torch.where(better, reached, following)
+                pick[better] = option
+        best = following
+        picks.append(pick)
+    if not torch.isfinite(best[resolution]):
+        return Solution(cheapest_each, True)
+    levels, left = [], resolution
+    for pick, row_steps in zip(reversed(picks), reversed(steps), strict=True):
+        levels.append(int(pick[left]))
+        left -= row_steps[levels[-1]]
+    return Solution(levels[::-1], True)

@@ -1,0 +1,95 @@
+"""Accordion's question: is a parameter's gradient changing fast? Asked at intervals, of accumulated gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from lowbit_strategy.control.base import Accumulate, Clock, State, Telemetry
+
+Unit = Literal["epochs", "steps"]
+
+
+class Finding(NamedTuple):
+    """Which parameters are critical now, None if that was not asked at this step; why; the next state."""
+
+    critical: Mapping[str, bool] | None
+    reasons: Mapping[str, str]
+    state: State
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticalRegimes:
+    """Compare the norm of the accumulated gradient with that of one interval ago.
+
+    1. The gradient is accumulated over a window: the last `interval` steps, or one whole epoch in `interval`.
+    2. When a window closes: ``ratio = |norm_before - norm_now| / norm_before``; critical if ``ratio >= eta``.
+    3. Critical as well: the first window, a norm that was zero, and everything from the moment the learning rate falls
+       until the next window closes.
+
+    Fields as in `Accordion`.
+    """
+
+    eta: float
+    interval: int
+    unit: Unit
+    learning_rate_drop: float
+    gradient: Accumulate
+
+    def __post_init__(self) -> None:
+        if not self.eta > 0:
+            raise ValueError(f"eta must be positive, got {self.eta!r}: 0.5 asks for a change of half the norm")
+        if not isinstance(self.interval, int) or self.interval < 1:
+            raise ValueError(f"interval must be a positive integer, got {self.interval!r}")
+        if self.unit not in ("epochs", "steps"):
+            raise ValueError(f"unit must be 'epochs' or 'steps', got {self.unit!r}")
+        if not 0 < self.learning_rate_drop < 1:
+            raise ValueError(f"learning_rate_drop must be between 0 and 1, got {self.learning_rate_drop!r}")
+        if self.gradient not in ("local", "mean"):
+            raise ValueError(f"gradient must be 'local' or 'mean', got {self.gradient!r}")
+
+    def init(self) -> State:
+        return {"window": None, "norms": {}, "learning_rate": None}
+
+    def window(self, clock: Clock) -> int | None:
+        """Number of the window that a step belongs to; None between windows."""
+        if self.unit == "steps":
+            return clock.step // self.interval
+        return clock.epoch if clock.epoch % self.interval == 0 else None
+
+    def closes(self, clock: Clock, state: State) -> bool:
+        return state["window"] is not None and state["window"] != self.window(clock)
+
+    def accumulate(self, clock: Clock) -> Accumulate | None:
+        return self.gradient if self.window(clock) is not None else None
+
+    def update(self, telemetry: Telemetry, norms: Mapping[str, float], state: State) -> Finding:
+        """`norms`: of what is asked about, by name; only looked at when a window closes."""
+        clock = telemetry.clock
+        critical: dict[str, bool] | None = None
+        reasons: dict[str, str] = {}
+        following = dict(state, window=self.window(clock), learning_rate=clock.learning_rate)
+        if self.closes(clock, state):
+            critical = {}
+            for name, norm in norms.items():
+                critical[name], reasons[name] = self._judge(state["norms"].get(name), norm)
+            following["norms"] = dict(norms)
+        if self._fell(state["learning_rate"], clock.learning_rate):
+            reason = f"the learning rate fell from {state['learning_rate']:.3g} to {clock.learning_rate:.3g}"
+            critical = dict.fromkeys(norms, True)
+            reasons = dict.fromkeys(norms, reason)
+        return Finding(critical, reasons, following)
+
+    def _judge(self, before: float | None, now: float) -> tuple[bool, str]:
+        if before is None:
+            return True, "first window"
+        if before == 0 or not math.isfinite(before) or not math.isfinite(now):
+            return True, f"no ratio (gradient norm {before:.3g}, then {now:.3g})"
+        ratio = abs(before - now) / before
+        extent = "at least" if ratio >= self.eta else "less than"
+        return ratio >= self.eta, f"gradient norm changed by {extent} {self.eta:g} ({ratio:.2f})"
+
+    def _fell(self, before: float | None, now: float | None) -> bool:
+        return before is not None and now is not None and now < (1 - self.learning_rate_drop) * before

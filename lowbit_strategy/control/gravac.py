@@ -1,0 +1,196 @@
+"""GraVAC: raise the compression while throughput times gain grows, never let the gain fall below a bound."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowbit_strategy.control.base import Controller, Decision, State, Telemetry, Watch, describe_switches
+from lowbit_strategy.control.levels import check_order, labels
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.dense import Dense
+from lowbit_strategy.reducers.tensors import TensorSpec
+
+_DENSE = 0  # index of the uncompressed level; candidates follow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraVAC(Controller):
+    """Search the candidates from light to heavy for the best throughput that keeps the gradient's information.
+
+    gain = ||C(g + e)||^2 / ||g + e||^2 over all parameters and ranks, a moving average.
+
+    Every step, from what the step before has shown:
+
+    1. ``gain(candidate) >= epsilon``: send the candidate;
+    2. else ``gain(lightest) >= epsilon``: send the lightest candidate;
+    3. else: send dense.
+
+    Every `window` steps, while searching:
+
+    4. score of the candidate = gain x steps per second, if it was good enough to be sent;
+    5. the two best scores differ by less than `omega`: settle on the one that sends less;
+    6. else the next heavier candidate has its turn; after the last, or one that was not good enough, settle on the
+       best score.
+
+    Rules 1 to 3 go on after settling. Gains are measured on the gradients of the last step and hold for the next one.
+
+    Args:
+        candidates: From light to heavy, at least two, such as ``GraVAC.geometric(TopK(), "density", 0.1, 0.001)``.
+        dense: What is sent when no candidate is good enough.
+        epsilon: Smallest gain, in (0, 1]. Larger: more information, less compression.
+        omega: Scores that differ relatively by less count as equal. Larger: the search ends earlier.
+        window: Steps of one candidate's turn. Longer: steadier throughput, a longer search.
+        ewma: Weight of a new gain in the average.
+        measure_every: Steps between two measurements of gains; each costs an encode and a decode of what is watched.
+
+    Raises:
+        ValueError: A field is out of range or the candidates are not in order.
+
+    References:
+        Tyagi & Swany, "GraVAC: Adaptive Compression for Communication-Efficient Distributed DL Training", 2023,
+        arXiv 2305.12201.
+    """
+
+    candidates: tuple[Compressor, ...]
+    dense: Compressor = field(default_factory=Dense)
+    epsilon: float = 0.75
+    omega: float = 0.05
+    window: int = 25
+    ewma: float = 0.05
+    measure_every: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.candidates) < 2:
+            raise ValueError("candidates must have at least two configurations, from light to heavy")
+        for name in ("epsilon", "ewma"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
+        if not 0 <= self.omega < 1:
+            raise ValueError(f"omega must be in [0, 1), got {self.omega!r}")
+        for name in ("window", "measure_every"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
+        if self.measure_every > self.window:
+            raise ValueError(f"measure_every ({self.measure_every}) must not be longer than window ({self.window})")
+        check_order(self.levels, ("dense", *(f"candidates[{at}]" for at in range(len(self.candidates)))))
+
+    @staticmethod
+    def geometric(base: Compressor, option: str, first: float, last: float, num: int = 4) -> tuple[Compressor, ...]:
+        """`num` configurations whose `option` goes from `first` to `last` in equal ratios.
+
+        Raises:
+            ValueError: `base` has no such option, or there is nothing to go through.
+        """
+        if option not in {entry.name for entry in dataclasses.fields(base)}:
+            raise ValueError(f"{base.name} has no option {option!r}")
+        if num < 2 or not 0 < last < first:
+            raise ValueError(f"0 < last < first and num >= 2 must hold, got {first!r}, {last!r}, {num!r}")
+        ratio = (last / first) ** (1 / (num - 1))
+        values: list[dict[str, Any]] = [{option: first * ratio**at} for at in range(num)]
+        return tuple(dataclasses.replace(base, **value) for value in values)
+
+    @property
+    def levels(self) -> tuple[Compressor, ...]:
+        return (self.dense, *self.candidates)
+
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+        return {
+            "names": [spec.name for spec in specs],
+            "candidate": 1,
+            "in_force": 1,
+            "settled": False,
+            "turn_start": 0,
+            "gains": {},
+            "seconds": [],  # of the candidate's own steps in this turn
+            "fresh": True,  # the step after a switch is slower than the level is
+            "scores": {},
+            "started": False,
+        }
+
+    def decide(self, telemetry: Telemetry, state: State) -> Decision:
+        step = telemetry.clock.step
+        new = dict(state, gains=self._gains(telemetry, state), seconds=self._seconds(telemetry, state))
+        if not state["started"]:
+            new["turn_start"] = step
+        reason = ""
+        if not new["settled"] and step - new["turn_start"] >= self.window:
+            reason = self._end_turn(new, step)
+        new["in_force"], why = self._admissible(new)
+        new["fresh"] = new["in_force"] != state["in_force"] or not state["started"]
+        new["started"] = True
+        names = new["names"]
+        levels = dict.fromkeys(names, new["in_force"])
+        before = {name: int(state["in_force"]) for name in names} if state["started"] else {}
+        reasons = dict.fromkeys(names, "; ".join(filter(None, (reason, why))))
+        return Decision(
+            state=new,
+            levels=levels,
+            watch=Watch(levels=self._watched(new, step), seconds=not new["settled"]),
+            switches=describe_switches(before, levels, labels(self.levels), reasons),
+        )
+
+    def _gains(self, telemetry: Telemetry, state: State) -> dict[str, float]:
+        gains = dict(state["gains"])
+        for level, energies in telemetry.energy.items():
+            compensated = sum(energy.compensated for energy in energies.values())
+            if compensated > 0:
+                gain = sum(energy.sent for energy in energies.values()) / compensated
+                old = gains.get(str(level))
+                gains[str(level)] = gain if old is None else (1 - self.ewma) * old + self.ewma * gain
+        return gains
+
+    def _seconds(self, telemetry: Telemetry, state: State) -> list[float]:
+        seconds = list(state["seconds"])
+        usable = state["in_force"] == state["candidate"] and not state["fresh"] and not state["settled"]
+        if telemetry.step_seconds is not None and usable:
+            seconds.append(telemetry.step_seconds)
+        return seconds
+
+    def _end_turn(self, new: State, step: int) -> str:
+        """Score the candidate, then go on or settle; changes `new`. Returns why, for the log."""
+        candidate, scores = new["candidate"], dict(new["scores"])
+        gain, seconds = new["gains"].get(str(candidate)), new["seconds"]
+        good = gain is not None and gain >= self.epsilon and bool(seconds)
+        if good:
+            scores[str(candidate)] = gain / sorted(seconds)[len(seconds) // 2]
+        new.update(scores=scores, seconds=[], turn_start=step)
+        best, saturated = self._best(scores)
+        if good and not saturated and candidate < len(self.candidates):
+            new["candidate"] = candidate + 1
+            return "next candidate"
+        new["settled"] = True
+        new["candidate"] = best
+        if saturated:
+            return f"settled: two best within {self.omega:g}"
+        return "settled: best of all candidates" if good else "settled: the gain of a heavier one is too small"
+
+    def _best(self, scores: Mapping[str, float]) -> tuple[int, bool]:
+        """The best candidate, and whether the two best are as good as equal (then the one that sends less)."""
+        if not scores:
+            return 1, False
+        ranked = sorted((int(level) for level in scores), key=lambda level: -scores[str(level)])
+        if len(ranked) > 1:
+            first, second = scores[str(ranked[0])], scores[str(ranked[1])]
+            if (first - second) / first < self.omega:
+                return max(ranked[:2]), True
+        return ranked[0], False
+
+    def _admissible(self, state: State) -> tuple[int, str]:
+        candidate, gains = state["candidate"], state["gains"]
+        gain = gains.get(str(candidate))
+        if gain is None or gain >= self.epsilon:
+            return candidate, "" if gain is None else f"gain at least {self.epsilon:g}"
+        lightest = gains.get("1")
+        if candidate != 1 and (lightest is None or lightest >= self.epsilon):
+            return 1, f"gain of the candidate below {self.epsilon:g}"
+        return _DENSE, f"gain of the lightest candidate below {self.epsilon:g}"
+
+    def _watched(self, state: State, step: int) -> tuple[int, ...]:
+        """The candidate, and the lightest one while the candidate is not good enough."""
+        candidate = state["candidate"]
+        levels = (candidate,) if state["in_force"] == candidate else tuple(sorted({1, candidate}))
+        due = step % self.measure_every == 0 or any(str(level) not in state["gains"] for level in levels)
+        return levels if due else ()

@@ -1,0 +1,195 @@
+"""Guard: notice when compression hurts, say so, and fall back to a lighter level until it no longer does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lowbit_strategy.control.base import Clock, Controller, Decision, State, Telemetry, describe_switches
+from lowbit_strategy.control.groups import GroupBy, check_group_by, group_of, grouped
+from lowbit_strategy.control.levels import describe, labels, reference_nbytes
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.tensors import TensorSpec
+
+
+class Reading(NamedTuple):
+    """One group: ||h - sent|| / ||h|| and ||residual|| / ||h||, with h the gradient plus the residual."""
+
+    relative_error: float
+    residual_ratio: float
+
+
+class Verdict(NamedTuple):
+    """Groups out of bounds for long enough (and why), those that have just come to be or ceased; the next state."""
+
+    alarmed: Mapping[str, str]
+    raised: Mapping[str, str]
+    cleared: tuple[str, ...]
+    state: State
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What a group's error and residual may be.
+
+    Args:
+        max_error: Of the relative error; None: not looked at. Two bits have about 0.5, four bits 0.1.
+        max_residual: Of the residual's norm relative to gradient plus residual; None: not looked at.
+        patience: Observations in a row that raise or clear the alarm.
+
+    Raises:
+        ValueError: A field is out of range, or nothing is bounded.
+    """
+
+    max_error: float | None = None
+    max_residual: float | None = None
+    patience: int = 3
+
+    def __post_init__(self) -> None:
+        if self.max_error is None and self.max_residual is None:
+            raise ValueError("give max_error, max_residual or both: a guard without bounds guards nothing")
+        for name in ("max_error", "max_residual"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value!r}")
+        if not isinstance(self.patience, int) or self.patience < 1:
+            raise ValueError(f"patience must be a positive integer, got {self.patience!r}")
+
+    def init(self) -> State:
+        return {"counts": {}, "alarmed": {}}
+
+    def update(self, readings: Mapping[str, Reading], state: State) -> Verdict:
+        """One observation: ``counts`` are those in a row that speak against the group's present standing."""
+        counts, alarmed = dict(state["counts"]), dict(state["alarmed"])
+        raised, cleared = {}, []
+        for group, reading in readings.items():
+            reason = self._reason(reading)
+            contrary = bool(reason) != (group in alarmed)
+            counts[group] = counts.get(group, 0) + 1 if contrary else 0
+            if counts[group] < self.patience:
+                continue
+            counts[group] = 0
+            if reason:
+                alarmed[group] = raised[group] = reason
+            else:
+                del alarmed[group]
+                cleared.append(group)
+        return Verdict(alarmed, raised, tuple(cleared), {"counts": counts, "alarmed": alarmed})
+
+    def _reason(self, reading: Reading) -> str:
+        parts = []
+        for what, value, bound in (
+            ("relative error", reading.relative_error, self.max_error),
+            ("residual", reading.residual_ratio, self.max_residual),
+        ):
+            if bound is not None and not value <= bound:  # NaN is out of bounds
+                parts.append(f"{what} {value:.3g} > {bound:g}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guard(Controller):
+    """Around another controller: watches what it chose and overrides it where that goes wrong.
+
+    Every `observe_every` steps the levels in force are tried on the gradients plus residuals. A group that is out of
+    bounds `patience` times in a row gets `fallback`; the level that the inner controller wants for it goes on being
+    tried, and gets it back after as many good ones.
+
+    Args:
+        inner: Decides where nothing is wrong; ``Static(LoCo(bits=2))`` if nothing else does.
+        bounds: When something is wrong.
+        fallback: A lighter configuration; None: only warn.
+        observe_every: Steps between two observations.
+        group_by: What is judged and falls back together.
+
+    Raises:
+        ValueError: `fallback` is no lighter than the heaviest inner level, or a field is out of range.
+    """
+
+    inner: Controller
+    bounds: Bounds
+    fallback: Compressor | None = None
+    observe_every: int = 50
+    group_by: GroupBy = "kind"
+
+    def __post_init__(self) -> None:
+        if not self.inner.levels:
+            raise ValueError("a guard needs a controller that chooses compressors")
+        if not isinstance(self.observe_every, int) or self.observe_every < 1:
+            raise ValueError(f"observe_every must be a positive integer, got {self.observe_every!r}")
+        check_group_by(self.group_by)
+        if self.fallback is not None:
+            heaviest = min(self.inner.levels, key=reference_nbytes)
+            if reference_nbytes(self.fallback) <= reference_nbytes(heaviest):
+                raise ValueError(
+                    f"fallback {describe(self.fallback)} is no lighter than {describe(heaviest)}: choose one that sends"
+                    " more bytes"
+                )
+
+    @property
+    def levels(self) -> tuple[Compressor, ...]:
+        return self.inner.levels if self.fallback is None else (*self.inner.levels, self.fallback)
+
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+        return {"inner": self.inner.init(specs, world_size), "bounds": self.bounds.init(), "levels": {}, "wanted": {}}
+
+    def reads_accumulated(self, clock: Clock, state: State) -> bool:
+        return self.inner.reads_accumulated(clock, state["inner"])
+
+    def decide(self, telemetry: Telemetry, state: State) -> Decision:
+        inner = self.inner.decide(telemetry, state["inner"])
+        verdict = Verdict(state["bounds"]["alarmed"], {}, (), state["bounds"])
+        if readings := self._readings(telemetry, state["wanted"]):
+            verdict = self.bounds.update(readings, state["bounds"])
+        levels = dict(inner.levels)
+        reasons: dict[str, str] = {}
+        if self.fallback is not None:
+            for name in levels:
+                if (group := group_of(name, self.group_by)) in verdict.alarmed:
+                    levels[name] = len(self.inner.levels)
+                    reasons[name] = f"guard: {verdict.alarmed[group]}"
+                elif group in verdict.cleared:
+                    reasons[name] = "guard: within its bounds again"
+        own = describe_switches(
+            {name: state["levels"].get(name, level) if name in reasons else level for name, level in levels.items()},
+            levels,
+            labels(self.levels),
+            reasons,
+        )
+        observed = tuple(sorted(set(inner.levels.values()))) if telemetry.clock.step % self.observe_every == 0 else ()
+        watch = replace(inner.watch, levels=tuple(sorted({*inner.watch.levels, *observed})))
+        return replace(
+            inner,
+            state={
+                "inner": inner.state,
+                "bounds": verdict.state,
+                "levels": levels,
+                "wanted": dict(inner.levels) if observed else {},
+            },
+            levels=levels,
+            watch=watch,
+            switches=(*inner.switches, *own),
+            warnings=(*inner.warnings, *self._warnings(verdict)),
+        )
+
+    def _readings(self, telemetry: Telemetry, wanted: Mapping[str, int]) -> dict[str, Reading]:
+        """Of each group that the last step's watch was about."""
+        readings = {}
+        names = [name for name, level in wanted.items() if name in telemetry.energy.get(level, {})]
+        for group, members in grouped(names, self.group_by).items():
+            energies = [telemetry.energy[wanted[name]][name] for name in members]
+            compensated = sum(energy.compensated for energy in energies)
+            if compensated > 0:
+                error = sum(energy.error for energy in energies)
+                residual = sum(telemetry.residual_norm.get(name, 0.0) ** 2 for name in members)
+                readings[group] = Reading(math.sqrt(error / compensated), math.sqrt(residual / compensated))
+        return readings
+
+    def _warnings(self, verdict: Verdict) -> tuple[str, ...]:
+        what = "falls back to " + describe(self.fallback) if self.fallback is not None else "only watched"
+        raised = [
+            f"{group}: {reason} {self.bounds.patience} times in a row; {what}"
+            for group, reason in verdict.raised.items()
+        ]
+        return (*raised, *(f"{group}: within its bounds again" for group in verdict.cleared))

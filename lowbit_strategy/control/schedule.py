@@ -1,0 +1,185 @@
+"""Phases: which compressor from when to when."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from lowbit_strategy.control.base import Clock, Controller, Decision, State, Telemetry, describe_switches
+from lowbit_strategy.control.levels import labels
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.tensors import TensorSpec
+
+PhaseUnit = Literal["step", "epoch", "fraction"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """One compressor for a while.
+
+    Args:
+        compressor: In force.
+        start: First optimizer step or epoch, or share of the whole run, that the phase covers.
+        end: First one that it does not cover; None: until the next phase starts, or for ever.
+        unit: Of `start` and `end`.
+
+    Raises:
+        ValueError: It covers nothing.
+    """
+
+    compressor: Compressor
+    start: float = 0
+    end: float | None = None
+    unit: PhaseUnit = "step"
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("step", "epoch", "fraction"):
+            raise ValueError(f"unit must be 'step', 'epoch' or 'fraction', got {self.unit!r}")
+        limit = 1.0 if self.unit == "fraction" else math.inf
+        if not 0 <= self.start <= limit or (self.end is not None and not self.start < self.end <= limit):
+            raise ValueError(
+                f"a phase needs 0 <= start < end{' <= 1' if limit == 1 else ''}, got {self.start!r} to {self.end!r}"
+            )
+        if self.unit != "fraction":
+            for name in ("start", "end"):
+                value = getattr(self, name)
+                if value is not None and value != int(value):
+                    raise ValueError(
+                        f"{name} must be a whole number of {self.unit}s, got {value!r}: or unit='fraction'"
+                    )
+
+    def first_step(self, clock: Clock) -> float:
+        return _in_steps(self.start, self.unit, clock)
+
+    def end_step(self, clock: Clock) -> float | None:
+        return None if self.end is None else _in_steps(self.end, self.unit, clock)
+
+
+def _in_steps(value: float, unit: PhaseUnit, clock: Clock) -> float:
+    if unit == "step":
+        return value
+    if unit == "fraction":
+        if clock.num_steps is None:
+            raise ValueError(
+                "a phase in fractions needs the number of steps: set max_steps, or max_epochs with a sized"
+                " data loader, or give the phase in steps"
+            )
+        return math.ceil(value * clock.num_steps)
+    if value == 0:
+        return 0
+    if clock.steps_per_epoch is None:
+        raise ValueError(
+            "phases in epochs beside others need the number of steps in an epoch, which is not known:"
+            " give all phases in one unit"
+        )
+    return value * clock.steps_per_epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule(Controller):
+    """Phases one after the other: "8 bits for 500 steps, then 4, 8 again for the last 5 %" is::
+
+        Schedule([
+            Phase(compressor=LoCo(bits=8)),
+            Phase(compressor=LoCo(bits=4), start=500),
+            Phase(compressor=LoCo(bits=8), start=0.95, unit="fraction"),
+        ])
+
+    Args:
+        phases: In the order of their starts; the first starts at 0, and there are no gaps.
+
+    Raises:
+        ValueError: Phases overlap, leave a gap or are out of order; where units differ, when training starts.
+    """
+
+    phases: Sequence[Phase]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phases", tuple(self.phases))
+        if not self.phases:
+            raise ValueError("a schedule needs at least one phase")
+        if self.phases[0].start != 0:
+            raise ValueError(f"the first phase must start at 0, got {self.phases[0].start!r}")
+        for at, (phase, following) in enumerate(pairwise(self.phases)):
+            if phase.unit == following.unit:
+                _check_neighbours(at, phase.start, phase.end, following.start)
+        last = self.phases[-1]
+        if last.end is not None and (last.unit, last.end) != ("fraction", 1.0):
+            raise ValueError(f"nothing is said of the time after {last.unit} {last.end:g}: leave the last `end` out")
+
+    @property
+    def levels(self) -> tuple[Compressor, ...]:
+        return tuple(phase.compressor for phase in self.phases)
+
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+        return {"names": [spec.name for spec in specs], "phase": None}
+
+    def decide(self, telemetry: Telemetry, state: State) -> Decision:
+        clock = telemetry.clock
+        at = self._phase_at(clock) if state["phase"] is not None else self._first(clock)
+        names = state["names"]
+        before = {} if state["phase"] is None else {name: int(state["phase"]) for name in names}
+        levels = dict.fromkeys(names, at)
+        phase = self.phases[at]
+        reasons = dict.fromkeys(names, f"phase {at + 1} of {len(self.phases)}, from {phase.unit} {phase.start:g}")
+        return Decision(
+            state={"names": names, "phase": at},
+            levels=levels,
+            switches=describe_switches(before, levels, labels(self.levels), reasons),
+        )
+
+    def _first(self, clock: Clock) -> int:
+        """As `_phase_at`, after a check of all phases against each other now that units can be compared."""
+        if len({phase.unit for phase in self.phases}) > 1:
+            for at, (phase, following) in enumerate(pairwise(self.phases)):
+                _check_neighbours(at, phase.first_step(clock), phase.end_step(clock), following.first_step(clock))
+        return self._phase_at(clock)
+
+    def _phase_at(self, clock: Clock) -> int:
+        if all(phase.unit == "epoch" for phase in self.phases):
+            return max(at for at, phase in enumerate(self.phases) if phase.start <= clock.epoch)
+        return max(at for at, phase in enumerate(self.phases) if phase.first_step(clock) <= clock.step)
+
+
+def _check_neighbours(at: int, start: float, end: float | None, following: float) -> None:
+    which = f"phases {at + 1} and {at + 2}"
+    if following <= start:
+        raise ValueError(f"{which} are out of order: the later one starts at {following:g}, not after {start:g}")
+    if end is not None and end > following:
+        raise ValueError(f"{which} overlap: one ends at {end:g}, the other starts at {following:g}")
+    if end is not None and end < following:
+        raise ValueError(f"{which} leave a gap from {end:g} to {following:g}: leave `end` out, or fill the gap")
+
+
+def dgc_warmup(
+    compressor: Compressor,
+    densities: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004),
+    unit: Literal["epoch", "step"] = "epoch",
+    every: int = 1,
+) -> Schedule:
+    """Deep Gradient Compression's warm-up for any sparsifier: a falling density, `every` epochs (steps) each.
+
+    Args:
+        compressor: In force after the warm-up; must have a `density`.
+        densities: Of the warm-up, from first to last.
+        unit: Of `every`.
+        every: Length of one stage.
+
+    Raises:
+        ValueError: The compressor has no density, or the densities do not fall towards its own.
+
+    References:
+        Lin et al., "Deep Gradient Compression", 2018, arXiv 1712.01887, section 3.
+    """
+    last = getattr(compressor, "density", None)
+    if last is None:
+        raise ValueError(f"{compressor.name} has no density: a density warm-up is for sparsifiers")
+    if any(later >= earlier for earlier, later in pairwise((*densities, last))):
+        raise ValueError(f"densities must fall towards the compressor's own {last:g}, got {tuple(densities)}")
+    options: list[dict[str, Any]] = [{"density": density} for density in densities]
+    stages = [*(dataclasses.replace(compressor, **option) for option in options), compressor]
+    return Schedule([Phase(compressor=stage, start=at * every, unit=unit) for at, stage in enumerate(stages)])

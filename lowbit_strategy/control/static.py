@@ -1,0 +1,27 @@
+"""One configuration from start to end: the controller that a guard wraps when nothing else decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowbit_strategy.control.base import Controller, Decision, State, Telemetry
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.tensors import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Static(Controller):
+    """Every parameter has the same level at every step."""
+
+    level: Compressor
+
+    @property
+    def levels(self) -> tuple[Compressor, ...]:
+        return (self.level,)
+
+    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+        return {"levels": {spec.name: 0 for spec in specs}}
+
+    def decide(self, telemetry: Telemetry, state: State) -> Decision:
+        return Decision(state=state, levels=state["levels"])

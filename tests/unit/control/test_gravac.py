@@ -1,0 +1,118 @@
+"""GraVAC on a model of a link: gains and step times are known, so is the best candidate."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowbit_strategy.control import Clock, Decision, Energy, GraVAC
+from lowbit_strategy.reducers.loco import LoCo
+from tests.unit.control.simulate import matrices, run
+
+CANDIDATES = tuple(LoCo(bits=bits) for bits in (8, 6, 4, 3, 2))
+NAMES = ("a", "b")
+
+
+class Link:
+    """Every level has a gain and a step time; ranks differ in what they measure, the sums over ranks do not."""
+
+    def __init__(self, gains: list[float], seconds: list[float]) -> None:
+        self.gains = gains
+        self.seconds = seconds
+
+    def __call__(self, clock: Clock, decision: Decision) -> dict[str, object]:
+        energy = {
+            level: {name: Energy(2.0, 2.0 * self.gain(level, clock), 0.0) for name in NAMES}
+            for level in decision.watch.levels
+        }
+        in_force = decision.levels["a"]
+        seconds = self.seconds[in_force] if decision.watch.seconds else None
+        return {"energy": energy, "step_seconds": seconds}
+
+    def gain(self, level: int, clock: Clock) -> float:
+        return self.gains[level]
+
+
+def steps(count: int) -> list[Clock]:
+    return [Clock(step=step) for step in range(count)]
+
+
+def chosen(controller: GraVAC, link: Link, count: int = 300, **options: int) -> list[int]:
+    return [d.levels["a"] for d in run(controller, matrices(*NAMES), steps(count), measure=link, **options)]
+
+
+def test_settles_on_the_best_throughput_times_gain() -> None:
+    #             dense   8     6     4     3     2
+    link = Link([1.0, 0.99, 0.98, 0.95, 0.85, 0.76], [10.0, 4.0, 3.0, 2.0, 1.9, 1.85])
+    controller = GraVAC(candidates=CANDIDATES, omega=0.0)
+    levels = chosen(controller, link)
+    scores = [link.gains[level] / link.seconds[level] for level in range(1, 6)]
+    assert levels[-1] == 1 + scores.index(max(scores)) == 3
+    assert levels[:125:25] == [1, 2, 3, 4, 5]  # each had its turn, from light to heavy
+
+
+def test_equal_scores_end_the_search_and_the_one_that_sends_less_stays() -> None:
+    link = Link([1.0, 0.99, 0.98, 0.95, 0.94, 0.93], [10.0, 4.0, 2.0, 1.92, 1.0, 0.5])
+    levels = chosen(GraVAC(candidates=CANDIDATES, omega=0.05), link)
+    assert levels[-1] == 3
+    assert max(levels) == 3
+
+
+def test_a_candidate_with_too_little_gain_is_not_sent_and_ends_the_search() -> None:
+    link = Link([1.0, 0.99, 0.9, 0.6, 0.3, 0.1], [10.0, 4.0, 3.0, 1.0, 0.5, 0.1])
+    levels = chosen(GraVAC(candidates=CANDIDATES, epsilon=0.75, ewma=1.0), link)
+    assert levels[-1] == 2
+    assert levels.count(3) == 1  # one step shows that its gain is too small
+    assert 4 not in levels
+
+
+def test_falls_back_to_dense_and_returns() -> None:
+    class Varying(Link):
+        def gain(self, level: int, clock: Clock) -> float:
+            return 0.5 if 100 <= clock.step < 150 else self.gains[level]
+
+    link = Varying([1.0, 0.99, 0.95, 0.9, 0.85, 0.8], [10.0, 4.0, 3.0, 2.5, 2.4, 2.3])
+    levels = chosen(GraVAC(candidates=CANDIDATES[:2], ewma=1.0, window=10, omega=0.0), link)
+    assert levels[99] == 2
+    assert set(levels[103:150]) == {0}
+    assert levels[-1] == 2
+
+
+def test_measures_only_now_and_then_if_asked() -> None:
+    link = Link([1.0, 0.99, 0.98, 0.95, 0.85, 0.76], [10.0, 4.0, 3.0, 2.0, 1.9, 1.85])
+    controller = GraVAC(candidates=CANDIDATES, omega=0.0, measure_every=10)
+    decisions = run(controller, matrices(*NAMES), steps(300), measure=link)
+    assert decisions[-1].levels["a"] == 3
+    assert sum(bool(decision.watch.levels) for decision in decisions) < 40
+
+
+@pytest.mark.parametrize("restart_at", [13, 60, 200])
+def test_a_restart_changes_nothing(restart_at: int) -> None:
+    link = Link([1.0, 0.99, 0.98, 0.95, 0.85, 0.76], [10.0, 4.0, 3.0, 2.0, 1.9, 1.85])
+    controller = GraVAC(candidates=CANDIDATES)
+    assert chosen(controller, link, restart_at=restart_at) == chosen(controller, link)
+
+
+def test_geometric_candidates() -> None:
+    betas = [level.beta for level in GraVAC.geometric(LoCo(), "beta", 0.8, 0.1, num=4)]
+    assert betas == pytest.approx([0.8, 0.4, 0.2, 0.1])
+    with pytest.raises(ValueError, match="has no option 'density'"):
+        GraVAC.geometric(LoCo(), "density", 0.1, 0.001)
+    with pytest.raises(ValueError, match="must hold"):
+        GraVAC.geometric(LoCo(), "beta", 0.1, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"candidates": CANDIDATES[:1]}, "at least two"),
+        ({"candidates": CANDIDATES[::-1]}, "must compress more"),
+        ({"window": 0}, "window must be a positive integer"),
+        ({"epsilon": 1.5}, "epsilon must be in"),
+        ({"omega": -0.1}, "omega must be in"),
+        ({"ewma": 0.0}, "ewma must be in"),
+        ({"measure_every": 50}, "must not be longer than window"),
+    ],
+)
+def test_bad_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GraVAC(**{"candidates": CANDIDATES, **options})

@@ -1,0 +1,141 @@
+"""Guard and AdaQS: warnings, fallback and recovery; bits that follow the mean-to-deviation ratio."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lowbit_strategy.control import AdaQS, Bounds, Clock, Decision, Energy, Guard, Phase, Schedule, Static, group_of
+from lowbit_strategy.control.guard import Reading
+from lowbit_strategy.reducers.loco import LoCo
+from tests.unit.control.simulate import matrices, run
+
+TWO, FOUR, EIGHT = LoCo(bits=2), LoCo(bits=4), LoCo(bits=8)
+
+
+def clocks(count: int) -> list[Clock]:
+    return [Clock(step=step) for step in range(count)]
+
+
+def bad_between(first: int, last: int, *, residual: float = 0.0) -> object:
+    """Group ``x`` has a relative error of 0.9 in these steps, 0.3 otherwise; group ``y`` is always fine."""
+
+    def measure(clock: Clock, decision: Decision) -> dict[str, object]:
+        error = {"x.0": 0.81 if first <= clock.step < last else 0.09, "y": 0.09}
+        energy = {level: {name: Energy(1.0, 1.0, error[name]) for name in error} for level in decision.watch.levels}
+        return {"energy": energy, "residual_norm": dict.fromkeys(error, residual)}
+
+    return measure
+
+
+def test_falls_back_after_patience_and_returns_after_patience() -> None:
+    guard = Guard(inner=Static(TWO), bounds=Bounds(max_error=0.5, patience=3), fallback=EIGHT, observe_every=10)
+    decisions = run(guard, matrices("x.0", "y"), clocks(200), measure=bad_between(50, 100))
+    # Observed at 50, 60, 70: falls back at the step after the third; good again at 100, 110, 120.
+    held = [step for step, decision in enumerate(decisions) if decision.levels["x.0"] == 1]
+    assert held == list(range(71, 121))
+    assert all(decision.levels["y"] == 0 for decision in decisions)
+    assert [step for step, decision in enumerate(decisions) if decision.watch.levels] == list(range(0, 200, 10))
+    told = {step: decision.switches for step, decision in enumerate(decisions) if decision.switches}
+    assert [(step, switch.what, switch.before, switch.after) for step in told for switch in told[step]] == [
+        (71, "x.0", "loco(bits=2)", "loco(bits=8)"),
+        (121, "x.0", "loco(bits=8)", "loco(bits=2)"),
+    ]
+    assert "relative error 0.9 > 0.5" in told[71][0].reason
+    assert "relative error 0.9 > 0.5 3 times in a row" in decisions[71].warnings[0]
+    assert decisions[121].warnings == ("x.*: within its bounds again",)
+
+
+def test_only_warns_without_a_fallback() -> None:
+    guard = Guard(inner=Static(TWO), bounds=Bounds(max_error=0.5, patience=2), observe_every=10)
+    decisions = run(guard, matrices("x.0", "y"), clocks(100), measure=bad_between(50, 100))
+    assert all(decision.levels == {"x.0": 0, "y": 0} for decision in decisions)
+    assert [step for step, decision in enumerate(decisions) if decision.warnings] == [61]
+
+
+def test_residual_bound() -> None:
+    guard = Guard(inner=Static(TWO), bounds=Bounds(max_residual=2.0, patience=1), fallback=EIGHT, observe_every=10)
+    decisions = run(guard, matrices("x.0", "y"), clocks(20), measure=bad_between(0, 0, residual=3.0))
+    assert decisions[1].levels == {"x.0": 1, "y": 1}
+    assert "residual 3 > 2" in decisions[1].warnings[0]
+
+
+def test_inner_decisions_go_on_underneath() -> None:
+    inner = Schedule([Phase(compressor=TWO), Phase(compressor=FOUR, start=80)])
+    guard = Guard(inner=inner, bounds=Bounds(max_error=0.5, patience=1), fallback=EIGHT, observe_every=10)
+    decisions = run(guard, matrices("x.0", "y"), clocks(120), measure=bad_between(50, 100))
+    assert decisions[60].levels == {"x.0": 2, "y": 0}
+    assert decisions[85].levels == {"x.0": 2, "y": 1}
+    assert decisions[105].levels == {"x.0": 1, "y": 1}
+
+
+def test_not_a_number_is_out_of_bounds() -> None:
+    verdict = Bounds(max_error=0.5, patience=1).update({"a": Reading(math.nan, 0.0)}, Bounds(max_error=1).init())
+    assert "a" in verdict.raised
+
+
+@pytest.mark.parametrize("restart_at", [65, 95])
+def test_a_restart_changes_nothing(restart_at: int) -> None:
+    guard = Guard(inner=Static(TWO), bounds=Bounds(max_error=0.5), fallback=EIGHT, observe_every=10)
+    arguments = (guard, matrices("x.0", "y"), clocks(200))
+    measure = bad_between(50, 100)
+    assert run(*arguments, measure=measure, restart_at=restart_at) == run(*arguments, measure=measure)
+
+
+def test_bad_guards() -> None:
+    bounds = Bounds(max_error=0.5)
+    with pytest.raises(ValueError, match="no lighter than"):
+        Guard(inner=Static(FOUR), bounds=bounds, fallback=TWO)
+    with pytest.raises(ValueError, match="observe_every"):
+        Guard(inner=Static(FOUR), bounds=bounds, observe_every=0)
+    with pytest.raises(ValueError, match="guards nothing"):
+        Bounds()
+    with pytest.raises(ValueError, match="patience"):
+        Bounds(max_error=0.5, patience=0)
+    with pytest.raises(ValueError, match="max_error must be positive"):
+        Bounds(max_error=0.0)
+
+
+def falling_ratio(clock: Clock, decision: Decision) -> dict[str, object]:
+    if not decision.watch.moments:
+        return {}
+    return {"mean_to_std": {"a": 1.0 if clock.step < 100 else 0.4, "b": 1.0}}
+
+
+def test_adaqs_steps_lighter_when_the_ratio_has_fallen() -> None:
+    controller = AdaQS(ladder=(EIGHT, FOUR, TWO), interval=10, ewma=1.0, per="parameter")
+    decisions = run(controller, matrices("a", "b"), clocks(200), measure=falling_ratio)
+    assert [decisions[step].levels for step in (0, 100, 101, 199)] == [
+        {"a": 2, "b": 2},
+        {"a": 2, "b": 2},
+        {"a": 1, "b": 2},
+        {"a": 1, "b": 2},
+    ]
+
+
+def test_adaqs_on_the_whole_model_and_after_a_restart() -> None:
+    controller = AdaQS(ladder=(EIGHT, FOUR, TWO), interval=10, ewma=0.5, factor=0.9)
+    arguments = (controller, matrices("a", "b"), clocks(200))
+    decisions = run(*arguments, measure=falling_ratio, restart_at=111)
+    assert decisions[-1].levels == {"a": 0, "b": 0} or decisions[-1].levels == {"a": 1, "b": 1}
+    assert decisions == run(*arguments, measure=falling_ratio)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ladder": (FOUR,)}, {"ladder": (TWO, FOUR)}, {"factor": 1.0}, {"interval": 0}, {"ewma": 0}, {"per": "x"}],
+)
+def test_bad_adaqs(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        AdaQS(**{"ladder": (EIGHT, FOUR), **options})
+
+
+@pytest.mark.parametrize(
+    ("by", "group"),
+    [("kind", "gpt.blocks.*.mlp2.weight"), ("module", "gpt.blocks.3.mlp2"), ("parameter", "gpt.blocks.3.mlp2.weight")],
+)
+def test_groups(by: str, group: str) -> None:
+    assert group_of("gpt.blocks.3.mlp2.weight", by) == group
+    assert group_of("0.weight") == "*.weight"
+    assert group_of("gpt.blocks.3", len) == 12
