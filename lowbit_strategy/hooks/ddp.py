@@ -2,11 +2,15 @@
 
 # No postponed annotations here: DDP compares the annotations of a hook with the types themselves.
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
 from lowbit_strategy.hooks.specs import canonical_name
 from lowbit_strategy.hooks.worker import BucketWorker
@@ -33,6 +37,7 @@ class DDPHook:
         on_cpu = sync.device.type == "cpu"
         self._worker = BucketWorker() if on_cpu else None
         self._stream = None if on_cpu else torch.cuda.Stream(sync.device)
+        self._held: list[_Held] = []  # CUDA: buckets that wait for the last one
         model.register_comm_hook(self, _reduce_bucket)
 
     def layout(self, bucket: dist.GradBucket) -> BucketLayout:
@@ -52,18 +57,34 @@ class DDPHook:
             return self._worker.submit(stages, buffer, last=bucket.is_last())
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self.sync.device))
+        held = _Held(stages, buffer, torch.futures.Future(devices=[self.sync.device]))
+        self._held.append(held)
         with torch.cuda.stream(self._stream):
-            for pending in stages:
-                if pending is not None:
-                    pending.wait()
             buffer.record_stream(self._stream)
-            future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.sync.device])
-            future.set_result(buffer)
-        return future
+            for each in [held, *self._held[:-1]] if bucket.is_last() else [held]:
+                if _run(each.stages):
+                    each.future.set_result(each.buffer)
+                    self._held = [other for other in self._held if other is not each]
+        return held.future
 
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
+
+
+class _Held(NamedTuple):
+    stages: Iterator[Pending | None]
+    buffer: Tensor
+    future: torch.futures.Future[Tensor]
+
+
+def _run(stages: Iterator[Pending | None]) -> bool:
+    """Whether the bucket is done; not so if it waits for the step's other buckets."""
+    for pending in stages:
+        if pending is None:
+            return False
+        pending.wait()
+    return True
 
 
 def _reduce_bucket(hook: DDPHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

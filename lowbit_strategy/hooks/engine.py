@@ -14,6 +14,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.exchange import Exchange, Step
 from lowbit_strategy.collectives.layout import Cut, Slot, dim0_cut, flat_cut
+from lowbit_strategy.hooks.owed import Owed
 from lowbit_strategy.hooks.store import LaneStore
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.reducers.base import (
@@ -34,6 +35,25 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Listener(Protocol):
+    """Someone who measures or decides. Called on all ranks at the same point, when no collective is under way."""
+
+    def begin_step(self) -> None:
+        """Before anything of a step is reduced; may regroup, and put a tap on the step's buckets."""
+
+    def end_step(self, *, counted: bool) -> None:
+        """The step is over and the taps are off. `counted`: it did not overflow."""
+
+
+class Tap(Protocol):
+    """Someone who looks at every bucket of one step."""
+
+    def watch(
+        self, bucket: Bucket, x: Tensor, out: Tensor, stages: Iterator[Pending | None]
+    ) -> Iterator[Pending | None]:
+        """Yield from `stages`, looking at `x` before they start and at what they left behind."""
 
 
 class Entry(NamedTuple):
@@ -111,7 +131,11 @@ class GradientSync:
         self._asked_scale: float | None = None
         self._entered: set[BucketLayout] = set()
         self.collected: dict[Reducer, list[View]] = {}
-        self.extra_state: dict[str, Stateful] = {}  # what others want saved with the residuals
+        self.owed = Owed(comm.world_size)
+        self.extra_state: dict[str, Stateful] = {"owed": self.owed}  # what is saved beside methods' own state
+        self.listeners: list[Listener] = []
+        self.taps: list[Tap] = []  # of the step under way
+        self.said: dict[str, View] | None = None  # while set, reducers tell what they said in views kept here
         self.use(compressor)
 
     # -- methods ------------------------------------------------------------------------------------------------
@@ -125,9 +149,10 @@ class GradientSync:
     def assign(self, assignments: Mapping[str, Assignment]) -> None:
         """Regroup: parameters whose method stays keep their state; what the others still owe is owed by the new one.
 
-        A new method that keeps no residual lets it go.
+        Under a new method that keeps no residual it is added to the next gradient.
         """
         carried = {name: self._release(name, assignments[name]) for name in getattr(self, "assignments", {})}
+        shared = {method: state.get("", {}) for method, state in getattr(self, "reducers", {}).items()}
         self.assignments = dict(assignments)
         groups: dict[object, list[str]] = {}
         for name, assignment in assignments.items():
@@ -142,6 +167,10 @@ class GradientSync:
                 self.reducers[method] = method.init([self.specs[name] for name in names], self.device)
         for name, kept in carried.items():
             self._take_over_(name, kept)
+        for method, state in self.reducers.items():  # a method's own state, where its other parameters still fit it
+            for key, value in state.get("", {}).items():
+                if (old := shared.get(method, {}).get(key)) is not None and old.shape == value.shape:
+                    value.copy_(old)
         self._buckets: dict[BucketLayout, Bucket] = {}
         self._flags: list[Tensor] = []
         self._backup: list[Tensor] = []
@@ -159,13 +188,19 @@ class GradientSync:
             start = self.comm.rank * cut.row_numel  # the owner owes the mean, a sender a W-th of what it says
             owed = torch.zeros(cut.numel, device=self.device) if owed is None else owed
             owed[start : start + owner.numel()] += owner * (cut.world_size / _gain(method, back=True))
+        if (leftover := self.owed.release(name)) is not None:
+            owed = leftover if owed is None else owed.add_(leftover)
         return _Carried({}, owed)
 
     def _take_over_(self, name: str, carried: _Carried) -> None:
         for key, value in self.tensors(name).items():
             if key in carried.tensors:
                 value.copy_(carried.tensors[key])
-        if carried.owed is not None:
+        if carried.owed is None:
+            return
+        if self.export_residual(name) is None:
+            self.owed.keep(name, carried.owed)
+        else:
             self.import_residual_(name, carried.owed * _gain(self.assignments[name].method))
 
     def _cut(self, name: str, block_size: int) -> Cut:
@@ -238,6 +273,8 @@ class GradientSync:
             self.assign(assign_all(phase, list(self.specs.values())))
 
     def _begin_step(self) -> None:
+        for listener in self.listeners:
+            listener.begin_step()
         self.follow_phase()
         if self._asked_scale is not None:
             if self.loss_scale is not None and self._asked_scale != self.loss_scale:
@@ -262,8 +299,13 @@ class GradientSync:
             counted = False
         for flag in self._flags:
             flag.zero_()
-        self._entered.clear()
+        self.owed.settle(counted=counted)
         self.step_index += counted
+        entered, self._entered = self._entered, set()
+        self.taps = []
+        if entered:
+            for listener in self.listeners:
+                listener.end_step(counted=counted)
         return counted
 
     def _overflowed(self) -> bool:
@@ -284,6 +326,7 @@ class GradientSync:
                 arena.mul_(factor)
         for method, state in self.reducers.items():
             method.rescale_(state, factor)
+        self.owed.rescale_(factor)
 
     # -- accounting ---------------------------------------------------------------------------------------------
 
@@ -307,6 +350,7 @@ class Bucket:
     def __init__(self, sync: GradientSync, layout: BucketLayout) -> None:
         self.sync = sync
         self.layout = layout
+        self.slots: list[Slot] = []
         by_lane: dict[LanePair, list[Slot]] = {}
         self.by_reducer: dict[Reducer, list[Slot]] = {method: [] for method in sync.reducers if method.whole_model}
         for name, offset in layout.entries:
@@ -315,6 +359,7 @@ class Bucket:
             cut = sync._cut(name, method.there.block_size if is_lane else 1)
             stride = cut.row_numel if layout.row_numel is None else layout.row_numel
             slot = Slot(name, offset, stride, offset, cut)
+            self.slots.append(slot)
             if is_lane:
                 by_lane.setdefault(method, []).append(slot)
             else:
@@ -328,10 +373,19 @@ class Bucket:
             sync.add_flag(self.reducer_flag)
 
     def run(self, x: Tensor, out: Tensor, step: Step) -> Iterator[Pending | None]:
+        stages = self._stages(x, out, step)
+        for tap in self.sync.taps:
+            stages = tap.watch(self, x, out, stages)
+        return stages
+
+    def _stages(self, x: Tensor, out: Tensor, step: Step) -> Iterator[Pending | None]:
+        for slot in self.slots:
+            if slot.name in self.sync.owed:
+                self.sync.owed.say_(self.view(slot, x, out))
         if self.exchange is not None:
             yield from self.exchange.run(x, out, step)
         for method, slots in self.by_reducer.items():
-            views = [self._view(slot, x, out) for slot in slots]
+            views = [self._open(self.view(slot, x, out)) for slot in slots]
             state = self.sync.reducers[method]
             if method.whole_model and not self.sync.scatter:
                 yield from self._collect(method, views, state, step)
@@ -351,12 +405,22 @@ class Bucket:
         sync = self.sync
         sync.collected.setdefault(method, []).extend(views)
         if self.layout.last:
-            yield from self._reduce(method, sync.collected.pop(method), state, step)
+            yield from self._reduce(method, sync.collected[method], state, step)
+            del sync.collected[method]  # only now are the other buckets done
             return
         while method in sync.collected:
             yield None
 
-    def _view(self, slot: Slot, x: Tensor, out: Tensor) -> View:
+    def _open(self, view: View) -> View:
+        """Give the method room to tell what it says, if someone wants to know; NaN stands for what it did not tell."""
+        if self.sync.said is None:
+            return view
+        said = [torch.full((view.spec.numel,), math.nan, device=self.sync.device) for _ in range(2)]
+        view = self.sync.said[view.spec.name] = view._replace(compensated=said[0], sent=said[1])
+        return view
+
+    def view(self, slot: Slot, x: Tensor, out: Tensor) -> View:
+        """One parameter's part of the bucket."""
         spec, cut = self.sync.specs[slot.name], slot.cut
         if self.sync.scatter:
             rows = x.view(self.sync.comm.world_size, -1)[:, slot.x_offset : slot.x_offset + cut.row_numel]
