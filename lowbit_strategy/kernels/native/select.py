@@ -1,0 +1,63 @@
+"""Selection by magnitude in C: same results as `lowbit_strategy.kernels.reference.select`."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.kernels.native import isa, library
+from lowbit_strategy.kernels.native.threads import run
+
+_BLOCK = 4096  # parts of a tensor that threads take start on multiples of it
+
+
+@lru_cache(maxsize=1)
+def _function() -> Any:
+    """Raises:
+    RuntimeError: The extension is older than this file.
+    """
+    function = getattr(library(), "lowbit_select", None)
+    if function is None:
+        raise RuntimeError("the C extension was built from older sources: reinstall the package")
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    function.restype = count
+    function.argtypes = (ctypes.c_char_p, pointer, count, count, ctypes.c_float, pointer, pointer, count)
+    return function
+
+
+def _select(x: Tensor, start: int, stop: int, threshold: float, capacity: int) -> tuple[int, Tensor, Tensor]:
+    indices = torch.empty(capacity, dtype=torch.int32)
+    values = torch.empty(capacity, dtype=torch.float32)
+    count = _function()(
+        isa().encode(), x.data_ptr(), start, stop, threshold, indices.data_ptr(), values.data_ptr(), capacity
+    )
+    return int(count), indices, values
+
+
+def select_above(x: Tensor, threshold: float, expected: int | None) -> tuple[Tensor, Tensor]:
+    numel = x.numel()
+    share = (numel // 64 if expected is None else expected + expected // 2) / max(numel, 1)
+
+    def work(first: int, last: int) -> tuple[Tensor, Tensor]:
+        start, stop = first * _BLOCK, min(last * _BLOCK, numel)
+        capacity = min(stop - start, int(share * (stop - start)) + 1024)
+        count, indices, values = _select(x, start, stop, threshold, capacity)
+        if count > capacity:
+            count, indices, values = _select(x, start, stop, threshold, count)
+        return indices[:count], values[:count]
+
+    parts = run(work, -(-numel // _BLOCK), _BLOCK)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([indices for indices, _ in parts]), torch.cat([values for _, values in parts])
+
+
+def count_above(x: Tensor, threshold: float) -> int:
+    def work(first: int, last: int) -> int:
+        return _select(x, first * _BLOCK, min(last * _BLOCK, x.numel()), threshold, 0)[0]
+
+    return sum(run(work, -(-x.numel() // _BLOCK), _BLOCK))
