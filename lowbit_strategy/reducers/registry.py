@@ -10,10 +10,12 @@ from typing import Any
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.dense import Dense
 from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.reducers.topk import TopK
 
 PRESETS: dict[str, Compressor] = {
     "dense": Dense(),
     "loco": LoCo(),
+    "topk": TopK(),
 }
 
 

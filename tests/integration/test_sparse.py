@@ -1,0 +1,174 @@
+"""Sparse methods in real processes, under DDP and FSDP2: they train, they are what their definitions say."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.sparse_layout import counts_nbytes
+from lowbit_strategy.hooks.ddp import DDPHook
+from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.fsdp import install
+from lowbit_strategy.hooks.specs import describe_parameters
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.reducers.topk import TopK
+from tests.distributed import run_ranks
+
+_CPU = torch.device("cpu")
+_ALL = {"exempt": (), "milder": ()}
+
+TRAINED: dict[str, Compressor] = {
+    "topk": TopK(density=0.05),
+    "topk_int4": TopK(density=0.05, values="int4"),
+}
+LAYOUTS = ("ddp", "fsdp")
+
+
+# -- training -------------------------------------------------------------------------------------------------------
+
+
+class Trained(NamedTuple):
+    losses: tuple[float, float]
+    weights: int
+    nbytes: int
+    numel: int
+
+
+def _train(compressor: Compressor, layout: str, comm: Comm) -> Trained:
+    """Sixty steps of a small network on a linear target; the mean loss of the first and last five."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(64, 130), nn.ReLU(), nn.Linear(130, 67), nn.ReLU(), nn.Linear(67, 10))
+    specs = describe_parameters(model)
+    sync = GradientSync(compressor, specs, comm, _CPU, scatter=layout == "fsdp")
+    if layout == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
+        hook = DDPHook(model, sync)
+    else:
+        mesh = init_device_mesh("cpu", (comm.world_size,))
+        for child in (model[0], model[2]):
+            fully_shard(child, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        install(model, sync)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    data = torch.Generator().manual_seed(comm.rank)
+    target = torch.randn(64, 10, generator=torch.Generator().manual_seed(9)) / 8
+    losses = []
+    for _ in range(60):
+        x = torch.randn(32, 64, generator=data)
+        loss = (model(x) - x @ target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        sync.end_step()
+        losses.append(loss.item())
+    weights = [p.full_tensor() if layout == "fsdp" else p for p in model.parameters()]
+    bits = torch.cat([w.detach().reshape(-1) for w in weights]).numpy().tobytes()
+    if layout == "ddp":
+        hook.close()
+    return Trained(
+        (sum(losses[:5]) / 5, sum(losses[-5:]) / 5), zlib.crc32(bits), comm.sent_nbytes, sum(s.numel for s in specs)
+    )
+
+
+def _train_all(rank: int, world_size: int) -> dict[tuple[str, str], Trained]:
+    results = {}
+    for name, compressor in TRAINED.items():
+        for layout in LAYOUTS:
+            results[name, layout] = _train(compressor, layout, Comm(dist.new_group()))
+    return results
+
+
+@functools.cache
+def trained(world_size: int) -> list[dict[tuple[str, str], Trained]]:
+    return run_ranks(_train_all, world_size, timeout=150)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_falls_and_ranks_agree(world_size: int, name: str, layout: str) -> None:
+    ranks = [results[name, layout] for results in trained(world_size)]
+    before, after = (sum(r.losses[i] for r in ranks) / world_size for i in (0, 1))
+    assert after < 0.6 * before
+    assert len({r.weights for r in ranks}) == 1
+    dense = 60 * 4 * ranks[0].numel * 2 * (world_size - 1) / world_size
+    assert all(r.nbytes < 0.5 * dense for r in ranks)
+
+
+# -- definitions ----------------------------------------------------------------------------------------------------
+
+SHAPES = {"matrix": (41, 33), "vector": (70,), "one": (1,), "few": (3, 5)}
+NUM_STEPS = 4
+
+
+def _gradient(name: str, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + list(SHAPES).index(name))
+    return torch.randn(torch.Size(SHAPES[name]).numel(), generator=generator)
+
+
+def _reduce_all(compressor: Compressor, comm: Comm) -> tuple[list[dict[str, np.ndarray]], int]:
+    """Means of `NUM_STEPS` steps of gradients under DDP's layout, and the bytes of one step."""
+    sync = GradientSync(compressor, [TensorSpec(n, s) for n, s in SHAPES.items()], comm, _CPU, scatter=False, seed=5)
+    means = []
+    for step in range(NUM_STEPS):
+        before = comm.sent_nbytes
+        grads = {name: _gradient(name, comm.rank, step) for name in SHAPES}
+        entries, at = [], 0
+        for name, grad in grads.items():
+            entries.append(Entry(name, at))
+            at += grad.numel()
+        x = torch.cat(list(grads.values()))
+        for pending in sync.reduce(BucketLayout(tuple(entries)), x, x):
+            assert pending is not None
+            pending.wait()
+        sync.end_step()
+        means.append({e.name: x[e.offset : e.offset + grads[e.name].numel()].numpy() for e in entries})
+    return means, comm.sent_nbytes - before
+
+
+def _reduce_topk(rank: int, world_size: int) -> Any:
+    return _reduce_all(TopK(density=0.07, **_ALL), Comm(dist.new_group()))
+
+
+def _numpy_topk(density: float, world_size: int) -> list[dict[str, np.ndarray]]:
+    residuals = {
+        (n, r): np.zeros(torch.Size(s).numel(), np.float32) for n, s in SHAPES.items() for r in range(world_size)
+    }
+    means = []
+    for step in range(NUM_STEPS):
+        means.append({})
+        for name in SHAPES:
+            total = np.zeros_like(residuals[name, 0])
+            for rank in range(world_size):
+                h = residuals[name, rank] + _gradient(name, rank, step).numpy()
+                k = max(1, round(density * h.size))
+                kept = np.argsort(-np.abs(h), kind="stable")[:k]
+                sent = np.zeros_like(h)
+                sent[kept] = h[kept]
+                residuals[name, rank] = h - sent
+                total += sent
+            means[-1][name] = total * np.float32(1 / world_size)
+    return means
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_topk_is_its_numpy_transcription(world_size: int) -> None:
+    wanted = _numpy_topk(0.07, world_size)
+    for means, nbytes in run_ranks(_reduce_topk, world_size):
+        for step in range(NUM_STEPS):
+            for name in SHAPES:
+                np.testing.assert_array_equal(means[step][name], wanted[step][name])
+        sizes = [torch.Size(shape).numel() for shape in SHAPES.values()]
+        kept = [max(1, round(0.07 * numel)) for numel in sizes]
+        assert nbytes == (world_size - 1) * (sum(counts_nbytes(numel) for numel in sizes) + 6 * sum(kept))

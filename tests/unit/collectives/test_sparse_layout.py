@@ -1,0 +1,93 @@
+"""Sparse messages: what goes in comes out, for any codec, size and destination."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.collectives.layout import Cut, dim0_cut, flat_cut
+from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, counts_nbytes, entries_nbytes
+from lowbit_strategy.kernels.format import uniform
+
+_CPU = torch.device("cpu")
+_SHAPES = {"long": (300, 700), "small": (3, 5), "empty": (0,), "scalar": (), "rows": (2, 9)}
+_CODECS = [DenseCodec("float32"), DenseCodec("bfloat16"), BlockCodec(uniform(4, 64))]
+
+
+def _layout(world_size: int, *, scatter: bool) -> SparseLayout:
+    cuts: list[Cut] = []
+    for shape in _SHAPES.values():
+        numel = torch.Size(shape).numel()
+        cuts.append(dim0_cut(shape, world_size) if scatter else flat_cut(numel, world_size, 1))
+    return SparseLayout(list(_SHAPES), cuts, world_size, _CPU, scatter=scatter)
+
+
+def _gradients() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(torch.Size(shape).numel(), generator=generator) for name, shape in _SHAPES.items()}
+
+
+def _choose(x: Tensor, share: float) -> Chosen:
+    keep = torch.rand(x.shape, generator=torch.Generator().manual_seed(x.numel())) < share
+    indices = keep.nonzero().view(-1)
+    return Chosen(indices, x[indices])
+
+
+def _dense(x: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    return torch.zeros_like(x).index_copy_(0, indices, values)
+
+
+@pytest.mark.parametrize("codec", _CODECS, ids=lambda codec: codec.label)
+@pytest.mark.parametrize("share", [0.0, 0.003, 0.4, 1.0])
+def test_all_reduce_messages_say_what_was_chosen(codec: Codec, share: float) -> None:
+    layout, x = _layout(3, scatter=False), _gradients()
+    chosen = [_choose(values, share) for values in x.values()]
+    message = layout.pack(chosen, codec, seed=1)
+    assert len(message.wires) == 1
+    assert layout.nbytes(message.counts_DB, codec) == [message.wires[0].numel()]
+    total = torch.zeros(layout.numel)
+    layout.add_(total, message.counts_DB[0], message.wires[0], codec)
+    wanted = [_dense(v, c.indices, sent) for v, c, sent in zip(x.values(), chosen, message.sent, strict=True)]
+    assert torch.equal(total, torch.cat(wanted))
+    if codec == DenseCodec("float32"):
+        assert all(torch.equal(c.values, sent) for c, sent in zip(chosen, message.sent, strict=True))
+
+
+@pytest.mark.parametrize("codec", _CODECS, ids=lambda codec: codec.label)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_reduce_scatter_messages_go_to_the_owners(codec: Codec, world_size: int) -> None:
+    layout, x = _layout(world_size, scatter=True), _gradients()
+    chosen = [_choose(values, 0.1) for values in x.values()]
+    message = layout.pack(chosen, codec, seed=1)
+    assert layout.nbytes(message.counts_DB, codec) == [wire.numel() for wire in message.wires]
+    rows = []
+    for counts_B, wire in zip(message.counts_DB, message.wires, strict=True):
+        rows.append(torch.zeros(layout.numel))
+        layout.add_(rows[-1], counts_B, wire, codec)
+    for i, (values, c) in enumerate(zip(x.values(), chosen, strict=True)):
+        start, span = layout.starts[i], layout.spans[i]
+        whole = torch.cat([row[start : start + span] for row in rows])[: values.numel()]
+        assert torch.equal(whole, _dense(values, c.indices, message.sent[i]))
+
+
+def test_bytes_are_those_of_counts_positions_and_values() -> None:
+    layout, x = _layout(2, scatter=False), _gradients()
+    chosen = [_choose(values, 0.1) for values in x.values()]
+    codec = BlockCodec(uniform(4, 64))
+    message = layout.pack(chosen, codec, seed=1)
+    assert message.wires[0].numel() == sum(entries_nbytes(c.indices.numel(), codec) for c in chosen)
+    assert message.counts_DB.nbytes == sum(counts_nbytes(values.numel()) for values in x.values())
+    assert [counts_nbytes(n) for n in (0, 1, 65_536, 65_537)] == [0, 4, 4, 8]
+
+
+def test_values_do_not_depend_on_the_bucket() -> None:
+    x = torch.randn(500, generator=torch.Generator().manual_seed(3))
+    codec, chosen = BlockCodec(uniform(4, 64), "stochastic"), _choose(x, 0.5)
+    alone = SparseLayout(["a"], [flat_cut(500, 2, 1)], 2, _CPU, scatter=False)
+    beside = SparseLayout(["b", "a"], [flat_cut(500, 2, 1)] * 2, 2, _CPU, scatter=False)
+    sent = beside.pack([_choose(x, 0.2), chosen], codec, seed=9).sent[1]
+    assert torch.equal(sent, alone.pack([chosen], codec, seed=9).sent[0])
