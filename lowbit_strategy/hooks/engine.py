@@ -38,7 +38,10 @@ class Stateful(Protocol):
 
 
 class Listener(Protocol):
-    """Someone who measures or decides. Called on all ranks at the same point, when no collective is under way."""
+    """Someone who measures or decides. Called on all ranks at the same point, when no collective is under way.
+
+    In order at the beginning of a step, in reverse at its end: those that regroup stand first, those that measure last.
+    """
 
     def begin_step(self) -> None:
         """Before anything of a step is reduced; may regroup, and put a tap on the step's buckets."""
@@ -261,6 +264,11 @@ class GradientSync:
 
     # -- time ---------------------------------------------------------------------------------------------------
 
+    @property
+    def in_step(self) -> bool:
+        """Whether anything has been reduced since the last `end_step`."""
+        return bool(self._entered)
+
     def set_loss_scale(self, scale: float) -> None:
         """The factor that the coming gradients are multiplied by; residuals follow when it changes."""
         self._asked_scale = scale
@@ -304,7 +312,7 @@ class GradientSync:
         entered, self._entered = self._entered, set()
         self.taps = []
         if entered:
-            for listener in self.listeners:
+            for listener in reversed(self.listeners):  # who came last measures what the others add
                 listener.end_step(counted=counted)
         return counted
 
