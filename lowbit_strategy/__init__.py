@@ -8,12 +8,42 @@ import logging
 
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.dense import Dense
+from lowbit_strategy.reducers.ef21 import EF21
+from lowbit_strategy.reducers.efsignsgd import EFSignSGD
+from lowbit_strategy.reducers.errorfeedback import ErrorFeedback
 from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.reducers.natural import NaturalCompression
+from lowbit_strategy.reducers.onebitsgd import OneBitSGD
+from lowbit_strategy.reducers.partition import Partition
+from lowbit_strategy.reducers.qsgd import QSGD
 from lowbit_strategy.reducers.registry import PRESETS, from_options, preset
+from lowbit_strategy.reducers.rotate import Rotate
+from lowbit_strategy.reducers.signsgd import SignSGD
+from lowbit_strategy.reducers.topk import TopK
+from lowbit_strategy.reducers.warmup import WarmUp
 from lowbit_strategy.register import register_when_imported
 from lowbit_strategy.version import __version__
 
-__all__ = ["PRESETS", "Compressor", "Dense", "LoCo", "__version__", "from_options", "preset"]
+__all__ = [
+    "EF21",
+    "PRESETS",
+    "QSGD",
+    "Compressor",
+    "Dense",
+    "EFSignSGD",
+    "ErrorFeedback",
+    "LoCo",
+    "NaturalCompression",
+    "OneBitSGD",
+    "Partition",
+    "Rotate",
+    "SignSGD",
+    "TopK",
+    "WarmUp",
+    "__version__",
+    "from_options",
+    "preset",
+]
 
 _log = logging.getLogger(__name__)
 if not logging.getLogger().hasHandlers() and not _log.handlers:  # the start-up report is for everyone to see

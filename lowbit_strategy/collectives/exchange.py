@@ -54,6 +54,7 @@ class Lane(Protocol):
     def wire_nbytes(self, numel: int) -> int: ...
     def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None: ...
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None: ...
+    def said_(self, wire: Tensor, out: Tensor, segments: Segments, state: State) -> None: ...
 
 
 class Hop(NamedTuple):
@@ -177,9 +178,9 @@ class Exchange:
 
     def sent_(self, out: Tensor) -> None:
         """What the others decode of this rank's last messages, at the places of the bucket. For monitors."""
-        wire = self._send.view(1, -1)
+        wire = self._send.view(-1)
         for route, tables in zip(self.routes, self._tables, strict=True):
-            route.there.lane.decode_sum_(wire, out, tables.send, route.there.state, 1.0)
+            route.there.lane.said_(wire, out, tables.send, route.there.state)
 
     def _check_layout(self) -> None:
         """Once per layout: every rank sent the header that this rank would have sent."""

@@ -57,6 +57,11 @@ class View(NamedTuple):
         """The whole gradient, flat ``[numel]``, whatever the layout; a copy under reduce-scatter."""
         return self.x.reshape(-1)[: self.spec.numel] if self.scatter else self.x
 
+    def rows(self, values_N: Tensor) -> Tensor:
+        """``[W, row_numel]`` of flat ``[numel]``: row r for rank r, padded with zeros."""
+        padding = self.cut.row_numel * self.cut.world_size - self.spec.numel
+        return torch.nn.functional.pad(values_N, (0, padding)).view(self.cut.world_size, self.cut.row_numel)
+
     def write_mean_(self, mean_N: Tensor, rank: int) -> None:
         """Store the mean over ranks, flat ``[numel]`` in any float dtype, in the form that `out` wants."""
         if not self.scatter:
@@ -164,9 +169,14 @@ class Compressor(ABC):
         """
         return self
 
+    def exempted(self, spec: TensorSpec) -> Assignment | None:
+        """The dense method, for an exempt parameter."""
+        selector = matching(self.exempt, spec)
+        return None if selector is None else Assignment(dense_method(), "exempt", describe(selector))
+
     def assign(self, spec: TensorSpec) -> Assignment:
-        if (selector := matching(self.exempt, spec)) is not None:
-            return Assignment(dense_method(), "exempt", describe(selector))
+        if (assignment := self.exempted(spec)) is not None:
+            return assignment
         selector, method = matching(self.milder, spec), self.milder_method(spec)
         if selector is not None and method is not None:
             return Assignment(method, "milder", describe(selector))

@@ -73,6 +73,10 @@ class Lane(ABC):
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
         """``out = alpha * sum`` of what the W rows say."""
 
+    def said_(self, wire: Tensor, out: Tensor, segments: Segments, state: State) -> None:
+        """What the others make of this rank's last message, `state` being the sender's. For monitors."""
+        self.decode_sum_(wire.view(1, -1), out, segments, state, 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class CodecLane(Lane):

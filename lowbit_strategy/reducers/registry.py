@@ -9,13 +9,33 @@ from typing import Any
 
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.dense import Dense
+from lowbit_strategy.reducers.ef21 import EF21
+from lowbit_strategy.reducers.efsignsgd import EFSignSGD
+from lowbit_strategy.reducers.errorfeedback import ErrorFeedback
 from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.reducers.natural import NaturalCompression
+from lowbit_strategy.reducers.onebitsgd import OneBitSGD
+from lowbit_strategy.reducers.partition import Partition
+from lowbit_strategy.reducers.qsgd import QSGD
+from lowbit_strategy.reducers.rotate import Rotate
+from lowbit_strategy.reducers.signsgd import SignSGD
 from lowbit_strategy.reducers.topk import TopK
+from lowbit_strategy.reducers.warmup import WarmUp
 
 PRESETS: dict[str, Compressor] = {
     "dense": Dense(),
+    "ef21": EF21(),
+    "efsignsgd": EFSignSGD(),
+    "errorfeedback": ErrorFeedback(),
     "loco": LoCo(),
+    "naturalcompression": NaturalCompression(),
+    "onebitsgd": OneBitSGD(),
+    "partition": Partition(),
+    "qsgd": QSGD(),
+    "rotate": Rotate(),
+    "signsgd": SignSGD(),
     "topk": TopK(),
+    "warmup": WarmUp(),
 }
 
 
@@ -46,5 +66,29 @@ def from_options(name: str, options: Mapping[str, Any]) -> Compressor:
             near = get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{name} has no option {key!r}{hint} Known: {', '.join(known)}")
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    return dataclasses.replace(base, **values)
+    return dataclasses.replace(base, **{key: _value(key, value, base) for key, value in options.items()})
+
+
+def _value(key: str, value: Any, base: Compressor) -> Any:
+    """A configuration file's value as the field wants it."""
+    if isinstance(getattr(base, key), Compressor):
+        return nested(value)
+    if key == "rules" and isinstance(value, list):
+        return tuple((selector, nested(compressor)) for selector, compressor in value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def nested(value: Any) -> Any:
+    """A compressor inside another one: a preset's name, or a mapping of ``compressor`` (the name) and options.
+
+    Raises:
+        ValueError: Neither.
+    """
+    if isinstance(value, str):
+        return preset(value)
+    if isinstance(value, Mapping):
+        options = dict(value)
+        if not isinstance(name := options.pop("compressor", None), str):
+            raise ValueError(f"a compressor inside another one needs its name under 'compressor', got {value!r}")
+        return from_options(name, options)
+    return value

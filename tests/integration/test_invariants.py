@@ -10,9 +10,8 @@ import functools
 
 import pytest
 
-from lowbit_strategy.reducers.registry import PRESETS
 from tests.distributed import run_ranks
-from tests.invariants import CASES, LAYOUTS, Job, Report, run_jobs
+from tests.invariants import CASES, CONFIGURATIONS, LAYOUTS, Job, Report, run_jobs
 
 WORLD_SIZES = (1, 2, 3, 5)
 _shown: dict[int, bool] = {}  # world sizes whose failed launch has been quoted in full
@@ -45,7 +44,7 @@ def report(request: pytest.FixtureRequest) -> Report:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("preset", sorted(CONFIGURATIONS))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_invariant(world_size: int, layout: str, preset: str, case: str, report: Report) -> None:

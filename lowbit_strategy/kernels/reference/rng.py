@@ -27,7 +27,12 @@ def stream_key(seed: int, salt: int, stream: int) -> int:
 
 def dither(first: int, numel: int, key: int, device: torch.device) -> Tensor:
     """float32 [numel], uniform in [-0.5, 0.5) on a grid of 2**-24: a hash of (key, first + i) modulo 2**32."""
-    x = (torch.arange(first, first + numel, dtype=torch.int64, device=device) * GOLDEN + key) & _MASK
+    return dither_at(torch.arange(first, first + numel, dtype=torch.int64, device=device), key)
+
+
+def dither_at(index: Tensor, key: Tensor | int) -> Tensor:
+    """`dither` at any elements: int64 indices and keys that broadcast."""
+    x = (index * GOLDEN + key) & _MASK
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     x = x ^ (x >> 16)

@@ -1,0 +1,87 @@
+"""Natural compression: stochastic rounding to powers of two, signs and exponents on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise
+from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.reference import blocks
+from lowbit_strategy.kernels.reference.rng import CODE_STREAM
+
+_EXPONENT_BIAS = 126  # the byte of exponents -125 ... 128; 0 says an all-zero block, 255 a non-finite one
+_NOT_FINITE = 255
+
+
+@dataclass(frozen=True, slots=True)
+class NaturalCodec(BlockwiseCodec):
+    """Powers of two below a block's largest magnitude, unbiased.
+
+    With ``K = 2**(bits-1) - 1`` and ``2**E`` the smallest power of two not below the block's largest magnitude:
+
+    1. ``2**e <= |h| < 2**(e+1)`` becomes ``2**(e+1)`` with probability ``|h| / 2**e - 1``, else ``2**e``
+    2. below the smallest level ``2**(E-K+1)``: that level with probability ``|h|`` over it, else 0
+    3. the code is the sign and the exponent's distance from ``E - K``, 0 for zero; then one byte for ``E``
+
+    Args:
+        bits: Of a code, 2 to 8. 8 bits reach down to ``2**-126`` of the largest magnitude.
+        block_size: Elements that share ``E``.
+    """
+
+    bits: int = 4
+    block_size: int = 128
+
+    @property
+    def label(self) -> str:
+        return f"natural {self.bits}-bit, blocks of {self.block_size}"
+
+    @property
+    def fmt(self) -> BlockFormat:
+        return uniform(self.bits, self.block_size)
+
+    @property
+    def num_levels(self) -> int:
+        return 2 ** (self.bits - 1) - 1
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.fmt.code_nbytes + 1
+
+    def encode_blocks(self, h_KB: Tensor, valid_KB: Tensor, finite_K: Tensor, noise: Noise) -> Tensor:
+        magnitude_KB = h_KB.abs()
+        top_K = _ceil_log2(magnitude_KB.amax(-1))
+        usable_K = top_K > -_EXPONENT_BIAS
+        uniform_KB = noise(CODE_STREAM) + 0.5
+        mantissa_KB, exponent_KB = torch.frexp(magnitude_KB)  # mantissa in [0.5, 1): the power below is 2**(exponent-1)
+        power_KB = exponent_KB - 1 + (uniform_KB < 2.0 * mantissa_KB - 1.0).int()
+        level_KB = power_KB - (top_K - self.num_levels)[:, None]
+        smallest_K = top_K - self.num_levels + 1
+        is_small_KB = exponent_KB - 1 < smallest_K[:, None]
+        relative_KB = torch.ldexp(magnitude_KB, (-smallest_K)[:, None])
+        level_KB = torch.where(is_small_KB, (uniform_KB < relative_KB).int(), level_KB)
+        level_KB = torch.where(usable_K[:, None] & (magnitude_KB > 0), level_KB, 0)
+        codes_KB = level_KB | ((h_KB < 0) & (level_KB > 0)).int() << (self.bits - 1)
+        exponent_byte_K = torch.where(usable_K, top_K + _EXPONENT_BIAS, 0)
+        exponent_byte_K = torch.where(finite_K, exponent_byte_K, _NOT_FINITE)
+        packed_KC = blocks.pack(codes_KB.to(torch.uint8), self.fmt)
+        return torch.cat([packed_KC, exponent_byte_K.to(torch.uint8)[:, None]], 1)
+
+    def decode_blocks(self, payload_KC: Tensor) -> Tensor:
+        codes_KB = blocks.unpack(payload_KC[:, :-1], self.fmt).int()
+        top_K = payload_KC[:, -1].int()
+        level_KB = codes_KB & self.num_levels
+        exponent_KB = (level_KB + (top_K - _EXPONENT_BIAS - self.num_levels)[:, None]).clamp(max=127)
+        values_KB = torch.ldexp(torch.ones_like(codes_KB, dtype=torch.float32), exponent_KB)
+        values_KB = torch.where(codes_KB > self.num_levels, -values_KB, values_KB)
+        values_KB = torch.where((level_KB > 0) & (top_K > 0)[:, None], values_KB, 0.0)
+        return torch.where((top_K == _NOT_FINITE)[:, None], torch.nan, values_KB)
+
+
+def _ceil_log2(x_K: Tensor) -> Tensor:
+    """int32: the smallest e with ``x <= 2**e``; below the range of exponent bytes for zeros and denormals."""
+    mantissa_K, exponent_K = torch.frexp(x_K)
+    ceiling_K = exponent_K - (mantissa_K == 0.5).int()
+    return torch.where(x_K < torch.finfo(torch.float32).tiny, -_EXPONENT_BIAS, ceiling_K)

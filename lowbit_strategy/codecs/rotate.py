@@ -1,0 +1,97 @@
+"""Hadamard rotation before another codec: outliers are spread over their block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.packed import Packed, pack_segments
+from lowbit_strategy.kernels.reference.rng import dither
+from lowbit_strategy.kernels.segments import Segment, Segments
+
+_SIGN_KEY = 0x5167
+DENSE_BLOCK = 128  # rotated together where the codec itself has no blocks
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedCodec(Codec):
+    """``codec`` on ``H D x / sqrt(n)``, block by block; the sum of what all ranks say is rotated back once.
+
+    ``H`` is the Hadamard matrix of n = `size` elements, ``D`` fixed random signs, so that a constant block is spread
+    as well. The rotation keeps lengths: the error is the inner codec's error of a block that looks Gaussian.
+
+    Args:
+        codec: Of the rotated blocks.
+        size: Elements rotated together, a power of two that divides the codec's block size; None takes the block size.
+
+    Raises:
+        ValueError: `size` does not fit.
+    """
+
+    codec: Codec
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        size, block_size = self.rotation_size, self.block_size
+        if not isinstance(size, int) or size < 2 or size & (size - 1) or block_size % size:
+            raise ValueError(f"size must be a power of two that divides the block size {block_size}, got {size!r}")
+
+    @property
+    def block_size(self) -> int:
+        return self.codec.block_size if self.codec.block_size > 1 else DENSE_BLOCK
+
+    @property
+    def rotation_size(self) -> int:
+        return self.block_size if self.size is None else self.size
+
+    @property
+    def label(self) -> str:
+        return f"{self.codec.label}, rotated by {self.rotation_size}"
+
+    def wire_nbytes(self, numel: int) -> int:
+        return self.codec.wire_nbytes(-(-numel // self.block_size) * self.block_size)
+
+    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
+        wire = torch.zeros(self.wire_nbytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
+        flag = torch.zeros(1, dtype=torch.int32, device=x_N.device)
+        self.encode_segments_(x_N, wire, Segments([Segment(0, x_N.numel(), 0, 0)]), seed=seed, flag=flag)
+        return wire
+
+    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
+        out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
+        self.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
+        return out
+
+    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
+        if not segments.rows:
+            return
+        packed = pack_segments(segments, self.block_size)
+        rotated = hadamard(packed.collect(x).view(-1, self.rotation_size) * self._signs(x.device)).view(-1)
+        self.codec.encode_segments_(rotated, wire, packed.padded_segments, seed=seed, flag=flag)
+
+    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
+        if not segments.rows:
+            return
+        packed: Packed = pack_segments(segments, self.block_size)
+        rotated = torch.empty(packed.numel, dtype=torch.float32, device=out.device)
+        self.codec.decode_sum_segments_(wire_WB, rotated, packed.padded_segments, alpha=alpha)
+        packed.spread_((hadamard(rotated.view(-1, self.rotation_size)) * self._signs(out.device)).view(-1), out)
+
+    def _signs(self, device: torch.device) -> Tensor:
+        return torch.where(dither(0, self.rotation_size, _SIGN_KEY, device) < 0, -1.0, 1.0)
+
+
+def hadamard(x_KN: Tensor) -> Tensor:
+    """Orthonormal Walsh-Hadamard transform of the rows, its own inverse. By butterflies: the same bits for any K."""
+    size = x_KN.shape[1]
+    y = x_KN
+    half = 1
+    while half < size:
+        pairs = y.view(-1, size // (2 * half), 2, half)
+        upper, lower = pairs[:, :, 0], pairs[:, :, 1]
+        y = torch.stack((upper + lower, upper - lower), 2)
+        half *= 2
+    return y.reshape(-1, size) * size**-0.5
