@@ -1,0 +1,111 @@
+"""Controllers and observation on several real ranks, at the engine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.control import Accordion, ErrorBudget, GraVAC
+from lowbit_strategy.hooks.adaptive import AdaptiveDriver
+from lowbit_strategy.hooks.observe import Observer
+from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.reducers.topk import TopK
+from tests.invariants import SPECS, Kit
+from tests.scenarios import Facts, scenarios
+from tests.traffic import count_traffic
+
+LAYOUTS = ("ddp", "fsdp")
+EXACT = LoCo(bits=2, block_size=64, beta=0.0, residual="float32", reset_steps=None)
+METHODS = {"loco": EXACT, "topk": TopK(density=0.1)}
+
+
+def observing(folder: Path, layout: str, method: str) -> Facts:
+    """Three steps, the last one observed; beside it the same figures from residuals and from counted traffic."""
+    comm = Comm(dist.new_group())
+    kit = Kit("dense", layout, comm)
+    sync = kit.sync(METHODS[method])
+    observer = Observer(sync, wants=lambda step: step == 2, group_by="parameter")
+    for step in range(3):
+        before = {spec.name: sync.export_residual(spec.name) for spec in SPECS}
+        grads = kit.grads(step)
+        with count_traffic() as traffic:
+            kit.reduce(sync, [list(grads)], grads, torch.float32)
+        sync.end_step()
+    said, left = {}, {}
+    for spec in SPECS:
+        residual = sync.export_residual(spec.name)
+        if residual is not None:  # exact error feedback: what was not said is the residual
+            said[spec.name] = float((grads[spec.name] + before[spec.name]).square().sum())
+            left[spec.name] = float(residual.square().sum())
+    return {
+        "observation": observer.last,
+        "said": said,
+        "left": left,
+        "own_sent_nbytes": observer.own_sent_nbytes,
+        "counted": traffic.nbytes,
+        "after": comm.sent_nbytes,
+    }
+
+
+@scenarios(observing, world_size=3, layout=LAYOUTS, method=("loco", "topk"))
+def test_figures_over_ranks_against_residuals(facts: list[Facts]) -> None:
+    names = facts[0]["said"].keys()
+    assert "matrix" in names
+    for fact in facts:
+        for name in names:
+            said, left = (sum(each[key][name] for each in facts) for key in ("said", "left"))
+            figures = fact["observation"].groups[name]
+            assert figures.relative_error == pytest.approx((left / said) ** 0.5, rel=1e-5)
+            assert figures.gradient_norm == pytest.approx(said**0.5, rel=1e-5)
+        assert fact["observation"].untold == ()
+
+
+@scenarios(observing, world_size=3, layout=LAYOUTS, method=("loco", "topk"))
+def test_bytes_are_those_handed_to_the_collectives(facts: list[Facts]) -> None:
+    for fact in facts:
+        assert fact["own_sent_nbytes"] == fact["counted"]
+        assert fact["observation"].sent_nbytes == pytest.approx(sum(f["counted"] for f in facts) / 3)
+
+
+@scenarios(observing, world_size=3, layout=LAYOUTS, method=("loco", "topk"))
+def test_all_ranks_see_the_same(facts: list[Facts]) -> None:
+    assert facts[0]["observation"] == facts[1]["observation"] == facts[2]["observation"]
+
+
+CONTROLLERS: dict[str, Any] = {
+    "gravac": (
+        GraVAC(candidates=tuple(LoCo(bits=bits, block_size=64) for bits in (8, 4, 3, 2)), window=10, omega=0.0),
+        1000,
+    ),
+    "gravac-topk": (GraVAC(candidates=GraVAC.geometric(TopK(), "density", 0.2, 0.01), window=20, epsilon=0.4), 300),
+    "accordion": (Accordion(light=LoCo(bits=8), heavy=LoCo(bits=2), interval=5, unit="steps", eta=0.3), 100),
+    "budget": (ErrorBudget(choices=(LoCo(bits=8), LoCo(bits=4), LoCo(bits=2)), max_error=0.3, interval=7), 60),
+}
+
+
+def deciding(folder: Path, layout: str, controller: str) -> Facts:
+    """Ranks with gradients and step times of their own."""
+    kit = Kit("dense", layout, Comm(dist.new_group()))
+    sync = kit.sync()
+    chosen, num_steps = CONTROLLERS[controller]
+    driver = AdaptiveDriver(chosen, timer=lambda: time.perf_counter() * (1 + kit.comm.rank))
+    driver.attach(sync)
+    levels = []
+    for step in range(num_steps):
+        grads = kit.grads(step % 7)
+        kit.run(sync, grads)
+        levels.append(tuple(driver.levels.values()))
+    return {"levels": levels, "state": driver.state}
+
+
+@scenarios(deciding, world_size=2, layout=LAYOUTS, controller=tuple(CONTROLLERS))
+def test_ranks_never_diverge(facts: list[Facts]) -> None:
+    assert facts[0]["levels"] == facts[1]["levels"]
+    assert facts[0]["state"] == facts[1]["state"]
+    assert len(set(facts[0]["levels"])) > 1  # something was decided
