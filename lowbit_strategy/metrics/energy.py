@@ -1,0 +1,121 @@
+"""Metrics of what was to be said and what was: sums of squares, so that ranks and steps add up exactly.
+
+States are float64 sums with ``dist_reduce_fx="sum"``: over several updates, several ranks or both, the result is that
+of all the tensors put together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+def _square(x: Tensor) -> Tensor:
+    return x.detach().to(torch.float64).square().sum()
+
+
+class _Pair(Metric):
+    """Squares of what was to be said, of what was said, and of the difference; and their product."""
+
+    is_differentiable = False
+    full_state_update = False
+
+    said: Tensor
+    sent: Tensor
+    error: Tensor
+    product: Tensor
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name in ("said", "sent", "error", "product"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, compensated: Tensor, sent: Tensor) -> None:
+        """Add one tensor.
+
+        Args:
+            compensated: What was to be said: gradient plus residual, any shape.
+            sent: What was said, as the others decode it; the same shape.
+
+        Raises:
+            ValueError: The shapes differ.
+        """
+        if compensated.shape != sent.shape:
+            raise ValueError(
+                f"compensated and sent must have one shape, got {tuple(compensated.shape)} and {tuple(sent.shape)}"
+            )
+        said, heard = compensated.detach().to(torch.float64), sent.detach().to(torch.float64)
+        self.said += said.square().sum()
+        self.sent += heard.square().sum()
+        self.error += (said - heard).square().sum()
+        self.product += (said * heard).sum()
+
+
+class CompressionRelativeError(_Pair):
+    """``||h - sent|| / ||h||`` with h the gradient plus the residual; 0 where nothing was to be said.
+
+    Example:
+        >>> metric = CompressionRelativeError()
+        >>> metric.update(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0]))
+        >>> round(metric.compute().item(), 6)
+        0.8
+    """
+
+    higher_is_better = False
+
+    def compute(self) -> Tensor:
+        return torch.where(self.said == 0, self.said, (self.error / self.said).sqrt())
+
+
+class CompressionCosineSimilarity(_Pair):
+    """Cosine of the angle between h and what was sent; 1 where nothing was to be said."""
+
+    higher_is_better = True
+
+    def compute(self) -> Tensor:
+        norms = (self.said * self.sent).sqrt()
+        return torch.where(norms == 0, torch.where(self.said == 0, 1.0, 0.0).to(norms), self.product / norms)
+
+
+class CompressionGain(_Pair):
+    """``||sent||^2 / ||h||^2``, the share of the energy that was said; 1 where nothing was to be said."""
+
+    higher_is_better = True
+
+    def compute(self) -> Tensor:
+        return torch.where(self.said == 0, torch.ones_like(self.said), self.sent / self.said)
+
+
+class ResidualNorm(Metric):
+    """Norm of residuals: of all the tensors of one update and all ranks together, mean over updates (root mean square).
+
+    Example:
+        >>> metric = ResidualNorm()
+        >>> metric.update([torch.tensor([3.0]), torch.tensor([4.0])])
+        >>> metric.compute().item()
+        5.0
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+
+    square: Tensor
+    num_updates: Tensor
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_state("square", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("num_updates", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
+
+    def update(self, residuals: Tensor | list[Tensor]) -> None:
+        """Residuals of one step on this rank: a tensor or a list of them."""
+        parts = [residuals] if isinstance(residuals, Tensor) else residuals
+        self.square += sum((_square(part) for part in parts), torch.zeros_like(self.square))
+        self.num_updates += 1
+
+    def compute(self) -> Tensor:
+        return (self.square / self.num_updates.clamp(min=1)).sqrt()
