@@ -164,4 +164,4 @@ def test_in_a_module_of_ones_own() -> None:
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "log_every_n_steps": 1}
     trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=3, enable_model_summary=False, **options)
     trainer.fit(model, torch.utils.data.DataLoader(torch.randn(12, 4), batch_size=4))
-    assert 0 < trainer.callback_metrics["error_step"].item() < 0.01
+    assert 0 < trainer.callback_metrics["error"].item() < 0.01
