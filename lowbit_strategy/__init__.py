@@ -12,13 +12,16 @@ from lowbit_strategy.reducers.ef21 import EF21
 from lowbit_strategy.reducers.efsignsgd import EFSignSGD
 from lowbit_strategy.reducers.errorfeedback import ErrorFeedback
 from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.reducers.multiscale import MultiScale
 from lowbit_strategy.reducers.natural import NaturalCompression
 from lowbit_strategy.reducers.onebitsgd import OneBitSGD
 from lowbit_strategy.reducers.partition import Partition
 from lowbit_strategy.reducers.qsgd import QSGD
 from lowbit_strategy.reducers.registry import PRESETS, from_options, preset
 from lowbit_strategy.reducers.rotate import Rotate
+from lowbit_strategy.reducers.sharedscale import SharedScale
 from lowbit_strategy.reducers.signsgd import SignSGD
+from lowbit_strategy.reducers.terngrad import TernGrad
 from lowbit_strategy.reducers.topk import TopK
 from lowbit_strategy.reducers.warmup import WarmUp
 from lowbit_strategy.register import register_when_imported
@@ -33,11 +36,14 @@ __all__ = [
     "EFSignSGD",
     "ErrorFeedback",
     "LoCo",
+    "MultiScale",
     "NaturalCompression",
     "OneBitSGD",
     "Partition",
     "Rotate",
+    "SharedScale",
     "SignSGD",
+    "TernGrad",
     "TopK",
     "WarmUp",
     "__version__",

@@ -78,5 +78,10 @@ class BlockwiseCodec(Codec):
             yield self.decode_blocks(packed.collect_wire(wire, self.block_nbytes)).reshape(-1)
 
 
+def trailer(payload_KC: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
+    """The last bytes of every block as numbers, [K, ...]; a copy, since views need aligned offsets and strides."""
+    return payload_KC[:, -nbytes:].clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def _whole(numel: int) -> Segments:
     return Segments([Segment(0, numel, 0, 0)] if numel else [])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise
+from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 
 _MEAN_NBYTES = 4  # both means, bfloat16
@@ -45,7 +45,7 @@ class TwoMeansCodec(BlockwiseCodec):
         return torch.cat([pack_bits(positive_KB), means_K2.view(torch.uint8)], 1)
 
     def decode_blocks(self, payload_KC: Tensor) -> Tensor:
-        means_K2 = payload_KC[:, -_MEAN_NBYTES:].contiguous().view(torch.bfloat16).float()
+        means_K2 = trailer(payload_KC, _MEAN_NBYTES, torch.bfloat16).float()
         positive_KB = unpack_bits(payload_KC[:, :-_MEAN_NBYTES])
         return torch.where(positive_KB, means_K2[:, 1:], means_K2[:, :1])
 

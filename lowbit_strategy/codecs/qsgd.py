@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise
+from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.kernels.format import SCALE_NBYTES, BlockFormat, uniform
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
@@ -60,5 +60,5 @@ class L2Codec(BlockwiseCodec):
 
     def decode_blocks(self, payload_KC: Tensor) -> Tensor:
         fmt = self.fmt
-        scale_K = payload_KC[:, -SCALE_NBYTES:].contiguous().view(torch.bfloat16)[:, 0].float()
+        scale_K = trailer(payload_KC, SCALE_NBYTES, torch.bfloat16)[:, 0].float()
         return blocks.dequantize(blocks.unpack(payload_KC[:, :-SCALE_NBYTES], fmt), scale_K, fmt)

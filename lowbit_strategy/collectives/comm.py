@@ -57,6 +57,10 @@ class Comm:
         self.sent_nbytes += 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
         return dist.all_reduce(x, op=op, group=self.group, async_op=True)
 
+    def all_reduce_max(self, x: Tensor) -> Pending:
+        """In place, the largest of all ranks' values, element by element; they must not be NaN."""
+        return self.all_reduce(x, dist.ReduceOp.MAX)
+
     def broadcast(self, x: Tensor, source: int) -> Pending:
         """In place, from group rank `source`."""
         if self.rank == source:

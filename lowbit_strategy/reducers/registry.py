@@ -13,12 +13,15 @@ from lowbit_strategy.reducers.ef21 import EF21
 from lowbit_strategy.reducers.efsignsgd import EFSignSGD
 from lowbit_strategy.reducers.errorfeedback import ErrorFeedback
 from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.reducers.multiscale import MultiScale
 from lowbit_strategy.reducers.natural import NaturalCompression
 from lowbit_strategy.reducers.onebitsgd import OneBitSGD
 from lowbit_strategy.reducers.partition import Partition
 from lowbit_strategy.reducers.qsgd import QSGD
 from lowbit_strategy.reducers.rotate import Rotate
+from lowbit_strategy.reducers.sharedscale import SharedScale
 from lowbit_strategy.reducers.signsgd import SignSGD
+from lowbit_strategy.reducers.terngrad import TernGrad
 from lowbit_strategy.reducers.topk import TopK
 from lowbit_strategy.reducers.warmup import WarmUp
 
@@ -28,12 +31,15 @@ PRESETS: dict[str, Compressor] = {
     "efsignsgd": EFSignSGD(),
     "errorfeedback": ErrorFeedback(),
     "loco": LoCo(),
+    "multiscale": MultiScale(),
     "naturalcompression": NaturalCompression(),
     "onebitsgd": OneBitSGD(),
     "partition": Partition(),
     "qsgd": QSGD(),
     "rotate": Rotate(),
+    "sharedscale": SharedScale(),
     "signsgd": SignSGD(),
+    "terngrad": TernGrad(),
     "topk": TopK(),
     "warmup": WarmUp(),
 }

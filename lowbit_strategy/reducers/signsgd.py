@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise
+from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.collectives.exchange import State, Step
@@ -40,7 +40,7 @@ class SignCodec(BlockwiseCodec):
         return torch.cat([pack_bits(h_KB >= 0), mean_K[:, None].view(torch.uint8)], 1)
 
     def decode_blocks(self, payload_KC: Tensor) -> Tensor:
-        mean_K1 = payload_KC[:, -SCALE_NBYTES:].contiguous().view(torch.bfloat16).float()
+        mean_K1 = trailer(payload_KC, SCALE_NBYTES, torch.bfloat16).float()
         return torch.where(unpack_bits(payload_KC[:, :-SCALE_NBYTES]), mean_K1, -mean_K1)
 
 
