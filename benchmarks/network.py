@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+
 from slow_links.hosts import run_on_hosts
 from slow_links.namespaces import SlowNetwork, why_not
 

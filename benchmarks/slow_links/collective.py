@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.slow_links.counters import sent_nbytes
-from benchmarks.slow_links.measuring import Measurement, measure_in_turn, parse_options
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
 from lowbit_strategy.reducers.registry import preset
 from lowbit_strategy.reducers.tensors import TensorSpec
+from slow_links.counters import sent_nbytes
+from slow_links.measuring import Measurement, measure_in_turn, parse_options
 
 
 def fp32(x: Tensor, out: Tensor, *, scatter: bool) -> Callable[[], None]:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import lowbit_strategy  # noqa: F401  registers the strategies' names
-from benchmarks.slow_links.counters import sent_nbytes
-from benchmarks.slow_links.measuring import Measurement, fit, measure_in_turn, parse_options
 from recipes.gpt import LanguageModel
+from slow_links.counters import sent_nbytes
+from slow_links.measuring import Measurement, fit, measure_in_turn, parse_options
 
 NO_SYNC = "no-sync"
 

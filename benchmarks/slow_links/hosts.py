@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,8 @@ from typing import Any
 
 from slow_links.namespaces import INTERFACE, SlowNetwork
 
-ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[2]
+_IMPORTS = (str(_ROOT), str(_ROOT / "benchmarks"))  # for recipes and for slow_links
 _PORT = 29500  # every host has all ports to itself
 
 
@@ -31,9 +33,9 @@ def run_on_hosts(network: SlowNetwork, script: Path, arguments: Sequence[str], *
         folder = Path(name)
         processes = [_start(network, rank, script, arguments, folder) for rank in range(len(network.hosts))]
         try:
-            _wait(processes, folder, timeout)
+            _wait(processes, network, folder, timeout)
         finally:
-            network.kill_all()
+            network.signal_all(signal.SIGKILL)
             for process in processes:
                 process.kill()
                 process.wait()
@@ -53,7 +55,7 @@ def _start(
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([*_IMPORTS, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONFAULTHANDLER": "1",
     }
     with _output(folder, rank).open("wb") as output:
@@ -66,7 +68,7 @@ def _start(
         )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, timeout: float) -> None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], network: SlowNetwork, folder: Path, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while any(process.poll() is None for process in processes):
         failed = [rank for rank, process in enumerate(processes) if process.returncode]
@@ -74,7 +76,10 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, timeout: f
             time.sleep(2)  # the rank that fails first may not be the one to blame: let the others say theirs
             raise RuntimeError("\n".join(_tail(folder, rank) for rank in range(len(processes))))
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not done after {timeout:.0f} s\n{_tail(folder, 0)}")
+            network.signal_all(signal.SIGABRT)  # Python answers with the stacks of its threads
+            time.sleep(2)
+            tails = "\n".join(_tail(folder, rank) for rank in range(len(processes)))
+            raise RuntimeError(f"not done after {timeout:.0f} s\n{tails}")
         time.sleep(0.2)
     missing = [rank for rank in range(len(processes)) if not _report(folder, rank).exists()]
     if missing:

@@ -81,10 +81,10 @@ class SlowNetwork:
                 elif "tbf" in _run("tc", "-n", namespace, "qdisc", "show", "dev", device):
                     _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
 
-    def kill_all(self) -> None:
-        """Kill every process inside, also those in sessions of their own."""
+    def signal_all(self, number: signal.Signals) -> None:
+        """Signal every process inside, also those in sessions of their own."""
         for host in self.hosts:
-            _kill_inside(host.namespace)
+            _signal_inside(host.namespace, number)
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -126,14 +126,14 @@ def _namespaces() -> list[str]:
     return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line]
 
 
-def _kill_inside(namespace: str) -> None:
+def _signal_inside(namespace: str, number: signal.Signals) -> None:
     for pid in _run("ip", "netns", "pids", namespace).split():
         with contextlib.suppress(ProcessLookupError):  # it ended by itself
-            os.kill(int(pid), signal.SIGKILL)
+            os.kill(int(pid), number)
 
 
 def _remove(namespace: str) -> None:
-    _kill_inside(namespace)
+    _signal_inside(namespace, signal.SIGKILL)
     _run("ip", "netns", "del", namespace)
 
 
