@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from lowbit_strategy.doctor import doctor
+from lowbit_strategy.launch import PASS_ON, config, launch
 
 app = typer.Typer(
     name="lowbit",
@@ -20,6 +21,8 @@ def lowbit() -> None:
 
 
 app.command()(doctor)
+app.command(context_settings=PASS_ON, add_help_option=False)(launch)
+app.command()(config)
 
 
 def main() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.reducers.base import LanePair
@@ -62,7 +64,11 @@ class Report:
         return "\n".join(lines)
 
 
-def build_report(sync: GradientSync) -> Report:
+def build_report(sync: GradientSync, device: torch.device | None = None) -> Report:
+    """Args:
+    sync: The engine.
+    device: Where kernels will run, if not where the engine is.
+    """
     groups: dict[tuple[str, str, str], Group] = {}
     for name, assignment in sync.assignments.items():
         method = assignment.method
@@ -81,7 +87,7 @@ def build_report(sync: GradientSync) -> Report:
         fp32_nbytes=4 * ring,
         bf16_nbytes=2 * ring,
         residual_nbytes=sync.residual_nbytes,
-        kernels=backends.describe(sync.device),
+        kernels=backends.describe(device or sync.device),
         world_size=world_size,
         scatter=sync.scatter,
     )

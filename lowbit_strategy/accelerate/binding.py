@@ -1,0 +1,255 @@
+"""A plugin at work on one `Accelerator`: wraps the methods that are the moments compression has to know of.
+
+| of the accelerator | becomes |
+|---|---|
+| `prepare_model`, and `_prepare_fsdp2` for FSDP2 | handshake before, attachment after |
+| `prepare_optimizer` | its optimizer says when a step is over, skipped ones too |
+| `backward` | residuals learn the loss scale first |
+| `save_state`, `load_state` | residuals go into the folder, through Accelerate's own hooks |
+| `free_memory` | attachments go with the models |
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy.accelerate import saved
+from lowbit_strategy.accelerate.plugin import LowBitPlugin
+from lowbit_strategy.accelerate.support import check_accelerator, keep_fsdp_on_cpu
+from lowbit_strategy.hooks.attach import Attached, Prepared, attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.hooks.engine import GradientSync
+
+_ATTRIBUTE = "lowbit"
+_log = logging.getLogger("lowbit_strategy")
+
+
+class Binding:
+    """What `LowBitPlugin.attach` returns, and ``accelerator.lowbit`` from then on.
+
+    Args:
+        plugin: Configuration.
+        accelerator: Has prepared nothing yet.
+        fsdp_plugin: See `LowBitPlugin.attach`.
+
+    Raises:
+        ValueError: See `LowBitPlugin.attach`.
+    """
+
+    def __init__(self, plugin: LowBitPlugin, accelerator: Accelerator, *, fsdp_plugin: Any = None) -> None:
+        if not isinstance(accelerator, Accelerator):
+            raise TypeError(f"attach needs an accelerate.Accelerator, got {type(accelerator).__name__}")
+        if binding_of(accelerator) is not None:
+            raise ValueError(
+                "this Accelerator has a LowBitPlugin already: attach one only, in the script or by a lowbit_config"
+                " section (lowbit launch), not both"
+            )
+        if accelerator._models or accelerator._optimizers:
+            raise ValueError(
+                "this Accelerator has prepared a model or an optimizer already, which would stay uncompressed:"
+                " attach the plugin right after making the Accelerator, before accelerator.prepare"
+            )
+        keep_fsdp_on_cpu(accelerator, fsdp_plugin)
+        check_accelerator(accelerator)
+        self.plugin = plugin
+        self.accelerator = accelerator
+        self.attachments: list[Attached] = []
+        self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
+        self._numbers: WeakKeyDictionary[Attached, int] = WeakKeyDictionary()  # checkpoints know models by order
+        self._wrap("prepare_model", self._prepare_model)
+        self._wrap("_prepare_fsdp2", self._prepare_fsdp2)
+        self._wrap("prepare_optimizer", self._prepare_optimizer)
+        self._wrap("backward", self._backward)
+        self._wrap("free_memory", self._free_memory)
+        accelerator.register_save_state_pre_hook(self._on_save)
+        accelerator.register_load_state_pre_hook(self._on_load)
+        setattr(accelerator, _ATTRIBUTE, self)
+
+    @property
+    def sync(self) -> GradientSync | None:
+        """The engine of the first prepared model: methods, state, accounting."""
+        return self.attachments[0].sync if self.attachments else None
+
+    def end_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """Called by the prepared optimizers."""
+        for attached in self.attachments:
+            if attached.sync.in_step and attached.owns(optimizer):
+                attached.end_step()
+
+    def save(self, folder: str) -> None:
+        """Put residuals into a checkpoint's folder; on all ranks."""
+        writes_stamp = self.accelerator.is_local_main_process
+        saved.save(folder, self.attachments, barrier=self.accelerator.wait_for_everyone, writes_stamp=writes_stamp)
+
+    def load(self, folder: str, *, compressed: bool = False) -> None:
+        """Restore what `save` wrote; on all ranks. `compressed`: it is an error if there is nothing."""
+        saved.load(folder, self.attachments, compressed=compressed)
+
+    # -- the accelerator's moments ------------------------------------------------------------------------------
+
+    def _wrap(self, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(self.accelerator, name)
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        setattr(self.accelerator, name, method)
+
+    def _prepare_model(
+        self,
+        original: Callable[..., Any],
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> Any:
+        prepare_it = functools.partial(original, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        if not self._becomes_ddp(model, evaluation_mode):
+            self._revive(_attached_to(model))
+            return prepare_it(model)
+        self._refuse_other_hooks()
+        prepared = self._agree(model, scatter=False)
+        wrapped = prepare_it(model)
+        ddp = _inner(wrapped)
+        if not isinstance(ddp, DistributedDataParallel):
+            raise RuntimeError(f"Accelerate made a {type(ddp).__name__} of the model, not DistributedDataParallel")
+        scaled = self.accelerator.scaler is not None
+        self._keep(ddp, attach_ddp(ddp, prepared, device=self.accelerator.device, has_scaler=scaled))
+        return wrapped
+
+    def _becomes_ddp(self, model: nn.Module, evaluation_mode: bool) -> bool:
+        if evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
+            return False
+        if not any(param.requires_grad for param in model.parameters()):
+            return False
+        if self.accelerator.distributed_type == DistributedType.NO:
+            _log.warning("lowbit_strategy: one process, so no gradient is sent and nothing is compressed")
+            return False
+        return True
+
+    def _prepare_fsdp2(self, original: Callable[..., Any], *args: Any) -> Any:
+        models = [obj for obj in args if isinstance(obj, nn.Module)]
+        known = _attached_to(models[0]) if models else None
+        if not models or known is not None:
+            self._revive(known)
+            return original(*args)
+        prepared = self._agree(models[0], scatter=True)
+        result = original(*args)
+        module = _inner(next(obj for obj in result if isinstance(obj, nn.Module)))
+        scaled = self.accelerator.scaler is not None
+        self._keep(module, attach_fsdp(module, prepared, device=self.accelerator.device, has_scaler=scaled))
+        return result
+
+    def _keep(self, module: nn.Module, attached: Attached) -> None:
+        module._lowbit = _OnModule(attached)  # lives as long as the module
+        self._modules.add(module)
+        self._numbers[attached] = len(self._numbers)
+        if isinstance(module, DistributedDataParallel):
+            weakref.finalize(module, attached.close)  # its thread ends with it
+        self._revive(attached)
+
+    def _revive(self, attached: Attached | None) -> None:
+        """`attached` is in use (again): the HF Trainer frees the accelerator's memory, then goes on with the model."""
+        if attached is not None and attached not in self.attachments:
+            self.attachments = sorted([*self.attachments, attached], key=lambda each: self._numbers[each])
+
+    def _agree(self, model: nn.Module, *, scatter: bool) -> Prepared:
+        return prepare(model, self.plugin.compressor, self.plugin.sync_options(), scatter=scatter)
+
+    def _refuse_other_hooks(self) -> None:
+        handler = self.accelerator.ddp_handler
+        hook = getattr(handler, "comm_hook", None)
+        if hook is not None and getattr(hook, "value", hook) != "no":
+            raise ValueError(
+                f"DistributedDataParallelKwargs(comm_hook={hook}) and a compressor cannot both be the communication"
+                " hook: leave comm_hook out"
+            )
+
+    def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer = original(*args, **kwargs)
+        if type(optimizer) is AcceleratedOptimizer:
+            optimizer.__class__ = SteppingOptimizer  # not a patched attribute: schedulers rebind `step`
+            optimizer.lowbit = self
+        for module in list(self._modules):
+            attached = _attached_to(module)
+            if attached is not None and attached.owns(optimizer):
+                self._revive(attached)
+        return optimizer
+
+    def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
+        for attached in self.attachments:
+            if attached.newly_trainable():
+                self._on_unfrozen(attached)
+            attached.set_loss_scale(self.accelerator.scaler)
+        return original(loss, **kwargs)
+
+    def _on_unfrozen(self, attached: Attached) -> None:
+        if attached.sync.scatter:
+            attached.cover()
+            return
+        raise RuntimeError(
+            f"{attached.newly_trainable()[0]} was frozen when the model was prepared and is trained now, which DDP does"
+            " not see: call accelerator.prepare again after unfreezing (with the model itself, not with what prepare"
+            " returned)"
+        )
+
+    def _free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
+        self.attachments = []  # closed when their models are gone
+        return original(*objects)
+
+    def _on_save(self, models: Any, weights: Any, folder: str) -> None:
+        self.save(folder)
+
+    def _on_load(self, models: Any, folder: str) -> None:
+        self.load(folder)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Without what torch.compile goes around DDP or FSDP2 modules with."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+class _OnModule:
+    """Where a module keeps its attachment. Copies of the module are of a model that nothing is attached to."""
+
+    def __init__(self, attached: Attached | None = None) -> None:
+        self.attached = attached
+
+    def __reduce__(self) -> tuple[type[_OnModule], tuple[()]]:
+        return (_OnModule, ())
+
+
+def _attached_to(model: nn.Module) -> Attached | None:
+    slot = getattr(_inner(model), "_lowbit", None)
+    return slot.attached if isinstance(slot, _OnModule) else None
+
+
+class SteppingOptimizer(AcceleratedOptimizer):
+    """Accelerate's optimizer; tells the binding when a step is over. Steps that a loss scaler skips count too."""
+
+    lowbit: Binding | None = None
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.lowbit is not None and self.gradient_state.sync_gradients:
+            self.lowbit.end_step(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key != "lowbit"}
+
+
+def binding_of(accelerator: Accelerator) -> Binding | None:
+    """The binding that a plugin has made for `accelerator`, if one is attached."""
+    binding = getattr(accelerator, _ATTRIBUTE, None)
+    return binding if isinstance(binding, Binding) else None

@@ -1,0 +1,123 @@
+"""The ``lowbit_config`` section: what a file may say about compression, and how it reaches the training processes.
+
+    lowbit_config:
+      compressor: loco            # any name that `<name>_ddp` is registered for
+      bits: 4                     # the compressor's own options stand beside it
+      exempt: ["@vector", "*.gate.*"]
+      seed: 0                     # and those of `LowBitPlugin`
+
+A value that is itself a mapping with ``compressor`` is another configuration (for options that take one).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lowbit_strategy.accelerate.plugin import LowBitPlugin
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.registry import from_options, preset
+
+SECTION = "lowbit_config"
+VARIABLE = "LOWBIT_CONFIG"  # the section as JSON, or the path of a file that holds it
+
+OTHER_KEYS = tuple(field.name for field in dataclasses.fields(LowBitPlugin) if field.name != "compressor")
+
+Section = dict[str, Any]
+
+
+def plugin_from_section(section: object) -> LowBitPlugin:
+    """The plugin that a section describes.
+
+    Raises:
+        ValueError: A key or a name is unknown (the message has the nearest valid one), or a value is out of range.
+    """
+    section = section_of({SECTION: section}, SECTION)
+    ours = {key: value for key, value in section.items() if key in OTHER_KEYS}
+    rest = {key: value for key, value in section.items() if key not in ours}
+    try:
+        return LowBitPlugin(_compressor(rest, others=OTHER_KEYS), **ours)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{SECTION}: {error}") from error
+
+
+def _compressor(entries: Mapping[str, Any], *, others: Iterable[str] = ()) -> Compressor:
+    """``{compressor: name, option: value, ...}``; `others`: keys that belong beside them, for the hint."""
+    options = dict(entries)
+    name = options.pop("compressor", None)
+    if not isinstance(name, str):
+        raise ValueError(f"compressor must be a name such as loco, got {name!r}" if name else "compressor is missing")
+    known = {field.name: field for field in dataclasses.fields(preset(name)) if field.init}
+    for key in options:
+        if key not in known:
+            choices = [*known, *others]
+            near = get_close_matches(str(key), choices, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown key {key!r}{hint} Known with {name}: {', '.join(['compressor', *choices])}")
+    defaults = preset(name)
+    return from_options(name, {key: _value(value, getattr(defaults, key)) for key, value in options.items()})
+
+
+def _value(value: Any, default: Any) -> Any:
+    """YAML 1.1 reads 1e-3 as text: where a number is expected it is one. Nested configurations are built."""
+    if isinstance(value, Mapping) and "compressor" in value:
+        return _compressor(value)
+    if isinstance(value, str) and isinstance(default, float):
+        try:
+            return float(value)
+        except ValueError:
+            return value  # the compressor's own check says what is wrong with it
+    return value
+
+
+def read_section(source: str | os.PathLike[str]) -> Section:
+    """The section in a file (a whole configuration, or the section alone), or in a text that starts with ``{``.
+
+    Raises:
+        ValueError: There is no such file, or no section in it.
+    """
+    text = os.fspath(source)
+    if not text.lstrip().startswith("{"):
+        path = Path(text).expanduser()
+        if not path.is_file():
+            raise ValueError(f"there is no file {text!r} with a {SECTION} section")
+        text = path.read_text(encoding="utf-8")
+    content = yaml.safe_load(text)  # JSON is YAML
+    if isinstance(content, Mapping) and SECTION not in content and "compressor" in content:
+        return dict(content)
+    return section_of(content, repr(os.fspath(source)))
+
+
+def section_of(config: object, where: str) -> Section:
+    """The section of a configuration, which is called `where` in errors.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if not isinstance(config, Mapping) or SECTION not in config:
+        raise ValueError(
+            f"{where} has no {SECTION} section: add {SECTION}: {{compressor: loco, bits: 4}} (lowbit config does);"
+            " for uncompressed training use accelerate launch"
+        )
+    section = config[SECTION]
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{SECTION} must be a mapping such as {{compressor: loco, bits: 4}}, got {section!r}")
+    return dict(section)
+
+
+def section_from_environment() -> Section | None:
+    """What the launcher, or the user, left in `VARIABLE`; None if nothing did."""
+    value = os.environ.get(VARIABLE)
+    return None if not value else read_section(value)
+
+
+def export(section: Section) -> dict[str, str]:
+    """Environment variables that bring `section` to child processes."""
+    return {VARIABLE: json.dumps(section)}

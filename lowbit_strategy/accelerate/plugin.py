@@ -1,0 +1,64 @@
+"""The plugin: what to do about compression, to be attached to an `Accelerator`."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from lowbit_strategy.hooks.attach import SyncOptions
+from lowbit_strategy.hooks.checkpoint import OnWorldSizeChange
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.loco import LoCo
+
+if TYPE_CHECKING:
+    from lowbit_strategy.accelerate.binding import Binding
+
+
+@dataclass(frozen=True, slots=True)
+class LowBitPlugin:
+    """Compressed gradient synchronisation for Accelerate; pure configuration, so one plugin serves any number.
+
+    Args:
+        compressor: A configuration such as ``LoCo(bits=4)``, the default.
+        seed: Of stochastic rounding and selection; the same on all ranks.
+        on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
+        on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
+
+    Raises:
+        TypeError: `compressor` is not a configuration.
+        ValueError: An option is out of range.
+    """
+
+    compressor: Compressor = field(default_factory=LoCo)
+    _: KW_ONLY
+    seed: int = 0
+    on_world_size_change: OnWorldSizeChange = "reset"
+    on_missing_residual: Literal["error", "reset"] = "error"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compressor, Compressor):
+            raise TypeError(f"compressor must be a configuration such as LoCo(bits=4), got {self.compressor!r}")
+        self.sync_options()
+
+    def sync_options(self) -> SyncOptions:
+        return SyncOptions(
+            seed=self.seed,
+            on_world_size_change=self.on_world_size_change,
+            on_missing_residual=self.on_missing_residual,
+        )
+
+    def attach(self, accelerator: Any, *, fsdp_plugin: Any = None) -> Binding:
+        """From now on what `accelerator` prepares is synchronised compressed.
+
+        Args:
+            accelerator: An `accelerate.Accelerator` that has prepared nothing yet.
+            fsdp_plugin: The `FullyShardedDataParallelPlugin` that the accelerator was made with. Needed on CPU only:
+                Accelerate forgets it there and would train with DDP instead.
+
+        Raises:
+            ValueError: The accelerator has prepared a model, has a plugin already, or runs in a way that cannot be
+                served.
+        """
+        from lowbit_strategy.accelerate.binding import Binding
+
+        return Binding(self, accelerator, fsdp_plugin=fsdp_plugin)

@@ -1,0 +1,79 @@
+"""Attaching to a Trainer: its accelerator, and its checkpoints, which do not go through Accelerate's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+from accelerate.utils import FullyShardedDataParallelPlugin
+from transformers import Trainer
+
+from lowbit_strategy.accelerate.binding import Binding, binding_of
+from lowbit_strategy.accelerate.plugin import LowBitPlugin
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.transformers.checkpoints import ResidualCallback
+
+
+def attach(trainer: Trainer, plugin: LowBitPlugin | Compressor | None = None) -> Binding:
+    """Train with compressed gradient synchronisation; residuals go into ``checkpoint-*`` and come back on resume.
+
+    Args:
+        trainer: A Trainer that has not trained yet.
+        plugin: A compressor's configuration such as ``LoCo(bits=4)``, the default, or a `LowBitPlugin`.
+
+    Raises:
+        TypeError: `plugin` is neither.
+        ValueError: The trainer has prepared its model, is compressed already (``lowbit launch`` does that), or runs
+            in a way that cannot be served.
+    """
+    if isinstance(plugin, Compressor):
+        plugin = LowBitPlugin(plugin)
+    chosen = LowBitPlugin() if plugin is None else plugin
+    if not isinstance(chosen, LowBitPlugin):
+        raise TypeError(f"attach takes a configuration such as LoCo(bits=4) or a LowBitPlugin, got {plugin!r}")
+    binding = _attach_accelerator(trainer, chosen)
+    create = trainer.create_accelerator_and_postprocess
+
+    @functools.wraps(create)
+    def create_and_attach() -> None:  # a hyperparameter search makes an accelerator for every trial
+        create()
+        _attach_accelerator(trainer, chosen)
+
+    trainer.create_accelerator_and_postprocess = create_and_attach  # type: ignore[method-assign]
+    bind_checkpoints(trainer)
+    return binding
+
+
+def _attach_accelerator(trainer: Trainer, plugin: LowBitPlugin) -> Binding:
+    arguments = trainer.args.fsdp_plugin_args
+    fsdp_plugin = FullyShardedDataParallelPlugin(**arguments) if arguments is not None else None
+    binding = plugin.attach(trainer.accelerator, fsdp_plugin=fsdp_plugin)
+    # Read when the accelerator was made; attaching brings FSDP back where there is no GPU.
+    trainer.is_fsdp_enabled = getattr(trainer.accelerator.state, "fsdp_plugin", None) is not None
+    return binding
+
+
+def bind_every_trainer(module: Any) -> None:
+    """For scripts that know nothing of us: `module` is ``transformers.trainer``, just imported."""
+    wrapt.wrap_function_wrapper(module, "Trainer.__init__", _made)
+
+
+def _made(wrapped: Callable[..., None], instance: Trainer, args: Any, kwargs: Any) -> None:
+    wrapped(*args, **kwargs)
+    bind_checkpoints(instance)
+
+
+def bind_checkpoints(trainer: Trainer) -> None:
+    """Save residuals with every checkpoint, load them with the one that is resumed from."""
+    callback = ResidualCallback(lambda: binding_of(trainer.accelerator))
+    trainer.add_callback(callback)
+    train = trainer.train
+
+    @functools.wraps(train)
+    def train_and_load(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        callback.resume_from = resume_from_checkpoint
+        return train(resume_from_checkpoint, *args, **kwargs)
+
+    trainer.train = train_and_load  # type: ignore[method-assign]
