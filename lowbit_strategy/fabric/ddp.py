@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.fabric.common import LowBitFabricMixin
-from lowbit_strategy.hooks.attach import attach_ddp, prepare
+from lowbit_strategy.hooks.attach import Attached, attach_ddp, prepare
+from lowbit_strategy.hooks.ddp import check_ddp_options
 from lowbit_strategy.reducers.base import Compressor
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class LowBitFabricDDPMixin(LowBitFabricMixin, _Base):
         on_missing_residual: str = "error",
         **kwargs: Any,
     ) -> None:
+        check_ddp_options(kwargs, super().__init__)
         super().__init__(**kwargs)
         self.configure(
             compressor,
@@ -45,10 +47,15 @@ class LowBitFabricDDPMixin(LowBitFabricMixin, _Base):
             return super().setup_module(module)  # inference only: DDP says what it thinks of that
         prepared = prepare(module, self.compressor, self.options, scatter=False)
         wrapped = super().setup_module(module)
-        self.attachments.append(
-            attach_ddp(wrapped, prepared, device=self.root_device, has_scaler=self.loss_scaler is not None)
-        )
+        self.attach(attach_ddp(wrapped, prepared, device=self.root_device, has_scaler=self.loss_scaler is not None))
         return wrapped
+
+    def on_unfrozen(self, attached: Attached) -> None:
+        raise RuntimeError(
+            f"{attached.newly_trainable()[0]} was frozen when the model was set up and is trained now, which DDP does"
+            " not see: call fabric.setup(module, optimizer) again after unfreezing (with the module itself, not with"
+            " what setup returned)"
+        )
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.fabric.common import LowBitFabricMixin
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
-from lowbit_strategy.hooks.shard import DEFAULT_MIN_SHARD_NUMEL, broadcast_parameters, is_sharded, shard_module
+from lowbit_strategy.hooks.mismatch import explain_mismatch
+from lowbit_strategy.hooks.shard import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, shard_any
 from lowbit_strategy.reducers.base import Compressor
 
 if TYPE_CHECKING:
@@ -59,11 +60,8 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, _Base):
         super().setup_environment()
 
     def _shard(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        if not is_sharded(module):
-            module.to(self.root_device)
-            broadcast_parameters(module)
-            mesh = device_mesh["data_parallel"]
-            shard_module(module, mesh, min_numel=self.min_shard_numel, forward_methods=_FORWARD_METHODS)
+        policy = ShardPolicy(min_numel=self.min_shard_numel, forward_methods=_FORWARD_METHODS)
+        shard_any(module, device_mesh["data_parallel"], self.root_device, policy)
         return module
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -71,7 +69,7 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, _Base):
             return super().setup_module(module)
         prepared = prepare(module, self.compressor, self.options, scatter=True)
         wrapped = super().setup_module(module)
-        self.attachments.append(
+        self.attach(
             attach_fsdp(
                 wrapped,
                 prepared,
@@ -97,6 +95,12 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, _Base):
             for group in optimizer.param_groups:
                 group["params"] = [sharded[names[id(param)]] for param in group["params"]]
         return wrapped, optimizers, scheduler
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        entries = state.items() if isinstance(state, dict) else ()
+        modules = {key: value for key, value in entries if isinstance(value, nn.Module)}
+        with explain_mismatch(path, modules):
+            return super().load_checkpoint(path, state, *args, **kwargs)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

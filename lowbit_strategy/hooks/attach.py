@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
 from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.hooks.handshake import facts, handshake
 from lowbit_strategy.hooks.report import build_report
-from lowbit_strategy.hooks.specs import describe_parameters
+from lowbit_strategy.hooks.resume import OnMissingResidual, Stamp, resume
+from lowbit_strategy.hooks.specs import canonical_name, describe_parameters
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.tensors import TensorSpec
 
@@ -48,7 +50,7 @@ class SyncOptions:
 
     seed: int = 0
     on_world_size_change: OnWorldSizeChange = "reset"
-    on_missing_residual: Literal["error", "reset"] = "error"
+    on_missing_residual: OnMissingResidual = "error"
     rollback: bool | None = None
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ def prepare(
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
     if not scatter:
         refuse_python_reducer()
-    handshake(facts(compressor, specs, scatter=scatter, seed=options.seed), group)
+    handshake(facts(compressor, module, scatter=scatter, settings=asdict(options)), group)
     return Prepared(compressor, options, specs, scatter)
 
 
@@ -97,8 +99,11 @@ class Attached:
     def __init__(self, sync: GradientSync, module: nn.Module, options: SyncOptions, hook: DDPHook | None) -> None:
         self.sync = sync
         self.options = options
+        self._module = module
         self._hook = hook
+        self._warned = False
         self._params = {id(param) for param in module.parameters()}
+        self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
 
     def set_loss_scale(self, scaler: Any) -> None:
         """Before backward: tell the residuals what the coming gradients are multiplied by (None: nothing)."""
@@ -107,6 +112,14 @@ class Attached:
 
     def end_step(self) -> bool:
         """After every optimizer step, skipped ones too. Returns whether the step counted."""
+        comm = self.sync.comm
+        if not self._warned and comm.sent_nbytes == 0 and comm.world_size > 1:
+            self._warned = True
+            _log.warning(
+                "rank %d: the optimizer has stepped but no gradient has been synchronised yet. If the first loss was"
+                " not skipped on purpose, backward does not reach what was set up",
+                comm.rank,
+            )
         return self.sync.end_step()
 
     def save(self, path: Any) -> Saved:
@@ -115,49 +128,76 @@ class Attached:
         sidecar.save(path, saved)
         return saved
 
-    def stamp(self) -> dict[str, int]:
+    def stamp(self) -> Stamp:
         """What goes into the checkpoint itself under `CHECKPOINT_KEY`."""
-        return {"step_index": self.sync.step_index, "world_size": self.sync.comm.world_size}
+        sync = self.sync
+        return {"step_index": sync.step_index, "world_size": sync.comm.world_size, "parameters": list(sync.specs)}
 
-    def load(self, path: Any, stamp: dict[str, int] | None) -> None:
-        """Restore what `save` wrote; `stamp` is what the checkpoint holds under `CHECKPOINT_KEY`.
+    def load(self, path: Any, stamp: Stamp | None) -> None:
+        """Restore what `save` wrote, on all ranks together.
+
+        Args:
+            path: The checkpoint.
+            stamp: What it holds under `CHECKPOINT_KEY`; None: it was written by an uncompressed run.
 
         Raises:
-            ResidualFileError: A file is missing or damaged, and ``on_missing_residual="error"``.
+            ResidualFileError: A rank's file is missing or damaged, and ``on_missing_residual="error"``.
             ValueError: The residuals are of another model.
         """
         if stamp is None:
             if self.sync.comm.rank == 0:
                 _log.warning("%s was saved without compression: residuals start from zero", path)
             return
-        old_world, rank = stamp["world_size"], self.sync.comm.rank
-
-        def load_rank(source: int) -> Saved:
-            return sidecar.load(path, stamp["step_index"], source, old_world)
-
-        same = old_world == self.sync.comm.world_size
-        try:
-            checkpoint.restore(
-                self.sync,
-                load_rank(rank if same else rank % old_world),
-                load_rank=load_rank,
-                on_world_size_change=self.options.on_world_size_change,
-            )
-        except sidecar.ResidualFileError as error:
-            if self.options.on_missing_residual == "error":
-                raise
-            _log.warning("rank %d: %s; going on with residuals of zero", rank, error)
-            self.sync.step_index = stamp["step_index"]
+        self.sync.extend(self._describe_frozen(stamp.get("parameters", ())))
+        resume(
+            self.sync,
+            path,
+            stamp,
+            on_world_size_change=self.options.on_world_size_change,
+            on_missing_residual=self.options.on_missing_residual,
+        )
 
     def adopt(self, earlier: Attached) -> None:
         """Go on with the state of an earlier attachment of the same model (a second fit)."""
-        if earlier.sync.specs.keys() == self.sync.specs.keys():
-            saved = checkpoint.capture(earlier.sync)
-            checkpoint.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+        self.sync.extend(self._describe_frozen(earlier.sync.specs))
+        saved = checkpoint.capture(earlier.sync)
+        checkpoint.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+
+    def _describe_frozen(self, names: Iterable[str]) -> list[TensorSpec]:
+        """Those of `names` that are frozen here: what they are still owed is kept until they are trained again."""
+        also = {name for name in names if name in self._frozen}
+        return [spec for spec in describe_parameters(self._module, also) if spec.name in also]
+
+    def newly_trainable(self) -> list[str]:
+        """Parameters that were frozen when compression was attached and are not any more."""
+        return [name for name, param in self._frozen.items() if param.requires_grad]
+
+    def cover(self, model: DistributedDataParallel | None = None) -> None:
+        """Serve the newly trainable parameters too, between steps, on all ranks together.
+
+        Args:
+            model: DDP synchronises what was trainable when it wrapped: the model wrapped anew. Not needed for FSDP2.
+        """
+        names = set(self.newly_trainable())
+        self._frozen = {name: param for name, param in self._frozen.items() if name not in names}
+        self.sync.extend([spec for spec in describe_parameters(self._module) if spec.name in names])
+        if model is not None and self._hook is not None:
+            self._hook.close()
+            self._hook = DDPHook(model, self.sync)
+        if self.sync.comm.rank == 0:
+            _log.info("%d more parameters are trained now\n%s", len(names), build_report(self.sync).render())
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer` steps a parameter of this model."""
         return any(id(param) in self._params for group in optimizer.param_groups for param in group["params"])
+
+    def serves(self, module: nn.Module) -> bool:
+        """Whether `module` is this model, whatever wraps it."""
+        return any(id(param) in self._params for param in module.parameters())
+
+    def shares_parameters(self, other: Attached) -> bool:
+        """Whether both are of the same model, set up twice."""
+        return not self._params.isdisjoint(other._params)
 
     def close(self) -> None:
         if self._hook is not None:
@@ -167,10 +207,13 @@ class Attached:
 def attach_ddp(
     model: DistributedDataParallel, prepared: Prepared, *, device: torch.device, has_scaler: bool = False
 ) -> Attached:
-    """Register the hook. A group of its own keeps its collectives apart from DDP's on CPU."""
-    group = dist.new_group(dist.get_process_group_ranks(model.process_group)) if device.type == "cpu" else None
-    sync = _engine(prepared, Comm(group or model.process_group), device, has_scaler)
-    return Attached(sync, model, prepared.options, DDPHook(model, sync))
+    """Register the hook. A group of its own, as patient as DDP's, keeps its collectives apart from DDP's on CPU."""
+    group = model.process_group
+    if device.type == "cpu":
+        timeout = group._get_backend(device).options._timeout
+        group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout)
+    sync = _engine(prepared, Comm(group), device, has_scaler)
+    return Attached(sync, model.module, prepared.options, DDPHook(model, sync))
 
 
 def attach_fsdp(

@@ -84,23 +84,26 @@ def restore(
         return
     for method, state in sync.reducers.items():
         _copy_into(state.get("", {}), saved["methods"].get(repr(method), {}))
-    for name in sync.specs:
-        _restore_parameter(sync, name, saved["parameters"][name], sync.comm.rank)
+    for name, entry in saved["parameters"].items():
+        _restore_parameter(sync, name, entry)
 
 
 def _check_model(sync: GradientSync, saved: Saved) -> None:
+    """What is trained here but was not when the state was saved starts from zero; anything else must fit."""
     here = {name: list(spec.shape) for name, spec in sync.specs.items()}
     there = {name: entry["shape"] for name, entry in saved["parameters"].items()}
-    if here == there:
-        return
-    missing, unknown = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+    unknown = sorted(there.keys() - here.keys())
     changed = sorted(name for name in here.keys() & there.keys() if here[name] != there[name])
     parts = [
         f"{what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
-        for what, names in (("not in the checkpoint", missing), ("not in the model", unknown), ("shape", changed))
+        for what, names in (("not in the model", unknown), ("of another shape", changed))
         if names
     ]
-    raise ValueError(f"the residuals in the checkpoint are of another model ({'; '.join(parts)})")
+    if parts:
+        raise ValueError(
+            f"the residuals beside the checkpoint are of another model ({'; '.join(parts)}): load the checkpoint into"
+            ' the model that wrote it, or pass on_missing_residual="reset" to go on with residuals of zero'
+        )
 
 
 def _copy_into(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> bool:
@@ -114,7 +117,7 @@ def _copy_into(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> bo
     return same
 
 
-def _restore_parameter(sync: GradientSync, name: str, entry: Saved, rank: int) -> None:
+def _restore_parameter(sync: GradientSync, name: str, entry: Saved) -> None:
     method = sync.assignments[name].method
     same_grid = not isinstance(method, LanePair) or (
         entry.get("block_size") == method.there.block_size

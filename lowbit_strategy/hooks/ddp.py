@@ -2,8 +2,10 @@
 
 # No postponed annotations here: DDP compares the annotations of a hook with the types themselves.
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -89,6 +91,20 @@ def _run(stages: Iterator[Pending | None]) -> bool:
 
 def _reduce_bucket(hook: DDPHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return hook.reduce(bucket)
+
+
+def check_ddp_options(options: Mapping[str, Any], constructor: Callable[..., Any]) -> None:
+    """Options of a strategy that are neither its own nor DDP's, before DDP finds them when training starts.
+
+    Raises:
+        TypeError: There is one; the message has the nearest name.
+    """
+    known = [*inspect.signature(constructor).parameters, *inspect.signature(DistributedDataParallel).parameters]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else "."
+            raise TypeError(f"unknown option {name!r}{hint} Options of the compressor go into it: LoCo(bits=4)")
 
 
 def refuse_python_reducer() -> None:

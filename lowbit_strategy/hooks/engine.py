@@ -149,6 +149,18 @@ class GradientSync:
         self._phase = compressor.at(self.step_index)
         self.assign(assign_all(self._phase, list(self.specs.values())))
 
+    def extend(self, specs: Sequence[TensorSpec]) -> None:
+        """Serve more parameters, the same on all ranks; the others keep their state. Between steps only."""
+        if not specs:
+            return
+        self.specs |= {spec.name: spec for spec in specs}
+        self.assign(assign_all(self._phase, list(self.specs.values())))
+
+    def forget(self) -> None:
+        """All state as at the start; methods stay. Between steps only."""
+        self.owed.forget()
+        self._group(self.assignments)
+
     def assign(self, assignments: Mapping[str, Assignment]) -> None:
         """Regroup: parameters whose method stays keep their state; what the others still owe is owed by the new one.
 
@@ -156,6 +168,16 @@ class GradientSync:
         """
         carried = {name: self._release(name, assignments[name]) for name in getattr(self, "assignments", {})}
         shared = {method: state.get("", {}) for method, state in getattr(self, "reducers", {}).items()}
+        self._group(assignments)
+        for name, kept in carried.items():
+            self._take_over_(name, kept)
+        for method, state in self.reducers.items():  # a method's own state, where its other parameters still fit it
+            for key, value in state.get("", {}).items():
+                if (old := shared.get(method, {}).get(key)) is not None and old.shape == value.shape:
+                    value.copy_(old)
+
+    def _group(self, assignments: Mapping[str, Assignment]) -> None:
+        """Fresh state for everything, and no plans yet."""
         self.assignments = dict(assignments)
         groups: dict[object, list[str]] = {}
         for name, assignment in assignments.items():
@@ -168,12 +190,6 @@ class GradientSync:
                 self.lanes[method] = LaneStore(method, cuts, self.comm.rank, self.device)
             elif isinstance(method, Reducer):
                 self.reducers[method] = method.init([self.specs[name] for name in names], self.device)
-        for name, kept in carried.items():
-            self._take_over_(name, kept)
-        for method, state in self.reducers.items():  # a method's own state, where its other parameters still fit it
-            for key, value in state.get("", {}).items():
-                if (old := shared.get(method, {}).get(key)) is not None and old.shape == value.shape:
-                    value.copy_(old)
         self._buckets: dict[BucketLayout, Bucket] = {}
         self._flags: list[Tensor] = []
         self._backup: list[Tensor] = []
@@ -308,8 +324,9 @@ class GradientSync:
         for flag in self._flags:
             flag.zero_()
         self.owed.settle(counted=counted)
-        self.step_index += counted
         entered, self._entered = self._entered, set()
+        if entered or self.comm.world_size == 1:  # a second optimizer may have stepped; FSDP2 skips us on one rank
+            self.step_index += counted
         self.taps = []
         if entered:
             for listener in reversed(self.listeners):  # who came last measures what the others add
@@ -363,12 +380,11 @@ class Bucket:
         self.by_reducer: dict[Reducer, list[Slot]] = {method: [] for method in sync.reducers if method.whole_model}
         for name, offset in layout.entries:
             method = sync.assignments[name].method
-            is_lane = isinstance(method, LanePair)
-            cut = sync._cut(name, method.there.block_size if is_lane else 1)
+            cut = sync._cut(name, method.there.block_size if isinstance(method, LanePair) else 1)
             stride = cut.row_numel if layout.row_numel is None else layout.row_numel
             slot = Slot(name, offset, stride, offset, cut)
             self.slots.append(slot)
-            if is_lane:
+            if isinstance(method, LanePair):
                 by_lane.setdefault(method, []).append(slot)
             else:
                 self.by_reducer.setdefault(method, []).append(slot)

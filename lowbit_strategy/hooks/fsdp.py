@@ -66,10 +66,11 @@ def install(module: nn.Module, sync: GradientSync) -> int:
     """Give every FSDP2 module under `module` a compressed reduce-scatter. Returns how many were given one.
 
     Raises:
-        ValueError: A parameter is sharded along another dim than the first, or a module has several groups.
+        ValueError: A parameter is sharded along another dim than the first, or not at all.
     """
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
     seen: set[int] = set()
+    sharded: set[int] = set()
     for child in module.modules():
         if not isinstance(child, FSDPModule):
             continue
@@ -78,6 +79,7 @@ def install(module: nn.Module, sync: GradientSync) -> int:
             continue  # a group made of several modules has one state
         seen.add(id(state))
         group = state._fsdp_param_group
+        sharded |= {id(param.sharded_param) for param in group.fsdp_params}
         for param in group.fsdp_params:
             if param.fsdp_placement.dim != 0:
                 name = names[id(param.sharded_param)]
@@ -86,4 +88,9 @@ def install(module: nn.Module, sync: GradientSync) -> int:
         if hasattr(child, "set_reduce_scatter_unused_params"):
             child.set_reduce_scatter_unused_params(True, recurse=False)
         child.set_custom_reduce_scatter(CompressedReduceScatter(sync, group, names))
+    if seen and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
+        raise ValueError(
+            f"nothing synchronises {', '.join(left[:3])}{' ...' if len(left) > 3 else ''}: no module that holds it is"
+            " sharded. Call fully_shard on the whole model as well, after its parts"
+        )
     return len(seen)

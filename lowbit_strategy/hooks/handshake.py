@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from lowbit_strategy.hooks.specs import trainable_parameters
 from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.tensors import TensorSpec
 from lowbit_strategy.version import __version__
 
 Facts = Mapping[str, object]
 
 
-def facts(compressor: Compressor, specs: Sequence[TensorSpec], *, scatter: bool, seed: int) -> dict[str, object]:
+def facts(
+    compressor: Compressor, module: nn.Module, *, scatter: bool, settings: Mapping[str, object]
+) -> dict[str, object]:
     """Everything that must be the same on all ranks, by the name a user would know it by."""
+    params = trainable_parameters(module)
     return {
         "lowbit_strategy version": __version__,
         "torch version": torch.__version__,
         "strategy": "fsdp" if scatter else "ddp",
-        "compressor": repr(compressor),
-        "seed": seed,
-        "parameters": [(spec.name, spec.shape) for spec in specs],
+        **_fields("compressor", compressor),
+        **settings,
+        "parameters": [(name, tuple(param.shape)) for name, param in params.items()],
+        "parameter types": [(name, str(param.dtype)) for name, param in params.items()],
     }
+
+
+def _fields(name: str, value: object) -> dict[str, object]:
+    """A configuration as plain values by dotted names. Functions go by name: their address differs between ranks."""
+    if dataclasses.is_dataclass(value):
+        found: dict[str, object] = {name: type(value).__name__}
+        for field in dataclasses.fields(value):
+            found |= _fields(f"{name}.{field.name}", getattr(value, field.name))
+        return found
+    if isinstance(value, tuple):
+        found = {name: f"{len(value)} entries"}
+        for index, entry in enumerate(value):
+            found |= _fields(f"{name}[{index}]", entry)
+        return found
+    return {name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)}
 
 
 def handshake(mine: Facts, group: dist.ProcessGroup | None = None) -> None:
@@ -32,12 +53,13 @@ def handshake(mine: Facts, group: dist.ProcessGroup | None = None) -> None:
     Raises:
         RuntimeError: On every rank, naming the first rank and field that differ from rank 0.
     """
-    everyone: list[Facts] = [{}] * dist.get_world_size(group)
+    everyone: list[dict[str, object]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, dict(mine), group=group)
     for rank, theirs in enumerate(everyone):
-        for field, value in everyone[0].items():
-            if theirs.get(field) != value:
-                difference = _difference(value, theirs.get(field))
+        for field in everyone[0] | theirs:
+            value, their_value = everyone[0].get(field), theirs.get(field)
+            if their_value != value:
+                difference = _difference(value, their_value)
                 raise RuntimeError(
                     f"rank {rank} differs from rank 0 in {field}: {difference}."
                     " All ranks must run the same model, configuration and versions"

@@ -56,6 +56,9 @@ class Owed:
         for values in self._waiting.values():
             values.mul_(factor)
 
+    def forget(self) -> None:
+        self._waiting, self._said = {}, {}
+
     def state_dict(self) -> dict[str, Any]:
         return {"world_size": self._world_size, "waiting": {k: v.cpu().clone() for k, v in self._waiting.items()}}
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 DEFAULT_MIN_SHARD_NUMEL = 1_000_000
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -19,22 +20,28 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:
-    """Entries of module lists, dicts and sequences with at least `min_numel` parameters, innermost first.
+    """Entries of module lists and sequences with at least `min_numel` parameters, innermost first.
 
-    A block that shares a parameter with the rest of the model (tied weights) is left to the root: two FSDP2 modules
-    cannot own one parameter.
+    Left to the module around them:
+
+    * a block that shares a parameter with the rest of the model (tied weights): two FSDP2 modules cannot own it
+    * what may run on some ranks only: entries of module dicts, and of lists called experts. FSDP2 gathers a module's
+      parameters when it runs, which all ranks must do together
     """
     uses = Counter(id(param) for child in module.modules() for param in child._parameters.values() if param is not None)
-    chosen = []
-    for child in module.modules():
-        if isinstance(child, _CONTAINERS):
+    chosen: list[nn.Module] = []
+    optional: set[int] = set()
+    for name, child in module.named_modules():
+        if id(child) in optional or isinstance(child, nn.ModuleDict) or "expert" in name.rpartition(".")[2].lower():
+            optional |= {id(inner) for inner in child.modules()}
+        elif isinstance(child, _CONTAINERS):
             chosen += [entry for entry in child.children() if _worth(entry, min_numel, uses)]
     unique = list({id(entry): entry for entry in chosen}.values())
     return sorted(unique, key=lambda entry: sum(1 for _ in entry.modules()))
 
 
 def _worth(entry: nn.Module, min_numel: int, uses: Counter[int]) -> bool:
-    if isinstance(entry, _CONTAINERS[:2]):  # lists and dicts are never called themselves
+    if isinstance(entry, (nn.ModuleList, nn.ModuleDict)):  # never called themselves
         return False
     inside = Counter(
         id(param) for child in entry.modules() for param in child._parameters.values() if param is not None
@@ -49,11 +56,99 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = No
         dist.broadcast(tensor.detach(), group_src=0, group=group)
 
 
-def shard_module(module: nn.Module, mesh: DeviceMesh, *, min_numel: int, forward_methods: Iterable[str] = ()) -> None:
-    """Apply ``fully_shard`` to the blocks and to `module` itself; `forward_methods` gather parameters like forward."""
-    for block in blocks_to_shard(module, min_numel):
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    for method in forward_methods:
-        if hasattr(module, method):
-            register_fsdp_forward_method(module, method)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardPolicy:
+    """What is sharded as one.
+
+    Args:
+        min_numel: Smallest block of a list or sequence that is gathered and reduced by itself.
+        forward_methods: Methods that gather parameters as ``forward`` does.
+        by_child: Shard the module's children and not the module itself. FSDP2 reduces gradients of what has returned
+            from its forward; a module that runs backward inside its forward never does.
+    """
+
+    min_numel: int = DEFAULT_MIN_SHARD_NUMEL
+    forward_methods: tuple[str, ...] = ()
+    by_child: bool = False
+
+
+def shard_any(module: nn.Module, mesh: DeviceMesh, device: torch.device, policy: ShardPolicy) -> None:
+    """Bring `module` to `device`, the same on all ranks, and shard it, unless it is sharded already.
+
+    Parameters on the meta device are made after sharding, so that no rank ever holds them all.
+    """
+    if not is_sharded(module):
+        if not _on_meta(module):
+            module.to(device)
+            broadcast_parameters(module)
+        shard_module(module, mesh, policy)
+    if _on_meta(module):
+        materialize(module, device)
+    module.to(device)
+
+
+def shard_module(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> None:
+    """Apply ``fully_shard`` to the blocks, then to `module` or its children.
+
+    Raises:
+        ValueError: Children are to be sharded, and a parameter belongs to none of them or to several.
+    """
+    wholes = _called_children(module) if policy.by_child else [module]
+    if policy.by_child:
+        _check_children(module, wholes)
+    whole_ids = {id(whole) for whole in wholes}
+    for block in blocks_to_shard(module, policy.min_numel):
+        if id(block) not in whole_ids:
+            fully_shard(block, mesh=mesh)
+    # A child that runs while frozen must not stay gathered: FSDP2 looks at requires_grad when it gathers.
+    reshard = True if policy.by_child else None
+    for whole in wholes:
+        fully_shard(whole, mesh=mesh, reshard_after_forward=reshard)
+        for method in policy.forward_methods:
+            if hasattr(whole, method):
+                register_fsdp_forward_method(whole, method)
+
+
+def _called_children(module: nn.Module) -> list[nn.Module]:
+    """Children with parameters; instead of lists and dicts, which are never called, their entries."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += _called_children(child)
+        elif any(True for _ in child.parameters()):
+            found.append(child)
+    return found
+
+
+def _check_children(module: nn.Module, children: list[nn.Module]) -> None:
+    uses = Counter(id(param) for child in children for param in child.parameters())
+    for name, param in module.named_parameters():
+        if uses[id(param)] != 1:
+            where = "belongs to the module itself" if uses[id(param)] == 0 else "is shared by several of its children"
+            raise ValueError(
+                f"parameter {name} {where}: with manual optimization every child of the module is sharded by itself."
+                " Put what shares parameters into one child, or use the DDP strategy"
+            )
+
+
+def _on_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Give tensors on the meta device memory and the values that ``reset_parameters`` sets.
+
+    Raises:
+        ValueError: A module has such tensors but no ``reset_parameters``.
+    """
+    for name, child in module.named_modules():
+        own = (*child.parameters(recurse=False), *child.buffers(recurse=False))
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        if not callable(reset := getattr(child, "reset_parameters", None)):
+            raise ValueError(
+                f"{name or 'the model'} ({type(child).__name__}) is on the meta device and has no reset_parameters()"
+                " that would give its tensors values: add one, or create it on a real device"
+            )
+        child.to_empty(device=device, recurse=False)
+        reset()

@@ -8,6 +8,7 @@ bucket of a step all are finished.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Pending
+
+_log = logging.getLogger("lowbit_strategy")
 
 Stages = Iterator[Pending | None]
 
@@ -69,8 +72,10 @@ class BucketWorker:
                 while last and active:
                     self._advance(active, newest_first=False)
             except Exception as error:
+                # torch hands on the text of an error in a future, without its traceback
+                _log.error("reducing gradients failed", exc_info=error)
                 for failed in active:
-                    failed.future.set_exception(error)
+                    failed.future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation
                 active.clear()
 
     @staticmethod

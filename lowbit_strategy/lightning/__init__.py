@@ -1,4 +1,4 @@
-"""Lightning: strategies for ``lightning.pytorch``. `lowbit_strategy.pytorch_lightning` is the same for the other name."""
+"""Strategies for ``lightning.pytorch``; `lowbit_strategy.pytorch_lightning` has the same for the other name."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lowbit_strategy.hooks import sidecar
 from lowbit_strategy.hooks.attach import CHECKPOINT_KEY, Attached, SyncOptions
 from lowbit_strategy.hooks.engine import GradientSync
+from lowbit_strategy.hooks.resume import Stamp
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.loco import LoCo
 
@@ -36,7 +37,8 @@ class LowBitMixin(_Base):
         self.compressor = compressor if compressor is not None else LoCo()
         self.options = SyncOptions(**options)
         self.attached = None
-        self._resume: tuple[Any, dict[str, int] | None] | None = None
+        self._attached_module: Any = None
+        self._resume: tuple[Any, Stamp | None] | None = None
 
     @property
     def sync(self) -> GradientSync | None:
@@ -49,13 +51,25 @@ class LowBitMixin(_Base):
 
     def on_attached(self, attached: Attached) -> None:
         """Take over a new attachment: state of an earlier fit, or of a checkpoint that is waiting, goes in."""
+        module = self.lightning_module
         if self.attached is not None:
-            attached.adopt(self.attached)
+            if self._attached_module is module:
+                attached.adopt(self.attached)
             self.attached.close()
-        self.attached = attached
+        self.attached, self._attached_module = attached, module
         if self._resume is not None:
             attached.load(*self._resume)
             self._resume = None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.attached is not None and self.attached.newly_trainable():
+            self.on_unfrozen()
+        return super().training_step(*args, **kwargs)
+
+    def on_unfrozen(self) -> None:
+        """Parameters have been unfrozen since set-up, on all ranks: synchronise them from now on."""
+        assert self.attached is not None
+        self.attached.cover()
 
     def pre_backward(self, closure_loss: Any) -> None:
         super().pre_backward(closure_loss)

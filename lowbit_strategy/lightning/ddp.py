@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from lowbit_strategy.hooks.attach import Prepared, attach_ddp, prepare
+from lowbit_strategy.hooks.ddp import check_ddp_options
 from lowbit_strategy.lightning.common import LowBitMixin
 from lowbit_strategy.reducers.base import Compressor
 
@@ -30,6 +33,7 @@ class LowBitDDPMixin(LowBitMixin, _Base):
     ) -> None:
         if "ddp_comm_hook" in kwargs or "ddp_comm_state" in kwargs:
             raise ValueError("the compressor is the communication hook: leave ddp_comm_hook and ddp_comm_state out")
+        check_ddp_options(kwargs, super().__init__)
         super().__init__(**kwargs)
         self.configure(
             compressor,
@@ -47,10 +51,23 @@ class LowBitDDPMixin(LowBitMixin, _Base):
 
     def _register_ddp_hooks(self) -> None:
         """Stock Lightning registers hooks on CUDA only; ours serve CPU as well."""
+        assert isinstance(self.model, DistributedDataParallel)
         attached = attach_ddp(
             self.model, self._prepared, device=self.root_device, has_scaler=self.loss_scaler is not None
         )
         self.on_attached(attached)
+
+    def on_unfrozen(self) -> None:
+        """DDP synchronises what was trainable when it wrapped, so the module is wrapped anew; stock DDP would let the
+        ranks drift apart without a word.
+        """
+        assert self.attached is not None
+        assert self.lightning_module is not None
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model._remove_autograd_hooks()
+        wrapped = self._setup_model(self.lightning_module)
+        self.model = wrapped
+        self.attached.cover(wrapped)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

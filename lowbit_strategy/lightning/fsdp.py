@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.fsdp import FSDPModule
+
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
-from lowbit_strategy.hooks.shard import DEFAULT_MIN_SHARD_NUMEL, broadcast_parameters, is_sharded, shard_module
+from lowbit_strategy.hooks.mismatch import explain_mismatch
+from lowbit_strategy.hooks.shard import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, shard_any
 from lowbit_strategy.lightning.common import LowBitMixin
 from lowbit_strategy.reducers.base import Compressor
 
@@ -59,17 +62,19 @@ class LowBitFSDPMixin(LowBitMixin, _Base):
 
     def setup(self, trainer: Any) -> None:
         """As the stock strategy's, but sharding is done here instead of in ``configure_model``."""
-        assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         fitting = trainer.state.fn == "fit"
         if fitting:
             prepared = prepare(self.model, self.compressor, self.options, scatter=True)
-        if not is_sharded(self.model):
-            self.model_to_device()
-            broadcast_parameters(self.model)
-            mesh = self.device_mesh["data_parallel"]
-            shard_module(self.model, mesh, min_numel=self.min_shard_numel, forward_methods=_FORWARD_METHODS)
+        policy = ShardPolicy(
+            min_numel=self.min_shard_numel,
+            forward_methods=_FORWARD_METHODS,
+            by_child=not self.lightning_module.automatic_optimization,  # backward runs inside of training_step
+        )
+        shard_any(self.model, self.device_mesh["data_parallel"], self.root_device, policy)
         self.barrier()
         if fitting:
             attached = attach_fsdp(
@@ -95,11 +100,20 @@ class LowBitFSDPMixin(LowBitMixin, _Base):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Gradient accumulation: FSDP2 keeps unsharded gradients, nothing is sent. Stock Lightning knows DDP only."""
-        self.model.set_requires_gradient_sync(False)
+        assert self.model is not None
+        sharded = [child for child in self.model.modules() if isinstance(child, FSDPModule)]
+        for child in sharded:
+            child.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
-            self.model.set_requires_gradient_sync(True)
+            for child in sharded:
+                child.set_requires_gradient_sync(True, recurse=False)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.model is not None
+        with explain_mismatch(checkpoint_path, {"state_dict": self.model}):
+            return super().load_checkpoint(checkpoint_path, weights_only)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
