@@ -16,6 +16,7 @@ from lowbit_strategy.reducers.multiscale import MultiScale
 from lowbit_strategy.reducers.natural import NaturalCompression
 from lowbit_strategy.reducers.onebitsgd import OneBitSGD
 from lowbit_strategy.reducers.partition import Partition
+from lowbit_strategy.reducers.powersgd import PowerSGD
 from lowbit_strategy.reducers.qsgd import QSGD
 from lowbit_strategy.reducers.registry import PRESETS, from_options, preset
 from lowbit_strategy.reducers.rotate import Rotate
@@ -40,6 +41,7 @@ __all__ = [
     "NaturalCompression",
     "OneBitSGD",
     "Partition",
+    "PowerSGD",
     "Rotate",
     "SharedScale",
     "SignSGD",

@@ -32,6 +32,7 @@ from lowbit_strategy.reducers.loco import LoCo
 from lowbit_strategy.reducers.multiscale import MultiScale
 from lowbit_strategy.reducers.natural import NaturalCompression
 from lowbit_strategy.reducers.partition import Partition
+from lowbit_strategy.reducers.powersgd import PowerSGD
 from lowbit_strategy.reducers.qsgd import QSGD
 from lowbit_strategy.reducers.registry import PRESETS
 from lowbit_strategy.reducers.rotate import Rotate
@@ -68,6 +69,8 @@ CONFIGURATIONS: dict[str, Compressor] = PRESETS | {
     "terngrad, scaler a rank": TernGrad(scaler="rank"),
     "feedback on trits": ErrorFeedback(compressor=TernGrad(block_size=128)),
     "feedback on two scales": ErrorFeedback(compressor=MultiScale(bits=2, finer_bits=2)),
+    "rank 1": PowerSGD(rank=1),
+    "rank 2, cold start": PowerSGD(rank=2, warm_start=False, start_step=1),
     "warm-up of three": WarmUp(compressor=LoCo(bits=4), steps=3),
 }
 
@@ -324,7 +327,15 @@ def _collect_mean(kit: Kit) -> Evidence:
         for name, mean in means.items():
             total[name] = total.get(name, 0) + mean.double() / steps
     exempt = [name for name, assignment in sync.assignments.items() if assignment.kind == "exempt"]
-    return {"grads": grads, "average": total, "first": first, "exempt": exempt, "steps": steps}
+    remembers = [name for name, a in sync.assignments.items() if None not in _gains(a.method, sync.scatter)]
+    return {
+        "grads": grads,
+        "average": total,
+        "first": first,
+        "exempt": exempt,
+        "remembers": remembers,
+        "steps": steps,
+    }
 
 
 def _check_mean(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
@@ -345,6 +356,9 @@ def _check_mean(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
                 failures.append(
                     f"{name}: {scale:.2f} times the mean: compressed and exempt tensors are scaled differently"
                 )
+        elif name in evidence[0]["remembers"]:  # what is missing is owed, and grows no further: see conservation
+            if not 0.0 < scale < 1.25:
+                failures.append(f"{name}: average is {scale:.3f} times the mean")
         elif evidence[0]["steps"] == MEAN_STEPS and (abs(scale - 1) > 0.15 or error > 0.4):
             failures.append(
                 f"{name}: average of {MEAN_STEPS} steps is {scale:.3f} times the mean, {error:.2f} away from it"
@@ -408,6 +422,7 @@ def _collect_rollback(kit: Kit) -> Evidence:
     """A loss scaler's overflow on one rank: everything is as before the step, on all ranks."""
     sync = kit.sync(rollback=True)
     kit.run(sync, kit.grads(0))
+    sync.follow_phase()
     before, step_index = fingerprint(sync.state_tensors()), sync.step_index
     poisoned = kit.grads(1)
     if kit.comm.rank == 0:

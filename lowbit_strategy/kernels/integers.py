@@ -45,12 +45,12 @@ def pack_integers(q_RN: Tensor, limit: int) -> Tensor:
     if uses_digits(limit):
         count, levels = digits_per_byte(limit), 2 * limit + 1
         parts = _split(codes_RN, count)
-        return sum(parts[:, k] * levels**k for k in range(count)).to(torch.uint8)
+        return _joined(parts, [levels**k for k in range(count)])
     padded_RN = torch.nn.functional.pad(codes_RN, (0, -codes_RN.shape[1] % 8))
     planes, shift = [], 0
     for width in bit_widths(limit):
         parts = _split((padded_RN >> shift) & ((1 << width) - 1), 8 // width)
-        planes.append(sum(parts[:, k] << (k * width) for k in range(8 // width)).to(torch.uint8))
+        planes.append(_joined(parts, [1 << (k * width) for k in range(8 // width)]))
         shift += width
     return torch.cat(planes, 1)
 
@@ -77,3 +77,11 @@ def unpack_integers(packed_RB: Tensor, numel: int, limit: int) -> Tensor:
 def _split(codes_RN: Tensor, count: int) -> Tensor:
     padded = torch.nn.functional.pad(codes_RN, (0, -codes_RN.shape[1] % count))
     return padded.view(padded.shape[0], count, -1)
+
+
+def _joined(parts_RKN: Tensor, weights: list[int]) -> Tensor:
+    """uint8 [R, n]: one byte of every element of the K parts."""
+    byte_RN = parts_RKN[:, 0].clone()
+    for k, weight in enumerate(weights[1:], start=1):
+        byte_RN += parts_RKN[:, k] * weight
+    return byte_RN.to(torch.uint8)

@@ -158,6 +158,11 @@ class Compressor(ABC):
         """The method of embeddings and heads; None where the compressor has no milder level."""
         return None
 
+    def check(self, specs: Sequence[TensorSpec]) -> None:  # noqa: B027 (most have nothing to check)
+        """Raises:
+        ValueError: The configuration does not suit a model of these parameters.
+        """
+
     def at(self, step_index: int) -> Compressor:
         """The configuration in force after `step_index` optimizer steps: itself, unless it has phases."""
         return self

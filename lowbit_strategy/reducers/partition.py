@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -57,6 +58,13 @@ class Partition(Compressor):
                 inner = compressor.assign(spec)
                 return inner._replace(reason=f"{inner.reason}; {describe(selector)}")
         return self.default.assign(spec)
+
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        remaining = [spec for spec in specs if self.exempted(spec) is None]
+        for selector, compressor in self.rules:
+            compressor.check([spec for spec in remaining if matches(selector, spec)])
+            remaining = [spec for spec in remaining if not matches(selector, spec)]
+        self.default.check(remaining)
 
     def method(self, spec: TensorSpec) -> Method:
         return self.assign(spec).method

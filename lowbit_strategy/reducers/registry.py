@@ -17,6 +17,7 @@ from lowbit_strategy.reducers.multiscale import MultiScale
 from lowbit_strategy.reducers.natural import NaturalCompression
 from lowbit_strategy.reducers.onebitsgd import OneBitSGD
 from lowbit_strategy.reducers.partition import Partition
+from lowbit_strategy.reducers.powersgd import PowerSGD
 from lowbit_strategy.reducers.qsgd import QSGD
 from lowbit_strategy.reducers.rotate import Rotate
 from lowbit_strategy.reducers.sharedscale import SharedScale
@@ -35,6 +36,7 @@ PRESETS: dict[str, Compressor] = {
     "naturalcompression": NaturalCompression(),
     "onebitsgd": OneBitSGD(),
     "partition": Partition(),
+    "powersgd": PowerSGD(),
     "qsgd": QSGD(),
     "rotate": Rotate(),
     "sharedscale": SharedScale(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -48,6 +49,10 @@ class WarmUp(Compressor):
     @property
     def approaches_mean(self) -> bool:  # type: ignore[override]
         return self.compressor.approaches_mean
+
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        self.first.check(specs)
+        self.compressor.check(specs)
 
     def at(self, step_index: int) -> Compressor:
         if step_index < self.steps:

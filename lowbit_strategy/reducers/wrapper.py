@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lowbit_strategy.reducers.base import Assignment, Compressor, LanePair, Method, Reducer
@@ -42,6 +43,9 @@ class Wrapper(Compressor):
 
     def method(self, spec: TensorSpec) -> Method:
         return self.wrap(self.compressor.method(spec))
+
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        self.compressor.check(specs)
 
     def at(self, step_index: int) -> Compressor:
         inner = self.compressor.at(step_index)

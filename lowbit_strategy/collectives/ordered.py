@@ -1,0 +1,39 @@
+"""A sum of floats in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm, Pending
+
+
+def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
+    """All-reduce whose bits depend on nothing but the ranks' values: not on the bucket, the backend or its algorithm.
+
+    A run that is resumed has other buckets in its first step than the one that went on; a ring adds in an order that
+    depends on an element's place in the bucket.
+
+    1. row r of every rank goes to rank r
+    2. rank r adds in rank order
+    3. the sums go to everyone
+
+    As many bytes as a ring.
+    """
+    world_size, numel = comm.world_size, x_N.numel()
+    rows_WN = torch.nn.functional.pad(x_N, (0, -numel % world_size)).view(world_size, -1)
+    received_WN = torch.empty_like(rows_WN)
+    yield comm.all_to_all(received_WN, rows_WN.contiguous())
+    total_N = received_WN[0].clone()
+    for row_N in received_WN[1:]:
+        total_N += row_N
+    gathered_WN = torch.empty_like(rows_WN)
+    yield comm.all_gather(gathered_WN, total_N)
+    return gathered_WN.view(-1)[:numel]
+
+
+def ordered_nbytes(numel: int, itemsize: int, world_size: int) -> int:
+    """Bytes a rank sends for `numel` elements."""
+    return 2 * (world_size - 1) * -(-numel // world_size) * itemsize
