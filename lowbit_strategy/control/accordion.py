@@ -160,6 +160,10 @@ class AccordionBatch(Controller):
     def levels(self) -> tuple[Compressor, ...]:
         return ()
 
+    @property
+    def initial_accumulation(self) -> int:
+        return self.small
+
     def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
         judged = [spec.name for spec in specs if spec.ndim > 1]
         return {"regimes": self.regimes.init(), "accumulation": self.small, "judged": judged}

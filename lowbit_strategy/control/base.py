@@ -133,6 +133,11 @@ class Controller(ABC):
     @abstractmethod
     def levels(self) -> tuple[Compressor, ...]: ...
 
+    @property
+    def initial_accumulation(self) -> int | None:
+        """Batches in the first step, if the controller decides on that."""
+        return None
+
     @abstractmethod
     def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
         """The state before the first step.

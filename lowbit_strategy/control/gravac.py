@@ -182,7 +182,7 @@ class GraVAC(Controller):
         candidate, gains = state["candidate"], state["gains"]
         gain = gains.get(str(candidate))
         if gain is None or gain >= self.epsilon:
-            return candidate, "" if gain is None else f"gain at least {self.epsilon:g}"
+            return candidate, "to be measured" if gain is None else f"gain at least {self.epsilon:g}"
         lightest = gains.get("1")
         if candidate != 1 and (lightest is None or lightest >= self.epsilon):
             return 1, f"gain of the candidate below {self.epsilon:g}"

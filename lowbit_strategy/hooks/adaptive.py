@@ -81,12 +81,17 @@ class AdaptiveDriver:
             ValueError: The controller cannot serve this model.
         """
         self.sync = sync
-        self.state = self.controller.init(list(sync.specs.values()), sync.comm.world_size)
+        self.state = self._initial_state()
+        self.accumulation = self.controller.initial_accumulation
         self.levels = {}
         sync.listeners.insert(0, self)
         sync.extra_state[EXTRA_STATE_KEY] = self
         if sync.device.type == "cuda":
             self._compile_kernels()
+
+    def _initial_state(self) -> State:
+        self._names = tuple(self.sync.specs)
+        return self.controller.init(list(self.sync.specs.values()), self.sync.comm.world_size)
 
     def _compile_kernels(self) -> None:
         """Every level once on a small tensor, so that no switch waits for a compiler."""
@@ -102,6 +107,8 @@ class AdaptiveDriver:
         if self._decided_step != sync.step_index:  # a step that overflowed comes again: what was decided stands
             clock = self.clock(sync.step_index)
             shown, self._shown = self._shown, {}
+            if self._names != tuple(sync.specs):  # parameters have been unfrozen
+                self.state = _extended(self._initial_state(), self.state)
             if self.controller.reads_accumulated(clock, self.state):
                 shown["accumulated_norm"] = self._read_sums()
             self._apply(self.controller.decide(Telemetry(clock=clock, **shown), self.state), clock)
@@ -252,3 +259,11 @@ class AdaptiveDriver:
         self.levels = dict(state["levels"])
         if self.levels:
             self.sync.use(PerParameter.of(self.controller.levels, self.levels))
+
+
+def _extended(fresh: Any, old: Any) -> Any:
+    """A controller's state after more parameters have joined: the old one, with what is new of them added."""
+    if isinstance(fresh, dict) and isinstance(old, dict):
+        return {key: _extended(fresh.get(key, old.get(key)), old.get(key, fresh.get(key))) for key in {**fresh, **old}}
+    is_names = isinstance(fresh, list) and bool(fresh) and isinstance(fresh[0], str)
+    return fresh if is_names else old

@@ -35,6 +35,7 @@ class Figures:
         bits_per_element: Bits on the wire for one element and hop; an uncompressed float32 has 32.
         wire_nbytes: Bytes a rank sends for them, by the methods' own account.
         method: What compresses them.
+        compressed: Whether any of them is not exempt.
     """
 
     numel: int
@@ -46,6 +47,7 @@ class Figures:
     bits_per_element: float
     wire_nbytes: float
     method: str
+    compressed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,4 +267,5 @@ class Observer:
             bits_per_element=8 * nbytes / traffic if traffic else 0.0,
             wire_nbytes=nbytes,
             method=", ".join(methods),
+            compressed=any(sync.assignments[name].kind != "exempt" for name in names),
         )

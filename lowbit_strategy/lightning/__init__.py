@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
+from lowbit_strategy.lightning.adaptive import AdaptiveCompressionMixin
 from lowbit_strategy.lightning.ddp import LowBitDDPMixin
 from lowbit_strategy.lightning.fsdp import LowBitFSDPMixin
+from lowbit_strategy.lightning.monitor import CompressionMonitorMixin
 
-__all__ = ["LowBitDDPStrategy", "LowBitFSDPStrategy"]
+__all__ = ["AdaptiveCompression", "CompressionMonitor", "LowBitDDPStrategy", "LowBitFSDPStrategy"]
 
 
 class LowBitDDPStrategy(LowBitDDPMixin, DDPStrategy):
@@ -40,4 +43,38 @@ class LowBitFSDPStrategy(LowBitFSDPMixin, ModelParallelStrategy):
         save_distributed_checkpoint: True: a folder of shards; False: one full file, which ``load_from_checkpoint``
             reads.
         process_group_backend, timeout: As for ``ModelParallelStrategy``.
+    """
+
+
+class CompressionMonitor(CompressionMonitorMixin, Callback):
+    """What compression does to the gradients, in the trainer's loggers and progress bar.
+
+    On every n-th step, over all ranks: relative error and cosine similarity of what was sent against gradient plus
+    residual, residual norm, bits an element, bytes on the wire, milliseconds in codecs and in waiting for bytes; in
+    total and by group. Between those steps it does nothing. `lowbit report` draws what it records.
+
+    Args:
+        every_n_steps: Optimizer steps from one observation to the next. An observation costs about as much as the
+            compression of one step.
+        group_by: ``kind`` (the same layer of all blocks together), ``module``, ``parameter``, or a function of the
+            parameter's name.
+        bounds: Warn when a group leaves them; `lowbit_strategy.control.Guard` falls back as well.
+        progress_bar: Show error and bits in the progress bar.
+        record: Write ``lowbit.jsonl`` into the logger's folder, or into the folder given.
+
+    Raises:
+        ValueError: `every_n_steps` is not positive, or the strategy is none of ours.
+    """
+
+
+class AdaptiveCompression(AdaptiveCompressionMixin, Callback):
+    """Lets a controller choose compressors while the model trains; its choice replaces the strategy's compressor.
+
+    Args:
+        controller: One of `lowbit_strategy.control`, such as ``Accordion(light=LoCo(bits=8), heavy=LoCo(bits=2))``.
+        record: Write decisions to ``lowbit.jsonl`` in the logger's folder, or in the folder given.
+
+    Raises:
+        TypeError: `controller` is none.
+        ValueError: The controller cannot serve the model, or the strategy is none of ours.
     """

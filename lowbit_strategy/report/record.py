@@ -1,0 +1,70 @@
+"""A run's record: one JSON object a line, appended as things happen, so that a running job can be read too."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "lowbit.jsonl"
+
+
+class RunRecord:
+    """Appends to the record of one run; for rank 0.
+
+    Kinds of lines: ``start`` (also after a resume), ``observation``, ``switch``, ``levels``, ``warning``,
+    ``validation``. All have a ``step``: optimizer steps completed before.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, kind: str, step: int, **fields: Any) -> None:
+        line = {"kind": kind, "step": step, "time": round(time.time(), 3), **fields}
+        with self.path.open("a") as file:
+            file.write(json.dumps(_plain(line)) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: what is not finite becomes null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def read_record(folder: str | Path) -> list[dict[str, Any]]:
+    """All lines of the record in `folder`, in order; steps that a resumed run did again are left out the first time.
+
+    Raises:
+        FileNotFoundError: There is no record; the message says how to get one.
+    """
+    path = Path(folder) / FILE_NAME
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist: give the folder of a run with CompressionMonitor or AdaptiveCompression in its"
+            " callbacks (the logger's folder, such as lightning_logs/version_0)"
+        )
+    lines: list[dict[str, Any]] = []
+    for line in _parse(path):
+        if line["kind"] == "start":
+            lines = [earlier for earlier in lines if earlier["step"] < line["step"] or earlier["kind"] == "start"]
+        lines.append(line)
+    return lines
+
+
+def _parse(path: Path) -> Iterator[dict[str, Any]]:
+    for number, text in enumerate(path.read_text().splitlines(keepends=True), start=1):
+        if not text.endswith("\n"):
+            return  # the last line of a running job may be half written
+        try:
+            yield json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not a line of a record ({error})") from error
