@@ -172,9 +172,19 @@ def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
     Console(width=None if sys.stdout.isatty() else 110).print(table)
 
 
-def write_json(path: Path, rows: Sequence[Row], samples: dict[str, Any], options: argparse.Namespace) -> None:
+def describe_machine() -> dict[str, Any]:
+    """What the times depend on; says so if the machine is busy with something else."""
+    cpus, load = os.cpu_count() or 1, os.getloadavg()[0]
+    if load > 0.25 * cpus:
+        message = f"warning: other programs keep this machine busy (load {load:.1f} on {cpus} cores): times will suffer"
+        print(message, file=sys.stderr)
+    return {"cpus": cpus, "load_before": load, "python": platform.python_version(), "torch": torch.__version__}
+
+
+def write_json(
+    path: Path, rows: Sequence[Row], samples: dict[str, Any], machine: dict[str, Any], options: argparse.Namespace
+) -> None:
     settings = {name: value for name, value in vars(options).items() if name != "json"}
-    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
     content = {"settings": settings, "machine": machine, "rows": [asdict(row) for row in rows], "samples": samples}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
@@ -187,6 +197,7 @@ def main() -> int:
         return 2
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))  # so that the network is taken down
+    machine = describe_machine()
     rows: list[Row] = []
     samples: dict[str, Any] = {}
     with SlowNetwork(options.world_size) as network:
@@ -199,7 +210,7 @@ def main() -> int:
             samples[rate] = reports
     show(rows, options)
     if options.json is not None:
-        write_json(options.json, rows, samples, options)
+        write_json(options.json, rows, samples, machine, options)
     return 0
 
 
