@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from lowbit_strategy.control.base import Clock, Controller
 from lowbit_strategy.hooks.adaptive import AdaptiveDriver
 from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.lightning.record import Where, listen, log_metrics, metric_name, open_record
-from lowbit_strategy.report.record import RunRecord
+from lowbit_strategy.hooks.loop import metric_name
+from lowbit_strategy.hooks.runrecord import RunRecord
+from lowbit_strategy.lightning.record import Where, listen, log_metrics, open_record
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base

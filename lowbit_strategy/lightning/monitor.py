@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lowbit_strategy.control.groups import GroupBy, check_group_by
 from lowbit_strategy.control.guard import Bounds, Reading
 from lowbit_strategy.hooks.engine import GradientSync
+from lowbit_strategy.hooks.loop import figures_to_log, record_fields, start_fields
 from lowbit_strategy.hooks.observe import Figures, Observation, Observer
-from lowbit_strategy.lightning.record import Where, listen, log_metrics, metric_name, open_record
-from lowbit_strategy.report.record import RunRecord
+from lowbit_strategy.hooks.runrecord import RunRecord
+from lowbit_strategy.lightning.record import Where, listen, log_metrics, open_record
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
@@ -19,7 +19,6 @@ else:
     _Base = object
 
 _log = logging.getLogger("lowbit_strategy")
-_PER_GROUP = ("relative_error", "cosine", "residual_norm", "bits_per_element", "wire_nbytes")
 
 
 class CompressionMonitorMixin(_Base):
@@ -68,18 +67,16 @@ class CompressionMonitorMixin(_Base):
             self._record.write(
                 "start",
                 sync.step_index,
-                world_size=sync.comm.world_size,
                 strategy=type(trainer.strategy).__name__,
-                layout="reduce-scatter" if sync.scatter else "all-reduce",
-                every_n_steps=self.every_n_steps,
                 num_steps=_finite(trainer.max_steps),
+                **start_fields(sync, self.every_n_steps),
             )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._fresh is None:
             return
         observation, self._fresh = self._fresh, None
-        log_metrics(trainer, self._metrics(observation), observation.step)
+        log_metrics(trainer, figures_to_log(observation), observation.step)
         if self.progress_bar:
             pl_module.log_dict(
                 {"error": observation.total.relative_error, "bits": observation.total.bits_per_element},
@@ -91,26 +88,10 @@ class CompressionMonitorMixin(_Base):
             )
         self._check(observation)
         if self._record is not None:
-            fields = {key: value for key, value in asdict(observation).items() if key != "step"}
+            fields = record_fields(observation)
             self._record.write(
                 "observation", observation.step, epoch=trainer.current_epoch, loss=_loss(outputs), **fields
             )
-
-    def _metrics(self, observation: Observation) -> dict[str, float]:
-        total = observation.total
-        metrics = {
-            metric_name("relative_error"): total.relative_error,
-            metric_name("cosine"): total.cosine,
-            metric_name("residual_norm"): total.residual_norm,
-            metric_name("bits_per_element"): total.bits_per_element,
-            metric_name("wire_nbytes"): observation.sent_nbytes,
-            metric_name("codec_ms"): observation.codec_ms,
-            metric_name("comm_ms"): observation.comm_ms,
-        }
-        for group, figures in observation.groups.items():
-            if figures.compressed:
-                metrics |= {metric_name(what, group): getattr(figures, what) for what in _PER_GROUP}
-        return metrics
 
     def _check(self, observation: Observation) -> None:
         """Warn of groups that left their bounds, on rank 0; all ranks count alike."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.report.record import FILE_NAME, RunRecord
+from lowbit_strategy.hooks.runrecord import FILE_NAME, RunRecord
 
 Where = bool | str | Path
 
@@ -41,8 +41,3 @@ def log_metrics(trainer: Any, metrics: Mapping[str, float], step: int) -> None:
     """To all loggers at once, whatever their own interval is: the figures are those of this step."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=step)
-
-
-def metric_name(what: str, group: str = "") -> str:
-    """``lowbit/relative_error/blocks.N.weight``: loggers take no asterisks."""
-    return "/".join(filter(None, ("lowbit", what, group.replace("*", "N"))))

@@ -6,8 +6,9 @@ from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 
 from lowbit_strategy.fabric.ddp import LowBitFabricDDPMixin
 from lowbit_strategy.fabric.fsdp import LowBitFabricFSDPMixin
+from lowbit_strategy.fabric.loop import adapt, monitor
 
-__all__ = ["LowBitDDPStrategy", "LowBitFSDPStrategy"]
+__all__ = ["LowBitDDPStrategy", "LowBitFSDPStrategy", "adapt", "monitor"]
 
 
 class LowBitDDPStrategy(LowBitFabricDDPMixin, DDPStrategy):

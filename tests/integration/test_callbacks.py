@@ -6,8 +6,10 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.fabric.loggers import CSVLogger as FabricCSV
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,11 +26,14 @@ from lowbit_strategy.control import (
     Schedule,
     Static,
 )
+from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDP
+from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDP
+from lowbit_strategy.fabric import adapt, monitor
 from lowbit_strategy.hooks.observe import Observer
+from lowbit_strategy.hooks.runrecord import read_record
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor
-from lowbit_strategy.report.record import read_record
 from tests.scenarios import Facts, raised, scenarios
-from tests.training import KINDS, OUTPUTS, WIDTH, Regression, fingerprint, loader, strategy, trainer
+from tests.training import KINDS, OUTPUTS, WIDTH, Regression, fingerprint, loader, mlp, strategy, trainer
 
 EIGHT, FOUR, TWO = (LoCo(bits=bits, block_size=32) for bits in (8, 4, 2))
 
@@ -255,3 +260,44 @@ def test_both_namespaces_have_callbacks_of_their_own() -> None:
         callback = importlib.import_module(f"{framework}.callbacks").Callback
         assert issubclass(ours.CompressionMonitor, callback)
         assert issubclass(ours.AdaptiveCompression, callback)
+
+
+def fabric_loop(folder: Path, kind: str) -> Facts:
+    """The same controllers in a loop of one's own: stopped at step 5, resumed by new objects."""
+
+    def run(stop: int, load: bool) -> tuple[list[float], list[dict[str, int]]]:
+        torch.manual_seed(load)
+        strategy = FabricDDP(LoCo(block_size=32)) if kind == "ddp" else FabricFSDP(LoCo(block_size=32))
+        fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, loggers=[FabricCSV(folder, name=str(load))])
+        fabric.launch()
+        net = mlp()
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.5))
+        driver = adapt(fabric, CONTROLLERS["accordion"](), optimizer=optimizer)
+        monitor(fabric, every_n_steps=4, record=folder / f"record-{load}")
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        if load:
+            fabric.load(folder / "here.ckpt", state)
+        losses, levels = [], []
+        for step in range(state["step"], stop):
+            generator = torch.Generator().manual_seed(2 * step + fabric.global_rank)
+            x = torch.randn(4, WIDTH, generator=generator)
+            loss = (model(x) - x[:, :OUTPUTS]).square().mean()
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+            levels.append(dict(driver.levels))
+            if step == 4 and not load:
+                fabric.save(folder / "here.ckpt", {**state, "step": 5})
+        return losses, levels
+
+    whole, resumed = run(11, load=False), run(11, load=True)
+    return {"whole": whole, "resumed": resumed, "record": read_record(folder / "record-False")}
+
+
+@scenarios(fabric_loop, kind=KINDS)
+def test_under_fabric(facts: list[Facts]) -> None:
+    for fact in facts:
+        for whole, resumed in zip(fact["whole"], fact["resumed"], strict=True):
+            assert resumed == whole[5:]
+    assert [line["step"] for line in facts[0]["record"] if line["kind"] == "observation"] == [0, 4, 8]
