@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lowbit_strategy.hooks import sidecar
@@ -38,6 +39,7 @@ class LowBitMixin(_Base):
         self.options = SyncOptions(**options)
         self.attached = None
         self._attached_module: Any = None
+        self.on_sync: list[Callable[[GradientSync], None]] = []  # callbacks that listen to the next fit's engine
         self._resume: tuple[Any, Stamp | None] | None = None
 
     @property
@@ -52,6 +54,8 @@ class LowBitMixin(_Base):
     def on_attached(self, attached: Attached) -> None:
         """Take over a new attachment: state of an earlier fit, or of a checkpoint that is waiting, goes in."""
         module = self.lightning_module
+        while self.on_sync:  # first, so that their state is restored with the rest
+            self.on_sync.pop(0)(attached.sync)
         if self.attached is not None:
             if self._attached_module is module:
                 attached.adopt(self.attached)
