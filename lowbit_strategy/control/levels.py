@@ -94,6 +94,10 @@ class PerParameter(Compressor):
     def of(cls, levels: Sequence[Compressor], choice: Mapping[str, int]) -> PerParameter:
         return cls(levels=tuple(levels), choice=tuple(sorted(choice.items())))
 
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        for level in self.levels:  # each may be chosen for any of them
+            level.check(specs)
+
     def at(self, step_index: int) -> Compressor:
         levels = tuple(level.at(step_index) for level in self.levels)
         return self if levels == self.levels else dataclasses.replace(self, levels=levels)

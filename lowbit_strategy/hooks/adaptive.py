@@ -91,6 +91,8 @@ class AdaptiveDriver:
 
     def _initial_state(self) -> State:
         self._names = tuple(self.sync.specs)
+        for level in self.controller.levels:
+            level.check(list(self.sync.specs.values()))
         return self.controller.init(list(self.sync.specs.values()), self.sync.comm.world_size)
 
     def _compile_kernels(self) -> None:
