@@ -12,6 +12,7 @@ from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.collectives.exchange import State, Step
 from lowbit_strategy.kernels.blocks import decode_sum_
 from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.levels import fitted, ternary
 from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.reducers.base import Compressor, LanePair
@@ -19,6 +20,8 @@ from lowbit_strategy.reducers.lane import Arena, Lane
 from lowbit_strategy.reducers.tensors import TensorSpec
 
 ResidualDtype = Literal["int8", "float32"]
+Levels = Literal["uniform", "fitted", "ternary"]
+_BITS = {"uniform": range(2, 9), "fitted": range(1, 5), "ternary": range(2, 3)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +37,8 @@ class LoCoLane(Lane):
 
     @property
     def label(self) -> str:
-        return f"loco {self.fmt.bits}-bit, blocks of {self.fmt.block_size}"
+        kind = "ternary" if self.fmt.is_ternary else f"{self.fmt.bits}-bit{'' if self.fmt.is_uniform else ' fitted'}"
+        return f"loco {kind}, blocks of {self.fmt.block_size}"
 
     @property
     def block_size(self) -> int:
@@ -84,8 +88,13 @@ class LoCo(Compressor):
     4. the owner adds all ranks' ``q * s`` in float32 and divides by W
     5. DDP only: the owner sends the mean back the same way, with a residual of its own
 
+    Below 4 bits an even grid wastes its few levels on the tails. ``levels="fitted"`` puts them where a Gaussian has its
+    mass (Lloyd-Max), in units of the block's root mean square: what is clipped is fed back. ``levels="ternary"`` says
+    -1, 0 or 1 times the mean magnitude of what exceeds 0.7 of the mean magnitude, five to a byte: 1.6 bits.
+
     Args:
-        bits: Of a code, 2 to 8. Fewer bits: fewer bytes, more error to feed back.
+        bits: Of a code: 2 to 8 uniform, 1 to 4 fitted, 2 ternary. Fewer bits: fewer bytes, more error to feed back.
+        levels: ``uniform``: step 2 above; ``fitted`` and ``ternary`` as just said.
         block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size bits more.
         beta: Weight of the old error in the residual, in [0, 1). 0 is classic error feedback; larger smooths the
             quantisation noise and answers more slowly.
@@ -102,12 +111,14 @@ class LoCo(Compressor):
 
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,
-        equations of sections 3 and 4.
+        equations of sections 3 and 4. Levels: Lloyd, 1957/1982; Max, 1960; ternary threshold: Li et al., 2016,
+        arXiv 1605.04711.
     """
 
     name: ClassVar[str] = "loco"
 
     bits: int = 4
+    levels: Levels = "uniform"
     block_size: int = 128
     beta: float = 0.8
     reset_steps: int | None = 512
@@ -119,9 +130,9 @@ class LoCo(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        for field in ("bits", "milder_bits"):
-            if getattr(self, field) not in range(2, 9):
-                raise ValueError(f"{field} must be an integer from 2 to 8, got {getattr(self, field)!r}")
+        self._check_levels()
+        if self.milder_bits not in range(2, 9):
+            raise ValueError(f"milder_bits must be an integer from 2 to 8, got {self.milder_bits!r}")
         for field in ("beta", "return_beta"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)!r}")
@@ -132,7 +143,25 @@ class LoCo(Compressor):
         for field in ("rounding", "residual_rounding"):
             if getattr(self, field) not in ("nearest", "stochastic"):
                 raise ValueError(f"{field} must be 'nearest' or 'stochastic', got {getattr(self, field)!r}")
-        uniform(self.bits, self.block_size)
+        self.fmt  # noqa: B018 (checks the block size)
+
+    def _check_levels(self) -> None:
+        if self.levels not in _BITS:
+            raise ValueError(f"levels must be one of {', '.join(_BITS)}, got {self.levels!r}")
+        if self.bits not in _BITS[self.levels]:
+            known = _BITS[self.levels]
+            choice = f"{known[0]}" if len(known) == 1 else f"an integer from {known[0]} to {known[-1]}"
+            hint = ", or levels='fitted'" if self.bits == 1 else ""
+            raise ValueError(f"bits must be {choice} with {self.levels} levels{hint}, got {self.bits!r}")
+        if self.rounding == "stochastic" and self.levels != "uniform":
+            raise ValueError(f"rounding must be 'nearest' with {self.levels} levels: they are not evenly spaced")
+
+    @property
+    def fmt(self) -> BlockFormat:
+        """Of parameters that are neither exempt nor milder."""
+        if self.levels == "uniform":
+            return uniform(self.bits, self.block_size)
+        return ternary(self.block_size) if self.levels == "ternary" else fitted(self.bits, self.block_size)
 
     def conserving(self) -> LoCo:
         return replace(self, residual="float32", reset_steps=None)
@@ -149,7 +178,7 @@ class LoCo(Compressor):
         return LanePair(there, replace(there, beta=self.return_beta))
 
     def method(self, spec: TensorSpec) -> LanePair:
-        return self._lanes(uniform(self.bits, self.block_size))
+        return self._lanes(self.fmt)
 
     def milder_method(self, spec: TensorSpec) -> LanePair:
         return self._lanes(uniform(max(self.bits, self.milder_bits), self.block_size))
