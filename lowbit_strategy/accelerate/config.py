@@ -6,7 +6,11 @@
       exempt: ["@vector", "*.gate.*"]
       seed: 0                     # and those of `LowBitPlugin`
 
-A value that is itself a mapping with ``compressor`` is another configuration (for options that take one).
+Options may also stand under ``options``, which wrappers need: theirs are compressors themselves.
+
+    lowbit_config:
+      compressor: warmup
+      options: {steps: 500, compressor: {compressor: loco, bits: 2}}
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -43,32 +47,33 @@ def plugin_from_section(section: object) -> LowBitPlugin:
     ours = {key: value for key, value in section.items() if key in OTHER_KEYS}
     rest = {key: value for key, value in section.items() if key not in ours}
     try:
-        return LowBitPlugin(_compressor(rest, others=OTHER_KEYS), **ours)
+        return LowBitPlugin(_compressor(rest), **ours)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{SECTION}: {error}") from error
 
 
-def _compressor(entries: Mapping[str, Any], *, others: Iterable[str] = ()) -> Compressor:
-    """``{compressor: name, option: value, ...}``; `others`: keys that belong beside them, for the hint."""
-    options = dict(entries)
-    name = options.pop("compressor", None)
+def _compressor(entries: Mapping[str, Any]) -> Compressor:
+    """``{compressor: name, option: value, ..., options: {option: value}}``."""
+    entries = dict(entries)
+    name, more = entries.pop("compressor", None), entries.pop("options", None) or {}
     if not isinstance(name, str):
         raise ValueError(f"compressor must be a name such as loco, got {name!r}" if name else "compressor is missing")
-    known = {field.name: field for field in dataclasses.fields(preset(name)) if field.init}
+    if not isinstance(more, Mapping):
+        raise ValueError(f"options must be a mapping of the compressor's options, got {more!r}")
+    defaults = preset(name)
+    known = [field.name for field in dataclasses.fields(defaults) if field.init]
+    options = {**entries, **more}
     for key in options:
         if key not in known:
-            choices = [*known, *others]
+            choices = [*known, *OTHER_KEYS]
             near = get_close_matches(str(key), choices, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"unknown key {key!r}{hint} Known with {name}: {', '.join(['compressor', *choices])}")
-    defaults = preset(name)
-    return from_options(name, {key: _value(value, getattr(defaults, key)) for key, value in options.items()})
+    return from_options(name, {key: _number(value, getattr(defaults, key)) for key, value in options.items()})
 
 
-def _value(value: Any, default: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as text: where a number is expected it is one. Nested configurations are built."""
-    if isinstance(value, Mapping) and "compressor" in value:
-        return _compressor(value)
+def _number(value: Any, default: Any) -> Any:
+    """YAML 1.1 reads 1e-3 as text: where a number is expected it is one."""
     if isinstance(value, str) and isinstance(default, float):
         try:
             return float(value)

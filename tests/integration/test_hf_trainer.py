@@ -1,0 +1,181 @@
+"""The Hugging Face Trainer with a small random transformer, two real processes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+from lowbit_strategy import LoCo
+from lowbit_strategy.accelerate import LowBitPlugin, binding_of
+from lowbit_strategy.transformers import attach
+from tests.accelerated import Kind, fresh_state, record_of
+from tests.scenarios import Facts, raised, scenarios
+from tests.training import fingerprint
+
+KINDS = ("ddp", "fsdp")
+STEPS = 8
+
+
+def sequences() -> list[dict[str, torch.Tensor]]:
+    """Counting in threes, from anywhere."""
+    starts = torch.randint(0, 128, (64, 1), generator=torch.Generator().manual_seed(1))
+    rows = (starts + 3 * torch.arange(32)) % 128
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trainer(folder: Path, kind: Kind, plugin: Any = None, **options: Any) -> Trainer:
+    fresh_state()
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    if kind == "fsdp" and plugin is not None:
+        options |= {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    args = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4,
+        max_steps=STEPS,
+        use_cpu=True,
+        logging_steps=1,
+        save_steps=4,
+        learning_rate=1e-3,
+        report_to="none",
+        disable_tqdm=True,
+        **options,
+    )
+    made = Trainer(LlamaForCausalLM(config), args, train_dataset=sequences())
+    if plugin is not None:
+        attach(made, plugin)
+    return made
+
+
+def losses(trained: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+
+
+def facts_of(trained: Trainer) -> dict[str, Any]:
+    binding = binding_of(trained.accelerator)
+    assert binding is not None
+    sync = binding.sync
+    assert sync is not None
+    model = trained.model_wrapped
+    return {
+        "losses": losses(trained),
+        "record": record_of(model),
+        "type": type(model).__name__,
+        "steps": sync.step_index,
+        "sent": sync.comm.sent_nbytes,
+        "account": sum(sync.sent_nbytes(name) for name in sync.specs),
+        "bits": fingerprint(trained.model),
+        "unused": getattr(model, "find_unused_parameters", None),
+    }
+
+
+def compressed_and_not(folder: Path, kind: Kind) -> Facts:
+    compressed = trainer(folder / "a", kind, LoCo(bits=4), gradient_accumulation_steps=2)
+    compressed.train()
+    plain = trainer(folder / "b", kind, gradient_accumulation_steps=2)
+    plain.train()
+    return facts_of(compressed) | {"plain": losses(plain)}
+
+
+@scenarios(compressed_and_not, kind=KINDS)
+def test_training_ends_at_the_same_loss(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["losses"][-1] == pytest.approx(rank["plain"][-1], rel=0.005)
+        assert rank["losses"][-1] < rank["losses"][0] - 0.3
+        assert rank["losses"] != rank["plain"]
+        assert rank["steps"] == STEPS
+        assert rank["sent"] == pytest.approx(STEPS * rank["account"], rel=0.01)
+        if rank["type"] == "DistributedDataParallel":
+            assert rank["unused"]  # the Trainer's own default
+            assert "_reduce_bucket" in rank["record"]
+        else:
+            assert rank["type"] == "FSDPLlamaForCausalLM"
+            assert rank["record"] == "CompressedReduceScatter"
+    assert facts[0]["bits"] == facts[1]["bits"]
+
+
+def resumed_from_a_checkpoint(folder: Path, kind: Kind) -> Facts:
+    whole = trainer(folder, kind, LoCo(bits=4))
+    whole.train()
+    middle = str(folder / "checkpoint-4")
+    parts = trainer(folder / "again", kind, LoCo(bits=4))
+    parts.train(resume_from_checkpoint=middle)
+    forgetful = trainer(folder / "forgetful", kind, LowBitPlugin(LoCo(bits=4), on_missing_residual="reset"))
+    if whole.accelerator.is_main_process:
+        shutil.rmtree(folder / "checkpoint-4/residuals.lowbit")
+    whole.accelerator.wait_for_everyone()
+    forgetful.train(resume_from_checkpoint=middle)
+    torn = trainer(folder / "torn", kind, LoCo(bits=4))
+    return {
+        "losses": losses(parts) == losses(whole),
+        "bits": fingerprint(parts.model) == fingerprint(whole.model),
+        "matters": fingerprint(forgetful.model) != fingerprint(whole.model),
+        "torn": raised(lambda: torn.train(resume_from_checkpoint=middle)),
+        "marks": list(json.loads((folder / "checkpoint-4/trainer_state.json").read_text())["stateful_callbacks"]),
+    }
+
+
+@scenarios(resumed_from_a_checkpoint, kind=KINDS)
+def test_a_resumed_run_is_the_uninterrupted_one(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["losses"]
+        assert rank["bits"]
+        assert rank["matters"]  # without residuals it would not be
+        assert "lowbit_strategy" in rank["marks"]
+        assert "its residuals are not there" in rank["torn"]
+
+
+def trained_twice(folder: Path) -> Facts:
+    """The Trainer frees Accelerate's memory when it begins, and goes on with the model that was wrapped before."""
+    twice = trainer(folder, "ddp", LoCo(bits=4), save_total_limit=1)
+    twice.train()
+    once = facts_of(twice)
+    twice.train()
+    evaluation = twice.evaluate(sequences()[:8])
+    return facts_of(twice) | {
+        "once": once["sent"],
+        "evaluation": evaluation["eval_loss"],
+        "kept": sorted(path.name for path in folder.glob("checkpoint-*/residuals.lowbit/step*")),
+    }
+
+
+@scenarios(trained_twice)
+def test_a_second_train_stays_compressed(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["steps"] == 2 * STEPS
+        assert rank["sent"] == 2 * rank["once"]
+        assert rank["kept"] == [f"step-{2 * STEPS}-rank-{rank}-of-2.pt" for rank in range(2)]  # others are removed
+    assert facts[0]["bits"] == facts[1]["bits"]
+    assert facts[0]["evaluation"] == facts[1]["evaluation"]
+
+
+def refused(folder: Path) -> Facts:
+    made = trainer(folder / "a", "ddp", LoCo(bits=4))
+    late = trainer(folder / "b", "ddp")
+    late.train()
+    return {
+        "twice": raised(lambda: attach(made, LoCo())),
+        "late": raised(lambda: attach(late, LoCo())),
+        "what": raised(lambda: attach(made, "loco")),  # type: ignore[arg-type]
+    }
+
+
+@scenarios(refused)
+def test_bad_input(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert "has a LowBitPlugin already" in rank["twice"]
+        assert "has prepared a model or an optimizer already" in rank["late"]
+        assert "attach takes a configuration such as LoCo(bits=4)" in rank["what"]

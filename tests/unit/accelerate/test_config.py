@@ -1,0 +1,111 @@
+"""The ``lowbit_config`` section: what it becomes, and what is said about one that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit_strategy import PRESETS, Dense, LoCo, WarmUp
+from lowbit_strategy.accelerate.config import (
+    OTHER_KEYS,
+    VARIABLE,
+    export,
+    plugin_from_section,
+    read_section,
+    section_from_environment,
+)
+from lowbit_strategy.accelerate.plugin import LowBitPlugin
+
+
+def test_compressor_options_and_the_plugin_s_own_stand_beside_each_other() -> None:
+    section = {"compressor": "loco", "bits": 3, "exempt": ["@vector"], "seed": 5, "on_world_size_change": "fold"}
+    plugin = plugin_from_section(section)
+    assert plugin == LowBitPlugin(LoCo(bits=3, exempt=("@vector",)), seed=5, on_world_size_change="fold")
+
+
+def test_numbers_that_yaml_reads_as_text() -> None:
+    assert plugin_from_section({"compressor": "loco", "beta": "5e-1"}).compressor == LoCo(beta=0.5)
+
+
+def test_a_configuration_inside_a_configuration() -> None:
+    inner = {"compressor": "loco", "bits": 3}
+    section = {"compressor": "warmup", "options": {"compressor": inner, "first": "dense", "steps": 7}}
+    assert plugin_from_section(section).compressor == WarmUp(compressor=LoCo(bits=3), first=Dense(), steps=7)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"compressor": "loca"}, r"unknown compressor 'loca'; did you mean 'loco'\?"),
+        ({"compressor": "loco", "bit": 4}, r"unknown key 'bit'; did you mean 'bits'\?"),
+        ({"compressor": "loco", "on_world_size_chang": "fold"}, r"did you mean 'on_world_size_change'\?"),
+        ({"compressor": "loco", "bits": 40}, "bits must be an integer from 2 to 8, got 40"),
+        ({"compressor": "loco", "bits": "four"}, "bits must be an integer from 2 to 8, got 'four'"),
+        ({"compressor": "loco", "beta": "much"}, "lowbit_config: "),
+        ({"compressor": "loco", "exempt": "@vector"}, "exempt must be a tuple"),
+        ({"compressor": "loco", "exempt": ["@vectors"]}, r"did you mean '@vector'\?"),
+        ({"compressor": "loco", "on_missing_residual": "ignore"}, "on_missing_residual must be"),
+        ({"compressor": "warmup", "options": {"step": 3}}, r"did you mean 'steps'\?"),
+        ({"compressor": "warmup", "options": 3}, "options must be a mapping"),
+        ({"bits": 4}, "compressor is missing"),
+        ({"compressor": 4}, "compressor must be a name such as loco, got 4"),
+        ("loco", "must be a mapping"),
+        (None, "must be a mapping"),
+    ],
+)
+def test_what_is_wrong_is_named(section: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plugin_from_section(section)
+
+
+def test_no_option_of_a_compressor_is_called_like_one_of_the_plugin() -> None:
+    for name, compressor in PRESETS.items():
+        options = {field.name for field in dataclasses.fields(compressor)}
+        assert not options & {*OTHER_KEYS, "options"}, name
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["distributed_type: NO\nlowbit_config: {compressor: loco, bits: 4}\n", "compressor: loco\nbits: 4\n"],
+)
+def test_a_file_holds_the_section_or_is_it(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    assert read_section(path) == {"compressor": "loco", "bits": 4}
+
+
+def test_the_section_as_text() -> None:
+    assert read_section("{compressor: loco, bits: 4}") == {"compressor": "loco", "bits": 4}
+    assert read_section('{"lowbit_config": {"compressor": "loco"}}') == {"compressor": "loco"}
+
+
+def test_a_file_without_the_section(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("distributed_type: MULTI_GPU\n")
+    with pytest.raises(ValueError, match="has no lowbit_config section: add lowbit_config"):
+        read_section(path)
+    with pytest.raises(ValueError, match="there is no file"):
+        read_section(tmp_path / "missing.yaml")
+
+
+def test_through_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    section = {"compressor": "loco", "exempt": ["@vector", "*.gate.*"]}
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert section_from_environment() is None
+    for name, value in export(section).items():
+        monkeypatch.setenv(name, value)
+    assert section_from_environment() == section
+    (tmp_path / "job.json").write_text(json.dumps({"lowbit_config": section}))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "job.json"))
+    assert section_from_environment() == section
+
+
+def test_the_plugin_checks_what_it_is_given() -> None:
+    with pytest.raises(TypeError, match=r"compressor must be a configuration such as LoCo\(bits=4\)"):
+        LowBitPlugin("loco")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on_world_size_change must be"):
+        LowBitPlugin(on_world_size_change="drop")  # type: ignore[arg-type]
