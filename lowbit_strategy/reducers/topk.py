@@ -10,7 +10,7 @@ from lowbit_strategy.collectives.exchange import Step
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.reducers.base import TensorState
-from lowbit_strategy.reducers.sparse import SparseCompressor, SparseReducer, value_codec
+from lowbit_strategy.reducers.sparse import EntriesCompressor, SparseReducer, value_codec
 from lowbit_strategy.reducers.tensors import TensorSpec
 
 
@@ -31,7 +31,7 @@ class TopKReducer(SparseReducer):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TopK(SparseCompressor):
+class TopK(EntriesCompressor):
     """Top-k sparsification with error feedback.
 
     Every step, for each parameter of n elements, on every rank:
@@ -44,7 +44,9 @@ class TopK(SparseCompressor):
     DDP: one all-gather, traffic grows as k * W. FSDP2: each entry goes only to the owner of its row.
 
     Args:
-        density, values: See `SparseCompressor`.
+        density: Share of each parameter's elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
+        values: How they travel: ``float32``, ``bfloat16``, ``int8``, ``int4`` (blocks with a scale) or any codec. What
+            a coarser one does not say stays in the residual.
         exempt, milder: Which parameters; see `Compressor`.
 
     Raises:
@@ -56,7 +58,6 @@ class TopK(SparseCompressor):
     """
 
     name: ClassVar[str] = "topk"
-    approaches_mean: ClassVar[bool] = False
 
     def method(self, spec: TensorSpec) -> TopKReducer:
         return TopKReducer(density=self.density, codec=value_codec(self.values))
