@@ -31,8 +31,9 @@ class LowBitDDPMixin(LowBitMixin, _Base):
         on_missing_residual: str = "error",
         **kwargs: Any,
     ) -> None:
-        if "ddp_comm_hook" in kwargs or "ddp_comm_state" in kwargs:
-            raise ValueError("the compressor is the communication hook: leave ddp_comm_hook and ddp_comm_state out")
+        for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
+            if kwargs.get(option) is not None:  # LightningCLI passes every default
+                raise ValueError(f"the compressor is the communication hook: leave {option} out")
         check_ddp_options(kwargs, super().__init__)
         super().__init__(**kwargs)
         self.configure(

@@ -1,0 +1,283 @@
+"""Training through Fabric, under DDP and FSDP2, on two real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowbit_strategy import LoCo
+from lowbit_strategy.fabric import LowBitDDPStrategy, LowBitFSDPStrategy
+from tests.scenarios import Facts, raised, scenarios
+from tests.training import KINDS, MIN_SHARD_NUMEL, Kind, count_exchanges, dataset, fingerprint, full_parameters, mlp
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def fabric(kind: Kind, precision: Any = "32-true", **options: Any) -> L.Fabric:
+    if kind == "ddp":
+        return launch(LowBitDDPStrategy(LoCo(block_size=32), bucket_cap_mb=0.01, **options), precision=precision)
+    strategy = LowBitFSDPStrategy(LoCo(block_size=32), min_shard_numel=MIN_SHARD_NUMEL, **options)
+    return launch(strategy, precision=precision)
+
+
+def launch(strategy: Any, **options: Any) -> L.Fabric:
+    made = L.Fabric(accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=strategy, **options)
+    made.launch()
+    return made
+
+
+def batches(rank: int, start: int = 0, stop: int = 8) -> Batches:
+    data = dataset()
+    return [data[(2 * i + rank) * 4 : (2 * i + rank + 1) * 4] for i in range(start, stop)]
+
+
+def setup(made: L.Fabric, net: nn.Module, lr: float = 1e-2) -> tuple[Any, Any]:
+    return made.setup(net, torch.optim.Adam(net.parameters(), lr=lr))
+
+
+def train(made: L.Fabric, model: Any, optimizer: Any, data: Batches) -> list[float]:
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        made.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def by_name(folder: Path, kind: Kind) -> Facts:
+    made = launch(f"loco_{kind}")
+    net = mlp()
+    model, optimizer = setup(made, net)
+    losses = train(made, model, optimizer, 3 * batches(made.global_rank))
+    sync = made.strategy.attachments[0].sync
+    return {"losses": losses, "print": fingerprint(net), "sent": sync.comm.sent_nbytes, "steps": sync.step_index}
+
+
+@scenarios(by_name, kind=KINDS)
+def test_by_name(facts: list[Facts]) -> None:
+    assert facts[0]["print"] == facts[1]["print"]
+    for rank in facts:
+        assert sum(rank["losses"][-8:]) < 0.5 * sum(rank["losses"][:8])
+        assert rank["sent"] > 0
+        assert rank["steps"] == 24
+
+
+def apart(folder: Path, kind: Kind) -> Facts:
+    results = []
+    for together in (True, False):
+        torch.manual_seed(0)
+        made = fabric(kind)
+        net = mlp()
+        if together:
+            model, optimizer = setup(made, net)
+        else:
+            model = made.setup_module(net)
+            optimizer = made.setup_optimizers(torch.optim.Adam(model.parameters(), lr=1e-2))
+        results.append((train(made, model, optimizer, batches(made.global_rank)), fingerprint(net)))
+    return {"together": results[0], "apart": results[1]}
+
+
+@scenarios(apart, kind=KINDS)
+def test_model_and_optimizer_set_up_together_or_apart(facts: list[Facts]) -> None:
+    assert facts[0]["together"][1] == facts[1]["together"][1]
+    for rank in facts:
+        assert rank["together"] == rank["apart"]
+
+
+def accumulation(folder: Path, kind: Kind) -> Facts:
+    made = fabric(kind)
+    net = mlp()
+    model, optimizer = setup(made, net)
+    calls = []
+    with count_exchanges() as sizes:
+        for i, (x, y) in enumerate(batches(made.global_rank)):
+            last = i % 4 == 3
+            with made.no_backward_sync(model, enabled=not last):
+                made.backward(F.mse_loss(model(x), y))
+            if last:
+                made.clip_gradients(model, optimizer, max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            calls.append(len(sizes))
+    return {"calls": calls, "print": fingerprint(net), "steps": made.strategy.attachments[0].sync.step_index}
+
+
+@scenarios(accumulation, kind=KINDS)
+def test_accumulation_compresses_once_a_step(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    calls = facts[0]["calls"]
+    assert calls[2] == 0
+    assert 0 < calls[3] == calls[6] < calls[7]
+    assert facts[0]["steps"] == 2
+
+
+def precision(folder: Path, kind: Kind, name: str) -> Facts:
+    made = fabric(kind, precision=name)
+    net = mlp()
+    losses = train(made, *setup(made, net), 3 * batches(made.global_rank))
+    return {"losses": losses, "print": fingerprint(net)}
+
+
+@scenarios(precision, kind=KINDS, name=("bf16-mixed", "bf16-true"))
+def test_precision(facts: list[Facts]) -> None:
+    assert facts[0]["print"] == facts[1]["print"]
+    assert sum(facts[0]["losses"][-8:]) < 0.7 * sum(facts[0]["losses"][:8])
+
+
+def resume(folder: Path, kind: Kind, distributed: bool) -> Facts:
+    options = {"save_distributed_checkpoint": distributed} if kind == "fsdp" else {}
+    made = fabric(kind, **options)
+    rank, path = made.global_rank, folder / "state.ckpt"
+    net = mlp()
+    model, optimizer = setup(made, net)
+    train(made, model, optimizer, batches(rank, 0, 4))
+    made.save(path, {"model": model, "optimizer": optimizer, "step": 4})
+    uninterrupted = train(made, model, optimizer, batches(rank, 4, 8))
+    expected = fingerprint(net)
+
+    made = fabric(kind, **options)
+    net = mlp()
+    model, optimizer = setup(made, net)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    rest = made.load(path, state)
+    resumed = train(made, model, optimizer, batches(rank, 4, 8))
+    return {
+        "uninterrupted": uninterrupted,
+        "resumed": resumed,
+        "same": fingerprint(net) == expected,
+        "step": state["step"],
+        "rest": rest,
+    }
+
+
+@scenarios(resume, kind=KINDS, distributed=(False, True))
+def test_resume_is_as_if_never_stopped(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["resumed"] == rank["uninterrupted"]
+        assert rank["same"]
+        assert rank["step"] == 4
+        assert rank["rest"] == {}
+
+
+def weights_only(folder: Path, kind: Kind) -> Facts:
+    options = {"save_distributed_checkpoint": False} if kind == "fsdp" else {}
+    made = fabric(kind, **options)
+    net = mlp()
+    model, optimizer = setup(made, net)
+    train(made, model, optimizer, batches(made.global_rank))
+    made.save(folder / "all.ckpt", {"model": model})
+    made.save(folder / "weights.ckpt", {"model": net.state_dict()} if kind == "ddp" else {"model": model})
+    keys = sorted(torch.load(folder / "all.ckpt", weights_only=True))
+    other = mlp()
+    again = made.setup_module(other)
+    made.load(folder / "all.ckpt", {"model": again})
+    return {"keys": keys, "same": fingerprint(other) == fingerprint(net)}
+
+
+@scenarios(weights_only, kind=KINDS)
+def test_checkpoint_loads_weights_only(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["keys"] == ["lowbit_strategy", "model"]
+        assert rank["same"]
+
+
+def two_models(folder: Path, kind: Kind) -> Facts:
+    made = fabric(kind)
+    nets = [mlp(), nn.Linear(16, 128)]
+
+    def step(pairs: list[Any], data: Batches) -> list[int]:
+        for x, y in data:
+            for (model, optimizer), target in zip(pairs, (y, torch.zeros(4, 128)), strict=True):
+                optimizer.zero_grad()
+                made.backward(F.mse_loss(model(x), target), model=model)
+                optimizer.step()
+        return [fingerprint(net) for net in nets]
+
+    rank = made.global_rank
+    pairs = [setup(made, net) for net in nets]
+    step(pairs, batches(rank, 0, 4))
+    for i, (model, optimizer) in enumerate(pairs):  # FSDP2 saves one model in a checkpoint
+        made.save(folder / f"{i}.ckpt", {"model": model, "optimizer": optimizer})
+    expected = step(pairs, batches(rank, 4, 8))
+    steps = [attached.sync.step_index for attached in made.strategy.attachments]
+
+    made = fabric(kind)
+    nets = [mlp(), nn.Linear(16, 128)]
+    pairs = [setup(made, net) for net in nets]
+    for i, (model, optimizer) in enumerate(pairs):
+        made.load(folder / f"{i}.ckpt", {"model": model, "optimizer": optimizer})
+    return {"steps": steps, "expected": expected, "resumed": step(pairs, batches(rank, 4, 8))}
+
+
+@scenarios(two_models, kind=KINDS)
+def test_two_models(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["steps"] == [8, 8]
+    assert facts[0]["resumed"] == facts[0]["expected"]
+
+
+def unfreezing(folder: Path, kind: Kind) -> Facts:
+    made = fabric(kind)
+    net = mlp()
+    net[0].requires_grad_(False)
+    before = net[0].weight.detach().clone()
+    model, optimizer = setup(made, net)
+    train(made, model, optimizer, batches(made.global_rank, 0, 2))
+    net[0].requires_grad_(True)
+    error = ""
+    if kind == "ddp":
+        error = raised(lambda: train(made, model, optimizer, batches(made.global_rank, 2, 4)))
+        model, optimizer = setup(made, net)
+    train(made, model, optimizer, batches(made.global_rank, 2, 4))
+    attachments = made.strategy.attachments
+    return {
+        "error": error,
+        "moved": not torch.equal(full_parameters(net)["0.weight"], before),
+        "served": ["0.weight" in attached.sync.specs for attached in attachments],
+        "steps": [attached.sync.step_index for attached in attachments],
+        "print": fingerprint(net),
+    }
+
+
+@scenarios(unfreezing, kind=KINDS)
+def test_unfreezing(facts: list[Facts], request: pytest.FixtureRequest) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["moved"]
+    assert facts[0]["served"] == [True]
+    assert facts[0]["steps"] == [4]
+    if "ddp" in request.node.name:
+        assert "0.weight was frozen when the model was set up and is trained now" in facts[0]["error"]
+
+
+def misuse(folder: Path, kind: Kind) -> Facts:
+    errors = {"nothing": raised(lambda: launch(f"lcoo_{kind}"))}
+    made = fabric(kind)
+    net = mlp()
+    optimizer = torch.optim.Adam(net.parameters())
+    F.mse_loss(net(torch.ones(1, 16)), torch.ones(1, 8)).backward()
+    optimizer.step()
+    if kind == "fsdp":
+        errors["used optimizer"] = raised(lambda: made.setup(net, optimizer))
+    errors["type"] = raised(lambda: made.setup_module(mlp().double()))
+    inference = mlp().requires_grad_(False)
+    errors["inference"] = raised(lambda: made.setup_module(inference))
+    return errors
+
+
+@scenarios(misuse, kind=KINDS)
+def test_misuse(facts: list[Facts], request: pytest.FixtureRequest) -> None:
+    assert facts[0] == facts[1]
+    errors = facts[0]
+    assert "invalid strategy name" in errors["nothing"]
+    assert "parameter 0.weight is torch.float64: gradients are reduced as float32" in errors["type"]
+    if "fsdp" in request.node.name:
+        assert errors["used optimizer"].startswith("ValueError: set the model and optimizer up before the first step")
+        assert errors["inference"] == ""

@@ -1,0 +1,93 @@
+"""Many small trainings in one launch of real processes.
+
+    def accumulation(folder, kind):              # runs on every rank, in a process group of its own
+        ...
+        return {"calls": calls}                  # facts: anything that can be pickled
+
+    @scenarios(accumulation, kind=("ddp", "fsdp"))
+    def test_accumulation(facts):                # what every rank returned, in rank order
+        assert facts[0]["calls"] == 3
+
+All selected tests of a file with the same world size share one launch, in which their scenarios run one after the
+other. A scenario that raises fails its own tests only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+Facts = dict[str, Any]
+GROUP_TIMEOUT = timedelta(seconds=25)  # a rank that waits for one that has failed gives up after this long
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """A function, its arguments and the number of ranks it runs on."""
+
+    run: Callable[..., Facts]
+    arguments: tuple[tuple[str, Any], ...]
+    world_size: int
+
+    @property
+    def name(self) -> str:
+        return "-".join([self.run.__name__, *(str(value) for _, value in self.arguments)])
+
+
+def scenarios(run: Callable[..., Facts], *, world_size: int = 2, **choices: Sequence[Any]) -> pytest.MarkDecorator:
+    """Give a test the `facts` of `run`, once for every combination of `choices`."""
+    combinations = [tuple(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    params = [Scenario(run=run, arguments=arguments, world_size=world_size) for arguments in combinations]
+    names = ["-".join(str(value) for _, value in arguments) or "run" for arguments in combinations]
+    return pytest.mark.parametrize("facts", params, indirect=True, ids=names)
+
+
+def run_scenarios(rank: int, world_size: int, chosen: Sequence[Scenario], folder: Path) -> dict[str, Facts | str]:
+    """On every rank: the facts of each scenario, or the traceback of what it raised.
+
+    Ranks start each scenario together. After one that raised anywhere they get a fresh process group.
+    """
+    outcomes: dict[str, Facts | str] = {}
+    store = dist.FileStore(str(folder / f"ranks-{world_size}"), world_size)
+    store.set_timeout(4 * GROUP_TIMEOUT)
+    for number, scenario in enumerate(chosen):
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(str(number), store),
+                timeout=GROUP_TIMEOUT,
+                rank=rank,
+                world_size=world_size,
+            )
+        own = folder / scenario.name
+        own.mkdir(exist_ok=True)
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        try:
+            outcomes[scenario.name] = scenario.run(own, **dict(scenario.arguments))
+        except Exception:
+            outcomes[scenario.name] = traceback.format_exc(limit=-8)  # frameworks pile up dozens of frames
+        print(f"--- {scenario.name} took {time.perf_counter() - start:.1f} s", flush=True)
+        store.set(f"{scenario.name}/{rank}", "raised" if isinstance(outcomes[scenario.name], str) else "returned")
+        if b"raised" in [store.get(f"{scenario.name}/{other}") for other in range(world_size)]:
+            dist.destroy_process_group()
+    return outcomes
+
+
+def raised(call: Callable[[], object]) -> str:
+    """What `call` raises, as ``Type: message``; empty if it does not."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,138 @@
+"""Small models, data and trainers for the tests that train."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+from unittest import mock
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lowbit_strategy import LoCo
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
+
+Kind = Literal["ddp", "fsdp"]
+KINDS: tuple[Kind, ...] = ("ddp", "fsdp")
+WIDTH, OUTPUTS, BATCH = 16, 8, 4
+# Some of the tests' layers are sharded one by one, so that there are several buckets.
+MIN_SHARD_NUMEL = 2000
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, OUTPUTS))
+
+
+def dataset(num_samples: int = 96) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(num_samples, WIDTH, generator=generator)
+    return TensorDataset(x, torch.tanh(x @ torch.randn(WIDTH, OUTPUTS, generator=generator) / 4))
+
+
+def loader(num_samples: int = 96) -> DataLoader[Any]:
+    return DataLoader(dataset(num_samples), batch_size=BATCH)
+
+
+class Regression(L.LightningModule):
+    """Any LightningModule: no ``configure_model``, nothing about strategies."""
+
+    def __init__(self, net: nn.Module | None = None, *, optimizer: str = "adam", lr: float = 1e-2) -> None:
+        super().__init__()
+        self.net = net if net is not None else mlp()
+        self.optimizer_name = optimizer
+        self.lr = lr
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        params = [param for param in self.parameters() if param.requires_grad]
+        if self.optimizer_name == "plain":
+            return torch.optim.SGD(params, lr=self.lr)
+        if self.optimizer_name == "sgd":
+            return torch.optim.SGD(params, lr=self.lr, momentum=0.9)
+        return torch.optim.Adam(params, lr=self.lr)
+
+
+def strategy(kind: Kind, compressor: Any = None, **options: Any) -> LowBitDDPStrategy | LowBitFSDPStrategy:
+    compressor = compressor if compressor is not None else LoCo(block_size=32)
+    if kind == "ddp":
+        return LowBitDDPStrategy(compressor, bucket_cap_mb=0.01, **options)
+    return LowBitFSDPStrategy(compressor, min_shard_numel=MIN_SHARD_NUMEL, **options)
+
+
+def trainer(strategy: Any, **options: Any) -> L.Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": torch.distributed.get_world_size(),
+        "max_steps": 6,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(strategy=strategy, **(defaults | options))
+
+
+def fit(kind: Kind, model: L.LightningModule, *, options: dict[str, Any] | None = None, **given: Any) -> L.Trainer:
+    made = trainer(strategy(kind, **(options or {})), **given)
+    made.fit(model, loader())
+    return made
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor, also of a sharded one; on all ranks together."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def full_parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {name: full(param) for name, param in module.named_parameters()}
+
+
+def fingerprint(module: nn.Module) -> int:
+    """Of the bits of all parameters and buffers."""
+    crc = 0
+    for tensor in (*full_parameters(module).values(), *(full(buffer) for buffer in module.buffers())):
+        crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
+    return crc
+
+
+@contextlib.contextmanager
+def count_exchanges() -> Iterator[list[int]]:
+    """The sizes of the compressed messages that this rank sends, one entry an exchange."""
+    sizes: list[int] = []
+    original = Comm.all_to_all
+
+    def counted(self: Comm, out_WB: Tensor, x_WB: Tensor) -> Any:
+        sizes.append(x_WB.numel())
+        return original(self, out_WB, x_WB)
+
+    with mock.patch.object(Comm, "all_to_all", counted):
+        yield sizes
