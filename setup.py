@@ -14,7 +14,8 @@ extension = Extension(
     "lowbit_strategy.kernels.native._lowbit",
     sources=[str(NATIVE / name) for name in ("lowbit.c", "portable.c", "avx2.c", "avx512.c", "select.c")],
     depends=sorted(map(str, NATIVE.glob("*.h"))),
-    extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0", "-Wno-psabi"],
+    extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
+    + ["-Wno-psabi"],  # vectors are passed between inlined functions only
     define_macros=[("Py_LIMITED_API", "0x030A0000")] if ABI3 else [],
     py_limited_api=ABI3,
     optional=True,  # without a compiler the plain PyTorch path serves, and start-up reports say so

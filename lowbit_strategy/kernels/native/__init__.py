@@ -10,6 +10,9 @@ from importlib.util import find_spec
 ISA_OVERRIDE = "LOWBIT_ISA"  # avx512 | avx2 | portable: for tests and benchmarks, and to rule a code path out in a hunt
 
 
+_ABI = 2  # LOWBIT_ABI in lowbit.h
+
+
 @lru_cache(maxsize=1)
 def available() -> bool:
     """Whether the C extension was built; without it the plain PyTorch path serves."""
@@ -21,18 +24,20 @@ def library() -> ctypes.CDLL:
     """The extension's file. Its functions are called through ctypes, which lets go of the interpreter lock.
 
     Raises:
-        RuntimeError: The extension was not built.
+        RuntimeError: The extension was not built, or from other sources than these.
     """
     spec = find_spec("lowbit_strategy.kernels.native._lowbit")
     if spec is None or spec.origin is None:
         raise RuntimeError("the C extension is not built: reinstall with a C compiler")
     lib = ctypes.CDLL(spec.origin)
+    if not hasattr(lib, "lowbit_abi") or lib.lowbit_abi() != _ABI:
+        raise RuntimeError(
+            f"{spec.origin} was built from other sources: reinstall, or run setup.py build_ext --inplace"
+        )
     kernels, struct, index = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
     for function, result, arguments in (
         (lib.lowbit_isa, ctypes.c_char_p, (ctypes.c_int,)),
         (lib.lowbit_find, kernels, (ctypes.c_char_p,)),
-        (lib.lowbit_format_nbytes, ctypes.c_size_t, ()),
-        (lib.lowbit_call_nbytes, ctypes.c_size_t, ()),
         (lib.lowbit_encode, ctypes.c_int, (kernels, struct, struct, index, index)),
         (lib.lowbit_decode_sum, None, (kernels, struct, struct, index, index)),
     ):

@@ -2,9 +2,10 @@
 #include <immintrin.h> /* before the pragma: clang would put its target on the intrinsics */
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
+#pragma clang attribute push(TARGET, apply_to = function)
 #else
-#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 #endif
 
 #include "scalar.h"

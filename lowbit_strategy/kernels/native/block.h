@@ -2,13 +2,19 @@
  *
  * Included once per instruction set, after that set's vector primitives.
  */
-#define NUM_VECTORS (LOWBIT_GROUP / LANES) /* vectors in a group of 32 elements */
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+/* Loops over the elements of a block take groups of vectors and do one operation on all of a group before the next:
+ * operands are then ready when they are asked for, and the processor's queues do not fill with what waits. */
+#define GROUP 4
+#define SMALL_GROUP (LANES == 16 ? 2 : 4) /* for blocks of 32 elements */
+#define MAX_GROUP 8
+#define EACH(k) for (int k = 0; k < num; k++)
 
 /* Blocks pass through the stages of a kernel in batches: what one block's stage waits for (a sum over lanes, a
  * division) then overlaps with the work of its neighbours, and buffers still fit the first cache. */
-#define BATCH_ELEMENTS 1024
-#define BATCH_BLOCKS (BATCH_ELEMENTS / LOWBIT_GROUP)
+#define BATCH_ELEMENTS 2048
+#define BATCH_BLOCKS (BATCH_ELEMENTS / LOWBIT_MIN_BLOCK)
 
 /* A buffer on cache lines of its own; a line between it and the next one keeps the same elements of two buffers from
  * lying a multiple of 4096 bytes apart, where processors take a load for one of the store before it. */
@@ -25,8 +31,10 @@ struct batch {
     int count; /* elements that are not padding */
 };
 
+/* As many of the segment's blocks [first, last) as a batch takes. */
 static inline struct batch locate(
-    const struct lowbit_format *fmt, const struct lowbit_segment *segment, int64_t first, int64_t last, int64_t num_blocks
+    const struct lowbit_format *fmt, const struct lowbit_segment *segment, int64_t first, int64_t last,
+    int64_t num_blocks
 ) {
     int64_t size = fmt->block_size, most = size < BATCH_ELEMENTS ? BATCH_ELEMENTS / size : 1;
     int64_t taken = last - first < most ? last - first : most, left = segment->numel - first * size;
@@ -57,15 +65,15 @@ static inline struct batch locate(
 
 /* Counter of element `first` in lane 0, the next elements in the next lanes. */
 ALWAYS_INLINE vu dither_counter(int64_t first, uint32_t key) {
-    vu counter;
-    for (int k = 0; k < LANES; k++) counter[k] = (uint32_t)(first + k) * GOLDEN + key;
-    return counter;
+    vu lanes;
+    for (uint32_t k = 0; k < LANES; k++) lanes[k] = k * GOLDEN;
+    return lanes + ((uint32_t)first * GOLDEN + key);
 }
 
-/* Uniform in [-0.5, 0.5) on a grid of 2^-24. */
-ALWAYS_INLINE vf dither(vu x) {
-    x = (x ^ x >> 16) * 0x7FEB352Du;
-    x = (x ^ x >> 15) * 0x846CA68Bu;
-    x = x ^ x >> 16;
-    return vf_from((vi)(x >> 8)) * 0x1p-24f - 0.5f;
+/* To each of `num` vectors, numbers uniform in [-0.5, 0.5) on a grid of 2^-24: 24 bits of the counters' hash. */
+ALWAYS_INLINE void add_dither(vf *x, vu *hash, const int num) {
+    EACH(k) hash[k] = (hash[k] ^ hash[k] >> 16) * 0x7FEB352Du;
+    EACH(k) hash[k] = (hash[k] ^ hash[k] >> 15) * 0x846CA68Bu;
+    EACH(k) hash[k] = hash[k] ^ hash[k] >> 16 ^ 0x80000000u; /* from unsigned to signed: 0.5 less */
+    EACH(k) x[k] = vf_add_exact_product(vf_from((vi)hash[k] >> 8), vf_set1(0x1p-24f), x[k]);
 }

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.format import BlockFormat
-from lowbit_strategy.kernels.native import library
 from lowbit_strategy.kernels.segments import Segments
 
 _RULES = {"absmax": 0, "rms": 1, "mean_abs": 2, "ternary": 3}
@@ -49,7 +48,6 @@ class CallStruct(ctypes.Structure):
         ("reset", ctypes.c_int32),
         ("stochastic", ctypes.c_int32),
         ("stochastic_residual", ctypes.c_int32),
-        ("stream_stores", ctypes.c_int32),
         ("seed", ctypes.c_uint32),
         ("beta_old", ctypes.c_float),
         ("beta_new", ctypes.c_float),
@@ -59,9 +57,6 @@ class CallStruct(ctypes.Structure):
 
 @lru_cache
 def format_struct(fmt: BlockFormat) -> FormatStruct:
-    lib = library()
-    built = lib.lowbit_format_nbytes(), lib.lowbit_call_nbytes()
-    assert built == (ctypes.sizeof(FormatStruct), ctypes.sizeof(CallStruct)), "the C extension is of another version"
     levels = fmt.levels or ()
     return FormatStruct(
         bits=fmt.bits,
@@ -84,6 +79,7 @@ class Extent(NamedTuple):
     x: int
     state: int
     wire: int
+    aligned: bool  # whether every piece of the residual starts with a block
 
 
 def extent(segments: Segments, fmt: BlockFormat) -> Extent:
@@ -99,7 +95,8 @@ def extent(segments: Segments, fmt: BlockFormat) -> Extent:
             x = max(x, row.x_offset + row.numel)
             state = max(state, row.state_offset + blocks * fmt.block_size)
             wire = max(wire, row.wire_offset + fmt.wire_nbytes(row.numel))
-        segments.cache[key] = Extent(num_blocks, x, state, wire)
+        aligned = all(row.state_offset % fmt.block_size == 0 for row in segments.rows)
+        segments.cache[key] = Extent(num_blocks, x, state, wire, aligned)
     found = segments.cache[key]
     assert isinstance(found, Extent)
     return found
@@ -143,7 +140,7 @@ def set_residual(
     wanted = (torch.float32, None) if residual_scale is None else (torch.int8, torch.bfloat16)
     if (residual.dtype, None if residual_scale is None else residual_scale.dtype) != wanted:
         raise TypeError("the residual must be int8 with a bfloat16 residual_scale, or float32 without")
-    if any(row.state_offset % fmt.block_size for row in segments.rows):
+    if not reach.aligned:
         raise ValueError(f"every state_offset must be a multiple of the block size {fmt.block_size}")
     if not residual.is_contiguous() or not (residual_scale is None or residual_scale.is_contiguous()):
         raise ValueError("the residual and its scales must be contiguous")

@@ -1,75 +1,130 @@
-/* Decode-and-sum: sources are added in rank order in float32, a block at a time, in the first cache. */
+/* Decode-and-sum: sources are added in rank order in float32, a group of vectors at a time, so that sums stay in
+ * registers. Constants as in quantize.h: with `parts` = 8 / bits, a group's vectors come from the fields of the same
+ * bytes; with parts = 1, from one code a byte.
+ */
+#define MAX_SOURCES 16 /* added in one go */
 
-enum { STORE, ADD }; /* the first source, later ones */
+/* How codes become values: by arithmetic (uniform grid, ternary), from a table in a register or from one in memory. */
+enum { BY_ARITHMETIC, BY_REGISTER, BY_MEMORY };
 
-ALWAYS_INLINE void accumulate(float *total, vf value, const int mode) {
-    vf_store(total, (mode == ADD ? vf_load(total) : vf_set1(0.0f)) + value);
-}
+/* One block of some sources. */
+struct sources {
+    vf table[MAX_SOURCES]; /* levels times scale */
+    const uint8_t *codes[MAX_SOURCES];
+    float scale[MAX_SOURCES];
+    int num;
+};
 
-/* Codes of one plane of 1, 2 or 4 bits, through a table of scaled levels in one register. */
-#if LOOKUP_BITS
-ALWAYS_INLINE void add_lookup(
-    const struct lowbit_format *fmt, const uint8_t *packed, float scale, float *total, const int width, const int mode
-) {
-    float entries[LANES];
-    const int n = fmt->block_size * width / 8, mask = (1 << width) - 1;
+/* The levels of a format of few bits, repeated to fill the lanes. */
+static vf levels_in_lanes(const struct lowbit_format *fmt) {
+    float levels[LANES];
     for (int k = 0; k < LANES; k++) {
-        int code = k & mask;
-        entries[k] = (fmt->num_levels ? fmt->levels[code] : (float)(code - fmt->zero_code)) * scale;
+        int code = k & ((1 << fmt->bits) - 1);
+        levels[k] = fmt->num_levels ? fmt->levels[code] : (float)(code - fmt->zero_code);
     }
-    const vf table = vf_load(entries);
-    for (int j = 0; j < n; j += LANES) {
-        vi bytes = vi_load_u8(packed + j);
-        for (int k = 0; k < 8 / width; k++) accumulate(total + k * n + j, vf_lookup(table, bytes >> (k * width)), mode);
-    }
-}
-#endif
-
-/* Codes of one plane of 4 or 8 bits of the uniform grid, by arithmetic. */
-ALWAYS_INLINE void add_uniform(
-    const struct lowbit_format *fmt, const uint8_t *packed, float scale, float *total, const int width, const int mode
-) {
-    const int n = fmt->block_size * width / 8;
-    for (int j = 0; j < n; j += LANES) {
-        vi bytes = vi_load_u8(packed + j);
-        for (int k = 0; k < 8 / width; k++) {
-            vi code = (bytes >> (k * width)) & ((1 << width) - 1);
-            accumulate(total + k * n + j, vf_from(code - fmt->zero_code) * vf_set1(scale), mode);
-        }
-    }
+    return vf_load(levels);
 }
 
-/* Any format, through one code a byte. */
-ALWAYS_INLINE void add_unpacked(
-    const struct lowbit_format *fmt, const uint8_t *packed, float scale, float *total, const int mode
+/* Values of a group of one source. */
+ALWAYS_INLINE void load_values(
+    const struct lowbit_format *fmt, const struct sources *from, int w, int i, vf *value, const int how, const int num,
+    const int parts
 ) {
-    BUFFER(uint8_t, codes, LOWBIT_MAX_BLOCK + PACK_SLACK);
-    unpack(fmt, packed, codes);
-    if (!fmt->num_levels) {
-        for (int i = 0; i < fmt->block_size; i += LANES)
-            accumulate(total + i, vf_from(vi_load_u8(codes + i) - fmt->zero_code) * vf_set1(scale), mode);
+    const int each = num / parts, width = 8 / parts;
+    vi code[MAX_GROUP];
+    for (int k = 0; k < each; k++) code[k] = vi_load_u8(from->codes[w] + i + k * LANES);
+    for (int k = each; k < num; k++) code[k] = code[k % each] >> (k / each * width);
+#if LOOKUP_BITS
+    if (how == BY_REGISTER) {
+        EACH(k) value[k] = vf_lookup(from->table[w], code[k]);
         return;
     }
-    BUFFER(float, values, LOWBIT_MAX_BLOCK);
-    for (int i = 0; i < fmt->block_size; i++) values[i] = fmt->levels[codes[i]];
-    for (int i = 0; i < fmt->block_size; i += LANES) accumulate(total + i, vf_load(values + i) * vf_set1(scale), mode);
+#endif
+    if (parts > 1) EACH(k) code[k] = code[k] & ((1 << width) - 1);
+    if (how == BY_ARITHMETIC) EACH(k) value[k] = vf_from(code[k] - vi_set1(fmt->zero_code));
+    else EACH(k) value[k] = vf_gather(fmt->levels, code[k]);
+    EACH(k) value[k] = value[k] * vf_set1(from->scale[w]);
 }
 
-ALWAYS_INLINE void add_source(
-    const struct lowbit_format *fmt, const uint8_t *packed, float scale, float *total, const int mode
+/* out = alpha * (before + sum over sources); `before` NULL is zero. */
+ALWAYS_INLINE void sum_block(
+    const struct lowbit_format *fmt, const struct sources *from, const float *before, float alpha, float *out,
+    const int how, const int num, const int parts
 ) {
-    const int bits = fmt->bits, size = fmt->block_size, uniform = fmt->num_levels == 0;
-    const int whole = fmt->num_planes == 1 && fmt->rule != RULE_TERNARY && size * bits / 8 >= LANES;
-#if LOOKUP_BITS >= 4
-    if (whole && bits == 4) { add_lookup(fmt, packed, scale, total, 4, mode); return; }
-#endif
-#if LOOKUP_BITS
-    if (whole && bits == 2) { add_lookup(fmt, packed, scale, total, 2, mode); return; }
-    if (whole && bits == 1) { add_lookup(fmt, packed, scale, total, 1, mode); return; }
-#endif
-    if (whole && uniform && bits == 4) { add_uniform(fmt, packed, scale, total, 4, mode); return; }
-    if (whole && uniform && bits == 8) { add_uniform(fmt, packed, scale, total, 8, mode); return; }
-    add_unpacked(fmt, packed, scale, total, mode);
+    const int n = fmt->block_size;
+    for (int i = 0; i < n / parts; i += num / parts * LANES) {
+        vf sum[MAX_GROUP], value[MAX_GROUP];
+        if (before) EACH(k) sum[k] = vf_load(before + i + place(k, n, num, parts));
+        else EACH(k) sum[k] = vf_set1(0.0f);
+        for (int w = 0; w < from->num; w++) {
+            load_values(fmt, from, w, i, value, how, num, parts);
+            EACH(k) sum[k] = sum[k] + value[k];
+        }
+        EACH(k) sum[k] = sum[k] * vf_set1(alpha);
+        EACH(k) vf_store(out + i + place(k, n, num, parts), sum[k]);
+    }
+}
+
+/* Formats of one plane are read as they lie, others from one code a byte. */
+struct reading {
+    int parts, how, unpack;
+};
+
+static struct reading choose_reading(const struct lowbit_format *fmt) {
+    const int bits = fmt->bits, ternary = fmt->rule == RULE_TERNARY;
+    const int parts = fmt->num_planes == 1 && !ternary ? 8 / bits : 1;
+    const int fits = bits <= LOOKUP_BITS, arithmetic = ternary || (!fits && !fmt->num_levels);
+    const int how = arithmetic ? BY_ARITHMETIC : fits ? BY_REGISTER : BY_MEMORY;
+    const int wide = fmt->block_size >= (parts == 8 ? 8 : GROUP) * LANES;
+    if (wide && parts > 1 && how != BY_MEMORY) return (struct reading){parts, how, 0};
+    return (struct reading){1, how, bits != 8};
+}
+
+/* One block, in a loop of its own for each way of reading. */
+ALWAYS_INLINE void sum_block_as(
+    struct reading as, const struct lowbit_format *fmt, const struct sources *from, const float *before, float alpha,
+    float *out
+) {
+#define SUM(how, num, parts) sum_block(fmt, from, before, alpha, out, how, num, parts)
+    switch (as.how * 16 + as.parts) {
+    case BY_ARITHMETIC * 16 + 1: SUM(BY_ARITHMETIC, SMALL_GROUP, 1); break;
+    case BY_ARITHMETIC * 16 + 2: SUM(BY_ARITHMETIC, GROUP, 2); break;
+    case BY_ARITHMETIC * 16 + 4: SUM(BY_ARITHMETIC, GROUP, 4); break;
+    case BY_REGISTER * 16 + 1: SUM(BY_REGISTER, SMALL_GROUP, 1); break;
+    case BY_REGISTER * 16 + 2: SUM(BY_REGISTER, GROUP, 2); break;
+    case BY_REGISTER * 16 + 4: SUM(BY_REGISTER, GROUP, 4); break;
+    case BY_REGISTER * 16 + 8: SUM(BY_REGISTER, 8, 8); break;
+    default: SUM(BY_MEMORY, SMALL_GROUP, 1); break;
+    }
+#undef SUM
+}
+
+/* Sums of a batch over sources [first, first + num), on top of `before`. */
+ALWAYS_INLINE void sum_batch(
+    struct reading as, const struct lowbit_format *fmt, const struct lowbit_call *call, const struct batch *batch,
+    int64_t first, int num, const float *before, float alpha, float *out
+) {
+    enum { SIZE = LOWBIT_MAX_BLOCK + PACK_SLACK };
+    BUFFER(uint8_t, codes, MAX_SOURCES * SIZE);
+    struct sources from;
+    const vf levels = as.how == BY_REGISTER ? levels_in_lanes(fmt) : vf_set1(0.0f);
+    const int n = fmt->block_size, stride = as.unpack ? codes_stride(fmt) : fmt->code_nbytes;
+    from.num = num;
+    const uint8_t *source = call->wire + first * call->wire_stride;
+    if (as.unpack)
+        for (int w = 0; w < num; w++)
+            unpack(fmt, source + w * call->wire_stride + batch->codes, codes + w * SIZE, batch->num_blocks);
+    for (int b = 0; b < batch->num_blocks; b++) {
+        for (int w = 0; w < num; w++) {
+            const uint8_t *wire = source + w * call->wire_stride;
+            uint16_t scale_bits;
+            memcpy(&scale_bits, wire + batch->scales + 2 * b, 2);
+            from.scale[w] = bfloat16_to_float(scale_bits);
+            from.table[w] = levels * vf_set1(from.scale[w]);
+            from.codes[w] = (as.unpack ? codes + w * SIZE : wire + batch->codes) + b * stride;
+        }
+        sum_block_as(as, fmt, &from, before ? before + b * n : NULL, alpha, out + b * n);
+    }
 }
 
 static void store_floats(const struct lowbit_call *call, int64_t start, const float *total, int count) {
@@ -78,7 +133,7 @@ static void store_floats(const struct lowbit_call *call, int64_t start, const fl
         memcpy((float *)call->x + start, total, (size_t)count * 4);
         return;
     }
-    int padded = (count + LOWBIT_GROUP - 1) / LOWBIT_GROUP * LOWBIT_GROUP;
+    int padded = (count + LOWBIT_MIN_BLOCK - 1) / LOWBIT_MIN_BLOCK * LOWBIT_MIN_BLOCK;
     if (call->x_dtype == DTYPE_FLOAT16) store_halves(narrow, total, padded);
     else
         for (int i = 0; i < padded; i++) narrow[i] = float_to_bfloat16(total[i]);
@@ -87,20 +142,17 @@ static void store_floats(const struct lowbit_call *call, int64_t start, const fl
 
 static void decode_batch(const struct lowbit_format *fmt, const struct lowbit_call *call, const struct batch *batch) {
     BUFFER(float, total, LOWBIT_MAX_BLOCK);
-    const int n = fmt->block_size, all = batch->num_blocks * n;
-    if (call->num_sources == 0) memset(total, 0, sizeof total);
-    for (int64_t w = 0; w < call->num_sources; w++) {
-        const uint8_t *source = call->wire + w * call->wire_stride, *codes = source + batch->codes;
-        for (int b = 0; b < batch->num_blocks; b++, codes += fmt->code_nbytes) {
-            uint16_t scale_bits;
-            memcpy(&scale_bits, source + batch->scales + 2 * b, 2);
-            float scale = bfloat16_to_float(scale_bits);
-            if (w == 0) add_source(fmt, codes, scale, total + b * n, STORE);
-            else add_source(fmt, codes, scale, total + b * n, ADD);
-        }
-    }
-    for (int i = 0; i < all; i += LANES) vf_store(total + i, vf_load(total + i) * vf_set1(call->alpha));
-    store_floats(call, batch->segment->x_offset + batch->first, total, batch->count);
+    const struct reading as = choose_reading(fmt);
+    const int64_t start = batch->segment->x_offset + batch->first;
+    const int direct = call->x_dtype == DTYPE_FLOAT32 && batch->count == batch->num_blocks * fmt->block_size;
+    float *out = direct ? (float *)call->x + start : total;
+    int64_t first = 0;
+    for (; call->num_sources - first > MAX_SOURCES; first += MAX_SOURCES)
+        sum_batch(as, fmt, call, batch, first, MAX_SOURCES, first ? total : NULL, 1.0f, total);
+    sum_batch(
+        as, fmt, call, batch, first, (int)(call->num_sources - first), first ? total : NULL, call->alpha, out
+    );
+    if (!direct) store_floats(call, start, total, batch->count);
 }
 
 static void decode_sum(const struct lowbit_format *fmt, const struct lowbit_call *call, int64_t first, int64_t last) {

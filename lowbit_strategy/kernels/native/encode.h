@@ -4,18 +4,25 @@
 #include "quantize.h"
 #include "pack.h"
 
-/* A batch on its way. Pointers lead to the caller's memory where that can be used as it is, else to the buffers. */
+/* A batch on its way. */
 struct encoding {
-    const float *g, *h, *e;
+    const float *g, *e; /* the caller's memory where that can be used as it is, else the buffers */
+    const int8_t *q;
     float *updated;
-    int32_t largest_h[BATCH_BLOCKS], largest_g[BATCH_BLOCKS]; /* bits of a magnitude; 0 if all of g is zero */
-    float scale[BATCH_BLOCKS];
-    int finite[BATCH_BLOCKS], keep[BATCH_BLOCKS]; /* keep: the residual stays as it is */
+    int32_t keep[BATCH_BLOCKS];             /* the residual stays as it is */
+    BUFFER(float, q_scale, BATCH_BLOCKS);
+    BUFFER(int32_t, largest, BATCH_BLOCKS); /* bits of max |h|, later of max |e'| */
+    BUFFER(float, scale, BATCH_BLOCKS);
+    BUFFER(float, inverse, BATCH_BLOCKS);
     BUFFER(float, g_buffer, LOWBIT_MAX_BLOCK);
-    BUFFER(float, h_buffer, LOWBIT_MAX_BLOCK);
+    BUFFER(float, h_buffer, LOWBIT_MAX_BLOCK); /* for scales that are sums */
     BUFFER(float, e_buffer, LOWBIT_MAX_BLOCK);
     BUFFER(uint8_t, codes, LOWBIT_MAX_BLOCK + PACK_SLACK);
 };
+
+ALWAYS_INLINE struct source source_of(const struct encoding *at, int block, int n) {
+    return (struct source){at->g + block * n, at->e + block * n, at->q + block * n, at->q_scale[block]};
+}
 
 /* `count` numbers as float32, and zeros up to n. */
 static void load_floats(float *out, const void *x, int64_t start, int count, int n, int dtype) {
@@ -32,32 +39,7 @@ static void load_floats(float *out, const void *x, int64_t start, int count, int
     memset(out + count, 0, (size_t)(n - count) * 4);
 }
 
-/* h = g + e of one block, with e dequantised. Without a residual h is g itself. */
-ALWAYS_INLINE void compensate(
-    struct encoding *to, int block, int n, const int8_t *q, float q_scale, const int residual_kind
-) {
-    const float *g = to->g + block * n, *known_e = to->e + block * n;
-    float *e = to->e_buffer + block * n, *h = to->h_buffer + block * n;
-    vi largest = vi_set1(0), any = vi_set1(0);
-    for (int i = 0; i < n; i += LANES) {
-        vf gradient = vf_load(g + i), sum = gradient;
-        if (residual_kind == RESIDUAL_INT8) {
-            vf residual = vf_from(vi_load_i8(q + i)) * vf_set1(q_scale);
-            vf_store(e + i, residual);
-            sum = gradient + residual;
-        }
-        if (residual_kind == RESIDUAL_FLOAT32) sum = gradient + vf_load(known_e + i);
-        if (residual_kind != RESIDUAL_NONE) {
-            vf_store(h + i, sum);
-            any |= (vi)gradient;
-        }
-        largest = vi_max(largest, vi_magnitude(sum));
-    }
-    to->largest_h[block] = vi_reduce_max(largest);
-    to->largest_g[block] = vi_reduce_or(any) & BITS_ABS;
-}
-
-static void compensate_batch(
+static void open_batch(
     struct encoding *to, const struct lowbit_format *fmt, const struct lowbit_call *call, const struct batch *batch
 ) {
     static const float zeros[LOWBIT_MAX_BLOCK];
@@ -68,26 +50,41 @@ static void compensate_batch(
         load_floats(to->g_buffer, call->x, start, batch->count, all, call->x_dtype);
         to->g = to->g_buffer;
     }
-    to->h = to->updated = to->h_buffer;
-    to->e = to->e_buffer;
-    switch (call->residual_kind) {
-    case RESIDUAL_INT8:
-        for (int b = 0; b < batch->num_blocks; b++) {
-            float scale = call->reset ? 0.0f : bfloat16_to_float(call->residual_scale[batch->state_block + b]);
-            compensate(to, b, n, (const int8_t *)call->residual + state + b * n, scale, RESIDUAL_INT8);
-        }
-        break;
-    case RESIDUAL_FLOAT32:
+    to->e = to->updated = to->e_buffer;
+    to->q = (const int8_t *)call->residual + state;
+    if (call->residual_kind == RESIDUAL_INT8) {
+        for (int b = 0; b < batch->num_blocks; b++)
+            to->q_scale[b] = call->reset ? 0.0f : bfloat16_to_float(call->residual_scale[batch->state_block + b]);
+    } else if (call->residual_kind == RESIDUAL_FLOAT32) {
         to->updated = (float *)call->residual + state;
-        to->e = call->reset ? zeros : to->updated;
-        if (!call->reset && batch->count < all) /* padding needs the old residual once more at the end */
-            to->e = memcpy(to->e_buffer, to->updated, (size_t)all * 4);
-        for (int b = 0; b < batch->num_blocks; b++) compensate(to, b, n, NULL, 0.0f, RESIDUAL_FLOAT32);
-        break;
-    default:
-        to->h = to->g;
-        for (int b = 0; b < batch->num_blocks; b++) compensate(to, b, n, NULL, 0.0f, RESIDUAL_NONE);
+        if (call->reset) to->e = zeros;
+        else if (batch->count < all) to->e = memcpy(to->e_buffer, to->updated, (size_t)all * 4); /* for the padding */
+        else to->e = to->updated;
     }
+}
+
+/* Bits of the largest |h| of each block; h itself where the scale is a sum over it. */
+ALWAYS_INLINE void survey(
+    struct encoding *to, int num_blocks, int n, const int keep_h, const int kind, const int num
+) {
+    for (int b = 0; b < num_blocks; b++) {
+        const struct source from = source_of(to, b, n);
+        vi largest[MAX_GROUP] = {{0}};
+        for (int i = 0; i < n; i += num * LANES) {
+            vf h[MAX_GROUP], e[MAX_GROUP];
+            load_group(&from, i, n, h, e, kind, num, 1);
+            if (keep_h) EACH(k) vf_store(to->h_buffer + b * n + i + k * LANES, h[k]);
+            EACH(k) largest[k] = vi_max(largest[k], vi_magnitude(h[k]));
+        }
+        to->largest[b] = reduce_group(largest, num);
+    }
+}
+
+/* Whether all of g is zero, which its first element mostly denies. */
+ALWAYS_INLINE int is_idle(const float *g, int n) {
+    for (int i = 0; i < n; i++)
+        if (g[i] != 0.0f) return 0; /* NaN too */
+    return 1;
 }
 
 /* Scales of the batch, to the wire too. Returns whether a block is not finite. */
@@ -96,96 +93,167 @@ static int scale_batch(
 ) {
     const int n = fmt->block_size, loco = call->residual_kind != RESIDUAL_NONE;
     int flag = 0;
+    if (fmt->rule == RULE_ABSMAX) {
+        uniform_scales(to->scale, to->inverse, to->largest, batch->num_blocks, fmt->zero_code);
+    } else {
+        for (int b = 0; b < batch->num_blocks; b++) {
+            int count = batch->count - b * n < n ? batch->count - b * n : n;
+            to->scale[b] = sum_scale(fmt, to->h_buffer + b * n, count, to->largest[b]);
+        }
+        round_scales(to->scale, to->inverse, to->largest, batch->num_blocks);
+    }
     for (int b = 0; b < batch->num_blocks; b++) {
-        int count = batch->count - b * n < n ? batch->count - b * n : n;
-        float scale = block_scale(fmt, to->h + b * n, count, to->largest_h[b]);
-        int finite = scale == scale, idle = loco && to->largest_g[b] == 0;
+        int finite = to->scale[b] == to->scale[b], idle = loco && is_idle(to->g + b * n, n);
         flag |= !finite;
         to->keep[b] = !loco || idle || !finite;
-        to->scale[b] = scale = idle ? 0.0f : scale; /* an idle expert's residual waits for its next gradient */
-        uint16_t bits = (uint16_t)(bits_of(scale) >> 16);
+        if (idle) to->scale[b] = 0.0f; /* an idle expert's residual waits for its next gradient */
+        uint16_t bits = (uint16_t)(bits_of(to->scale[b]) >> 16);
         memcpy(call->wire + batch->scales + 2 * b, &bits, 2);
     }
     return flag;
 }
 
-static void store_residual(
-    const struct lowbit_call *call, const struct batch *batch, int block, int n, const float *updated, int32_t largest
+/* Codes of a batch to `out`, each block `stride` bytes behind the last, and the updated residual. `levels`: 0 is the
+ * uniform grid, -1 as many as the format has. */
+ALWAYS_INLINE void quantize_batch(
+    struct encoding *to, const struct lowbit_format *fmt, const struct lowbit_call *call, const struct batch *batch,
+    uint8_t *out, int stride, const int levels, const int stochastic, const int kind, const int num, const int parts
 ) {
-    const int64_t first = batch->first + block * n;
-    int8_t *q = (int8_t *)call->residual + batch->segment->state_offset + first;
-    float scale = uniform_scale(largest, 127);
-    call->residual_scale[batch->state_block + block] = (uint16_t)(bits_of(scale) >> 16);
-    if (!(scale > 0.0f)) {
-        memset(q, 0, (size_t)n);
-    } else if (call->stochastic_residual) {
-        uint32_t key = stream_key(call->seed, batch->segment->salt, RESIDUAL_STREAM);
-        quantize_uniform(updated, n, scale, 127, 0, q, dither_counter(first, key), NULL, 1);
-    } else {
-        quantize_uniform(updated, n, scale, 127, 0, q, (vu)vi_set1(0), NULL, 0);
+    const int n = fmt->block_size, qmax = fmt->zero_code, thresholds = (levels < 0 ? fmt->num_levels : levels) - 1;
+    const vu counter = dither_counter(batch->first, stream_key(call->seed, batch->segment->salt, CODE_STREAM));
+    int nothing = fmt->zero_code;
+    for (int p = 1; p < parts; p++) nothing |= fmt->zero_code << (8 / parts * p);
+    for (int b = 0; b < batch->num_blocks; b++, out += stride) {
+        const float scale = to->scale[b], inverse = to->inverse[b];
+        const struct source from = source_of(to, b, n);
+        const struct update apply = {to->updated + b * n, call->beta_old, call->beta_new};
+        if (!(scale > 0.0f)) {
+            memset(out, nothing, (size_t)(n / parts));
+            to->largest[b] = kind != RESIDUAL_NONE && !to->keep[b] ? quantize_nothing(fmt, &from, &apply, kind) : 0;
+        } else if (levels == 0) {
+            vu start = counter + (uint32_t)(b * n) * GOLDEN;
+            to->largest[b] = quantize_uniform(
+                &from, n, scale, inverse, qmax, qmax, out, start, &apply, stochastic, kind, num, parts
+            );
+        } else {
+            to->largest[b] = quantize_fitted(fmt, &from, scale, inverse, out, &apply, thresholds, kind, num, parts);
+        }
     }
 }
 
-static void forget_residual(const struct lowbit_call *call, const struct batch *batch, int block, int n) {
-    int64_t at = batch->segment->state_offset + batch->first + block * n;
-    if (call->residual_kind == RESIDUAL_INT8) {
-        memset((int8_t *)call->residual + at, 0, (size_t)n);
-        call->residual_scale[batch->state_block + block] = 0;
-    } else {
-        memset((float *)call->residual + at, 0, (size_t)n * 4);
+/* Codes to the wire: packed on the way where the format allows, else by way of one code a byte. */
+ALWAYS_INLINE void quantize(
+    struct encoding *to, const struct lowbit_format *fmt, const struct lowbit_call *call, const struct batch *batch,
+    const int kind
+) {
+    const int n = fmt->block_size, levels = fmt->num_levels, stochastic = call->stochastic, nbytes = fmt->code_nbytes;
+    uint8_t *wire = call->wire + batch->codes;
+    const int bits = fmt->num_planes == 1 && fmt->rule != RULE_TERNARY ? fmt->bits : 0;
+    const int wide = n >= GROUP * LANES;
+#define RUN(out, stride, ...) quantize_batch(to, fmt, call, batch, out, stride, __VA_ARGS__)
+    if (wide && !levels && !stochastic && bits == 4) RUN(wire, nbytes, 0, 0, kind, GROUP, 2);
+    else if (wide && !levels && !stochastic && bits == 2) RUN(wire, nbytes, 0, 0, kind, GROUP, 4);
+    else if (wide && !levels && !stochastic && bits == 8) RUN(wire, nbytes, 0, 0, kind, GROUP, 1);
+    else if (wide && !levels && bits == 4) RUN(wire, nbytes, 0, 1, kind, GROUP, 2);
+    else if (wide && levels == 4 && bits == 2) RUN(wire, nbytes, 4, 0, kind, GROUP, 4);
+    else if (n >= 8 * LANES && levels == 2 && bits == 1) RUN(wire, nbytes, 2, 0, kind, 8, 8);
+    else {
+        const int stride = codes_stride(fmt);
+        if (wide && !levels && stochastic) RUN(to->codes, stride, 0, 1, kind, GROUP, 1);
+        else if (wide && !levels) RUN(to->codes, stride, 0, 0, kind, GROUP, 1);
+        else if (wide && levels == 3) RUN(to->codes, stride, 3, 0, kind, GROUP, 1);
+        else if (!levels && stochastic) RUN(to->codes, stride, 0, 1, kind, SMALL_GROUP, 1);
+        else if (!levels) RUN(to->codes, stride, 0, 0, kind, SMALL_GROUP, 1);
+        else RUN(to->codes, stride, -1, 0, kind, SMALL_GROUP, 1);
+        pack(fmt, to->codes, wire, batch->num_blocks);
     }
+#undef RUN
 }
 
-/* Nothing is sent for padding. Returns the bits of the largest updated residual of the whole block. */
-static int32_t update_padding(const struct update *to, int count, int n) {
-    vi largest = vi_set1(0);
-    for (int i = count; i < n; i++) to->out[i] = to->beta_old * to->e[i] + to->beta_new * (0.0f + to->e[i]);
-    for (int i = 0; i < n; i += LANES) largest = vi_max(largest, vi_magnitude(vf_load(to->out + i)));
-    return vi_reduce_max(largest);
-}
-
-/* Codes of the batch to the wire, and the updated residual. */
-static void quantize_batch(
+/* Nothing is sent for the padding of the last block, whatever its codes are. */
+static void update_padding(
     struct encoding *to, const struct lowbit_format *fmt, const struct lowbit_call *call, const struct batch *batch
 ) {
-    const int n = fmt->block_size;
-    uint32_t key = call->stochastic ? stream_key(call->seed, batch->segment->salt, CODE_STREAM) : 0;
-    int32_t largest[BATCH_BLOCKS] = {0};
-    for (int b = 0; b < batch->num_blocks; b++) {
-        const int at = b * n, keep = to->keep[b];
-        const float *h = to->h + at, scale = to->scale[b];
-        const struct update update = {to->e + at, to->updated + at, call->beta_old, call->beta_new};
-        if (scale > 0.0f && !keep) {
-            largest[b] = quantize(fmt, h, scale, to->codes, &update, call->stochastic, key, batch->first + at);
-        } else if (scale > 0.0f) {
-            quantize(fmt, h, scale, to->codes, NULL, call->stochastic, key, batch->first + at);
-        } else {
-            memset(to->codes, fmt->zero_code, (size_t)n);
-            if (!keep) largest[b] = quantize_nothing(fmt, h, &update);
-        }
-        pack(fmt, to->codes, call->wire + batch->codes + (int64_t)b * fmt->code_nbytes);
-        if (!keep && batch->count - at < n) largest[b] = update_padding(&update, batch->count - at, n);
+    const int n = fmt->block_size, last = batch->num_blocks - 1;
+    if (batch->count == batch->num_blocks * n || to->keep[last]) return;
+    for (int i = batch->count; i < batch->num_blocks * n; i++) {
+        float e = call->residual_kind == RESIDUAL_INT8 ? to->q[i] * to->q_scale[last] : to->e[i];
+        to->updated[i] = call->beta_old * e + call->beta_new * (0.0f + e);
     }
-    if (call->residual_kind == RESIDUAL_NONE) return;
-    for (int b = 0; b < batch->num_blocks; b++) {
-        if (to->keep[b]) {
-            if (call->reset) forget_residual(call, batch, b, n);
-        } else if (call->residual_kind == RESIDUAL_INT8) {
-            store_residual(call, batch, b, n, to->updated + b * n, largest[b]);
+    vi largest = vi_set1(0);
+    for (int i = 0; i < n; i += LANES) largest = vi_max(largest, vi_magnitude(vf_load(to->updated + last * n + i)));
+    to->largest[last] = vi_reduce_max(largest);
+}
+
+/* The updated residual as int8. */
+ALWAYS_INLINE void store_batch(
+    struct encoding *to, const struct lowbit_call *call, const struct batch *batch, int n, const int stochastic,
+    const int num
+) {
+    int8_t *q = (int8_t *)call->residual + batch->segment->state_offset + batch->first;
+    const vu counter = dither_counter(batch->first, stream_key(call->seed, batch->segment->salt, RESIDUAL_STREAM));
+    uniform_scales(to->scale, to->inverse, to->largest, batch->num_blocks, 127);
+    for (int b = 0; b < batch->num_blocks; b++)
+        if (!to->keep[b]) call->residual_scale[batch->state_block + b] = (uint16_t)(bits_of(to->scale[b]) >> 16);
+    for (int b = 0, end; b < batch->num_blocks; b = end) {
+        for (end = b; end < batch->num_blocks && !to->keep[end] && to->scale[end] > 0.0f;) end++;
+        if (end > b) {
+            vu start = counter + (uint32_t)(b * n) * GOLDEN;
+            quantize_residuals(to->updated + b * n, end - b, n, to->inverse + b, q + b * n, start, stochastic, num);
+        } else {
+            if (!to->keep[b]) memset(q + b * n, 0, (size_t)n);
+            end++;
         }
     }
 }
 
-static int encode_batch(const struct lowbit_format *fmt, const struct lowbit_call *call, const struct batch *batch) {
-    struct encoding encoding;
-    compensate_batch(&encoding, fmt, call, batch);
-    int flag = scale_batch(&encoding, fmt, call, batch);
-    quantize_batch(&encoding, fmt, call, batch);
+static void forget(const struct lowbit_call *call, int64_t state, int64_t block, int n) {
+    if (call->residual_kind == RESIDUAL_INT8) {
+        memset((int8_t *)call->residual + state, 0, (size_t)n);
+        call->residual_scale[block] = 0;
+    } else {
+        memset((float *)call->residual + state, 0, (size_t)n * 4);
+    }
+}
+
+ALWAYS_INLINE int encode_batch(
+    const struct lowbit_format *fmt, const struct lowbit_call *call, const struct batch *batch, const int kind
+) {
+    struct encoding encoding, *to = &encoding;
+    const int n = fmt->block_size, wide = n >= GROUP * LANES;
+    memset(to->scale, 0, sizeof to->scale); /* lanes behind the last block are computed with */
+    memset(to->largest, 0, sizeof to->largest);
+    open_batch(to, fmt, call, batch);
+    if (fmt->rule != RULE_ABSMAX) survey(to, batch->num_blocks, n, 1, kind, SMALL_GROUP);
+    else if (wide) survey(to, batch->num_blocks, n, 0, kind, GROUP);
+    else survey(to, batch->num_blocks, n, 0, kind, SMALL_GROUP);
+    int flag = scale_batch(to, fmt, call, batch);
+    quantize(to, fmt, call, batch, kind);
+    if (kind == RESIDUAL_NONE) return flag;
+
+    update_padding(to, fmt, call, batch);
+    if (kind == RESIDUAL_INT8) {
+        if (call->stochastic_residual && wide) store_batch(to, call, batch, n, 1, GROUP);
+        else if (call->stochastic_residual) store_batch(to, call, batch, n, 1, SMALL_GROUP);
+        else if (wide) store_batch(to, call, batch, n, 0, GROUP);
+        else store_batch(to, call, batch, n, 0, SMALL_GROUP);
+    }
+    for (int b = 0; call->reset && b < batch->num_blocks; b++)
+        if (to->keep[b]) forget(call, batch->segment->state_offset + batch->first + b * n, batch->state_block + b, n);
     return flag;
 }
 
 static int encode(const struct lowbit_format *fmt, const struct lowbit_call *call, int64_t first, int64_t last) {
     int flag = 0;
-    FOR_EACH_BATCH(fmt, call, first, last, flag |= encode_batch(fmt, call, &batch))
+    switch (call->residual_kind) {
+    case RESIDUAL_INT8:
+        FOR_EACH_BATCH(fmt, call, first, last, flag |= encode_batch(fmt, call, &batch, RESIDUAL_INT8))
+        break;
+    case RESIDUAL_FLOAT32:
+        FOR_EACH_BATCH(fmt, call, first, last, flag |= encode_batch(fmt, call, &batch, RESIDUAL_FLOAT32))
+        break;
+    default:
+        FOR_EACH_BATCH(fmt, call, first, last, flag |= encode_batch(fmt, call, &batch, RESIDUAL_NONE))
+    }
     return flag;
 }

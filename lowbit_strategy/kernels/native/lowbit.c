@@ -1,4 +1,4 @@
-/* Entry points: choose the instruction set once, run its kernels with IEEE arithmetic whatever the thread's modes are. */
+/* Entry points: find an instruction set's kernels, run them with IEEE arithmetic whatever the thread's modes are. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -26,7 +26,7 @@ enum { NUM_KERNELS = sizeof ALL / sizeof *ALL };
 static int supported(const struct lowbit_kernels *kernels) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (kernels == &lowbit_avx2) return avx2;
     if (kernels == &lowbit_avx512)
         return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -49,9 +49,7 @@ EXPORT const struct lowbit_kernels *lowbit_find(const char *name) {
     return NULL;
 }
 
-EXPORT size_t lowbit_format_nbytes(void) { return sizeof(struct lowbit_format); }
-
-EXPORT size_t lowbit_call_nbytes(void) { return sizeof(struct lowbit_call); }
+EXPORT int lowbit_abi(void) { return LOWBIT_ABI; }
 
 /* Subnormal numbers count in the definition: flushing them (torch.set_flush_denormal) must not change a byte. */
 #if defined(__x86_64__)
@@ -67,8 +65,8 @@ EXPORT size_t lowbit_call_nbytes(void) { return sizeof(struct lowbit_call); }
 #endif
 
 EXPORT int lowbit_encode(
-    const struct lowbit_kernels *kernels, const struct lowbit_format *fmt, const struct lowbit_call *call, int64_t first,
-    int64_t last
+    const struct lowbit_kernels *kernels, const struct lowbit_format *fmt, const struct lowbit_call *call,
+    int64_t first, int64_t last
 ) {
     MODES;
     int flag = kernels->encode(fmt, call, first, last);
@@ -77,8 +75,8 @@ EXPORT int lowbit_encode(
 }
 
 EXPORT void lowbit_decode_sum(
-    const struct lowbit_kernels *kernels, const struct lowbit_format *fmt, const struct lowbit_call *call, int64_t first,
-    int64_t last
+    const struct lowbit_kernels *kernels, const struct lowbit_format *fmt, const struct lowbit_call *call,
+    int64_t first, int64_t last
 ) {
     MODES;
     kernels->decode_sum(fmt, call, first, last);

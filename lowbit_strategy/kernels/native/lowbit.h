@@ -10,9 +10,11 @@
 #include <stdint.h>
 #include <string.h>
 
+#define LOWBIT_ABI 2 /* goes up when the structures change; __init__.py has the same number */
+
 #define LOWBIT_MAX_BLOCK 4096
 #define LOWBIT_MAX_LEVELS 256
-#define LOWBIT_GROUP 32 /* the smallest block: vector loops step by it */
+#define LOWBIT_MIN_BLOCK 32
 
 enum lowbit_rule { RULE_ABSMAX, RULE_RMS, RULE_MEAN_ABS, RULE_TERNARY };
 enum lowbit_dtype { DTYPE_FLOAT32, DTYPE_BFLOAT16, DTYPE_FLOAT16 };
@@ -38,7 +40,7 @@ struct lowbit_call {
     uint8_t *wire;
     const struct lowbit_segment *segments;
     int64_t num_segments, wire_stride, num_sources;
-    int32_t x_dtype, residual_kind, reset, stochastic, stochastic_residual, stream_stores;
+    int32_t x_dtype, residual_kind, reset, stochastic, stochastic_residual;
     uint32_t seed;
     float beta_old, beta_new, alpha;
 };

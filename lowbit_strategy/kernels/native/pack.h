@@ -37,74 +37,80 @@ ALWAYS_INLINE void unpack_plane(const uint8_t *packed, int block_size, uint8_t *
     }
 }
 
-/* Five trits to a byte, in base 3; at most 242, so that bytes do not carry into each other. */
-static void pack_ternary(const struct lowbit_format *fmt, uint8_t *codes, uint8_t *out) {
+/* Five trits to a byte, in base 3; at most 242, so that bytes do not carry into each other. Runs are as long as a block
+ * has bytes, mostly no whole number of words: a word may write into what is behind, which is written after it. */
+static void pack_ternary(const struct lowbit_format *fmt, uint8_t *codes, uint8_t *out, int num_blocks) {
+    uint8_t packed[LOWBIT_MAX_BLOCK];
     const int n = fmt->code_nbytes;
-    memset(codes + fmt->block_size, fmt->zero_code, (size_t)(5 * n - fmt->block_size));
-    for (int j = 0; j < n; j += (int)sizeof(word)) {
-        word packed = load_word(codes + j + 4 * n);
-        for (int k = 3; k >= 0; k--) packed = packed + (packed << 1) + load_word(codes + j + k * n);
-        if (n - j >= (int)sizeof(word)) store_word(out + j, packed);
-        else memcpy(out + j, &packed, (size_t)(n - j));
+    for (int b = 0; b < num_blocks; b++, codes += 5 * n) {
+        memset(codes + fmt->block_size, fmt->zero_code, (size_t)(5 * n - fmt->block_size));
+        for (int j = 0; j < n; j += (int)sizeof(word)) {
+            word bytes = load_word(codes + j + 4 * n);
+            for (int k = 3; k >= 0; k--) bytes = bytes + (bytes << 1) + load_word(codes + j + k * n);
+            store_word(packed + b * n + j, bytes);
+        }
     }
+    memcpy(out, packed, (size_t)(num_blocks * n));
 }
 
-static void unpack_ternary(const struct lowbit_format *fmt, const uint8_t *packed, uint8_t *codes) {
+static void unpack_ternary(const struct lowbit_format *fmt, const uint8_t *wire, uint8_t *codes, int num_blocks) {
     typedef uint16_t wide __attribute__((vector_size(16)));
-    const int n = fmt->code_nbytes;
-    for (int j = 0; j < n; j += (int)sizeof(word)) {
-        word bytes = {0};
-        if (n - j >= (int)sizeof(word)) bytes = load_word(packed + j);
-        else memcpy(&bytes, packed + j, (size_t)(n - j));
-        wide even = (wide)bytes & 0xFF, odd = (wide)bytes >> 8; /* bytes in 16-bit lanes, for the products */
-        uint8_t *to = codes + j;
-        for (int k = 0; k < 5; k++, to += n) {
-            wide even_rest = even * 171 >> 9, odd_rest = odd * 171 >> 9; /* a third, exact below 256 */
-            word trits = (word)((even - even_rest * 3) | (odd - odd_rest * 3) << 8);
-            if (n - j >= (int)sizeof(word)) store_word(to, trits);
-            else memcpy(to, &trits, (size_t)(n - j)); /* the run behind is not complete before the last j */
-            even = even_rest;
-            odd = odd_rest;
+    uint8_t packed[LOWBIT_MAX_BLOCK];
+    const int n = fmt->code_nbytes, words = (n + (int)sizeof(word) - 1) / (int)sizeof(word);
+    memcpy(packed, wire, (size_t)(num_blocks * n));
+    for (int b = 0; b < num_blocks; b++, codes += 5 * n) {
+        for (int j = (words - 1) * (int)sizeof(word); j >= 0; j -= (int)sizeof(word)) {
+            wide bytes = (wide)load_word(packed + b * n + j);
+            wide even = bytes & 0xFF, odd = bytes >> 8; /* in 16-bit lanes, for the products */
+            for (int k = 0; k < 5; k++) {
+                wide even_rest = even * 171 >> 9, odd_rest = odd * 171 >> 9; /* a third, exact below 256 */
+                store_word(codes + j + k * n, (word)((even - even_rest * 3) | (odd - odd_rest * 3) << 8));
+                even = even_rest;
+                odd = odd_rest;
+            }
         }
     }
 }
+
+/* Bytes from one block's codes to the next one's. */
+static inline int codes_stride(const struct lowbit_format *fmt) {
+    return fmt->rule == RULE_TERNARY ? 5 * fmt->code_nbytes : fmt->block_size;
+}
+
+#define EACH_BLOCK for (int b = 0; b < num_blocks; b++)
 
 /* `codes` has PACK_SLACK bytes to spare, here and below. */
-static inline void pack(const struct lowbit_format *fmt, uint8_t *codes, uint8_t *out) {
+static void pack(const struct lowbit_format *fmt, uint8_t *codes, uint8_t *out, int num_blocks) {
+    const int n = fmt->block_size, nbytes = fmt->code_nbytes;
     if (fmt->rule == RULE_TERNARY) {
-        pack_ternary(fmt, codes, out);
+        pack_ternary(fmt, codes, out, num_blocks);
         return;
     }
-    int shift = 0, size = fmt->block_size;
-    for (int p = 0; p < fmt->num_planes; p++) {
-        int width = fmt->planes[p];
-        switch (width) {
-        case 8: memcpy(out, codes, (size_t)size); break;
-        case 4: pack_plane(codes, size, out, shift, 4); break;
-        case 2: pack_plane(codes, size, out, shift, 2); break;
-        default: pack_plane(codes, size, out, shift, 1); break;
+    for (int p = 0, shift = 0; p < fmt->num_planes; shift += fmt->planes[p], p++) {
+        switch (fmt->planes[p]) {
+        case 8: memcpy(out, codes, (size_t)(n * num_blocks)); break;
+        case 4: EACH_BLOCK pack_plane(codes + b * n, n, out + b * nbytes, shift, 4); break;
+        case 2: EACH_BLOCK pack_plane(codes + b * n, n, out + b * nbytes, shift, 2); break;
+        default: EACH_BLOCK pack_plane(codes + b * n, n, out + b * nbytes, shift, 1); break;
         }
-        shift += width;
-        out += size * width / 8;
+        out += n * fmt->planes[p] / 8;
     }
 }
 
-static inline void unpack(const struct lowbit_format *fmt, const uint8_t *packed, uint8_t *codes) {
+static void unpack(const struct lowbit_format *fmt, const uint8_t *packed, uint8_t *codes, int num_blocks) {
+    const int n = fmt->block_size, nbytes = fmt->code_nbytes;
     if (fmt->rule == RULE_TERNARY) {
-        unpack_ternary(fmt, packed, codes);
+        unpack_ternary(fmt, packed, codes, num_blocks);
         return;
     }
-    int shift = 0, size = fmt->block_size;
-    memset(codes, 0, (size_t)size + PACK_SLACK);
-    for (int p = 0; p < fmt->num_planes; p++) {
-        int width = fmt->planes[p];
-        switch (width) {
-        case 8: memcpy(codes, packed, (size_t)size); break;
-        case 4: unpack_plane(packed, size, codes, shift, 4); break;
-        case 2: unpack_plane(packed, size, codes, shift, 2); break;
-        default: unpack_plane(packed, size, codes, shift, 1); break;
+    memset(codes, 0, (size_t)(n * num_blocks) + PACK_SLACK);
+    for (int p = 0, shift = 0; p < fmt->num_planes; shift += fmt->planes[p], p++) {
+        switch (fmt->planes[p]) {
+        case 8: memcpy(codes, packed, (size_t)(n * num_blocks)); break;
+        case 4: EACH_BLOCK unpack_plane(packed + b * nbytes, n, codes + b * n, shift, 4); break;
+        case 2: EACH_BLOCK unpack_plane(packed + b * nbytes, n, codes + b * n, shift, 2); break;
+        default: EACH_BLOCK unpack_plane(packed + b * nbytes, n, codes + b * n, shift, 1); break;
         }
-        shift += width;
-        packed += size * width / 8;
+        packed += n * fmt->planes[p] / 8;
     }
 }

@@ -1,53 +1,113 @@
-/* From floats to codes, one a byte, with the update of the residual e' = old * e + new * (h - sent) on the way. */
+/* From floats to codes, and the update of the residual e' = old * e + new * (h - sent) on the way.
+ *
+ * Functions that are always inlined take trailing constants and are compiled for each combination that is used: `kind`
+ * of residual; `num` vectors in a group; `parts` of a block that these vectors come from. With parts = 8 / bits, a
+ * group's codes are what half-split packing puts into the same bytes: they are packed in their lanes. With parts = 1
+ * they are written one a byte.
+ */
 
+/* Where a block's h = g + e comes from, with e = q * q_scale for an int8 residual. */
+struct source {
+    const float *g, *e;
+    const int8_t *q;
+    float q_scale;
+};
+
+/* Where its e' goes. */
 struct update {
-    const float *e;
     float *out;
     float beta_old, beta_new;
 };
 
-ALWAYS_INLINE vi apply_update(const struct update *to, int i, vf h, vf sent, vi largest) {
-    vf v = vf_set1(to->beta_old) * vf_load(to->e + i) + vf_set1(to->beta_new) * (h - sent);
-    vf_store(to->out + i, v);
-    return vi_max(largest, vi_magnitude(v));
+/* Position of a group's k-th vector, counted from the first one's. */
+ALWAYS_INLINE int place(int k, int n, const int num, const int parts) {
+    const int each = num / parts;
+    return k / each * (n / parts) + k % each * LANES;
 }
 
-/* Codes round(h / scale + noise) + offset. Returns the bits of the largest updated residual. */
-ALWAYS_INLINE int32_t quantize_uniform(
-    const float *h, int n, float scale, int qmax, int offset, void *codes, vu counter, const struct update *update,
-    const int stochastic
+/* h of a group that starts at element i, and e, which is not touched without a residual. */
+ALWAYS_INLINE void load_group(
+    const struct source *from, int i, int n, vf *h, vf *e, const int kind, const int num, const int parts
 ) {
-    const struct update to = update ? *update : (struct update){0}; /* a copy of its own, which no store can change */
-    const vf inverse = vf_set1(1.0f / scale);
-    const vu step = (vu)vi_set1((int32_t)(LANES * GOLDEN));
-    vi largest = vi_set1(0);
-    for (int i = 0; i < n; i += LOWBIT_GROUP) {
-        vi c[NUM_VECTORS];
-        for (int k = 0; k < NUM_VECTORS; k++) {
-            int at = i + k * LANES;
-            vf x = vf_load(h + at), y = x * inverse;
-            if (stochastic) {
-                y = y + dither(counter);
-                counter += step;
-            }
-            vi q = vi_rint(y);
-            if (stochastic) q = vi_min(vi_max(q, vi_set1(-qmax)), vi_set1(qmax)); /* to nearest never leaves the range */
-            c[k] = q + vi_set1(offset);
-            if (update) largest = apply_update(&to, at, x, vf_from(q) * vf_set1(scale), largest);
-        }
-        store_bytes((uint8_t *)codes + i, c);
+    if (kind == RESIDUAL_INT8) {
+        EACH(k) e[k] = vf_from(vi_load_i8(from->q + i + place(k, n, num, parts)));
+        EACH(k) e[k] = e[k] * vf_set1(from->q_scale);
     }
-    return vi_reduce_max(largest);
+    if (kind == RESIDUAL_FLOAT32) EACH(k) e[k] = vf_load(from->e + i + place(k, n, num, parts));
+    EACH(k) h[k] = vf_load(from->g + i + place(k, n, num, parts));
+    if (kind != RESIDUAL_NONE) EACH(k) h[k] = h[k] + e[k];
 }
 
-/* Codes: the number of thresholds below h / scale. Returns the bits of the largest updated residual. */
-ALWAYS_INLINE int32_t quantize_fitted(
-    const struct lowbit_format *fmt, const float *h, float scale, uint8_t *codes, const struct update *update,
-    const int num_thresholds
+/* `largest`: running maximum of the bits of |e'|. */
+ALWAYS_INLINE void update_group(
+    const struct update *to, int i, int n, const vf *h, vf *e, const vf *sent, vi *largest, const int num,
+    const int parts
 ) {
-    const struct update to = update ? *update : (struct update){0};
-    const vf inverse = vf_set1(1.0f / scale), lowest = vf_set1(fmt->levels[0]);
+    vf missed[MAX_GROUP];
+    EACH(k) missed[k] = h[k] - sent[k];
+    EACH(k) e[k] = vf_set1(to->beta_old) * e[k];
+    EACH(k) missed[k] = vf_set1(to->beta_new) * missed[k];
+    EACH(k) e[k] = e[k] + missed[k];
+    EACH(k) vf_store(to->out + i + place(k, n, num, parts), e[k]);
+    EACH(k) largest[k] = vi_max(largest[k], vi_magnitude(e[k]));
+}
+
+/* Codes code + offset to bytes, `parts` of them in each. */
+ALWAYS_INLINE void store_group(uint8_t *out, const vi *code, int offset, const int num, const int parts) {
+    const int each = num / parts, width = 8 / parts;
+    vi packed[MAX_GROUP];
+    int offsets = offset;
+    for (int p = 1; p < parts; p++) offsets |= offset << (p * width);
+    for (int k = 0; k < each; k++) packed[k] = code[k];
+    for (int k = each; k < num; k++) packed[k % each] += code[k] << (k / each * width);
+    for (int k = 0; k < each; k++) packed[k] += vi_set1(offsets);
+    store_bytes(out, packed, each);
+}
+
+ALWAYS_INLINE int32_t reduce_group(const vi *largest, const int num) {
+    vi all = largest[0];
+    for (int k = 1; k < num; k++) all = vi_max(all, largest[k]);
+    return vi_reduce_max(all);
+}
+
+/* Codes round(h / scale + noise) + offset of one block. Returns the bits of the largest |e'|. */
+ALWAYS_INLINE int32_t quantize_uniform(
+    const struct source *from, int n, float scale, float inverse, int qmax, int offset, uint8_t *codes, vu counter,
+    const struct update *to, const int stochastic, const int kind, const int num, const int parts
+) {
+    vi largest[MAX_GROUP] = {{0}};
+    for (int i = 0; i < n / parts; i += num / parts * LANES) {
+        vf h[MAX_GROUP], e[MAX_GROUP], y[MAX_GROUP];
+        vi q[MAX_GROUP];
+        load_group(from, i, n, h, e, kind, num, parts);
+        EACH(k) y[k] = h[k] * vf_set1(inverse);
+        if (stochastic) {
+            vu counters[MAX_GROUP];
+            EACH(k) counters[k] = counter + (uint32_t)place(k, n, num, parts) * GOLDEN;
+            add_dither(y, counters, num);
+            counter += (uint32_t)(num / parts * LANES) * GOLDEN;
+        }
+        EACH(k) q[k] = vi_rint(y[k]);
+        /* To nearest stays inside: the scale is not below the largest magnitude over qmax. */
+        if (stochastic) EACH(k) q[k] = vi_min(vi_max(q[k], vi_set1(-qmax)), vi_set1(qmax));
+        store_group(codes + i, q, offset, num, parts);
+        if (kind != RESIDUAL_NONE) {
+            EACH(k) y[k] = vf_from(q[k]);
+            EACH(k) y[k] = y[k] * vf_set1(scale);
+            update_group(to, i, n, h, e, y, largest, num, parts);
+        }
+    }
+    return kind == RESIDUAL_NONE ? 0 : reduce_group(largest, num);
+}
+
+/* Codes: the number of thresholds below h / scale. Returns the bits of the largest |e'|. */
+ALWAYS_INLINE int32_t quantize_fitted(
+    const struct lowbit_format *fmt, const struct source *from, float scale, float inverse, uint8_t *codes,
+    const struct update *to, const int num_thresholds, const int kind, const int num, const int parts
+) {
+    const int n = fmt->block_size;
     const float *thresholds = fmt->thresholds, *levels = fmt->levels + 1;
+    const vf lowest = vf_set1(fmt->levels[0]);
     float few[2][3];
     if (num_thresholds <= 3) { /* copies that stay in registers */
         memcpy(few[0], thresholds, (size_t)num_thresholds * 4);
@@ -55,47 +115,61 @@ ALWAYS_INLINE int32_t quantize_fitted(
         thresholds = few[0];
         levels = few[1];
     }
-    vi largest = vi_set1(0);
-    for (int i = 0; i < fmt->block_size; i += LOWBIT_GROUP) {
-        vi c[NUM_VECTORS];
-        for (int k = 0; k < NUM_VECTORS; k++) {
-            int at = i + k * LANES;
-            vf x = vf_load(h + at), y = x * inverse, level = lowest;
-            vi code = vi_set1(0);
-            for (int t = 0; t < num_thresholds; t++) {
-                vmask above = vf_gt(y, vf_set1(thresholds[t]));
-                code = vi_count(code, above);
-                level = vf_blend(above, vf_set1(levels[t]), level);
-            }
-            c[k] = code;
-            if (update) largest = apply_update(&to, at, x, level * vf_set1(scale), largest);
+    vi largest[MAX_GROUP] = {{0}};
+    for (int i = 0; i < n / parts; i += num / parts * LANES) {
+        vf h[MAX_GROUP], e[MAX_GROUP], y[MAX_GROUP], level[MAX_GROUP];
+        vi code[MAX_GROUP];
+        load_group(from, i, n, h, e, kind, num, parts);
+        EACH(k) y[k] = h[k] * vf_set1(inverse);
+        EACH(k) level[k] = lowest;
+        EACH(k) code[k] = vi_set1(0);
+        for (int t = 0; t < num_thresholds; t++) {
+            vmask above[MAX_GROUP];
+            EACH(k) above[k] = vf_gt(y[k], vf_set1(thresholds[t]));
+            EACH(k) code[k] = vi_count(code[k], above[k]);
+            if (kind != RESIDUAL_NONE) EACH(k) level[k] = vf_blend(above[k], vf_set1(levels[t]), level[k]);
         }
-        store_bytes(codes + i, c);
+        store_group(codes + i, code, 0, num, parts);
+        if (kind != RESIDUAL_NONE) {
+            EACH(k) level[k] = level[k] * vf_set1(scale);
+            update_group(to, i, n, h, e, level, largest, num, parts);
+        }
     }
-    return vi_reduce_max(largest);
+    return kind == RESIDUAL_NONE ? 0 : reduce_group(largest, num);
 }
 
-/* A block of scale 0 sends the zero code. */
-static int32_t quantize_nothing(const struct lowbit_format *fmt, const float *h, const struct update *to) {
+/* Residuals of neighboring blocks to int8, in one loop: the uniform grid of 8 bits, without an offset. */
+ALWAYS_INLINE void quantize_residuals(
+    const float *e, int num_blocks, int n, const float *inverse, int8_t *q, vu counter, const int stochastic,
+    const int num
+) {
+    const int shift = __builtin_ctz((unsigned)n);
+    for (int i = 0; i < num_blocks * n; i += num * LANES) {
+        vf y[MAX_GROUP];
+        vi rounded[MAX_GROUP];
+        EACH(k) y[k] = vf_load(e + i + k * LANES) * vf_set1(inverse[i >> shift]);
+        if (stochastic) {
+            vu counters[MAX_GROUP];
+            EACH(k) counters[k] = counter + (uint32_t)(k * LANES) * GOLDEN;
+            add_dither(y, counters, num);
+            counter += (uint32_t)(num * LANES) * GOLDEN;
+        }
+        EACH(k) rounded[k] = vi_rint(y[k]);
+        store_clamped(q + i, rounded, num);
+    }
+}
+
+/* A block of scale 0 sends zeros. Returns the bits of the largest |e'|. */
+ALWAYS_INLINE int32_t quantize_nothing(
+    const struct lowbit_format *fmt, const struct source *from, const struct update *to, const int kind
+) {
+    const int n = fmt->block_size;
     vf sent = vf_set1((fmt->num_levels ? fmt->levels[fmt->zero_code] : 0.0f) * 0.0f);
     vi largest = vi_set1(0);
-    for (int i = 0; i < fmt->block_size; i += LANES) largest = apply_update(to, i, vf_load(h + i), sent, largest);
-    return vi_reduce_max(largest);
-}
-
-/* One block with a positive scale; a loop of its own for every combination that is worth it. */
-ALWAYS_INLINE int32_t quantize(
-    const struct lowbit_format *fmt, const float *h, float scale, uint8_t *codes, const struct update *update,
-    int stochastic, uint32_t key, int64_t first
-) {
-    const int n = fmt->block_size, qmax = fmt->zero_code;
-    switch (fmt->num_levels) {
-    case 0: break;
-    case 2: return quantize_fitted(fmt, h, scale, codes, update, 1);
-    case 3: return quantize_fitted(fmt, h, scale, codes, update, 2);
-    case 4: return quantize_fitted(fmt, h, scale, codes, update, 3);
-    default: return quantize_fitted(fmt, h, scale, codes, update, fmt->num_levels - 1);
+    for (int i = 0; i < n; i += LANES) {
+        vf h, e;
+        load_group(from, i, n, &h, &e, kind, 1, 1);
+        update_group(to, i, n, &h, &e, &sent, &largest, 1, 1);
     }
-    if (stochastic) return quantize_uniform(h, n, scale, qmax, qmax, codes, dither_counter(first, key), update, 1);
-    return quantize_uniform(h, n, scale, qmax, qmax, codes, (vu)vi_set1(0), update, 0);
+    return vi_reduce_max(largest);
 }

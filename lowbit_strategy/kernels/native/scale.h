@@ -64,26 +64,41 @@ static float ternary_scale(const float *h, int n, int count) {
     return total / (float)(num_above > 1 ? num_above : 1);
 }
 
-/* To bfloat16 without going below; 0 under the smallest normal number; NaN if it overflows. */
-ALWAYS_INLINE float usable_scale(float raw) {
-    float scale = round_up_bfloat16(raw);
-    if (bits_of(scale) > BITS_FLT_MAX) return float_of(BITS_NAN);
-    return bits_of(scale) < BITS_FLT_MIN ? 0.0f : scale;
-}
-
-/* `largest`: bits of the largest |h|; with inf or NaN in h, the scale is NaN. `count`: elements that are not padding. */
-ALWAYS_INLINE float uniform_scale(int32_t largest, int qmax) {
-    if (largest > BITS_FLT_MAX) return float_of(BITS_NAN);
-    return usable_scale(float_of((uint32_t)largest) * (float)(1.0 / qmax));
-}
-
-static inline float block_scale(const struct lowbit_format *fmt, const float *h, int count, int32_t largest) {
+/* The scale before it is rounded. `count`: elements that are not padding. */
+static float sum_scale(const struct lowbit_format *fmt, const float *h, int count, int32_t largest) {
     int n = fmt->block_size;
-    if (largest > BITS_FLT_MAX) return float_of(BITS_NAN);
+    if (largest > BITS_FLT_MAX) return 0.0f;
     switch (fmt->rule) {
-    case RULE_RMS: return usable_scale(rms(h, n, count, largest));
-    case RULE_MEAN_ABS: return usable_scale(sum_magnitudes(h, n) / (float)count);
-    case RULE_TERNARY: return usable_scale(ternary_scale(h, n, count));
-    default: return uniform_scale(largest, fmt->zero_code);
+    case RULE_RMS: return rms(h, n, count, largest);
+    case RULE_MEAN_ABS: return sum_magnitudes(h, n) / (float)count;
+    default: return ternary_scale(h, n, count);
     }
+}
+
+ALWAYS_INLINE vi vi_select(vi mask, vi yes, vi no) { return (mask & yes) | (~mask & no); }
+
+/* Scales of a batch from raw ones: to bfloat16 without going below; 0 under the smallest normal number; NaN if it
+ * overflows or if the block is not finite. `largest`: bits of the largest magnitudes. */
+ALWAYS_INLINE void round_scales(
+    float scale[BATCH_BLOCKS], float inverse[BATCH_BLOCKS], const int32_t largest[BATCH_BLOCKS], int num_blocks
+) {
+    for (int b = 0; b < num_blocks; b += LANES) {
+        vi bits, magnitude;
+        memcpy(&bits, scale + b, sizeof bits);
+        memcpy(&magnitude, largest + b, sizeof magnitude);
+        bits = (bits + 0xFFFF) & (int32_t)0xFFFF0000;
+        bits = bits & (bits >= BITS_FLT_MIN);
+        bits = vi_select((bits > BITS_FLT_MAX) | (magnitude > BITS_FLT_MAX), vi_set1(BITS_NAN), bits);
+        memcpy(scale + b, &bits, sizeof bits);
+        vf_store(inverse + b, 1.0f / (vf)bits);
+    }
+}
+
+ALWAYS_INLINE void uniform_scales(
+    float scale[BATCH_BLOCKS], float inverse[BATCH_BLOCKS], const int32_t largest[BATCH_BLOCKS], int num_blocks,
+    int qmax
+) {
+    for (int b = 0; b < num_blocks; b += LANES)
+        vf_store(scale + b, vf_load((const float *)largest + b) * vf_set1((float)(1.0 / qmax)));
+    round_scales(scale, inverse, largest, num_blocks);
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -29,5 +30,5 @@ def run(work: Callable[[int, int], _T], num_blocks: int, block_size: int) -> lis
     if parts == 1:
         return [work(0, num_blocks)]
     pool = _pool(parts - 1)
-    others = [pool.submit(work, *pair) for pair in zip(bounds[1:-1], bounds[2:], strict=True)]
+    others = [pool.submit(work, *pair) for pair in pairwise(bounds[1:])]
     return [work(*bounds[:2]), *(other.result() for other in others)]

@@ -10,8 +10,6 @@ static inline vf vf_set1(float x) { return _mm512_set1_ps(x); }
 static inline vi vi_set1(int32_t x) { return (vi)_mm512_set1_epi32(x); }
 static inline vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
 static inline void vf_store(float *p, vf v) { _mm512_storeu_ps(p, v); }
-static inline void vf_stream(float *p, vf v) { _mm512_stream_ps(p, v); }
-static inline void stream_fence(void) { _mm_sfence(); }
 
 static inline vi vi_load_i8(const int8_t *p) { return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 static inline vi vi_load_u8(const uint8_t *p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
@@ -21,6 +19,9 @@ static inline vi vi_load_u16(const uint16_t *p) {
 
 static inline vf vf_from(vi v) { return _mm512_cvtepi32_ps((__m512i)v); }
 static inline vi vi_rint(vf v) { return (vi)_mm512_cvtps_epi32(v); }
+
+/* a * b + c where the product is exact, so that rounding it or not makes no difference. */
+static inline vf vf_add_exact_product(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 
 static inline vmask vf_gt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 static inline vf vf_blend(vmask m, vf yes, vf no) { return _mm512_mask_blend_ps(m, no, yes); }
@@ -40,10 +41,17 @@ static inline float vf_sum_halves(vf v) {
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
-/* The low byte of each of 32 lanes. */
-static inline void store_bytes(void *p, const vi v[2]) {
-    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v[0]));
-    _mm_storeu_si128((__m128i *)p + 1, _mm512_cvtepi32_epi8((__m512i)v[1]));
+/* The low byte of each lane. */
+static inline __attribute__((always_inline)) void store_bytes(void *p, const vi *v, const int num) {
+    for (int k = 0; k < num; k++) _mm_storeu_si128((__m128i *)p + k, _mm512_cvtepi32_epi8((__m512i)v[k]));
+}
+
+/* To bytes from -127 to 127, the nearest of them. */
+static inline __attribute__((always_inline)) void store_clamped(void *p, const vi *v, const int num) {
+    for (int k = 0; k < num; k++) {
+        __m128i bytes = _mm_max_epi8(_mm512_cvtsepi32_epi8((__m512i)v[k]), _mm_set1_epi8(-127));
+        _mm_storeu_si128((__m128i *)p + k, bytes);
+    }
 }
 
 static inline void load_halves(float *out, const uint16_t *p, int n) {
@@ -56,6 +64,8 @@ static inline void store_halves(uint16_t *p, const float *x, int n) {
     }
 }
 
-/* table[index mod 16] in one instruction. */
+static inline vf vf_gather(const float *table, vi i) { return _mm512_i32gather_ps((__m512i)i, table, 4); }
+
+/* table[index mod 16]. */
 #define LOOKUP_BITS 4
 static inline vf vf_lookup(vf table, vi index) { return _mm512_permutexvar_ps((__m512i)index, table); }

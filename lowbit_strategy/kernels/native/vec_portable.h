@@ -10,8 +10,6 @@ static inline vf vf_set1(float x) { return (vf){x, x, x, x}; }
 static inline vi vi_set1(int32_t x) { return (vi){x, x, x, x}; }
 static inline vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 static inline void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
-static inline void vf_stream(float *p, vf v) { vf_store(p, v); }
-static inline void stream_fence(void) {}
 
 static inline vi vi_load_i8(const int8_t *p) { return (vi){p[0], p[1], p[2], p[3]}; }
 static inline vi vi_load_u8(const uint8_t *p) { return (vi){p[0], p[1], p[2], p[3]}; }
@@ -21,6 +19,9 @@ static inline vf vf_from(vi v) { return __builtin_convertvector(v, vf); }
 
 /* To the nearest integer, ties to even, for |v| < 2^22: what lies below the last bit of the sum is rounded away. */
 static inline vi vi_rint(vf v) { return (vi)(v + 12582912.0f) - 0x4B400000; }
+
+/* a * b + c where the product is exact, so that rounding it or not makes no difference. */
+static inline vf vf_add_exact_product(vf a, vf b, vf c) { return a * b + c; }
 
 static inline vmask vf_gt(vf a, vf b) { return a > b; }
 static inline vf vf_blend(vmask m, vf yes, vf no) { return (vf)((m & (vi)yes) | (~m & (vi)no)); }
@@ -38,10 +39,19 @@ static inline int32_t vi_reduce_or(vi v) { return v[0] | v[1] | v[2] | v[3]; }
 /* Lanes added in halves. */
 static inline float vf_sum_halves(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 
-/* The low byte of each of 32 lanes. */
-static inline void store_bytes(void *p, const vi v[LOWBIT_GROUP / LANES]) {
+/* The low byte of each lane. */
+static inline __attribute__((always_inline)) void store_bytes(void *p, const vi *v, const int num) {
     uint8_t *bytes = p;
-    for (int k = 0; k < LOWBIT_GROUP; k++) bytes[k] = (uint8_t)v[k / LANES][k % LANES];
+    for (int k = 0; k < num * LANES; k++) bytes[k] = (uint8_t)v[k / LANES][k % LANES];
+}
+
+/* To bytes from -127 to 127, the nearest of them. */
+static inline __attribute__((always_inline)) void store_clamped(void *p, const vi *v, const int num) {
+    int8_t *bytes = p;
+    for (int k = 0; k < num * LANES; k++) {
+        int32_t q = v[k / LANES][k % LANES];
+        bytes[k] = (int8_t)(q < -127 ? -127 : q > 127 ? 127 : q);
+    }
 }
 
 static inline void load_halves(float *out, const uint16_t *p, int n) {
@@ -51,5 +61,9 @@ static inline void store_halves(uint16_t *p, const float *x, int n) {
     for (int i = 0; i < n; i++) p[i] = float_to_half(x[i]);
 }
 
-/* table[index mod 16], and whether that is fast here for tables that repeat after 4 and after 16 entries. */
+static inline vf vf_gather(const float *table, vi i) {
+    return (vf){table[i[0]], table[i[1]], table[i[2]], table[i[3]]};
+}
+
+/* Bits of an index that a lookup in a register takes; 0 if there is none. */
 #define LOOKUP_BITS 0
