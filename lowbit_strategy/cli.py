@@ -6,6 +6,7 @@ import typer
 
 from lowbit_strategy.doctor import doctor
 from lowbit_strategy.launch import PASS_ON, config, launch
+from lowbit_strategy.report.command import report
 
 app = typer.Typer(
     name="lowbit",
@@ -23,6 +24,7 @@ def lowbit() -> None:
 app.command()(doctor)
 app.command(context_settings=PASS_ON, add_help_option=False)(launch)
 app.command()(config)
+app.command()(report)
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ class AdaptiveCompressionMixin(_Base):
         self.record = record
         self.driver: AdaptiveDriver | None = None
         self._record: RunRecord | None = None
+        self._told = False  # whether the record has what is in force
         self._factor = 1.0  # of the learning rate, in force
         self._rates: list[tuple[dict[str, Any], float]] = []  # to be put back after the optimizer's step
         self._num_steps: int | None = None
@@ -63,6 +64,7 @@ class AdaptiveCompressionMixin(_Base):
         per_step = trainer.accumulate_grad_batches
         self._steps_per_epoch = math.ceil(batches / per_step) if 0 < batches < math.inf else None
         self._record = open_record(trainer, self.record)
+        self._told = False
         self._accumulate(trainer)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -83,11 +85,12 @@ class AdaptiveCompressionMixin(_Base):
             done = batch_idx + 1  # a change of window must fall on the end of an old one and the start of a new one
             if done % trainer.accumulate_grad_batches == 0 and done % driver.accumulation == 0:
                 self._accumulate(trainer)
-        if not driver.events and not driver.warnings:
+        if not driver.events and not driver.warnings and self._told:
             return
+        self._told = True
         events, driver.events = driver.events, []
         warnings, driver.warnings = driver.warnings, []
-        step = events[-1].step if events else driver.sync.step_index
+        step = events[-1].step if events else driver.sync.step_index - 1
         log_metrics(trainer, self._metrics(trainer), step)
         if self._record is not None:
             for event in events:
