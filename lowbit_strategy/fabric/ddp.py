@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.fabric.common import LowBitFabricMixin
 from lowbit_strategy.hooks.attach import Attached, attach_ddp, prepare
-from lowbit_strategy.hooks.ddp import check_ddp_options
+from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB, check_ddp_options
 from lowbit_strategy.reducers.base import Compressor
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class LowBitFabricDDPMixin(LowBitFabricMixin, _Base):
         if not any(param.requires_grad for param in module.parameters()):
             return super().setup_module(module)  # inference only: DDP says what it thinks of that
         prepared = prepare(module, self.compressor, self.options, scatter=False)
+        if self.root_device.type == "cpu":
+            self._ddp_kwargs.setdefault("bucket_cap_mb", GLOO_BUCKET_CAP_MB)
         wrapped = super().setup_module(module)
         self.attach(attach_ddp(wrapped, prepared, device=self.root_device, has_scaler=self.loss_scaler is not None))
         return wrapped

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.hooks.attach import Prepared, attach_ddp, prepare
-from lowbit_strategy.hooks.ddp import check_ddp_options
+from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB, check_ddp_options
 from lowbit_strategy.lightning.common import LowBitMixin
 from lowbit_strategy.reducers.base import Compressor
 
@@ -48,6 +48,8 @@ class LowBitDDPMixin(LowBitMixin, _Base):
     def configure_ddp(self) -> None:
         assert self.lightning_module is not None
         self._prepared = prepare(self.lightning_module, self.compressor, self.options, scatter=False)
+        if self.root_device.type == "cpu":
+            self._ddp_kwargs.setdefault("bucket_cap_mb", GLOO_BUCKET_CAP_MB)
         super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:
