@@ -243,11 +243,11 @@ def main(
     variant: Annotated[list[str] | None, typer.Option(help="preset, or 'name {json options}'; repeat")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="ddp (two hops) or fsdp (one); repeat")] = None,
     seeds: Annotated[int, typer.Option(help="seeds 0 ... n-1")] = 3,
-    steps: Annotated[int, typer.Option(help="optimizer steps")] = 400,
+    changed: Annotated[str, typer.Option("--setting", help="fields of Setting as JSON")] = "{}",
     json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
 ) -> None:
     torch.set_num_threads(1)
-    setting = Setting(steps=steps)
+    setting = Setting(**json.loads(changed))
     results = Results(json_path, setting)
     console = Console(width=170)
     for seed in range(seeds):

@@ -26,6 +26,12 @@ class Codec(ABC):
         """A few words for reports."""
         return type(self).__name__.removesuffix("Codec").lower()
 
+    def nearest(self) -> Codec:
+        """The same code with the least error instead of no bias: what error feedback wants, since an unbiased code with
+        few levels errs by more than its input. Itself where there is no such choice.
+        """
+        return self
+
     @abstractmethod
     def wire_nbytes(self, numel: int) -> int:
         """Bytes of `numel` elements: exact, and independent of their values."""

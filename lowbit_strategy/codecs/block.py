@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -35,6 +35,9 @@ class BlockCodec(Codec):
     @property
     def block_size(self) -> int:
         return self.fmt.block_size
+
+    def nearest(self) -> BlockCodec:
+        return replace(self, rounding="nearest")
 
     def wire_nbytes(self, numel: int) -> int:
         return self.fmt.wire_nbytes(numel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,6 +50,9 @@ class RotatedCodec(Codec):
     @property
     def label(self) -> str:
         return f"{self.codec.label}, rotated by {self.rotation_size}"
+
+    def nearest(self) -> RotatedCodec:
+        return replace(self, codec=self.codec.nearest())
 
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(-(-numel // self.block_size) * self.block_size)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.kernels.reference.blocks import tree_sum
@@ -26,10 +27,15 @@ class TernaryCodec(BlockwiseCodec):
     Args:
         block_size: Elements that share a scaler.
         clip_sigmas: None does not clip.
+        rounding: ``stochastic`` as above; ``nearest``: 0 below half of s.
     """
 
     block_size: int = 1024
     clip_sigmas: float | None = 2.5
+    rounding: Rounding = "stochastic"
+
+    def nearest(self) -> TernaryCodec:
+        return replace(self, rounding="nearest")
 
     @property
     def label(self) -> str:
@@ -43,7 +49,9 @@ class TernaryCodec(BlockwiseCodec):
         scaler_K = clipped_absmax(h_KB, valid_KB.sum(-1), self.clip_sigmas)
         positive_K = scaler_K >= torch.finfo(torch.float32).tiny
         y_KB = torch.where(positive_K[:, None], h_KB / torch.where(positive_K, scaler_K, 1.0)[:, None], 0.0)
-        trits_KB = (y_KB + noise(CODE_STREAM)).round().clamp(-1, 1).int()
+        if self.rounding == "stochastic":
+            y_KB = y_KB + noise(CODE_STREAM)
+        trits_KB = y_KB.round().clamp(-1, 1).int()
         scaler_K = torch.where(finite_K, torch.where(positive_K, scaler_K, 0.0), torch.nan)
         return torch.cat([pack_integers(trits_KB, 1), scaler_K[:, None].view(torch.uint8)], 1)
 

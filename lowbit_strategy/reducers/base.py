@@ -96,6 +96,10 @@ class Reducer(ABC):
         """A few words for reports."""
         return type(self).__name__.removesuffix("Reducer").lower()
 
+    def nearest(self) -> Reducer:
+        """As `Codec.nearest`: the least error instead of no bias, for use with feedback."""
+        return self
+
     @abstractmethod
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         """State by parameter name; what concerns no single parameter goes under the empty name.
@@ -106,6 +110,10 @@ class Reducer(ABC):
     @abstractmethod
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
         """Write every view's mean; yield whenever bytes travel. All ranks call with the same parameters in order."""
+
+    def continues(self, earlier: Method) -> bool:
+        """Whether all state that `earlier` leaves means the same to this method, and not the residual alone."""
+        return self == earlier
 
     def rescale_(self, state: ReducerState, factor: float) -> None:
         """The loss scale changed by `factor`: everything that is in units of the gradient follows."""

@@ -22,7 +22,8 @@ class EF21(Wrapper):
     3. DDP only: the owner sends ``C(G - gt)`` back, and all add it to gt, the result
 
     Once gradients change slowly differences become small, and so does the error, without a residual that lags behind.
-    With C the scaled sign of `EFSignSGD` and AMSGrad as the optimizer this is CD-Adam.
+    Rounding at random is replaced by rounding to the nearest value: C may be biased but must shrink. With C the scaled
+    sign of `EFSignSGD` and AMSGrad as the optimizer this is CD-Adam.
 
     Args:
         compressor: Gives the codec C; feedback of its own is left out.
@@ -46,7 +47,7 @@ class EF21(Wrapper):
         return True
 
     def wrap_lane(self, lane: Lane) -> Lane:
-        return MarkovLane(codec_of(lane))
+        return MarkovLane(codec_of(lane).nearest())
 
     def wrap_reducer(self, reducer: Reducer) -> Reducer:
         raise ValueError(f"EF21 needs a quantiser (LoCo, QSGD, EFSignSGD, OneBitSGD ...), not {reducer.label!r}")

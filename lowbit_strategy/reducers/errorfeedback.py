@@ -22,9 +22,12 @@ class ErrorFeedback(Wrapper):
     2. the wrapped compressor reduces h; this rank's part of it was said as Q
     3. ``e' = decay * (h - Q)``
 
+    Rounding at random is replaced by rounding to the nearest value: feedback removes the bias, and a code that errs by
+    more than its input, as unbiased codes with few levels do, would make the residual grow without bound.
+
     Args:
         compressor: One without feedback of its own.
-        decay: Below 1 old errors fade, which steadies a compressor whose error is as large as its input.
+        decay: Below 1 old errors fade, and nothing is conserved.
         residual: ``float32`` costs 4 bytes a parameter; ``int8`` costs 1 (quantisers only).
         exempt: Parameters that are exempt besides.
 
@@ -59,11 +62,11 @@ class ErrorFeedback(Wrapper):
             raise ValueError(f"{lane.label!r} cannot be given error feedback: it has its own, or none that would help")
         if isinstance(lane.codec, DenseCodec):
             return lane
-        return FeedbackLane(codec=lane.codec, decay=self.decay, residual=self.residual)
+        return FeedbackLane(codec=lane.codec.nearest(), decay=self.decay, residual=self.residual)
 
     def wrap_reducer(self, reducer: Reducer) -> Reducer:
         if reducer.gain is not None:
             raise ValueError(f"{reducer.label!r} has error feedback of its own: use it without the wrapper")
         if self.residual != "float32":
             raise ValueError(f"{reducer.label!r} keeps its residual in float32: leave residual='float32'")
-        return FeedbackReducer(inner=reducer, decay=self.decay)
+        return FeedbackReducer(inner=reducer.nearest(), decay=self.decay)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.exchange import Step
@@ -27,12 +28,16 @@ class MultiScaleReducer(Reducer):
     limit: int
     ratio: int
     block_size: int
+    rounding: Rounding = "stochastic"
 
     fixed_size: ClassVar[bool] = True
 
     @property
     def label(self) -> str:
         return f"two shared scales 1:{self.ratio}, {2 * self.limit + 1} levels, blocks of {self.block_size}"
+
+    def nearest(self) -> MultiScaleReducer:
+        return replace(self, rounding="nearest")
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         return {}
@@ -53,7 +58,7 @@ class MultiScaleReducer(Reducer):
             torch.where(fine, width_N / (self.limit * self.ratio), width_N / self.limit)
             for fine, width_N in zip(finer, widths, strict=True)
         ]
-        codes = [shared.round(i, step_N, self.limit) for i, step_N in enumerate(steps)]
+        codes = [shared.round(i, step_N, self.limit, self.rounding) for i, step_N in enumerate(steps)]
         shared.tell(codes, steps)
         totals = yield from sum_integers(shared.rows(codes), self.limit, comm, scatter=shared.scatter)
         shared.write_(totals, steps)

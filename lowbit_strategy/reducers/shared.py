@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.exchange import Step
 from lowbit_strategy.kernels.reference.blocks import to_blocks
@@ -51,14 +52,15 @@ class SharedViews:
         """One number a block as one number an element, flat [numel]."""
         return values_K.repeat_interleave(self.block_size)[: self.views[index].spec.numel]
 
-    def round(self, index: int, step_N: Tensor, limit: int) -> Tensor:
-        """int32 [numel]: gradient over `step_N`, up or down at random without bias; 0 where the step is 0 or NaN."""
+    def round(self, index: int, step_N: Tensor, limit: int, rounding: Rounding) -> Tensor:
+        """int32 [numel]: gradient over `step_N` as a whole number; 0 where the step is 0 or NaN."""
         name, gradient = self.views[index].spec.name, self.gradients[index]
-        key = stream_key(self.step.seed, zlib.crc32(name.encode()), CODE_STREAM)
         usable = step_N >= _TINY
         y = torch.where(usable, gradient, 0.0) / torch.where(usable, step_N, 1.0)
-        noise = dither(0, gradient.numel(), key, gradient.device)
-        return (y + noise).round().clamp(-limit, limit).to(torch.int32)
+        if rounding == "stochastic":
+            key = stream_key(self.step.seed, zlib.crc32(name.encode()), CODE_STREAM)
+            y += dither(0, gradient.numel(), key, gradient.device)
+        return y.round().clamp(-limit, limit).to(torch.int32)
 
     def rows(self, values: Sequence[Tensor]) -> Tensor:
         """[W, n]: every view's flat values, cut over the ranks."""

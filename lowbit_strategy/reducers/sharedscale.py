@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.codecs.ternary import clipped_absmax
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.exchange import Step
@@ -27,12 +28,14 @@ class SharedScaleReducer(Reducer):
         limit: Largest code; 1 makes trits.
         block_size: Elements that share a scale.
         clip_sigmas: Clip each block's elements at so many standard deviations first; None does not.
+        rounding: ``stochastic``: no bias; ``nearest``: least error.
         title: For reports.
     """
 
     limit: int
     block_size: int
     clip_sigmas: float | None = None
+    rounding: Rounding = "stochastic"
     title: str = "shared scale"
 
     fixed_size: ClassVar[bool] = True
@@ -40,6 +43,9 @@ class SharedScaleReducer(Reducer):
     @property
     def label(self) -> str:
         return f"{self.title}, {2 * self.limit + 1} levels, blocks of {self.block_size}"
+
+    def nearest(self) -> SharedScaleReducer:
+        return replace(self, rounding="nearest")
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         return {}
@@ -51,7 +57,7 @@ class SharedScaleReducer(Reducer):
         norms = [self._norm(shared.blocks(i), shared.views[i].spec) for i in range(len(shared.views))]
         agreed = yield from shared.agree(norms)
         steps = [shared.spread(norm_K / self.limit, i) for i, norm_K in enumerate(agreed)]
-        codes = [shared.round(i, step_N, self.limit) for i, step_N in enumerate(steps)]
+        codes = [shared.round(i, step_N, self.limit, self.rounding) for i, step_N in enumerate(steps)]
         shared.tell(codes, steps)
         totals = yield from sum_integers(shared.rows(codes), self.limit, comm, scatter=shared.scatter)
         shared.write_(totals, steps)
