@@ -4,7 +4,8 @@ Encode and LoCo encode: bytes of float32 read a second (4 N / time), whatever el
 Decode-and-sum: bytes of float32 decoded and added a second, per source (W * 4 N / time).
 memcpy: bytes read plus bytes written a second (8 N / time), the faster of libc's and torch's.
 
-The cases take turns, so that what else the machine does meets all of them alike.
+The cases take turns, so that what else the machine does meets all of them alike. With one thread the processor time of
+that thread counts, so that waiting for a core does not; with more, wall-clock time.
 
     python benchmarks/cpu_kernels.py --numel 16777216 --json cpu_kernels.json
 """
@@ -139,14 +140,14 @@ def kernel_runs(x: torch.Tensor, out: torch.Tensor, fmt: BlockFormat) -> list[tu
     ]
 
 
-def measure(chosen: list[Case]) -> list[Row]:
+def measure(chosen: list[Case], clock: Callable[[], float]) -> list[Row]:
     seconds: dict[int, list[float]] = {index: [] for index in range(len(chosen))}
     for turn in range(max(case.repeats for case in chosen)):
         for index, case in enumerate(chosen):
             if turn < case.repeats:
-                start = time.perf_counter()
+                start = clock()
                 case.run()
-                seconds[index].append(time.perf_counter() - start)
+                seconds[index].append(clock() - start)
     best = [case.nbytes / min(seconds[index]) / 1e9 for index, case in enumerate(chosen)]
     median = [case.nbytes / statistics.median(seconds[index]) / 1e9 for index, case in enumerate(chosen)]
     copies = [index for index, case in enumerate(chosen) if case.name == MEMCPY]
@@ -180,7 +181,7 @@ def main(
         for case in cases(numel, block_size, repeats, isa)
         if case.name == MEMCPY or only in case.name or only in case.backend
     ]
-    rows = measure(chosen)
+    rows = measure(chosen, time.thread_time if threads == 1 else time.perf_counter)
     table = Table("kernel", "backend", "GB/s best", "median", "over memcpy: best", "median")
     for row in rows:
         table.add_row(*map(str, asdict(row).values()))

@@ -1,0 +1,264 @@
+"""The C kernels write the same bytes as the reference, whatever the format, the values and the instruction set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowbit_strategy.kernels import backends, native
+from lowbit_strategy.kernels.blocks import encode_
+from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.reference import blocks as reference_blocks
+from lowbit_strategy.kernels.reference import loco as reference_loco
+from lowbit_strategy.kernels.segments import Segment, Segments
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the C extension is not built")
+
+if native.available():
+    from lowbit_strategy.kernels.native import blocks as native_blocks
+    from lowbit_strategy.kernels.native import loco as native_loco
+
+ISAS = ("avx512", "avx2", "portable")
+SPECIAL = (0.0, -0.0, 1e-45, 1e-40, 1.2e-38, 1e30, 3e38, 3.4e38, float("inf"), float("-inf"), float("nan"))
+FITTED = {
+    "1 bit": {"bits": 1, "scale_rule": "rms", "levels": (-0.796875, 0.796875)},
+    "1 bit mean": {"bits": 1, "scale_rule": "mean_abs", "levels": (-1.0, 1.0)},
+    "2 bits": {"bits": 2, "scale_rule": "rms", "levels": (-1.5078125, -0.453125, 0.453125, 1.5078125)},
+    "3 bits": {"bits": 3, "scale_rule": "rms", "levels": (-2.0, -1.25, -0.75, -0.25, 0.25, 0.75, 1.25, 2.0)},
+    "4 bits, 11 levels": {"bits": 4, "scale_rule": "mean_abs", "levels": tuple((i - 5) / 2 for i in range(11))},
+    "7 bits": {"bits": 7, "scale_rule": "rms", "levels": tuple((i - 50) / 16 for i in range(100))},
+    "ternary": {"bits": 2, "scale_rule": "ternary", "levels": (-1.0, 0.0, 1.0)},
+}
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param not in native.isas():
+        pytest.skip(f"this processor has no {request.param}")
+    monkeypatch.setenv(native.ISA_OVERRIDE, request.param)
+    return request.param
+
+
+@dataclass(kw_only=True)
+class Case:
+    fmt: BlockFormat
+    numels: list[int]
+    gap: int
+    dtype: torch.dtype
+    special: list[float]
+    seed: int
+    residual: torch.dtype
+    options: dict[str, object]
+
+    def segments(self) -> Segments:
+        rows, x, state, wire = [], self.gap, 0, 0
+        for index, numel in enumerate(self.numels):
+            rows.append(Segment(x, numel, state, wire, salt=index * 0x9E37))
+            x += numel + self.gap
+            state += (self.fmt.num_blocks(numel) + self.gap) * self.fmt.block_size
+            wire += (self.fmt.wire_nbytes(numel) + 15) // 16 * 16 + 16 * self.gap
+        return Segments(rows)
+
+    def tensors(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        last, size = self.segments().rows[-1], self.fmt.block_size
+        numel = last.x_offset + last.numel + self.gap
+        x = torch.randn(numel, generator=generator) * torch.exp(3 * torch.randn(numel, generator=generator))
+        for index, value in enumerate(self.special):  # a block full of it, and one that has it once
+            start = index * 3 * size
+            x[start : start + size] = value
+            x[start + 2 * size : start + 2 * size + 1] = value
+        blocks = last.state_offset // size + self.fmt.num_blocks(last.numel) + 1
+        scale = torch.rand(blocks, generator=generator) * (torch.rand(blocks, generator=generator) > 0.2)
+        int8 = torch.randint(-127, 128, (blocks * size,), generator=generator, dtype=torch.int8)
+        floats = torch.randn(blocks * size, generator=generator)
+        is_int8 = self.residual == torch.int8
+        return {
+            "x": x.to(self.dtype),
+            "residual": int8 if is_int8 else floats,
+            "residual_scale": scale.to(torch.bfloat16) if is_int8 else torch.empty(0),
+            "wire": torch.full((last.wire_offset + self.fmt.wire_nbytes(last.numel) + 16,), 0xA5, dtype=torch.uint8),
+            "flag": torch.zeros(1, dtype=torch.int32),
+        }
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    size = draw(st.sampled_from((32, 64, 128, 256, 4096)))
+    bits = draw(st.one_of(st.integers(2, 8), st.sampled_from(sorted(FITTED))))
+    fmt = uniform(bits, size) if isinstance(bits, int) else BlockFormat(block_size=size, **FITTED[bits])  # type: ignore[arg-type]
+    return Case(
+        fmt=fmt,
+        numels=draw(st.lists(st.sampled_from((0, 1, 31, 33, 128, 1000, 2500, 4097)), min_size=1, max_size=3)),
+        gap=draw(st.sampled_from((0, 1, 5))),
+        dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16))),
+        special=draw(st.lists(st.sampled_from(SPECIAL), max_size=4)),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        residual=draw(st.sampled_from((torch.int8, torch.float32))),
+        options={
+            "reset": draw(st.booleans()),
+            "stochastic": fmt.is_uniform and draw(st.booleans()),
+            "stochastic_residual": draw(st.booleans()),
+            "beta": draw(st.sampled_from((0.0, 0.8, 0.95))),
+        },
+    )
+
+
+examples = settings(
+    max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+)
+
+
+def assert_same_bytes(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@examples
+@given(case=cases())
+def test_loco_encode_writes_the_references_bytes(isa: str, case: Case) -> None:
+    wanted, found, segments = case.tensors(), case.tensors(), case.segments()
+    for module, at in ((reference_loco, wanted), (native_loco, found)):
+        scale = at["residual_scale"] if case.residual == torch.int8 else None
+        module.loco_encode_(
+            at["x"],
+            at["residual"],
+            scale,
+            at["wire"],
+            segments,
+            case.fmt,
+            seed=case.seed,
+            flag=at["flag"],
+            **case.options,
+        )
+    assert_same_bytes(found, wanted)
+
+
+@examples
+@given(case=cases(), num_sources=st.sampled_from((1, 2, 3, 20)), alpha=st.sampled_from((1.0, 0.25, 1 / 3)))
+def test_encode_and_decode_sum_write_the_references_bytes(isa: str, case: Case, num_sources: int, alpha: float) -> None:
+    wanted, found, segments = case.tensors(), case.tensors(), case.segments()
+    stochastic = bool(case.options["stochastic"])
+    for module, at in ((reference_blocks, wanted), (native_blocks, found)):
+        module.encode_(at["x"], at["wire"], segments, case.fmt, stochastic=stochastic, seed=case.seed, flag=at["flag"])
+    assert_same_bytes(found, wanted)
+
+    generator = torch.Generator().manual_seed(case.seed)
+    wire_WB = wanted["wire"].repeat(num_sources, 1)
+    for row in segments.rows:  # other codes, the same scales
+        stop = row.wire_offset + case.fmt.num_blocks(row.numel) * case.fmt.code_nbytes
+        width = stop - row.wire_offset
+        limit = 243 if case.fmt.is_ternary else 256
+        if case.fmt.is_uniform or case.fmt.is_ternary or len(case.fmt.levels or ()) == 2**case.fmt.bits:
+            random = torch.randint(0, limit, (num_sources, width), generator=generator, dtype=torch.int64)
+            wire_WB[1:, row.wire_offset : stop] = random[1:].to(torch.uint8)
+    for module, at in ((reference_blocks, wanted), (native_blocks, found)):
+        module.decode_sum_(wire_WB, at["x"], segments, case.fmt, alpha=alpha)
+    same = found["x"].view(torch.uint8) == wanted["x"].view(torch.uint8)
+    both_nan = (found["x"].isnan() & wanted["x"].isnan()).repeat_interleave(wanted["x"].element_size())
+    assert bool((same | both_nan).all())  # which NaN a half-precision cast gives differs between processors
+
+
+def loco_once(x: Tensor, fmt: BlockFormat) -> list[Tensor]:
+    padded = fmt.num_blocks(x.numel()) * fmt.block_size
+    residual = torch.zeros(padded, dtype=torch.int8)
+    scale = torch.zeros(padded // fmt.block_size, dtype=torch.bfloat16)
+    wire, flag = torch.zeros(fmt.wire_nbytes(x.numel()), dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+    segments = Segments([Segment(0, x.numel(), 0, 0, salt=7)])
+    options = {"beta": 0.8, "reset": False, "stochastic": True, "stochastic_residual": True, "seed": 3, "flag": flag}
+    for _ in range(2):
+        native_loco.loco_encode_(x, residual, scale, wire, segments, fmt, **options)
+    return [wire, residual, scale.view(torch.int16)]
+
+
+def test_bytes_do_not_depend_on_the_number_of_threads() -> None:
+    x = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            results.append(loco_once(x, uniform(4, 128)))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_flushing_subnormal_numbers_changes_no_byte() -> None:
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 1e-37
+    plain = loco_once(x, uniform(4, 64))
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    try:
+        flushed = loco_once(x, uniform(4, 64))
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(torch.equal(a, b) for a, b in zip(plain, flushed, strict=True))
+
+
+def test_offsets_beyond_2_to_the_31(tmp_path: Path, isa: str) -> None:
+    """Sparse files stand for the buffers: only the pages that are touched exist."""
+    far, numel, fmt = 2**31 + 4096, 1000, uniform(4, 128)
+    state, nbytes = fmt.num_blocks(numel) * fmt.block_size, fmt.wire_nbytes(numel)
+
+    def sparse(name: str, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=dtype)
+
+    x, residual = sparse("x", far + numel, torch.float32), sparse("residual", far + state, torch.int8)
+    wire, scale = sparse("wire", far + nbytes, torch.uint8), torch.zeros((far + state) // 128, dtype=torch.bfloat16)
+    x[far:] = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    near = [x[far:].clone(), torch.zeros(state, dtype=torch.int8), torch.zeros(state // 128, dtype=torch.bfloat16)]
+    near_wire, flag = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+    options = {"beta": 0.8, "reset": False, "stochastic": True, "stochastic_residual": True, "seed": 3, "flag": flag}
+
+    reference_loco.loco_encode_(*near, near_wire, Segments([Segment(0, numel, 0, 0)]), fmt, **options)
+    segments = Segments([Segment(far, numel, far, far)])
+    native_loco.loco_encode_(x, residual, scale, wire, segments, fmt, **options)
+    assert torch.equal(wire[far:], near_wire)
+    assert torch.equal(residual[far:], near[1])
+    assert torch.equal(scale[far // 128 :], near[2])
+
+    native_blocks.decode_sum_(wire[None], x, segments, fmt, alpha=1.0)
+    reference_blocks.decode_sum_(near_wire[None], near[0], Segments([Segment(0, numel, 0, 0)]), fmt, alpha=1.0)
+    assert torch.equal(x[far:], near[0])
+
+
+def test_what_lies_outside_a_buffer_is_refused() -> None:
+    fmt = uniform(4, 64)
+    x, wire, flag = torch.zeros(128), torch.zeros(fmt.wire_nbytes(128), dtype=torch.uint8), torch.zeros(1)
+    options = {"stochastic": False, "seed": 0, "flag": flag}
+    with pytest.raises(ValueError, match="segments reach element 129"):
+        native_blocks.encode_(x, wire, Segments([Segment(1, 128, 0, 0)]), fmt, **options)
+    with pytest.raises(ValueError, match="wire byte"):
+        native_blocks.encode_(x, wire[:-1], Segments([Segment(0, 128, 0, 0)]), fmt, **options)
+    with pytest.raises(ValueError, match="negative"):
+        native_blocks.encode_(x, wire, Segments([Segment(-1, 128, 0, 0)]), fmt, **options)
+    residual, scale = torch.zeros(192, dtype=torch.int8), torch.zeros(3, dtype=torch.bfloat16)
+    loco = {"beta": 0.8, "reset": False, "stochastic_residual": False, **options}
+    with pytest.raises(ValueError, match="multiple of the block size"):
+        native_loco.loco_encode_(x, residual, scale, wire, Segments([Segment(0, 128, 32, 0)]), fmt, **loco)
+    with pytest.raises(ValueError, match="which holds 64"):
+        native_loco.loco_encode_(x, residual[:64], scale, wire, Segments([Segment(0, 128, 0, 0)]), fmt, **loco)
+    with pytest.raises(TypeError, match="bfloat16"):
+        native_loco.loco_encode_(x, residual, scale.float(), wire, Segments([Segment(0, 128, 0, 0)]), fmt, **loco)
+
+
+def test_the_public_op_reaches_the_extension_and_names_a_wrong_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt, x, flag = uniform(4, 64), torch.randn(100), torch.zeros(1, dtype=torch.int32)
+    wires = []
+    for backend in ("native", "torch"):
+        monkeypatch.setenv(backends.OVERRIDE, backend)
+        wires.append(torch.zeros(fmt.wire_nbytes(100), dtype=torch.uint8))
+        encode_(x, wires[-1], Segments([Segment(0, 100, 0, 0)]), fmt, flag=flag)
+    assert torch.equal(*wires)
+    monkeypatch.setenv(backends.OVERRIDE, "native")
+    monkeypatch.setenv(native.ISA_OVERRIDE, "mmx")
+    with pytest.raises(RuntimeError, match="'mmx' is not one of"):
+        encode_(x, wires[0], Segments([Segment(0, 100, 0, 0)]), fmt, flag=flag)
