@@ -352,7 +352,7 @@ def _check_mean(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
         scale = float(average[name] @ mean.double() / mean.double().square().sum())
         error = relative(average[name] - mean, mean)
         if not kit.compressor.approaches_mean:
-            if not 0.1 < scale < 3.0:
+            if not 0.02 < scale < 3.0:  # sparse methods leave most in the residual for long
                 failures.append(
                     f"{name}: {scale:.2f} times the mean: compressed and exempt tensors are scaled differently"
                 )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.ordered import sum_ordered
 from lowbit_strategy.collectives.sparse_layout import (
     COUNT_NBYTES,
     Message,
@@ -90,8 +91,9 @@ def sum_values(values: Sequence[Tensor], indices: Sequence[Tensor], layout: Spar
     total = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
     flat_K, values_K = layout.flat(located), torch.cat(list(values))
     if layout.num_destinations == 1:
-        summed = yield from sum_in_rank_order(values_K, comm)
-        return total.index_copy_(0, flat_K, summed)
+        if values_K.numel():
+            total.index_copy_(0, flat_K, (yield from sum_ordered(values_K, comm)))
+        return total
     sizes = [sum(counts) for counts in located.counts_DV]
     own = sizes[comm.rank]
     received = torch.empty(own * comm.world_size, dtype=torch.float32, device=layout.device)
@@ -100,19 +102,6 @@ def sum_values(values: Sequence[Tensor], indices: Sequence[Tensor], layout: Spar
     yield comm.all_to_all_uneven(received, sent_K, [own] * comm.world_size, sizes)
     at = sum(sizes[: comm.rank])
     return total.index_copy_(0, flat_K[at : at + own], add_rows(received.view(comm.world_size, own)))
-
-
-def sum_in_rank_order(x_K: Tensor, comm: Comm) -> Exchanging:
-    """All-reduce of float32 [K]: all-to-all, sum in rank order, all-gather. As many bytes as a ring."""
-    part = -(-x_K.numel() // comm.world_size)
-    if not part:
-        return x_K.clone()
-    sent = torch.nn.functional.pad(x_K, (0, part * comm.world_size - x_K.numel())).view(comm.world_size, part)
-    received = torch.empty_like(sent)
-    yield comm.all_to_all(received, sent)
-    gathered = torch.empty_like(sent)
-    yield comm.all_gather(gathered, add_rows(received))
-    return gathered.view(-1)[: x_K.numel()]
 
 
 def add_rows(rows_WK: Tensor) -> Tensor:

@@ -145,6 +145,7 @@ class GradientSync:
 
     def use(self, compressor: Compressor) -> None:
         """Give every parameter its method anew. Residuals are carried over; between steps only."""
+        compressor.check(list(self.specs.values()))
         self.compressor = compressor
         self._phase = compressor.at(self.step_index)
         self.assign(assign_all(self._phase, list(self.specs.values())))
@@ -197,7 +198,8 @@ class GradientSync:
     def _release(self, name: str, following: Assignment) -> _Carried:
         """What one parameter takes along to its next method."""
         method = self.assignments[name].method
-        if following.method == method:
+        successor = following.method
+        if successor == method or (isinstance(successor, Reducer) and successor.continues(method)):
             return _Carried({key: value.clone() for key, value in self.tensors(name).items()}, None)
         owed = self.export_residual(name)
         if owed is not None:

@@ -22,6 +22,7 @@ from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
 from lowbit_strategy.hooks.fsdp import install
 from lowbit_strategy.hooks.specs import describe_parameters
 from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.dgc import DGC
 from lowbit_strategy.reducers.exclusive import _Model
 from lowbit_strategy.reducers.exdyna import ExDyna
 from lowbit_strategy.reducers.micro import MiCRO
@@ -37,6 +38,7 @@ TRAINED: dict[str, Compressor] = {
     "topk_int4": TopK(density=0.05, values="int4"),
     "exdyna": ExDyna(density=0.05),
     "micro": MiCRO(density=0.05),
+    "dgc": DGC(density=0.05, clip_norm=1.0, warmup_steps=4),
 }
 LAYOUTS = ("ddp", "fsdp")
 
@@ -140,41 +142,93 @@ def _reduce_all(compressor: Compressor, comm: Comm) -> tuple[list[dict[str, np.n
     return means, comm.sent_nbytes - before
 
 
-def _reduce_topk(rank: int, world_size: int) -> Any:
-    return _reduce_all(TopK(density=0.07, **_ALL), Comm(dist.new_group()))
+DEFINED: dict[str, Compressor] = {
+    "topk": TopK(density=0.07, **_ALL),
+    "dgc": DGC(density=0.04, momentum=0.9, clip_norm=5.0, warmup_steps=2, warmup_densities=(0.09,), **_ALL),
+    "dgc_nesterov": DGC(density=0.07, momentum=0.9, nesterov=True, exempt=("vector",), milder=()),
+}
 
 
-def _numpy_topk(density: float, world_size: int) -> list[dict[str, np.ndarray]]:
-    residuals = {
-        (n, r): np.zeros(torch.Size(s).numel(), np.float32) for n, s in SHAPES.items() for r in range(world_size)
-    }
-    means = []
+def _reduce_defined(rank: int, world_size: int) -> dict[str, tuple[list[dict[str, np.ndarray]], int]]:
+    return {name: _reduce_all(compressor, Comm(dist.new_group())) for name, compressor in DEFINED.items()}
+
+
+@functools.cache
+def reduced(world_size: int) -> list[dict[str, tuple[list[dict[str, np.ndarray]], int]]]:
+    return run_ranks(_reduce_defined, world_size)
+
+
+def _zeros(world_size: int) -> dict[tuple[str, int], np.ndarray]:
+    return {(n, r): np.zeros(torch.Size(s).numel(), np.float32) for n, s in SHAPES.items() for r in range(world_size)}
+
+
+def _largest(values: np.ndarray, density: float) -> np.ndarray:
+    """Positions of the k largest magnitudes, of equal ones the first."""
+    return np.argsort(-np.abs(values), kind="stable")[: max(1, round(density * values.size))]
+
+
+def _numpy_topk(world_size: int) -> list[dict[str, np.ndarray]]:
+    residuals, means = _zeros(world_size), []
     for step in range(NUM_STEPS):
         means.append({})
         for name in SHAPES:
             total = np.zeros_like(residuals[name, 0])
             for rank in range(world_size):
                 h = residuals[name, rank] + _gradient(name, rank, step).numpy()
-                k = max(1, round(density * h.size))
-                kept = np.argsort(-np.abs(h), kind="stable")[:k]
-                sent = np.zeros_like(h)
-                sent[kept] = h[kept]
-                residuals[name, rank] = h - sent
-                total += sent
+                kept = _largest(h, 0.07)
+                total[kept] += h[kept]
+                h[kept] = 0
+                residuals[name, rank] = h
             means[-1][name] = total * np.float32(1 / world_size)
     return means
 
 
+def _numpy_dgc(world_size: int, *, nesterov: bool) -> list[dict[str, np.ndarray]]:
+    """Samples are whole tensors at this size, so that exactly the largest are kept."""
+    momenta, velocities, means = _zeros(world_size), _zeros(world_size), []
+    m = np.float32(0.9)
+    for step in range(NUM_STEPS):
+        means.append({name: np.zeros(torch.Size(shape).numel(), np.float32) for name, shape in SHAPES.items()})
+        density = 0.07 if nesterov else 0.09 if step < 2 else 0.04
+        for rank in range(world_size):
+            grads = {name: _gradient(name, rank, step).numpy() for name in SHAPES}
+            norm = np.sqrt(sum(float(np.linalg.norm(g)) ** 2 for g in grads.values()))
+            clip = 1.0 if nesterov else min(1.0, 5.0 / np.sqrt(world_size) / norm)
+            for name, g in grads.items():
+                g, key = g * np.float32(clip), (name, rank)
+                u = m * (momenta[key] + g) if nesterov else m * momenta[key] + g
+                v = velocities[key] + u + (g if nesterov else 0)
+                dense = nesterov and name == "vector"
+                kept = np.arange(v.size) if dense else _largest(v, density)
+                means[-1][name][kept] += v[kept]
+                momenta[key], velocities[key] = u, v
+                v[kept] = 0
+                if not dense:
+                    u[kept] = 0
+    return [{name: total * np.float32(1 / world_size) for name, total in mean.items()} for mean in means]
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_topk_is_its_numpy_transcription(world_size: int) -> None:
-    wanted = _numpy_topk(0.07, world_size)
-    for means, nbytes in run_ranks(_reduce_topk, world_size):
+    wanted = _numpy_topk(world_size)
+    for rank in reduced(world_size):
+        means, nbytes = rank["topk"]
         for step in range(NUM_STEPS):
             for name in SHAPES:
                 np.testing.assert_array_equal(means[step][name], wanted[step][name])
         sizes = [torch.Size(shape).numel() for shape in SHAPES.values()]
         kept = [max(1, round(0.07 * numel)) for numel in sizes]
         assert nbytes == (world_size - 1) * (sum(counts_nbytes(numel) for numel in sizes) + 6 * sum(kept))
+
+
+@pytest.mark.parametrize("name", ["dgc", "dgc_nesterov"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_dgc_is_its_numpy_transcription(world_size: int, name: str) -> None:
+    wanted = _numpy_dgc(world_size, nesterov=name == "dgc_nesterov")
+    for rank in reduced(world_size):
+        for step, mean in enumerate(rank[name][0]):
+            for parameter in SHAPES:
+                np.testing.assert_allclose(mean[parameter], wanted[step][parameter], rtol=1e-5, atol=1e-6)
 
 
 # -- ExDyna ---------------------------------------------------------------------------------------------------------
