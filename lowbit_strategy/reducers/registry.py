@@ -9,10 +9,13 @@ from typing import Any
 
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.dense import Dense
+from lowbit_strategy.reducers.dgc import DGC
 from lowbit_strategy.reducers.ef21 import EF21
 from lowbit_strategy.reducers.efsignsgd import EFSignSGD
 from lowbit_strategy.reducers.errorfeedback import ErrorFeedback
+from lowbit_strategy.reducers.exdyna import ExDyna
 from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.reducers.micro import MiCRO
 from lowbit_strategy.reducers.multiscale import MultiScale
 from lowbit_strategy.reducers.natural import NaturalCompression
 from lowbit_strategy.reducers.onebitsgd import OneBitSGD
@@ -28,10 +31,17 @@ from lowbit_strategy.reducers.warmup import WarmUp
 
 PRESETS: dict[str, Compressor] = {
     "dense": Dense(),
+    "dgc": DGC(),
     "ef21": EF21(),
     "efsignsgd": EFSignSGD(),
     "errorfeedback": ErrorFeedback(),
+    "exdyna": ExDyna(),
     "loco": LoCo(),
+    "loco1": LoCo(bits=1, levels="fitted", block_size=64),
+    "loco2": LoCo(bits=2, levels="fitted", block_size=64),
+    "loco3": LoCo(bits=3, levels="fitted", block_size=64),
+    "loco_ternary": LoCo(bits=2, levels="ternary", block_size=128),
+    "micro": MiCRO(),
     "multiscale": MultiScale(),
     "naturalcompression": NaturalCompression(),
     "onebitsgd": OneBitSGD(),
