@@ -1,0 +1,182 @@
+"""The command line, as users run it: `lowbit launch`, the run module under other launchers, what comes back from them.
+
+Every test starts interpreters; what can be told without doing so is in tests/unit/accelerate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import psutil
+import pytest
+import yaml
+
+from tests.scripts import REPOSITORY, run_script
+
+LOWBIT = ["-c", "from lowbit_strategy.cli import main; main()"]
+LAUNCH = [*LOWBIT, "launch"]
+SECTION: dict[str, Any] = {"compressor": "loco", "bits": 4}
+SCRIPT = REPOSITORY / "tests" / "integration" / "scripts" / "lm.py"
+TRAINER_SCRIPT = REPOSITORY / "tests" / "integration" / "scripts" / "lm_trainer.py"
+CONFIGS: dict[str, dict[str, Any]] = {
+    "ddp": {"distributed_type": "MULTI_CPU"},
+    "fsdp": {
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "Block",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        },
+    },
+}
+_COMMON = {"num_processes": 2, "use_cpu": True, "main_process_port": 0, "mixed_precision": "no"}
+
+
+def config(folder: Path, kind: str, **more: Any) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump({**CONFIGS[kind], **_COMMON, **more}))
+    return path
+
+
+def facts(folder: Path) -> list[dict[str, Any]]:
+    """What every rank wrote."""
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def uncompressed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The script under Accelerate's own launcher."""
+    folder = tmp_path_factory.mktemp("uncompressed")
+    arguments = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", SCRIPT, "--out", folder]
+    run_script(["-m", "accelerate.commands.launch", *arguments], env={"ACCELERATE_USE_CPU": "true"}, timeout=280)
+    return facts(folder)
+
+
+RECORDS = {"DistributedDataParallel": ["_reduce_bucket"], "FSDPModel": ["CompressedReduceScatter"]}
+
+
+def check(compressed: list[dict[str, Any]], uncompressed: list[dict[str, Any]], model: str, out: Path) -> None:
+    for rank, plain in zip(compressed, uncompressed, strict=True):
+        assert rank["loss"] == pytest.approx(plain["loss"], rel=0.005)
+        assert rank["loss"] < 0.8 * rank["losses"][0]
+        assert rank["model"] == model
+        assert rank["records"] == RECORDS[model]
+        assert plain["records"] == [""]
+        assert rank["sent"] == pytest.approx(rank["steps"] * rank["account"], rel=0.02)  # headers
+        assert rank["steps"] == 20
+        assert rank["resumed"]
+        assert rank["argv"] == ["--out", str(out)]
+    assert compressed[0]["bits"] == compressed[1]["bits"]
+    assert compressed[0]["bits"] != uncompressed[0]["bits"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_config_file_and_an_unmodified_script(kind: str, tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
+    job = config(tmp_path, kind, lowbit_config=SECTION)
+    done = run_script([*LAUNCH, "--config_file", job, SCRIPT, "--out", tmp_path], timeout=280)
+    assert "compressed gradient" in done.stderr  # the start-up report
+    check(facts(tmp_path), uncompressed, {"ddp": "DistributedDataParallel", "fsdp": "FSDPModel"}[kind], tmp_path)
+
+
+def test_the_stock_launcher_and_the_run_module(tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
+    (tmp_path / "lowbit.yaml").write_text(yaml.safe_dump({"lowbit_config": SECTION}))
+    arguments = ["--config_file", config(tmp_path, "ddp", distributed_type="MULTI_GPU"), "-m", "lowbit_strategy.run"]
+    run_script(
+        ["-m", "accelerate.commands.launch", *arguments, SCRIPT, "--out", tmp_path],
+        env={"ACCELERATE_USE_CPU": "true", "LOWBIT_CONFIG": str(tmp_path / "lowbit.yaml")},
+        timeout=280,
+    )
+    check(facts(tmp_path), uncompressed, "DistributedDataParallel", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_an_unmodified_trainer_script(kind: str, tmp_path: Path) -> None:
+    more = {} if kind == "ddp" else {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+    fsdp = {"fsdp_config": {**CONFIGS[kind].get("fsdp_config", {}), **more}} if more else {}
+    job = config(tmp_path, kind, lowbit_config=SECTION, **fsdp)
+    run_script([*LAUNCH, "--config_file", job, TRAINER_SCRIPT, "--out", tmp_path], timeout=280)
+    ranks = facts(tmp_path)
+    for rank in ranks:
+        assert rank["losses"][-1] < rank["losses"][0] - 0.3
+        assert rank["resumed"]
+        assert rank["model"] == {"ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}[kind]
+        assert rank["steps"] == 8
+        assert rank["sent"] == pytest.approx(rank["steps"] * rank["account"], rel=0.01)  # headers
+    assert ranks[0]["bits"] == ranks[1]["bits"]
+
+
+@pytest.mark.parametrize("script", ["test_sync.py", "test_ops.py"])
+def test_accelerate_s_own_test_scripts(script: str, tmp_path: Path) -> None:
+    path = Path(accelerate.__file__).parent / "test_utils" / "scripts" / script
+    job = config(tmp_path, "ddp", lowbit_config=SECTION)
+    done = run_script([*LAUNCH, "--config_file", job, path], timeout=280)
+    assert ("made no Accelerator" in done.stderr) == (script == "test_ops.py")  # it uses PartialState only
+
+
+def test_a_dry_run_reports_and_trains_nothing(tmp_path: Path) -> None:
+    job = config(tmp_path, "fsdp", lowbit_config=SECTION)
+    command = [*LAUNCH, "--dry-run", "--config_file", job, "--num_processes", "8", SCRIPT, "--out", tmp_path]
+    done = run_script(command, timeout=200)
+    assert "dry run, nothing is trained: Model" in done.stdout
+    assert "compressed gradient reduce-scatter over 8 ranks" in done.stdout
+    assert "residual memory" in done.stdout
+    assert not list(tmp_path.glob("rank-*"))
+
+
+@pytest.mark.slow
+def test_the_script_s_exit_status_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, sys; sys.exit(7 if os.environ.get('RANK') == '1' else 0)")
+    job = config(tmp_path, "ddp", lowbit_config=SECTION)
+    done = run_script([*LAUNCH, "--config_file", job, tmp_path / "train.py"], timeout=200, check=False)
+    assert done.returncode == 7
+
+
+def test_signals_reach_the_script_and_come_back(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "def end(*_):\n    pathlib.Path('told').touch()\n    sys.exit(9)\n"
+        "signal.signal(signal.SIGTERM, end)\npathlib.Path('up').touch()\ntime.sleep(200)\n"
+    )
+    job = config(tmp_path, "ddp", lowbit_config=SECTION, num_processes=1)
+    command = [sys.executable, *LAUNCH, "--config_file", str(job), "train.py"]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(command, cwd=tmp_path, env=env)
+    try:
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "up").exists() and launcher.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 9
+        assert (tmp_path / "told").exists()
+    finally:
+        if launcher.poll() is None:
+            for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
+                process.kill()
+            launcher.wait()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"lowbit_config": {"compressor": "loco", "bit": 4}}, "did you mean 'bits'?"),
+        ({}, "has no lowbit_config section"),
+        ({"distributed_type": "DEEPSPEED", "lowbit_config": SECTION}, "DEEPSPEED cannot be compressed"),
+    ],
+)
+@pytest.mark.slow
+def test_bad_input_starts_nothing(more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    job = config(tmp_path, "ddp", **more)
+    done = run_script([*LAUNCH, "--config_file", job, "train.py"], cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "started").exists()
