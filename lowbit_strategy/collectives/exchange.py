@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,7 +30,8 @@ HEADER_NBYTES = 16
 _MAGIC = 0x4C4F5742  # "LOWB"
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Step:
     """What a method may know of time and chance.
 
     Args:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -62,7 +64,7 @@ def loco_encode_(
         raise TypeError("an int8 residual needs a residual_scale, a float32 residual has none")
     if stochastic and not fmt.is_uniform:
         raise ValueError("stochastic rounding of codes needs the uniform grid: use rounding='nearest'")
-    options = {
+    options: dict[str, Any] = {
         "beta": beta,
         "reset": reset,
         "stochastic": stochastic,

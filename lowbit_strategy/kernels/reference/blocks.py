@@ -76,7 +76,7 @@ def quantize(h_KB: Tensor, scale_K: Tensor, fmt: BlockFormat, dither_KB: Tensor 
     if fmt.is_uniform:
         codes_KB = (y_KB + dither_KB).round().clamp(-fmt.qmax, fmt.qmax) + fmt.qmax
     else:
-        codes_KB = sum((y_KB > threshold).to(torch.float32) for threshold in fmt.thresholds)
+        codes_KB = torch.stack([y_KB > threshold for threshold in fmt.thresholds]).sum(0).to(torch.float32)
     return torch.where(usable_K[:, None], codes_KB, float(fmt.zero_code)).to(torch.uint8)
 
 
