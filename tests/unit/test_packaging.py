@@ -65,9 +65,11 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = next(archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
-    assert "lowbit_strategy/py.typed" in names
+    ours = (path for path in (REPOSITORY / "lowbit_strategy").rglob("*") if path.suffix in (".py", ".typed", ".j2"))
+    assert not {path.relative_to(REPOSITORY).as_posix() for path in ours} - set(names)
     tops = {name.split("/")[0] for name in names}
     assert {top.rsplit(".", 1)[-1] for top in tops} == {"lowbit_strategy", "dist-info"}
+    assert not [name for name in names if name.endswith((".c", ".h"))]
     has_extension = any(name.endswith(".so") for name in names)
     assert has_extension == ("wheel-cc" in str(wheel))
     assert "License-Expression: Apache-2.0" in metadata
@@ -84,6 +86,24 @@ print(importlib.metadata.version("lowbit-strategy"), entry.value, native.availab
 """
 
 
+_WITHOUT_EXTRAS = """
+import sys
+for name in ("pytorch_lightning", "transformers", "jinja2", "matplotlib", "jsonargparse", "sklearn", "psutil"):
+    sys.modules[name] = None  # importing it raises ImportError
+from lowbit_strategy.cli import main
+sys.argv = ["lowbit", "doctor"]
+main()
+"""
+
+
 def test_installed_package_works_with_and_without_the_extension(python: Path, wheel: Path, tmp_path: Path) -> None:
     done = run_script([python, "-c", _IMPORT], env={"PYTHONPATH": None}, cwd=tmp_path)
     assert done.stdout.split() == ["0.1.0", "lowbit_strategy.cli:main", str("wheel-cc" in str(wheel))]
+
+
+def test_the_command_works_without_the_extras(python: Path, wheel: Path, tmp_path: Path) -> None:
+    done = run_script([python, "-c", _WITHOUT_EXTRAS], env={"PYTHONPATH": None}, cwd=tmp_path)
+    assert "0 problems" in done.stdout
+    assert ("native C" in done.stdout) == ("wheel-cc" in str(wheel))
+    done = run_script([python.parent / "lowbit", "--help"], env={"PYTHONPATH": None}, cwd=tmp_path)
+    assert "doctor" in done.stdout
