@@ -1,0 +1,115 @@
+"""Adaptive compression against fixed compression: accuracy or loss, and bytes.
+
+    python -m benchmarks.adaptive digits --json benchmarks/results/adaptive_digits.json
+    python -m benchmarks.adaptive language --json benchmarks/results/adaptive_language.json
+    python -m benchmarks.adaptive gravac --json benchmarks/results/adaptive_gravac.json      (as root)
+
+Ranks of the first two are threads of one process with the real engines, so what is compared is quality and bytes, not
+time. `gravac` measures time: four hosts behind rate-limited links, as `benchmarks/network.py` has them. Results are
+added to the JSON file as they come, and what is there already is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.adaptive_runs import digits as digits_run
+from benchmarks.adaptive_runs import language as language_run
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Results file, continued if it exists.")]
+Record = dict[str, Any]
+
+
+def run_all(
+    train: Callable[[str, Any, int], Any], methods: Mapping[str, Any], seeds: int, json_path: Path | None
+) -> list[Record]:
+    """Every method with every seed that the file does not have yet."""
+    torch.set_num_threads(1)
+    logging.getLogger("lowbit_strategy").setLevel(logging.ERROR)  # every switch of every run would be told
+    runs: list[Record] = json.loads(json_path.read_text())["runs"] if json_path and json_path.exists() else []
+    done = {(run["method"], run["seed"]) for run in runs}
+    for seed in range(seeds):
+        for name, method in methods.items():
+            if (name, seed) in done:
+                continue
+            runs.append(asdict(train(name, method, seed)))
+            typer.echo(f"seed {seed}, {name}: {runs[-1]}")
+            if json_path is not None:
+                json_path.parent.mkdir(parents=True, exist_ok=True)
+                json_path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    return runs
+
+
+def of(runs: Sequence[Record], method: str, key: str) -> list[float]:
+    return [run[key] for run in sorted(runs, key=lambda run: run["seed"]) if run["method"] == method]
+
+
+def with_error(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> str:
+    """Mean and standard error."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return f"{scale * statistics.mean(values):.{digits}f} ± {scale * error:.{digits}f}"
+
+
+@app.command()
+def digits(
+    seeds: Annotated[int, typer.Option(help="Seeds 0 ... n-1.")] = 5,
+    json_path: JsonPath = None,
+) -> None:
+    """Accordion between PowerSGD of rank 4 and 1, and between top-k of 10 % and 0.5 %."""
+    methods = digits_run.methods()
+    runs = run_all(digits_run.train, methods, seeds, json_path)
+    table = Table("method", "test accuracy, %", "test loss", "MB sent by a rank", "fewer than light", "light")
+    for name in methods:
+        sent = statistics.mean(of(runs, name, "sent_nbytes"))
+        pair = name.partition(":")[0]
+        light = of(runs, f"{pair}: light", "sent_nbytes")
+        table.add_row(
+            name,
+            with_error(of(runs, name, "accuracy"), 100),
+            with_error(of(runs, name, "test_loss"), digits=4),
+            f"{sent / 1e6:.1f}",
+            f"{statistics.mean(light) / sent:.2f}x" if light else "",
+            f"{statistics.mean(of(runs, name, 'light_share')):.0%}" if name.endswith("Accordion") else "",
+        )
+    Console(width=140).print(table)
+
+
+@app.command()
+def language(
+    seeds: Annotated[int, typer.Option(help="Seeds 0 ... n-1.")] = 3,
+    json_path: JsonPath = None,
+) -> None:
+    """Accordion and schedules between 8 and 2 bits on the demo's GPT."""
+    methods = language_run.methods()
+    runs = run_all(language_run.train, methods, seeds, json_path)
+    dense = next(iter(methods))
+    table = Table(
+        "method", "bits an element", "light", "training loss, % over uncompressed", "mean", "validation", "mean"
+    )
+    for name in methods:
+        gaps = []
+        for key in ("train_loss", "validation_loss"):
+            pairs = zip(of(runs, name, key), of(runs, dense, key), strict=True)
+            values = [100 * (value / reference - 1) for value, reference in pairs]
+            gaps += [" ".join(f"{value:+.2f}" for value in values), f"{statistics.mean(values):+.3f}"]
+        adaptive = "/" in name or "," in name
+        share = f"{statistics.mean(of(runs, name, 'light_share')):.0%}" if adaptive else ""
+        table.add_row(name, f"{statistics.mean(of(runs, name, 'bits_per_element')):.2f}", share, *gaps)
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""What `benchmarks/adaptive.py` runs: digits, language model, and the ranks they are trained on."""

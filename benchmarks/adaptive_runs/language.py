@@ -1,0 +1,117 @@
+"""The demo's GPT on Python source, four ranks: Accordion and schedules between 8 and 2 bits against fixed bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.adaptive_runs.ranks import Ranks
+from lowbit_strategy.control import Accordion, Phase, Schedule
+from lowbit_strategy.control.base import Controller
+from lowbit_strategy.hooks.loop import LoopClock
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.dense import Dense
+from lowbit_strategy.reducers.loco import LoCo
+from recipes.gpt import GPT
+from recipes.text import standard_library
+
+WORLD_SIZE = 4
+WIDTH, DEPTH, HEADS, CONTEXT = 112, 4, 4, 64
+BATCH = 8  # a rank
+STEPS = 400
+LEARNING_RATE, WARMUP_STEPS = 2e-3, 20
+AVERAGED_STEPS = 50  # the training loss is the mean over the last ones
+INTERVAL = 20
+VALIDATION_WINDOWS = 256
+
+EIGHT, FOUR = LoCo(bits=8), LoCo(bits=4)
+TWO = LoCo(bits=2, levels="fitted", block_size=64)
+
+
+def methods() -> dict[str, Compressor | Controller]:
+    """Everything that is compared, by name; the first is what the others are measured against."""
+    last_tenth = Phase(compressor=EIGHT, start=0.9, unit="fraction")
+    return {
+        "uncompressed": Dense(),
+        "8 bits": EIGHT,
+        "4 bits": FOUR,
+        "2 bits": TWO,
+        "Accordion 8 / 2": Accordion(light=EIGHT, heavy=TWO, interval=INTERVAL, unit="steps"),
+        "Accordion 8 / 2, eta 0.25": Accordion(light=EIGHT, heavy=TWO, interval=INTERVAL, unit="steps", eta=0.25),
+        "8, then 2, last tenth 8": Schedule([Phase(compressor=EIGHT), Phase(compressor=TWO, start=40), last_tenth]),
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LanguageRun:
+    """One run: losses, bytes, and how it went."""
+
+    method: str
+    seed: int
+    train_loss: float
+    validation_loss: float
+    sent_nbytes: float
+    bits_per_element: float
+    num_switches: int
+    light_share: float
+
+
+def train(name: str, method: Compressor | Controller, seed: int) -> LanguageRun:
+    """The whole run; deterministic. All methods see the same initial weights and batches."""
+    torch.manual_seed(seed)
+    model = GPT(WIDTH, DEPTH, HEADS, CONTEXT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate_factor)
+    ranks = Ranks(model, method, LoopClock(optimizer, STEPS), WORLD_SIZE, seed)
+    text = standard_library("train")
+    order = torch.Generator().manual_seed(10_000 + seed)
+    losses: list[float] = []
+    light = 0.0
+    for _ in range(STEPS):
+        gradients, total = [], 0.0
+        for _ in range(WORLD_SIZE):
+            starts = torch.randint(text.numel() - CONTEXT - 1, (BATCH,), generator=order)
+            loss = _loss(model, text, starts)
+            gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+            total += loss.item()
+        losses.append(total / WORLD_SIZE)
+        ranks.mean_(model, gradients)
+        optimizer.step()
+        scheduler.step()
+        light += ranks.light_share()
+    ranks.close()
+    hops = 2 * (WORLD_SIZE - 1) / WORLD_SIZE
+    return LanguageRun(
+        method=name,
+        seed=seed,
+        train_loss=sum(losses[-AVERAGED_STEPS:]) / AVERAGED_STEPS,
+        validation_loss=_validation_loss(model),
+        sent_nbytes=ranks.sent_nbytes,
+        bits_per_element=8 * ranks.sent_nbytes / STEPS / ranks.numel / hops,
+        num_switches=ranks.num_switches,
+        light_share=light / STEPS,
+    )
+
+
+def _loss(model: GPT, text: Tensor, starts: Tensor) -> Tensor:
+    windows = text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
+    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def _validation_loss(model: GPT) -> float:
+    text = standard_library("validation")
+    starts = torch.arange(VALIDATION_WINDOWS) * ((text.numel() - CONTEXT - 1) // VALIDATION_WINDOWS)
+    losses = [_loss(model, text, part).item() for part in starts.split(32)]
+    return sum(losses) / len(losses)
+
+
+def _learning_rate_factor(step: int) -> float:
+    if step < WARMUP_STEPS:
+        return (step + 1) / WARMUP_STEPS
+    progress = (step - WARMUP_STEPS) / (STEPS - WARMUP_STEPS)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
