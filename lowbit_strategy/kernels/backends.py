@@ -24,6 +24,18 @@ def triton_available() -> bool:
     return find_spec("triton") is not None
 
 
+def describe(device: torch.device) -> str:
+    """For reports: what serves `device`, and what would be faster."""
+    backend = choose(device)
+    if backend == "native":
+        from lowbit_strategy.kernels import native
+
+        return f"native C ({native.isa()})"
+    if backend == "torch":
+        return "plain PyTorch (slower: the C extension is not built, reinstall with a C compiler)"
+    return "Triton"
+
+
 def choose(device: torch.device) -> Backend:
     """Backend for tensors on `device`.
 
