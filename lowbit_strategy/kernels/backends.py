@@ -9,7 +9,7 @@ import torch
 
 Backend = Literal["triton", "native", "torch"]
 OVERRIDE = "LOWBIT_KERNELS"  # torch | native | triton: for tests and benchmarks, and to rule a kernel out in a hunt
-CACHE_ELEMENTS = 16384  # piece of the plain PyTorch path that stays in a core's cache
+CACHE_ELEMENTS = 65536  # piece of the plain PyTorch path: small enough for a cache, large enough to hide call overhead
 
 
 def native_available() -> bool:
