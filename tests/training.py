@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -80,6 +81,14 @@ class Regression(L.LightningModule):
         return torch.optim.Adam(params, lr=self.lr)
 
 
+class ByStep(Regression):
+    """Its data depends on the step alone, so that a run resumes in the middle of an epoch where it was."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        at = (self.global_step * self.trainer.world_size + self.global_rank) * 4 % 96
+        return super().training_step(dataset()[at : at + 4], batch_idx)
+
+
 def strategy(kind: Kind, compressor: Any = None, **options: Any) -> LowBitDDPStrategy | LowBitFSDPStrategy:
     compressor = compressor if compressor is not None else LoCo(block_size=32)
     if kind == "ddp":
@@ -122,6 +131,23 @@ def fingerprint(module: nn.Module) -> int:
     for tensor in (*full_parameters(module).values(), *(full(buffer) for buffer in module.buffers())):
         crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
     return crc
+
+
+@contextlib.contextmanager
+def listen() -> Iterator[list[str]]:
+    """The lines that the package logs."""
+    lines: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.extend(record.getMessage().splitlines())
+
+    log, listener = logging.getLogger("lowbit_strategy"), Listener()
+    log.addHandler(listener)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(listener)
 
 
 @contextlib.contextmanager

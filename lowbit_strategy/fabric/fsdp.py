@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lowbit_strategy.fabric.common import LowBitFabricMixin
+from lowbit_strategy.fabric.loading import optimizers_without_state
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
 from lowbit_strategy.hooks.mismatch import explain_mismatch
 from lowbit_strategy.hooks.shard import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, shard_any
@@ -99,7 +100,7 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, _Base):
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         entries = state.items() if isinstance(state, dict) else ()
         modules = {key: value for key, value in entries if isinstance(value, nn.Module)}
-        with explain_mismatch(path, modules):
+        with explain_mismatch(path, modules), optimizers_without_state(self):
             return super().load_checkpoint(path, state, *args, **kwargs)
 
     @classmethod

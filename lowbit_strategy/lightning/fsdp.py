@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
 
+from lowbit_strategy.fabric.loading import optimizers_without_state
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
 from lowbit_strategy.hooks.mismatch import explain_mismatch
 from lowbit_strategy.hooks.shard import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, shard_any
@@ -112,7 +113,7 @@ class LowBitFSDPMixin(LowBitMixin, _Base):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
-        with explain_mismatch(checkpoint_path, {"state_dict": self.model}):
+        with explain_mismatch(checkpoint_path, {"state_dict": self.model}), optimizers_without_state(self):
             return super().load_checkpoint(checkpoint_path, weights_only)
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +22,18 @@ from tests.training import (
     fingerprint,
     fit,
     full_parameters,
+    listen,
     loader,
     strategy,
     trainer,
 )
 
 
-class _Lines(logging.Handler):
-    """What the package says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines += record.getMessage().splitlines()
-
-
 def by_name(folder: Path, kind: Kind) -> Facts:
     model = Regression()
-    log = logging.getLogger("lowbit_strategy")
-    log.addHandler(said := _Lines())
-    made = trainer(f"loco_{kind}", max_steps=20)
-    made.fit(model, loader())
-    log.removeHandler(said)
+    with listen() as said:
+        made = trainer(f"loco_{kind}", max_steps=20)
+        made.fit(model, loader())
     sync = made.strategy.sync
     return {
         "losses": model.losses,
@@ -54,7 +41,7 @@ def by_name(folder: Path, kind: Kind) -> Facts:
         "sent": sync.comm.sent_nbytes,
         "accounted": 20 * build_report(sync).sent_nbytes,
         "steps": sync.step_index,
-        "said": said.lines,
+        "said": said,
     }
 
 

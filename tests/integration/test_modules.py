@@ -1,4 +1,4 @@
-"""Modules of every kind through Lightning's Trainer: idle, tied, frozen, compiled, sharded by hand, on two processes."""
+"""Modules of every kind through the Trainer: idle, tied, frozen, compiled, sharded by hand; on two processes."""
 
 from __future__ import annotations
 
