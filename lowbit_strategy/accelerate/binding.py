@@ -31,6 +31,7 @@ from lowbit_strategy.hooks.attach import Attached, Prepared, attach_ddp, attach_
 from lowbit_strategy.hooks.engine import GradientSync
 
 _ATTRIBUTE = "lowbit"
+_SLOT = "_lowbit_attached"
 _log = logging.getLogger("lowbit_strategy")
 
 
@@ -151,7 +152,7 @@ class Binding:
         return result
 
     def _keep(self, module: nn.Module, attached: Attached) -> None:
-        module._lowbit = _OnModule(attached)  # lives as long as the module
+        module.__dict__[_SLOT] = _OnModule(attached)  # lives as long as the module
         self._modules.add(module)
         self._numbers[attached] = len(self._numbers)
         if isinstance(module, DistributedDataParallel):
@@ -231,7 +232,7 @@ class _OnModule:
 
 
 def _attached_to(model: nn.Module) -> Attached | None:
-    slot = getattr(_inner(model), "_lowbit", None)
+    slot = _inner(model).__dict__.get(_SLOT)
     return slot.attached if isinstance(slot, _OnModule) else None
 
 
