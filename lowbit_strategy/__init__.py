@@ -8,10 +8,13 @@ import logging
 
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.dense import Dense
+from lowbit_strategy.reducers.dgc import DGC
 from lowbit_strategy.reducers.ef21 import EF21
 from lowbit_strategy.reducers.efsignsgd import EFSignSGD
 from lowbit_strategy.reducers.errorfeedback import ErrorFeedback
+from lowbit_strategy.reducers.exdyna import ExDyna
 from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.reducers.micro import MiCRO
 from lowbit_strategy.reducers.multiscale import MultiScale
 from lowbit_strategy.reducers.natural import NaturalCompression
 from lowbit_strategy.reducers.onebitsgd import OneBitSGD
@@ -21,6 +24,7 @@ from lowbit_strategy.reducers.qsgd import QSGD
 from lowbit_strategy.reducers.registry import PRESETS, from_options, preset
 from lowbit_strategy.reducers.rotate import Rotate
 from lowbit_strategy.reducers.sharedscale import SharedScale
+from lowbit_strategy.reducers.sidco import SIDCo
 from lowbit_strategy.reducers.signsgd import SignSGD
 from lowbit_strategy.reducers.terngrad import TernGrad
 from lowbit_strategy.reducers.topk import TopK
@@ -29,6 +33,7 @@ from lowbit_strategy.register import register_when_imported
 from lowbit_strategy.version import __version__
 
 __all__ = [
+    "DGC",
     "EF21",
     "PRESETS",
     "QSGD",
@@ -36,13 +41,16 @@ __all__ = [
     "Dense",
     "EFSignSGD",
     "ErrorFeedback",
+    "ExDyna",
     "LoCo",
+    "MiCRO",
     "MultiScale",
     "NaturalCompression",
     "OneBitSGD",
     "Partition",
     "PowerSGD",
     "Rotate",
+    "SIDCo",
     "SharedScale",
     "SignSGD",
     "TernGrad",

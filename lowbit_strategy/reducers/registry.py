@@ -24,6 +24,7 @@ from lowbit_strategy.reducers.powersgd import PowerSGD
 from lowbit_strategy.reducers.qsgd import QSGD
 from lowbit_strategy.reducers.rotate import Rotate
 from lowbit_strategy.reducers.sharedscale import SharedScale
+from lowbit_strategy.reducers.sidco import SIDCo
 from lowbit_strategy.reducers.signsgd import SignSGD
 from lowbit_strategy.reducers.terngrad import TernGrad
 from lowbit_strategy.reducers.topk import TopK
@@ -50,6 +51,7 @@ PRESETS: dict[str, Compressor] = {
     "qsgd": QSGD(),
     "rotate": Rotate(),
     "sharedscale": SharedScale(),
+    "sidco": SIDCo(),
     "signsgd": SignSGD(),
     "terngrad": TernGrad(),
     "topk": TopK(),
