@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,8 +26,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parent))  # for slow_links, which hosts import by that name
+
 from benchmarks.adaptive_runs import digits as digits_run
 from benchmarks.adaptive_runs import language as language_run
+from slow_links.hosts import run_on_hosts
+from slow_links.namespaces import SlowNetwork, why_not
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Results file, continued if it exists.")]
@@ -109,6 +114,42 @@ def language(
         share = f"{statistics.mean(of(runs, name, 'light_share')):.0%}" if adaptive else ""
         table.add_row(name, f"{statistics.mean(of(runs, name, 'bits_per_element')):.2f}", share, *gaps)
     Console(width=150).print(table)
+
+
+@app.command()
+def gravac(
+    rate: Annotated[str, typer.Option(help="Of every host's link, as tc writes it.")] = "100mbit",
+    world_size: Annotated[int, typer.Option(help="Hosts.")] = 4,
+    window: Annotated[int, typer.Option(help="Steps of one candidate's turn.")] = 25,
+    timeout: Annotated[float, typer.Option(help="Seconds for one family of candidates.")] = 1500,
+    json_path: JsonPath = None,
+) -> None:
+    """GraVAC on the demo's GPT behind slow links: where it ends, and what each candidate is worth by itself."""
+    if (reason := why_not()) is not None:
+        typer.echo(f"this benchmark cannot run here: {reason}", err=True)
+        raise typer.Exit(2)
+    arguments = ["--window", str(window), "--width", "128", "--depth", "4", "--context", "64", "--batch-size", "2"]
+    families: dict[str, Any] = {}
+    with SlowNetwork(world_size) as network:
+        network.set_rate(rate)
+        for family in ("loco", "topk"):
+            script = Path(__file__).parent / "slow_links" / "gravac.py"
+            reports = run_on_hosts(network, script, ["--family", family, *arguments], timeout=timeout)
+            agree = all(report["search"] == reports[0]["search"] for report in reports)
+            families[family] = {**reports[0], "ranks_agree": agree}
+            if json_path is not None:
+                json_path.parent.mkdir(parents=True, exist_ok=True)
+                json_path.write_text(json.dumps({"rate": rate, "hosts": world_size, "families": families}, indent=1))
+    for family, report in families.items():
+        table = Table(
+            *("candidate", "gain", "step, s", "gain / step", "GraVAC's own gain / step"),
+            title=f"{family}: GraVAC ended at {report['search']['candidate']}",
+        )
+        for label, figures in report["alone"].items():
+            own = report["search"]["scores"].get(label)
+            row = (f"{figures['gain']:.3f}", f"{figures['seconds']:.3f}", f"{figures['score']:.2f}")
+            table.add_row(label, *row, "not sent long enough" if own is None else f"{own:.2f}")
+        Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -66,9 +66,10 @@ class Ranks:
         """Share of all elements that have the lightest level now."""
         if not self.drivers:
             return 0.0
-        levels = self.drivers[0].levels
+        driver = self.drivers[0]
+        lightest = driver.controller.levels[0]
         matrices = [spec for spec in self.specs if spec.ndim > 1]
-        light = sum(spec.numel for spec in matrices if levels.get(spec.name, 0) == 0)
+        light = sum(s.numel for s in matrices if driver.controller.levels[driver.levels.get(s.name, 0)] == lightest)
         return light / sum(spec.numel for spec in matrices)
 
     def close(self) -> None:
