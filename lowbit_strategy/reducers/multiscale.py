@@ -101,8 +101,7 @@ class MultiScale(Compressor):
         ValueError: A field is out of range.
 
     References:
-        "Quantization schemes compatible with all-reduce", 2021, arXiv 2109.12497 (the multi-scale quantiser; that an
-        element needs every rank's agreement is its condition for the sum to be exact).
+        arXiv 2109.12497, 2021, its multi-scale quantiser: sums are exact only where all ranks use the same step.
     """
 
     name: ClassVar[str] = "multiscale"

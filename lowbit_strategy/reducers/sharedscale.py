@@ -100,8 +100,7 @@ class SharedScale(Compressor):
         ValueError: A field is out of range.
 
     References:
-        Agarwal et al. / "Quantization schemes compatible with all-reduce", 2021, arXiv 2109.12497 (QSGD with a shared
-        maximum norm).
+        arXiv 2109.12497, 2021, on quantisers that suit an all-reduce: QSGD with a maximum norm that all ranks share.
     """
 
     name: ClassVar[str] = "sharedscale"
