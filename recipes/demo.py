@@ -79,7 +79,7 @@ def _smooth(values: tuple[float, ...], weight: float = 0.9) -> list[float]:
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 400,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 600,
     folder: Annotated[Path, typer.Option(help="Where records and the plot go.")] = Path("runs/demo"),
 ) -> None:
     """Train with compressed gradients and without, then compare."""

@@ -48,7 +48,7 @@ class Record(L.Callback):
 
 def main(
     strategy: Annotated[str, typer.Option(help="loco_fsdp, loco_ddp, dense_fsdp, ...")] = "loco_fsdp",
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 400,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 600,
     seed: Annotated[int, typer.Option(help="Of the model and the data order.")] = 0,
     devices: Annotated[int, typer.Option(help="Local processes.")] = 2,
     results: Annotated[Path | None, typer.Option(help="Where rank 0 writes its record as JSON.")] = None,
@@ -72,7 +72,7 @@ def main(
         enable_model_summary=False,
     )
     trainer.fit(
-        LanguageModel(width=128, depth=4, heads=4, context=CONTEXT, learning_rate=2e-3),
+        LanguageModel(width=128, depth=4, heads=4, context=CONTEXT, learning_rate=1e-3),
         DataLoader(train, batch_size=8, shuffle=True),
         DataLoader(validation, batch_size=32),
     )

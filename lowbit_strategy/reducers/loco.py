@@ -101,7 +101,8 @@ class LoCo(Compressor):
         reset_steps: The residual is forgotten every so many optimizer steps, None for never.
         residual: ``int8`` costs 1 byte a parameter; ``float32`` costs 4 and stores the average exactly.
         rounding: Of codes. ``nearest``: least error; ``stochastic``: unbiased, more noise.
-        residual_rounding: Of the int8 residual. ``stochastic``: increments below half a step are kept on average.
+        residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured as good; ``stochastic``:
+            increments below half a step are kept on average.
         return_beta: As `beta`, for the owner's residual on the way back.
         milder_bits: Of embeddings and output heads, which carry most of the error.
         exempt, milder: Which parameters; see `Compressor`.
@@ -124,7 +125,7 @@ class LoCo(Compressor):
     reset_steps: int | None = 512
     residual: ResidualDtype = "int8"
     rounding: Rounding = "nearest"
-    residual_rounding: Rounding = "stochastic"
+    residual_rounding: Rounding = "nearest"
     return_beta: float = 0.0
     milder_bits: int = 8
 
