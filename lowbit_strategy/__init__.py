@@ -21,8 +21,10 @@ from lowbit_strategy.reducers.onebitsgd import OneBitSGD
 from lowbit_strategy.reducers.partition import Partition
 from lowbit_strategy.reducers.powersgd import PowerSGD
 from lowbit_strategy.reducers.qsgd import QSGD
+from lowbit_strategy.reducers.randomk import RandomK
 from lowbit_strategy.reducers.registry import PRESETS, from_options, preset
 from lowbit_strategy.reducers.rotate import Rotate
+from lowbit_strategy.reducers.scalecom import ScaleCom
 from lowbit_strategy.reducers.sharedscale import SharedScale
 from lowbit_strategy.reducers.sidco import SIDCo
 from lowbit_strategy.reducers.signsgd import SignSGD
@@ -49,8 +51,10 @@ __all__ = [
     "OneBitSGD",
     "Partition",
     "PowerSGD",
+    "RandomK",
     "Rotate",
     "SIDCo",
+    "ScaleCom",
     "SharedScale",
     "SignSGD",
     "TernGrad",

@@ -167,9 +167,26 @@ class SparseLayout:
         k = int(counts_B.sum())
         if not k:
             return
+        total.index_add_(0, self._flat(counts_B, wire), self._decode(wire[POSITION_NBYTES * k :], counts_B, codec))
+
+    def positions(self, counts_B: Tensor, wire: Tensor) -> list[Tensor]:
+        """The positions in each parameter that a message says. All-reduce layouts only."""
+        sizes = self._by_view(counts_B[None])[0]
+        parts = zip(self._flat(counts_B, wire).split(sizes), self.starts, strict=True)
+        return [flat - start for flat, start in parts]
+
+    def unpack(self, counts_B: Tensor, wire: Tensor, codec: Codec) -> list[Chosen]:
+        """What one source's message says of each parameter. All-reduce layouts only."""
+        indices = self.positions(counts_B, wire)
+        k = sum(part.numel() for part in indices)
+        values = self._decode(wire[POSITION_NBYTES * k :], counts_B, codec) if k else wire.new_empty(0).float()
+        parts = values.split([part.numel() for part in indices])
+        return [Chosen(index, value) for index, value in zip(indices, parts, strict=True)]
+
+    def _flat(self, counts_B: Tensor, wire: Tensor) -> Tensor:
+        k = int(counts_B.sum())
         positions = wire[: POSITION_NBYTES * k].clone().view(torch.int16).long() & 0xFFFF
-        flat_K = self._flat_start_B.repeat_interleave(counts_B, output_size=k) + positions
-        total.index_add_(0, flat_K, self._decode(wire[POSITION_NBYTES * k :], counts_B, codec))
+        return self._flat_start_B.repeat_interleave(counts_B, output_size=k) + positions
 
     def _decode(self, wire: Tensor, counts_B: Tensor, codec: Codec) -> Tensor:
         if isinstance(codec, DenseCodec):

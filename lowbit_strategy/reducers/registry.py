@@ -22,7 +22,9 @@ from lowbit_strategy.reducers.onebitsgd import OneBitSGD
 from lowbit_strategy.reducers.partition import Partition
 from lowbit_strategy.reducers.powersgd import PowerSGD
 from lowbit_strategy.reducers.qsgd import QSGD
+from lowbit_strategy.reducers.randomk import RandomK
 from lowbit_strategy.reducers.rotate import Rotate
+from lowbit_strategy.reducers.scalecom import ScaleCom
 from lowbit_strategy.reducers.sharedscale import SharedScale
 from lowbit_strategy.reducers.sidco import SIDCo
 from lowbit_strategy.reducers.signsgd import SignSGD
@@ -49,7 +51,9 @@ PRESETS: dict[str, Compressor] = {
     "partition": Partition(),
     "powersgd": PowerSGD(),
     "qsgd": QSGD(),
+    "randomk": RandomK(),
     "rotate": Rotate(),
+    "scalecom": ScaleCom(),
     "sharedscale": SharedScale(),
     "sidco": SIDCo(),
     "signsgd": SignSGD(),

@@ -187,7 +187,7 @@ class SparseReducer(Reducer):
             return
         found = self.accumulate_(views, state, comm)
         chosen = [
-            self._choose(view.spec, state[view.spec.name], condition, step)
+            self._choose(view, state[view.spec.name], condition, step)
             for view, condition in zip(views, found, strict=True)
         ]
         layout = layout_of(views, comm)
@@ -201,9 +201,14 @@ class SparseReducer(Reducer):
         total = yield from sum_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
         write_sums_(views, total, layout, comm.world_size)
 
-    def _choose(self, spec: TensorSpec, tensors: TensorState, condition: Condition, step: Step) -> Chosen:
+    def choose_from(self, view: View, tensors: TensorState, step: Step) -> Chosen:
+        """As `choose`, for methods that look at the gradient itself too."""
+        return self.choose(view.spec, tensors, step)
+
+    def _choose(self, view: View, tensors: TensorState, condition: Condition, step: Step) -> Chosen:
+        spec = view.spec
         if condition is Condition.LIVE:
-            return self.choose(spec, tensors, step)
+            return self.choose_from(view, tensors, step)
         device = tensors["residual"].device
         if condition is Condition.NONFINITE:
             return first(self.num_kept(spec) if self.same_counts else 1, math.nan, device)

@@ -26,6 +26,9 @@ from lowbit_strategy.reducers.dgc import DGC
 from lowbit_strategy.reducers.exclusive import _Model
 from lowbit_strategy.reducers.exdyna import ExDyna
 from lowbit_strategy.reducers.micro import MiCRO
+from lowbit_strategy.reducers.randomk import RandomK
+from lowbit_strategy.reducers.scalecom import ScaleCom
+from lowbit_strategy.reducers.sidco import SIDCo
 from lowbit_strategy.reducers.tensors import TensorSpec
 from lowbit_strategy.reducers.topk import TopK
 from tests.distributed import run_ranks
@@ -39,6 +42,9 @@ TRAINED: dict[str, Compressor] = {
     "exdyna": ExDyna(density=0.05),
     "micro": MiCRO(density=0.05),
     "dgc": DGC(density=0.05, clip_norm=1.0, warmup_steps=4),
+    "sidco": SIDCo(density=0.05),
+    "randomk": RandomK(density=0.2),
+    "scalecom": ScaleCom(density=0.05),
 }
 LAYOUTS = ("ddp", "fsdp")
 
@@ -143,6 +149,10 @@ def _reduce_all(compressor: Compressor, comm: Comm) -> tuple[list[dict[str, np.n
 
 
 DEFINED: dict[str, Compressor] = {
+    "randomk": RandomK(density=0.07, **_ALL),
+    "randomk_scaled": RandomK(density=0.07, scale=True, **_ALL),
+    "scalecom": ScaleCom(density=0.07, **_ALL),
+    "scalecom_filtered": ScaleCom(density=0.07, beta=0.3, selection="chunk", **_ALL),
     "topk": TopK(density=0.07, **_ALL),
     "dgc": DGC(density=0.04, momentum=0.9, clip_norm=5.0, warmup_steps=2, warmup_densities=(0.09,), **_ALL),
     "dgc_nesterov": DGC(density=0.07, momentum=0.9, nesterov=True, exempt=("vector",), milder=()),
@@ -229,6 +239,66 @@ def test_dgc_is_its_numpy_transcription(world_size: int, name: str) -> None:
         for step, mean in enumerate(rank[name][0]):
             for parameter in SHAPES:
                 np.testing.assert_allclose(mean[parameter], wanted[step][parameter], rtol=1e-5, atol=1e-6)
+
+
+def _hash32(x: int) -> int:
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) % 2**32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) % 2**32
+    return x ^ (x >> 16)
+
+
+def _strata(name: str, step: int) -> list[tuple[int, int]]:
+    """Position and length of each part of a parameter, drawn from the shared seed 5."""
+    n = torch.Size(SHAPES[name]).numel()
+    k = max(1, round(0.07 * n))
+    key = _hash32(_hash32((_hash32(5) + step) % 2**32) ^ zlib.crc32(name.encode()))
+    drawn = []
+    for part in range(k):
+        start, stop = part * n // k, (part + 1) * n // k
+        drawn.append((start + (_hash32((part * 0x9E3779B9 + key) % 2**32) * (stop - start) >> 32), stop - start))
+    return drawn
+
+
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_randomk_is_its_numpy_transcription(world_size: int, scale: bool) -> None:
+    ranks = reduced(world_size)
+    residuals = _zeros(world_size)
+    for step in range(NUM_STEPS):
+        for name in SHAPES:
+            total = np.zeros_like(residuals[name, 0])
+            for rank in range(world_size):
+                h = _gradient(name, rank, step).numpy() + (0 if scale else residuals[name, rank])
+                for position, length in _strata(name, step):
+                    total[position] += h[position] * np.float32(length if scale else 1)
+                    h[position] = 0
+                residuals[name, rank] = h
+            for rank in ranks:
+                mean = rank["randomk_scaled" if scale else "randomk"][0][step][name]
+                np.testing.assert_array_equal(mean, total * np.float32(1 / world_size))
+
+
+@pytest.mark.parametrize("name", ["scalecom", "scalecom_filtered"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_scalecom_is_its_numpy_transcription(world_size: int, name: str) -> None:
+    ranks, memory = reduced(world_size), _zeros(world_size)
+    beta, chunk = (1.0, None) if name == "scalecom" else (0.3, round(1 / 0.07))
+    for step in range(NUM_STEPS):
+        for parameter in SHAPES:
+            g = [_gradient(parameter, rank, step).numpy() for rank in range(world_size)]
+            h = [memory[parameter, rank] + g[rank] for rank in range(world_size)]
+            leader = np.abs(h[step % world_size])
+            kept = _largest(leader, 0.07)
+            if chunk is not None:
+                kept = np.array([i + leader[i : i + chunk].argmax() for i in range(0, leader.size, chunk)])
+            total = np.zeros_like(leader)
+            for rank in range(world_size):
+                sent = np.zeros_like(leader)
+                sent[kept] = h[rank][kept]
+                total += sent
+                memory[parameter, rank] = memory[parameter, rank] + np.float32(beta) * (g[rank] - sent)
+            for rank in ranks:
+                np.testing.assert_allclose(rank[name][0][step][parameter], total / world_size, rtol=1e-5, atol=1e-6)
 
 
 # -- ExDyna ---------------------------------------------------------------------------------------------------------

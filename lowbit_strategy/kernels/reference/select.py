@@ -31,7 +31,7 @@ def sample_positions(numel: int, num: int, seed: int, device: torch.device) -> T
 
     A plain stride would look at the same columns of a matrix again and again; a generator would need state.
     """
-    edges = torch.arange(num + 1, dtype=torch.int64, device=device) * numel // num
+    edges = torch.arange(num + 1, dtype=torch.int64, device=device) * numel // max(num, 1)
     x = (torch.arange(num, dtype=torch.int64, device=device) * GOLDEN + hash32(seed)) & _MASK
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
