@@ -41,6 +41,7 @@ import torch.distributed as dist
 from tests.scripts import OUTPUT_CHARACTERS, describe_exit, environment, set_environment
 
 GRACE_S = 3.0  # after the first failure the other ranks have this long to report theirs
+START_LIMIT_S = 240.0  # for interpreters and imports, which take a minute where many programs share few cores
 
 ProcessGroup = Literal["file", "env"] | None
 
@@ -74,7 +75,7 @@ def run_ranks(
         fn: A function of a module, found by name; not a lambda or a nested function.
         world_size: Number of processes.
         args: Passed on to `fn`; must pickle.
-        timeout: Seconds until every rank's stacks are dumped and all ranks are killed.
+        timeout: Seconds, from when all ranks have started, until every rank's stacks are dumped and all are killed.
         env: Environment variables; None removes one.
         process_group: ``"file"`` makes the default gloo group through a file, ``"env"`` through MASTER_PORT, None
             leaves it to `fn` (Lightning and Accelerate make their own: pass None for them).
@@ -104,7 +105,6 @@ class _Run:
         self.folder = folder
         self.world_size = world_size
         self.timeout = timeout
-        self.deadline = time.monotonic() + timeout
         self.processes: list[BaseProcess] = []
 
     def start(
@@ -131,7 +131,8 @@ class _Run:
 
     def wait(self) -> str:
         """Until all ranks are done, one fails or time is up; returns what went wrong, or nothing."""
-        deadline = self.deadline
+        self._wait_for_start()
+        deadline = time.monotonic() + self.timeout
         failed = False
         while running := [process for process in self.processes if process.exitcode is None]:
             remaining = deadline - time.monotonic()
@@ -148,6 +149,15 @@ class _Run:
         if running:
             return f"{len(running)} of {self.world_size} ranks still ran after {self.timeout} s\n{self._stacks()}"
         return ""
+
+    def _wait_for_start(self) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        starting = set(range(self.world_size))
+        while starting and time.monotonic() < deadline:
+            starting = {r for r in starting if not (self.folder / f"{r}.stacks").exists()}
+            if any(self.processes[r].exitcode is not None for r in starting):
+                return
+            time.sleep(0.02)
 
     def _dump_stacks(self, running: list[BaseProcess]) -> None:
         for process in running:
@@ -239,7 +249,7 @@ def _rank_main(
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     # If the launcher itself is killed nobody else ends this process.
-    faulthandler.dump_traceback_later(timeout + 30, exit=True, file=stacks)
+    faulthandler.dump_traceback_later(timeout + START_LIMIT_S, exit=True, file=stacks)
     set_environment(variables)
     _tell_lightning(rank)
     torch.set_num_threads(1)
@@ -258,9 +268,8 @@ def _call(rank: int, world_size: int, folder: Path, job: bytes, process_group: P
     fn, args = pickle.loads(job)
     if process_group is not None:
         method = f"file://{folder}/store" if process_group == "file" else "env://"
-        dist.init_process_group(
-            "gloo", init_method=method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout + 30)
-        )
+        limit = timedelta(seconds=timeout + START_LIMIT_S)  # the launcher's limit comes first, and has stacks to show
+        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=limit)
     result = pickle.dumps(fn(rank, world_size, *args))
     if dist.is_initialized():
         dist.destroy_process_group()
