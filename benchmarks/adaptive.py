@@ -3,10 +3,11 @@
     python -m benchmarks.adaptive digits --json benchmarks/results/adaptive_digits.json
     python -m benchmarks.adaptive language --json benchmarks/results/adaptive_language.json
     python -m benchmarks.adaptive gravac --json benchmarks/results/adaptive_gravac.json      (as root)
+    python -m benchmarks.adaptive monitor --json benchmarks/results/monitor.json
 
 Ranks of the first two are threads of one process with the real engines, so what is compared is quality and bytes, not
-time. `gravac` measures time: four hosts behind rate-limited links, as `benchmarks/network.py` has them. Results are
-added to the JSON file as they come, and what is there already is not run again.
+time; their results are added to the JSON file as they come, and what is there already is not run again. `gravac`
+measures time: four hosts behind rate-limited links, as `benchmarks/network.py` has them. `monitor` measures time too.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -63,8 +67,10 @@ def of(runs: Sequence[Record], method: str, key: str) -> list[float]:
 
 
 def with_error(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> str:
-    """Mean and standard error."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    """Mean, and standard error where there are several."""
+    if len(values) == 1:
+        return f"{scale * values[0]:.{digits}f}"
+    error = statistics.stdev(values) / math.sqrt(len(values))
     return f"{scale * statistics.mean(values):.{digits}f} ± {scale * error:.{digits}f}"
 
 
@@ -150,6 +156,30 @@ def gravac(
             row = (f"{figures['gain']:.3f}", f"{figures['seconds']:.3f}", f"{figures['score']:.2f}")
             table.add_row(label, *row, "not sent long enough" if own is None else f"{own:.2f}")
         Console(width=120).print(table)
+
+
+@app.command()
+def monitor(
+    steps: Annotated[int, typer.Option(help="Half of them are observed.")] = 120,
+    json_path: JsonPath = None,
+) -> None:
+    """What the monitor adds to a step of the demo's GPT on two processes, at its default interval."""
+    table = Table("strategy", "step, s", "observed step, s", "of the step's time, one in 50 observed")
+    figures = []
+    for strategy in ("loco_ddp", "loco_fsdp"):
+        with tempfile.TemporaryDirectory() as name:
+            report, script = Path(name) / "report.json", Path(__file__).parent / "adaptive_runs" / "monitor.py"
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            command += [str(script), "--strategy", strategy, "--steps", str(steps), "--folder", name]
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+            subprocess.run([*command, "--report", str(report)], check=True, env=environment)
+            figures.append(json.loads(report.read_text()))
+        last = figures[-1]
+        table.add_row(strategy, f"{last['step_s']:.3f}", f"{last['observed_step_s']:.3f}", f"{last['share']:.2%}")
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps({"steps": steps, "figures": figures}, indent=1) + "\n")
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":
