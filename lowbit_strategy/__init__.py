@@ -6,6 +6,7 @@ Fabric, whichever of their namespaces is or will be imported.
 
 import logging
 
+from lowbit_strategy.reducers.adacomp import AdaComp
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.dense import Dense
 from lowbit_strategy.reducers.dgc import DGC
@@ -13,6 +14,7 @@ from lowbit_strategy.reducers.ef21 import EF21
 from lowbit_strategy.reducers.efsignsgd import EFSignSGD
 from lowbit_strategy.reducers.errorfeedback import ErrorFeedback
 from lowbit_strategy.reducers.exdyna import ExDyna
+from lowbit_strategy.reducers.gtopk import GTopK
 from lowbit_strategy.reducers.loco import LoCo
 from lowbit_strategy.reducers.micro import MiCRO
 from lowbit_strategy.reducers.multiscale import MultiScale
@@ -39,11 +41,13 @@ __all__ = [
     "EF21",
     "PRESETS",
     "QSGD",
+    "AdaComp",
     "Compressor",
     "Dense",
     "EFSignSGD",
     "ErrorFeedback",
     "ExDyna",
+    "GTopK",
     "LoCo",
     "MiCRO",
     "MultiScale",

@@ -117,8 +117,8 @@ class DGCReducer(SparseReducer):
             momentum.copy_(updated)
         return True
 
-    def choose(self, spec: TensorSpec, tensors: TensorState, step: Step) -> Chosen:
-        return select_by_sample(tensors["residual"], self.num_kept(spec), seed=step.seed)
+    def choose(self, view: View, tensors: TensorState, step: Step) -> Chosen:
+        return select_by_sample(tensors["residual"], self.num_kept(view.spec), seed=step.seed)
 
     def taken_out_(self, tensors: TensorState, chosen: Chosen) -> None:
         if self.momentum:  # factor masking: stale momentum of what has been sent must not push on

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from lowbit_strategy.reducers.adacomp import AdaComp
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.dense import Dense
 from lowbit_strategy.reducers.dgc import DGC
@@ -14,6 +15,7 @@ from lowbit_strategy.reducers.ef21 import EF21
 from lowbit_strategy.reducers.efsignsgd import EFSignSGD
 from lowbit_strategy.reducers.errorfeedback import ErrorFeedback
 from lowbit_strategy.reducers.exdyna import ExDyna
+from lowbit_strategy.reducers.gtopk import GTopK
 from lowbit_strategy.reducers.loco import LoCo
 from lowbit_strategy.reducers.micro import MiCRO
 from lowbit_strategy.reducers.multiscale import MultiScale
@@ -33,12 +35,14 @@ from lowbit_strategy.reducers.topk import TopK
 from lowbit_strategy.reducers.warmup import WarmUp
 
 PRESETS: dict[str, Compressor] = {
+    "adacomp": AdaComp(),
     "dense": Dense(),
     "dgc": DGC(),
     "ef21": EF21(),
     "efsignsgd": EFSignSGD(),
     "errorfeedback": ErrorFeedback(),
     "exdyna": ExDyna(),
+    "gtopk": GTopK(),
     "loco": LoCo(),
     "loco1": LoCo(bits=1, levels="fitted", block_size=64),
     "loco2": LoCo(bits=2, levels="fitted", block_size=64),

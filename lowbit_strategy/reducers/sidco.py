@@ -13,7 +13,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.exchange import Step
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import sample_magnitudes, select_above
-from lowbit_strategy.reducers.base import ReducerState, TensorState
+from lowbit_strategy.reducers.base import ReducerState, TensorState, View
 from lowbit_strategy.reducers.sparse import EntriesCompressor, SparseReducer, value_codec, zero_residuals
 from lowbit_strategy.reducers.tails import (
     DISTRIBUTIONS,
@@ -58,13 +58,13 @@ class SIDCoReducer(SparseReducer):
             tensors["sense"] = torch.ones(1)
         return state
 
-    def choose(self, spec: TensorSpec, tensors: TensorState, step: Step) -> Chosen:
+    def choose(self, view: View, tensors: TensorState, step: Step) -> Chosen:
         h = tensors["residual"]
-        wanted = self.num_kept(spec)
+        wanted = self.num_kept(view.spec)
         num = max(_SAMPLE_NUMEL, math.ceil(_SAMPLE_KEPT / self.density))
         sample = sample_magnitudes(h, num, seed=step.seed)
         nonzero = sample[sample > 0]  # rows that a step did not touch say nothing about the others
-        share = wanted / spec.numel * sample.numel() / max(nonzero.numel(), 1)
+        share = wanted / view.spec.numel * sample.numel() / max(nonzero.numel(), 1)
         threshold = _TINY  # from the smallest number on: zeros are never sent
         if nonzero.numel() and share < 1.0:
             threshold = max(_TINY, fitted_threshold(nonzero, share, int(tensors["stages"]), self.distribution))

@@ -176,7 +176,7 @@ class SparseReducer(Reducer):
         return accumulate_(views, state)
 
     @abstractmethod
-    def choose(self, spec: TensorSpec, tensors: TensorState, step: Step) -> Chosen:
+    def choose(self, view: View, tensors: TensorState, step: Step) -> Chosen:
         """Entries of ``tensors["residual"]`` to send: ascending positions."""
 
     def taken_out_(self, tensors: TensorState, chosen: Chosen) -> None:
@@ -201,14 +201,10 @@ class SparseReducer(Reducer):
         total = yield from sum_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
         write_sums_(views, total, layout, comm.world_size)
 
-    def choose_from(self, view: View, tensors: TensorState, step: Step) -> Chosen:
-        """As `choose`, for methods that look at the gradient itself too."""
-        return self.choose(view.spec, tensors, step)
-
     def _choose(self, view: View, tensors: TensorState, condition: Condition, step: Step) -> Chosen:
         spec = view.spec
         if condition is Condition.LIVE:
-            return self.choose_from(view, tensors, step)
+            return self.choose(view, tensors, step)
         device = tensors["residual"].device
         if condition is Condition.NONFINITE:
             return first(self.num_kept(spec) if self.same_counts else 1, math.nan, device)

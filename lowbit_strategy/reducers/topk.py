@@ -9,7 +9,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.exchange import Step
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.reducers.base import TensorState
+from lowbit_strategy.reducers.base import TensorState, View
 from lowbit_strategy.reducers.sparse import EntriesCompressor, SparseReducer, value_codec
 from lowbit_strategy.reducers.tensors import TensorSpec
 
@@ -26,8 +26,8 @@ class TopKReducer(SparseReducer):
     def label(self) -> str:
         return f"top-k {self.density:g}, {self.codec.label}"
 
-    def choose(self, spec: TensorSpec, tensors: TensorState, step: Step) -> Chosen:
-        return Chosen(*top_k(tensors["residual"], self.num_kept(spec)))
+    def choose(self, view: View, tensors: TensorState, step: Step) -> Chosen:
+        return Chosen(*top_k(tensors["residual"], self.num_kept(view.spec)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,10 +21,12 @@ from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
 from lowbit_strategy.hooks.fsdp import install
 from lowbit_strategy.hooks.specs import describe_parameters
+from lowbit_strategy.reducers.adacomp import AdaComp
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.dgc import DGC
 from lowbit_strategy.reducers.exclusive import _Model
 from lowbit_strategy.reducers.exdyna import ExDyna
+from lowbit_strategy.reducers.gtopk import GTopK
 from lowbit_strategy.reducers.micro import MiCRO
 from lowbit_strategy.reducers.randomk import RandomK
 from lowbit_strategy.reducers.scalecom import ScaleCom
@@ -45,6 +47,8 @@ TRAINED: dict[str, Compressor] = {
     "sidco": SIDCo(density=0.05),
     "randomk": RandomK(density=0.2),
     "scalecom": ScaleCom(density=0.05),
+    "gtopk": GTopK(density=0.05),
+    "adacomp": AdaComp(bin_size=50),
 }
 LAYOUTS = ("ddp", "fsdp")
 

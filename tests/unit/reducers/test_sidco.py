@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.layout import flat_cut
+from lowbit_strategy.reducers.base import View
 from lowbit_strategy.reducers.sidco import SIDCo
 from lowbit_strategy.reducers.tails import (
     DISTRIBUTIONS,
@@ -32,6 +34,11 @@ def _values(kind: str, seed: int = 1) -> Tensor:
         "uniform": uniform,
         "sparse": normal * (uniform > 0.3),
     }[kind]
+
+
+def _view(spec: TensorSpec) -> View:
+    x = torch.zeros(spec.numel)
+    return View(spec, flat_cut(spec.numel, 1, 1), x, x, False)
 
 
 @pytest.mark.parametrize("kind", ["normal", "laplace", "cubed", "uniform"])
@@ -79,7 +86,7 @@ def test_the_count_follows_the_density_of_accumulated_gradients(kind: str, distr
     counts = []
     for index in range(30):
         tensors["residual"].add_(_values(kind, index))
-        chosen = reducer.choose(spec, tensors, Step(index, 100 + index, index))
+        chosen = reducer.choose(_view(spec), tensors, Step(index, 100 + index, index))
         assert torch.equal(chosen.values, tensors["residual"][chosen.indices])
         tensors["residual"].index_fill_(0, chosen.indices, 0.0)
         counts.append(chosen.indices.numel())
@@ -90,9 +97,9 @@ def test_zeros_are_never_sent() -> None:
     spec = TensorSpec("weight", (10_000,))
     reducer = SIDCo(density=0.01).method(spec)
     tensors = reducer.init([spec], torch.device("cpu"))["weight"]
-    assert not reducer.choose(spec, tensors, Step(0, 1, 1)).indices.numel()
+    assert not reducer.choose(_view(spec), tensors, Step(0, 1, 1)).indices.numel()
     tensors["residual"][77] = 5.0
-    assert reducer.choose(spec, tensors, Step(1, 2, 2)).indices.tolist() == [77]
+    assert reducer.choose(_view(spec), tensors, Step(1, 2, 2)).indices.tolist() == [77]
 
 
 def test_stages_follow_the_count_and_turn_round_where_that_is_wrong() -> None:
