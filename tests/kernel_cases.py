@@ -63,6 +63,23 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+CORE = frozenset(  # one for each path through the code
+    {f"uniform{bits}" for bits in (2, 3, 4, 7, 8)}
+    | {"uniform4-block32", "uniform4-block4096", "fitted2", "fitted1-block32", "fitted3-odd", "fitted5-many"}
+    | {"ternary-block128", "ternary-block32", "uniform3-stochastic", "uniform4-stochastic"}
+    | {f"{name}-{what}" for name in ("uniform4", "fitted2") for what in ("bfloat16", "residual32", "dithered")}
+    | {"uniform4-float16"}
+)
+
+
+def core_cases() -> list[Case]:
+    return [case for case in cases() if case.name in CORE]
+
+
+def other_cases() -> list[Case]:
+    return [case for case in cases() if case.name not in CORE]
+
+
 def cases() -> Iterator[Case]:
     """Every format once, and the four formats that training uses in every combination that changes the code path."""
     for name, fmt in FORMATS.items():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -52,6 +54,7 @@ class DeviceFormat:
         code_nbytes: Packed bytes of a block.
         padded_nbytes: `code_nbytes` rounded up to a power of two (only ternary codes need that).
         levels, thresholds: Empty on the uniform grid, and where there are too many to unroll.
+        steps: From each level to the next, if all are float32 numbers: levels are then summed up instead of selected.
         num_levels: Reconstruction levels, 0 on the uniform grid.
         zero_code: Code of the elements of a block that cannot be quantised.
     """
@@ -68,6 +71,7 @@ class DeviceFormat:
     padded_nbytes: int
     levels: tuple[float, ...]
     thresholds: tuple[float, ...]
+    steps: tuple[float, ...]
     num_levels: int
     zero_code: int
 
@@ -81,6 +85,8 @@ def device_format(fmt: BlockFormat) -> DeviceFormat:
     parts = 1 if fmt.is_ternary else 8 // min(fmt.planes)
     levels = fmt.levels or ()
     unrolled = len(levels) <= MAX_UNROLLED_LEVELS
+    steps = tuple(b - a for a, b in pairwise(levels))
+    exact = all(struct.unpack("f", struct.pack("f", step))[0] == step for step in steps)
     return DeviceFormat(
         block=fmt.block_size,
         bits=fmt.bits,
@@ -94,6 +100,7 @@ def device_format(fmt: BlockFormat) -> DeviceFormat:
         padded_nbytes=1 << (fmt.code_nbytes - 1).bit_length(),
         levels=levels if unrolled else (),
         thresholds=fmt.thresholds if levels and unrolled else (),
+        steps=steps if unrolled and exact else (),
         num_levels=len(levels),
         zero_code=fmt.zero_code,
     )

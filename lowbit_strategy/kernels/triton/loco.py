@@ -9,26 +9,23 @@ from torch import Tensor
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM as _RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.kernels.triton.blocks import int32_of, needs_bytes, quantize, raise_flag
+from lowbit_strategy.kernels.triton.blocks import int32_of, needs_bytes
 from lowbit_strategy.kernels.triton.common import (
-    absmax_scale,
+    ahead,
     any_nonzero,
     as_float32,
-    block_scale,
-    inverse,
+    bits_of,
+    elements_in_rows,
     is_plain,
     load_parts,
     locate,
     offsets,
-    round_parts,
-    rows_left,
-    signed_bytes,
-    stream_key,
-    wire_place,
 )
 from lowbit_strategy.kernels.triton.layout import device_format, level_table
-from lowbit_strategy.kernels.triton.packing import load_scale, store_codes, store_scale
-from lowbit_strategy.kernels.triton.tiles import Launch, encode_launch, tiles_of
+from lowbit_strategy.kernels.triton.packing import load_scale, raise_flag, store_codes, store_scale
+from lowbit_strategy.kernels.triton.rounding import quantize, round_parts, stream_key
+from lowbit_strategy.kernels.triton.scales import absmax_scale, block_scale, inverse
+from lowbit_strategy.kernels.triton.tiles import Launch, encode_launch, on, tiles_of
 
 RESIDUAL_STREAM = tl.constexpr(_RESIDUAL_STREAM)
 RESIDUAL_QMAX = tl.constexpr(127)
@@ -36,52 +33,55 @@ RESIDUAL_INVERSE_QMAX = tl.constexpr(1.0 / 127)
 
 
 @triton.jit
-def load_residual(
-    residual,
-    scale_at,
-    padded,
-    rows,
-    reset,
-    fmt: tl.constexpr,
-    K: tl.constexpr,
-    VECTOR: tl.constexpr,
-    PLAIN: tl.constexpr,
-):
-    """E as float32 parts, and the stored scale [K] (zeros for a float32 residual); both 0 on a reset."""
-    stored = load_parts(residual, padded, fmt, K, VECTOR, PLAIN)
+def load_residual(residual, scale_at, left, rows, reset, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
+    """E as float32 parts, and the stored scale [rows] (zeros for a float32 residual); both 0 on a reset."""
+    K: tl.constexpr = shape.rows
+    padded = (left + (fmt.block - 1)) // fmt.block * fmt.block
+    stored = as_float32(load_parts(residual, padded, fmt, shape, PLAIN))
     e = ()
     if scale_at is None:
         scale = tl.zeros([K], tl.float32)
         for p in tl.static_range(len(stored)):
             e = e + (tl.where(reset[:, None], 0.0, stored[p]),)
     else:
-        scale = tl.where(reset, 0.0, load_scale(scale_at, rows, K, False, PLAIN))
-        q = signed_bytes(stored)
-        for p in tl.static_range(len(q)):
-            e = e + (q[p] * scale[:, None],)
+        scale = tl.where(reset, 0.0, load_scale(scale_at, rows, shape, False, PLAIN))
+        for p in tl.static_range(len(stored)):
+            e = e + (stored[p] * scale[:, None],)
     return e, scale
 
 
 @triton.jit
-def update(h, e, values, scale, left, beta_old, beta_new, fmt: tl.constexpr, K: tl.constexpr, PLAIN: tl.constexpr):
+def update(
+    h,
+    e,
+    values,
+    scale,
+    usable,
+    left,
+    beta_old,
+    beta_new,
+    fmt: tl.constexpr,
+    shape: tl.constexpr,
+    SIGNED_ZERO: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
     """``beta_old * e + beta_new * (h - sent)``; nothing is sent for padding."""
     updated = ()
     for p in tl.static_range(len(values)):
-        sent = values[p] * scale[:, None]
-        if fmt.num_levels > 0:
-            sent = sent + 0.0  # a negative level of an empty block is zero, not minus zero
+        value = values[p]
+        if SIGNED_ZERO and fmt.num_levels > 0:
+            value = tl.where(usable[:, None], value, 0.0)  # minus a level times 0 would be minus zero
         if not PLAIN:
-            at = offsets(fmt.block, K, fmt.length, 1) + p * fmt.length
-            sent = tl.where(at < left, sent, 0.0)
-        updated = updated + (beta_old * e[p] + beta_new * (h[p] - sent),)
+            at = offsets(fmt.block, fmt, shape) + p * fmt.length
+            value = tl.where(at < left, value, 0.0)
+        rest = h[p] - value * scale[:, None]
+        updated = updated + (beta_old * e[p] + beta_new * rest,)
     return updated
 
 
 @triton.jit
-def store_float_residual(
-    residual, updated, keep, rows, reset, fmt: tl.constexpr, K: tl.constexpr, VECTOR: tl.constexpr
-):
-    at = offsets(fmt.block, K, fmt.length, VECTOR)
+def store_float_residual(residual, updated, keep, rows, reset, fmt: tl.constexpr, shape: tl.constexpr):
+    at = offsets(fmt.block, fmt, shape)
     for p in tl.static_range(len(updated)):
         place = residual + (at + p * fmt.length)
         tl.store(place, updated[p], mask=(rows & ~keep)[:, None])
@@ -100,24 +100,22 @@ def store_int8_residual(
     first,
     key,
     fmt: tl.constexpr,
-    K: tl.constexpr,
-    VECTOR: tl.constexpr,
+    shape: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    PLAIN: tl.constexpr,
 ):
     """Quantise the residual by its own scale. A kept block's bytes stay in memory untouched, unless it is reset."""
     scale, _ = absmax_scale(updated, RESIDUAL_INVERSE_QMAX)
     scale_inverse, usable = inverse(scale)
-    q, _ = round_parts(updated, scale_inverse, first, key, RESIDUAL_QMAX, fmt, K, STOCHASTIC)
-    at = offsets(fmt.block, K, fmt.length, VECTOR)
+    q = round_parts(updated, scale_inverse, first, key, RESIDUAL_QMAX, fmt, shape, STOCHASTIC)
+    at = offsets(fmt.block, fmt, shape)
     written = rows & ~keep & usable
     zeroed = rows & tl.where(keep, reset, ~usable)
     for p in tl.static_range(len(q)):
         place = residual + (at + p * fmt.length)
-        value = q[p].to(tl.int8)
+        value = bits_of(q[p]).to(tl.int8)  # the low byte
         tl.store(place, value, mask=written[:, None])
         tl.store(place, tl.zeros_like(value), mask=zeroed[:, None])
-    store_scale(scale_at, tl.where(keep, old_scale, scale), rows, K, False, PLAIN)
+    store_scale(scale_at, tl.where(keep, old_scale, scale), rows, shape, False)
 
 
 @triton.jit
@@ -137,34 +135,33 @@ def loco_tile(
     table,
     flag,
     fmt: tl.constexpr,
-    K: tl.constexpr,
-    VECTOR: tl.constexpr,
+    shape: tl.constexpr,
     BYTES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     STOCHASTIC_RESIDUAL: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
-    rows = rows_left(left, fmt.block, K) > 0
+    K: tl.constexpr = shape.rows
+    rows = elements_in_rows(left, fmt, shape) > 0
     reset = (tl.zeros([K], tl.int32) + reset) != 0
-    padded = (left + (fmt.block - 1)) // fmt.block * fmt.block
-    g = as_float32(load_parts(x, left, fmt, K, VECTOR, PLAIN))
-    e, old_scale = load_residual(residual, residual_scale, padded, rows, reset, fmt, K, VECTOR, PLAIN)
-    busy = any_nonzero(g)
+    g = as_float32(load_parts(x, left, fmt, shape, PLAIN))
+    e, old_scale = load_residual(residual, residual_scale, left, rows, reset, fmt, shape, PLAIN)
+    busy = any_nonzero(g)  # an idle block sends nothing and keeps its residual
     h = ()
     for p in tl.static_range(len(g)):
         h = h + (g[p] + e[p],)
 
-    scale, finite = block_scale(h, left, fmt, K, PLAIN)
+    scale, finite = block_scale(h, left, fmt, shape, PLAIN)
     scale = tl.where(busy, scale, 0.0)
-    codes, values, usable = quantize(h, scale, first, seed, salt, table, fmt, K, STOCHASTIC)
-    store_codes(codes_at, codes, usable, rows, fmt, K, VECTOR, PLAIN)
-    store_scale(scales_at, scale, rows, K, BYTES, PLAIN)
-    raise_flag(flag, rows & ~finite, K)
+    codes, values, usable = quantize(h, scale, first, seed, salt, table, fmt, shape, STOCHASTIC)
+    store_codes(codes_at, codes, usable, rows, fmt, shape)
+    store_scale(scales_at, scale, rows, shape, BYTES)
+    raise_flag(flag, rows & ~finite, shape)
 
     keep = ~busy | ~finite
-    updated = update(h, e, values, scale, left, beta_old, beta_new, fmt, K, PLAIN)
+    updated = update(h, e, values, scale, usable, left, beta_old, beta_new, fmt, shape, residual_scale is None, PLAIN)
     if residual_scale is None:
-        store_float_residual(residual, updated, keep, rows, reset, fmt, K, VECTOR)
+        store_float_residual(residual, updated, keep, rows, reset, fmt, shape)
     else:
         key = stream_key(seed, salt, RESIDUAL_STREAM) if STOCHASTIC_RESIDUAL else 0
         store_int8_residual(
@@ -178,14 +175,12 @@ def loco_tile(
             first,
             key,
             fmt,
-            K,
-            VECTOR,
+            shape,
             STOCHASTIC_RESIDUAL,
-            PLAIN,
         )
 
 
-@triton.jit(do_not_specialize=["seed", "reset"], do_not_specialize_on_alignment=["x"])
+@triton.jit(do_not_specialize=["seed", "reset"], do_not_specialize_on_alignment=["x", "flag"])
 def loco_kernel(
     x,
     residual,
@@ -200,33 +195,29 @@ def loco_kernel(
     reset,
     seed,
     fmt: tl.constexpr,
-    TILE: tl.constexpr,
-    VECTOR: tl.constexpr,
+    shape: tl.constexpr,
+    small: tl.constexpr,
     BYTES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     STOCHASTIC_RESIDUAL: tl.constexpr,
 ):
-    K: tl.constexpr = TILE // fmt.block
-    row, start = locate(segment_of_tile, segments, TILE)
-    codes, scales, left = wire_place(row, start, fmt, TILE)
-    here = x + (tl.load(row) + start)
-    state = tl.multiple_of(tl.load(row + 2), 32) + start
-    salt = tl.load(row + 4)
-    residual_at = residual + state
-    if residual_scale is None:
-        residual_scale_at = None
-    else:
-        residual_scale_at = residual_scale + state // fmt.block
-    if is_plain(here, left, TILE):
-        here = tl.multiple_of(here, 16)
+    TILE: tl.constexpr = shape.rows * fmt.block
+    row, tile, left = locate(segment_of_tile, segments, TILE)
+    place = ahead(tl.load(row), tile, TILE)
+    block = ahead(tl.load(row + 1), tile, shape.rows)
+    codes_at = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, shape.rows * fmt.code_nbytes)
+    scales_at = ahead(wire + tl.load(row + 3), tile, shape.rows * 2)
+    salt = tl.load(row + 6)
+    first = tile * TILE
+    if is_plain(x + place, left, TILE):
         loco_tile(
-            here,
-            residual_at,
-            residual_scale_at,
-            wire + codes,
-            wire + scales,
+            tl.multiple_of(x + place, 16),
+            residual + block * fmt.block,
+            None if residual_scale is None else residual_scale + block,
+            codes_at,
+            scales_at,
             left,
-            start,
+            first,
             beta_old,
             beta_new,
             reset,
@@ -235,37 +226,38 @@ def loco_kernel(
             table,
             flag,
             fmt,
-            K,
-            VECTOR,
+            shape,
             BYTES,
             STOCHASTIC,
             STOCHASTIC_RESIDUAL,
             True,
         )
     else:
-        loco_tile(
-            here,
-            residual_at,
-            residual_scale_at,
-            wire + codes,
-            wire + scales,
-            left,
-            start,
-            beta_old,
-            beta_new,
-            reset,
-            seed,
-            salt,
-            table,
-            flag,
-            fmt,
-            K,
-            VECTOR,
-            BYTES,
-            STOCHASTIC,
-            STOCHASTIC_RESIDUAL,
-            False,
-        )
+        for i in range(shape.rows // small.rows):
+            step = i * (small.rows * fmt.block)
+            if left > step:
+                loco_tile(
+                    x + place + step,
+                    residual + (block + i * small.rows) * fmt.block,
+                    None if residual_scale is None else residual_scale + (block + i * small.rows),
+                    codes_at + i * (small.rows * fmt.code_nbytes),
+                    scales_at + i * (small.rows * 2),
+                    left - step,
+                    first + step,
+                    beta_old,
+                    beta_new,
+                    reset,
+                    seed,
+                    salt,
+                    table,
+                    flag,
+                    fmt,
+                    small,
+                    BYTES,
+                    STOCHASTIC,
+                    STOCHASTIC_RESIDUAL,
+                    False,
+                )
 
 
 def loco_encode_(
@@ -285,30 +277,32 @@ def loco_encode_(
     launch: Launch | None = None,
 ) -> None:
     device = device_format(fmt)
-    launch = launch or encode_launch(device, x.dtype, residual.dtype)
-    tile = launch.tile(fmt.block_size)
-    tiles = tiles_of(segments, fmt.block_size, tile, x.device)
+    dithered = stochastic_residual and residual_scale is not None
+    launch = launch or encode_launch(device, residual.dtype, dithered=dithered)
+    tiles = tiles_of(segments, fmt, launch.tile(fmt.block_size), x.device)
     if tiles.count == 0:
         return
-    loco_kernel[(tiles.count,)](
-        x,
-        residual,
-        residual_scale,
-        wire,
-        tiles.segment_of_tile,
-        tiles.rows,
-        level_table(fmt, x.device),
-        flag,
-        float(beta),
-        1.0 - beta,
-        int(reset),
-        int32_of(seed),
-        fmt=device,
-        TILE=tile,
-        VECTOR=launch.vector,
-        BYTES=needs_bytes(wire, device),
-        STOCHASTIC=stochastic,
-        STOCHASTIC_RESIDUAL=stochastic_residual and residual_scale is not None,
-        num_warps=launch.num_warps,
-        enable_fp_fusion=False,
-    )
+    shape, small = launch.shapes(device)
+    with on(x.device):
+        loco_kernel[(tiles.count,)](
+            x,
+            residual,
+            residual_scale,
+            wire,
+            tiles.segment_of_tile,
+            tiles.rows,
+            level_table(fmt, x.device),
+            flag,
+            float(beta),
+            1.0 - beta,
+            int(reset),
+            int32_of(seed),
+            fmt=device,
+            shape=shape,
+            small=small,
+            BYTES=needs_bytes(wire, device),
+            STOCHASTIC=stochastic,
+            STOCHASTIC_RESIDUAL=dithered,
+            num_warps=launch.num_warps,
+            enable_fp_fusion=False,
+        )

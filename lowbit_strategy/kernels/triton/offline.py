@@ -54,7 +54,7 @@ def encode_resources(fmt: BlockFormat, *, x: str, launch: Launch, arch: int, sto
     device = device_format(fmt)
     signature = {"x": _POINTERS[x], "wire": "*u8", **_TABLES, "flag": "*i32", "seed": "i32"}
     constants = {**_constants(device, launch), "STOCHASTIC": stochastic}
-    return _compile(encode_kernel, signature, constants, unaligned="x", launch=launch, arch=arch)
+    return _compile(encode_kernel, signature, constants, unaligned=("x", "flag"), launch=launch, arch=arch)
 
 
 def loco_resources(
@@ -74,37 +74,39 @@ def loco_resources(
     constants["STOCHASTIC_RESIDUAL"] = stochastic_residual
     if residual == "float32":
         signature["residual_scale"], constants["residual_scale"] = "constexpr", None
-    return _compile(loco_kernel, signature, constants, unaligned="x", launch=launch, arch=arch)
+    return _compile(loco_kernel, signature, constants, unaligned=("x", "flag"), launch=launch, arch=arch)
 
 
 def decode_sum_resources(fmt: BlockFormat, *, out: str, sources: int, launch: Launch, arch: int) -> Resources:
     device = device_format(fmt)
     signature = {"wire": "*u8", "stride": "i64", "out": _POINTERS[out], **_TABLES, "alpha": "fp32"}
     constants = {**_constants(device, launch), "SOURCES": sources}
-    return _compile(decode_sum_kernel, signature, constants, unaligned="out", launch=launch, arch=arch)
+    return _compile(decode_sum_kernel, signature, constants, unaligned=("out",), launch=launch, arch=arch)
 
 
 _TABLES = {"segment_of_tile": "*i32", "segments": "*i64", "table": "*fp32"}
 
 
 def _constants(device: DeviceFormat, launch: Launch) -> dict[str, Any]:
-    return {
-        "fmt": device,
-        "TILE": launch.tile(device.block),
-        "VECTOR": launch.vector,
-        "BYTES": bool(device.code_nbytes % 2),
-    }
+    shape, small = launch.shapes(device)
+    return {"fmt": device, "shape": shape, "small": small, "BYTES": bool(device.code_nbytes % 2)}
 
 
 def _compile(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], *, unaligned: str, launch: Launch, arch: int
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    unaligned: tuple[str, ...],
+    launch: Launch,
+    arch: int,
 ) -> Resources:
     names = kernel.arg_names
     types = {name: "constexpr" if name in constants else signature[name] for name in names}
     attrs = {
         (i,): _ALIGNED
         for i, name in enumerate(names)
-        if (types[name].startswith("*") and name != unaligned) or name == "stride"
+        if (types[name].startswith("*") and name not in unaligned) or name == "stride"
     }
     source = ASTSource(kernel, signature=types, constexprs=constants, attrs=attrs)
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}

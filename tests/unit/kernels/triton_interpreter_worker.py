@@ -14,19 +14,17 @@ import sys
 from lowbit_strategy.kernels.triton import blocks, loco
 from lowbit_strategy.kernels.triton.layout import device_format
 from lowbit_strategy.kernels.triton.tiles import encode_launch
-from tests.kernel_cases import cases, check_case
+from tests.kernel_cases import check_case, core_cases, other_cases
 
 
-def main(part: int, num_parts: int) -> None:
-    checked = 0
-    for i, case in enumerate(cases()):
-        if i % num_parts == part:
-            launch = encode_launch(device_format(case.fmt), case.dtype, case.residual)
-            for line in check_case(case, blocks, loco, launch.tile(case.fmt.block_size), "cpu", truncating=True):
-                print(line)
-            checked += 1
-    print(f"cases: {checked}")
+def main(which: str, part: int, num_parts: int) -> None:
+    chosen = (core_cases() if which == "core" else other_cases())[part::num_parts]
+    for case in chosen:
+        tile = encode_launch(device_format(case.fmt), case.residual).tile(case.fmt.block_size)
+        for line in check_case(case, blocks, loco, tile, "cpu", truncating=True):
+            print(line)
+    print(f"cases: {len(chosen)}")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

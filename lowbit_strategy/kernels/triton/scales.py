@@ -1,0 +1,82 @@
+"""Device functions: the scale of each block, by every rule of the format."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lowbit_strategy.kernels.format import TERNARY_THRESHOLD
+from lowbit_strategy.kernels.triton.common import bits_of, elements_in_rows, largest_bits, tree_sum
+
+INFINITY = tl.constexpr(0x7F800000)
+SMALLEST_NORMAL = tl.constexpr(0x00800000)
+NAN_BITS = tl.constexpr(0x7FC00000)
+THRESHOLD = tl.constexpr(TERNARY_THRESHOLD)
+
+
+@triton.jit
+def block_scale(parts, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
+    """Scale float32 [rows]: 0 where nothing can be said, NaN where not finite; and whether the block is finite."""
+    if fmt.rule == "absmax":
+        return absmax_scale(parts, fmt.inverse_qmax)
+    largest = largest_bits(parts)
+    finite = largest < INFINITY  # here, not later: its first use is what gives scales the layout of the elements
+    if fmt.rule == "rms":
+        return settle(root_mean_square(parts, largest, left, fmt, shape, PLAIN), finite)
+    return settle(mean_magnitude(parts, left, fmt, shape, PLAIN), finite)
+
+
+@triton.jit
+def absmax_scale(parts, INVERSE_QMAX: tl.constexpr):
+    largest = largest_bits(parts)
+    return settle(largest.to(tl.float32, bitcast=True) * INVERSE_QMAX, largest < INFINITY)
+
+
+@triton.jit
+def settle(raw, finite):
+    """Round up to bfloat16, flush below the smallest normal number, NaN for a block that is not finite."""
+    bits = (bits_of(raw) + 0xFFFF) & -0x10000
+    finite = finite & (bits < INFINITY)
+    bits = tl.where(bits < SMALLEST_NORMAL, 0, bits)
+    return tl.where(finite, bits, NAN_BITS).to(tl.float32, bitcast=True), finite
+
+
+@triton.jit
+def mean_of(total, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
+    if PLAIN:
+        return total * (1.0 / fmt.block)  # dividing by a power of two: the same bits
+    return tl.div_rn(total, tl.maximum(elements_in_rows(left, fmt, shape), 1).to(tl.float32))
+
+
+@triton.jit
+def root_mean_square(parts, largest, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
+    """By a power of two near the largest magnitude, so that squares neither overflow nor vanish."""
+    exponent = tl.minimum(tl.maximum((largest >> 23) - 126, -120), 120)
+    down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+    squares = ()
+    for p in tl.static_range(len(parts)):
+        unit = parts[p] * down[:, None]
+        squares = squares + (unit * unit,)
+    return tl.sqrt_rn(mean_of(tree_sum(squares, fmt, shape), left, fmt, shape, PLAIN)) * up
+
+
+@triton.jit
+def mean_magnitude(parts, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
+    sizes = ()
+    for p in tl.static_range(len(parts)):
+        sizes = sizes + (tl.abs(parts[p]),)
+    mean = mean_of(tree_sum(sizes, fmt, shape), left, fmt, shape, PLAIN)
+    if fmt.rule == "mean_abs":
+        return mean
+    above = sizes[0] > (mean * THRESHOLD)[:, None]  # ternary codes have one part
+    total = tree_sum((tl.where(above, sizes[0], 0.0),), fmt, shape)
+    count = tl.maximum(tl.sum(above.to(tl.int32), axis=1), 1)
+    return tl.div_rn(total, count.to(tl.float32))
+
+
+@triton.jit
+def inverse(scale):
+    """1 / scale, or 0 where the scale is 0 or NaN; and where it is neither, bool [rows]."""
+    usable = scale > 0
+    return tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0), usable
