@@ -1,0 +1,258 @@
+"""A study of gradient compression for language models, after arXiv 2502.07634, repeated on real text.
+
+Trains the same small GPT with top-k, random-k, DGC and ExDyna at 50, 500 and 5000 times fewer elements, with QSGD and
+LoCo at 8, 4 and 2 bits, and uncompressed, on 1, 2 and 4 workers, and writes
+
+* ``study.csv``: perplexity on held-out text, milliseconds a step of computation, of the compressor's own work and of
+  communication, bytes a rank sends a step and the time these take at 1 Gbit/s
+* ``study.png``: perplexity and times over the ratio
+
+Every step each rank computes its gradient, all ranks meet, and the gradient is reduced as one bucket: what waits for
+bytes is communication, the rest of the reduction is the compressor's work. Nothing overlaps, so that the parts are
+seen apart; ranks beyond the number of cores take turns, which shows in the times.
+
+    python recipes/compression_study.py            # some 15 minutes on two cores
+    python recipes/compression_study.py --quick    # a minute or two
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+import typer
+from rich.console import Console
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit_strategy import DGC, QSGD, Compressor, Dense, ExDyna, LoCo, RandomK, TopK
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.specs import describe_parameters
+
+try:
+    from recipes.gpt import GPT
+    from recipes.text import Windows, standard_library
+except ImportError:  # run as a script: its own folder is on the path
+    from gpt import GPT
+    from text import Windows, standard_library
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+RATIOS = (50, 500, 5000)
+BITS = (8, 4, 2)
+BATCH, CONTEXT, WIDTH, DEPTH, HEADS = 8, 64, 96, 2, 4
+LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
+VALIDATION_WINDOWS = 256
+
+
+@dataclass(frozen=True)
+class Run:
+    """One line of the result."""
+
+    method: str
+    ratio: float
+    workers: int
+    perplexity: float
+    compute_ms: float
+    compressor_ms: float
+    communication_ms: float
+    sent_bytes: int
+    ms_at_1_gbit: float
+
+
+def methods(quick: bool) -> dict[tuple[str, float], Compressor]:
+    """By name and ratio: of elements for sparse methods, of bits for the others."""
+    chosen: dict[tuple[str, float], Compressor] = {("dense", 1): Dense()}
+    for ratio in RATIOS[:1] if quick else RATIOS:
+        for name, kind in {"top-k": TopK, "random-k": RandomK, "DGC": DGC, "ExDyna": ExDyna}.items():
+            chosen[name, ratio] = kind(density=1 / ratio)
+    for bits in (4,) if quick else BITS:
+        chosen["QSGD", 32 / bits] = QSGD(bits=bits, milder_bits=bits)
+        chosen["LoCo", 32 / bits] = LoCo(bits=bits, milder_bits=bits)
+    return chosen
+
+
+class Worker:
+    """One rank's model and data, the same start for every method."""
+
+    def __init__(self, compressor: Compressor, comm: Comm, steps: int) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(WIDTH, DEPTH, HEADS, CONTEXT)
+        self.steps = steps
+        self.comm = comm
+        self.parameters = list(self.model.parameters())
+        specs = describe_parameters(self.model)
+        self.sync = GradientSync(compressor, specs, comm, torch.device("cpu"), scatter=False, seed=1)
+        entries, at = [], 0
+        for spec in specs:
+            entries.append(Entry(spec.name, at))
+            at += spec.numel
+        self.layout = BucketLayout(tuple(entries))
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, betas=(0.9, 0.95))
+        self.seconds = {"compute": 0.0, "compressor": 0.0, "communication": 0.0}
+
+    def train(self) -> None:
+        batches = self._batches()
+        for step in range(self.steps):
+            start = time.perf_counter()
+            self._gradient(next(batches))
+            bucket = torch.cat([p.grad.view(-1) for p in self.parameters if p.grad is not None])
+            self.seconds["compute"] += time.perf_counter() - start
+            dist.barrier()
+            self._reduce(bucket)
+            start = time.perf_counter()
+            self._update(bucket, step)
+            self.seconds["compute"] += time.perf_counter() - start
+
+    def _batches(self) -> Iterator[Tensor]:
+        text = standard_library("train")
+        generator = torch.Generator().manual_seed(self.comm.rank)
+        while True:
+            starts = torch.randint(text.numel() - CONTEXT - 1, (BATCH,), generator=generator)
+            yield torch.stack([text[s : s + CONTEXT + 1] for s in starts.tolist()]).long()
+
+    def _gradient(self, tokens: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self._loss(tokens[:, :-1], tokens[:, 1:]).backward()
+
+    def _loss(self, tokens: Tensor, following: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(tokens).flatten(0, 1), following.flatten())
+
+    def _reduce(self, bucket: Tensor) -> None:
+        start, waiting = time.perf_counter(), 0.0
+        for pending in self.sync.reduce(self.layout, bucket, bucket):
+            if pending is not None:
+                before = time.perf_counter()
+                pending.wait()
+                waiting += time.perf_counter() - before
+        self.seconds["communication"] += waiting
+        self.seconds["compressor"] += time.perf_counter() - start - waiting
+        self.sync.end_step()
+
+    def _update(self, bucket: Tensor, step: int) -> None:
+        for parameter, mean in zip(self.parameters, bucket.split([p.numel() for p in self.parameters]), strict=True):
+            assert parameter.grad is not None
+            parameter.grad.copy_(mean.view_as(parameter))
+        progress = max(0.0, (step - WARMUP_STEPS) / max(1, self.steps - WARMUP_STEPS))
+        factor = min(1.0, (step + 1) / WARMUP_STEPS) * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+        self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * factor
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def perplexity(self) -> float:
+        windows = Windows(standard_library("validation"), CONTEXT, VALIDATION_WINDOWS)
+        losses = []
+        for first in range(0, len(windows), 32):
+            pairs = [windows[i] for i in range(first, min(first + 32, len(windows)))]
+            losses.append(float(self._loss(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]))))
+        return math.exp(sum(losses) / len(losses))
+
+
+def work(rank: int, workers: int, store: str, steps: int, quick: bool, queue: Any) -> None:
+    """One process: all methods one after the other; rank 0 reports."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers)
+    for (name, ratio), compressor in methods(quick).items():
+        comm = Comm(dist.new_group())
+        worker = Worker(compressor, comm, steps)
+        worker.train()
+        if rank == 0:
+            ms = {part: seconds / steps * 1e3 for part, seconds in worker.seconds.items()}
+            sent = comm.sent_nbytes // steps
+            queue.put(
+                Run(
+                    name,
+                    ratio,
+                    workers,
+                    worker.perplexity(),
+                    ms["compute"],
+                    ms["compressor"],
+                    ms["communication"],
+                    sent,
+                    sent * 8e-6,
+                )
+            )
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def study(workers: int, steps: int, quick: bool, console: Console) -> list[Run]:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    runs: list[Run] = []
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (workers, f"{folder}/store", steps, quick, queue)
+        processes = multiprocessing.start_processes(work, arguments, nprocs=workers, join=False, start_method="spawn")
+        while len(runs) < len(methods(quick)):
+            if queue.empty():
+                if processes.join(timeout=0.5) and queue.empty():
+                    break
+                continue
+            runs.append(queue.get())
+            console.print(
+                f"{workers} workers, {runs[-1].method} {runs[-1].ratio:g}x: perplexity {runs[-1].perplexity:.3f}, "
+                f"compressor {runs[-1].compressor_ms:.1f} ms, {runs[-1].sent_bytes:,} bytes a step"
+            )
+        while not processes.join():
+            pass
+    return runs
+
+
+def plot(runs: list[Run], path: Path) -> None:
+    """Perplexity above, the times of a step below; one column a number of workers."""
+    columns = sorted({run.workers for run in runs})
+    figure, axes = plt.subplots(2, len(columns), figsize=(5 * len(columns), 8), squeeze=False, layout="constrained")
+    names = [name for name in dict.fromkeys(run.method for run in runs) if name != "dense"]
+    for column, workers in enumerate(columns):
+        here = [run for run in runs if run.workers == workers]
+        dense = next(run for run in here if run.method == "dense")
+        upper, lower = axes[0][column], axes[1][column]
+        upper.axhline(dense.perplexity, color="black", linestyle="--", label="dense")
+        for name in names:
+            line = sorted((run.ratio, run.perplexity, run.compressor_ms) for run in here if run.method == name)
+            upper.plot([p[0] for p in line], [p[1] for p in line], marker="o", label=name)
+            lower.plot([p[0] for p in line], [p[2] for p in line], marker="o", label=name)
+        lower.axhline(dense.compute_ms, color="black", linestyle="--", label="computation, dense")
+        upper.set(xscale="log", title=f"{workers} workers", ylabel="perplexity (per byte)")
+        lower.set(xscale="log", yscale="log", xlabel="times fewer elements or bits", ylabel="compressor, ms a step")
+        for panel in (upper, lower):
+            panel.grid(alpha=0.3)
+            panel.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Few methods, few steps: to see that it works.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of each run.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where study.csv and study.png go.")] = Path("study"),
+) -> None:
+    """Perplexity, communication time and compute time of compression methods."""
+    console = Console()
+    runs: list[Run] = []
+    for workers in (1, 2) if quick else (1, 2, 4):
+        runs += study(workers, steps or (40 if quick else 300), quick, console)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "study.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(asdict(runs[0])))
+        writer.writeheader()
+        writer.writerows(asdict(run) for run in runs)
+    plot(runs, folder / "study.png")
+    console.print(f"{folder / 'study.csv'} and {folder / 'study.png'} are written.")
+
+
+if __name__ == "__main__":
+    typer.run(main)
