@@ -63,7 +63,7 @@ def main() -> None:
     trainer.fit(model, DataLoader(Windows(standard_library("train"), 128), batch_size=8, shuffle=True))
     if trainer.is_global_zero:
         watched, plain = (statistics.median(meter.times_s[WARMUP_STEPS + at :: 2]) for at in (0, 1))
-        share = (watched - plain) / (DEFAULT_INTERVAL - 1) / plain
+        share = (watched - plain) / (DEFAULT_INTERVAL * plain)
         figures = {"strategy": options.strategy, "step_s": plain, "observed_step_s": watched, "share": share}
         options.report.write_text(json.dumps(figures))
     dist.destroy_process_group()

@@ -50,7 +50,7 @@ class Meter(L.Callback):
         observed = observation is not None and observation.step != self._seen
         if observation is not None and observed:
             self._seen = observation.step
-            self.gains.append(observation.total.gain)
+            self.gains.append(1 - observation.total.relative_error**2)
         elif self._last is not None:  # a step that was observed is longer than the method makes it
             self.times_s.append(now - self._last)
         self._last = time.perf_counter()

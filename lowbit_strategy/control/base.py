@@ -45,11 +45,6 @@ class Energy(NamedTuple):
     sent: float
     error: float
 
-    @property
-    def gain(self) -> float:
-        """Share of the energy that was said; 1 where there was none."""
-        return self.sent / self.compensated if self.compensated > 0 else 1.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Telemetry:

@@ -20,7 +20,9 @@ _DENSE = 0  # index of the uncompressed level; candidates follow
 class GraVAC(Controller):
     """Search the candidates from light to heavy for the best throughput that keeps the gradient's information.
 
-    gain = ||C(g + e)||^2 / ||g + e||^2 over all parameters and ranks, a moving average.
+    gain = 1 - ||h - C(h)||^2 / ||h||^2 with h = g + e, over all parameters and ranks, a moving average. For sparsifiers
+    that is the published ||C(h)||^2 / ||h||^2; a quantiser's codes may have more energy than what they stand for, which
+    is no gain.
 
     Every step, from what the step before has shown:
 
@@ -137,7 +139,7 @@ class GraVAC(Controller):
         for level, energies in telemetry.energy.items():
             compensated = sum(energy.compensated for energy in energies.values())
             if compensated > 0:
-                gain = sum(energy.sent for energy in energies.values()) / compensated
+                gain = max(0.0, 1 - sum(energy.error for energy in energies.values()) / compensated)
                 old = gains.get(str(level))
                 gains[str(level)] = gain if old is None else (1 - self.ewma) * old + self.ewma * gain
         return gains

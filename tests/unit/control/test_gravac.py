@@ -21,7 +21,7 @@ class Link:
 
     def __call__(self, clock: Clock, decision: Decision) -> dict[str, object]:
         energy = {
-            level: {name: Energy(2.0, 2.0 * self.gain(level, clock), 0.0) for name in NAMES}
+            level: {name: Energy(2.0, 3.0, 2.0 * (1 - self.gain(level, clock))) for name in NAMES}
             for level in decision.watch.levels
         }
         in_force = decision.levels["a"]
