@@ -1,0 +1,266 @@
+"""Speed of the Triton kernels as a share of a device-to-device copy's in the same run.
+
+Bytes are those a kernel has to move: each input read once, each output written once. A copy counts what it reads and
+what it writes. First every format is compared with the reference, bit for bit; a difference ends the run.
+
+    python benchmarks/gpu_kernels.py --json gpu_kernels.json
+    python benchmarks/gpu_kernels.py --sweep --only loco      # other tiles and warps
+    python benchmarks/gpu_kernels.py --offline                # registers and spills, no GPU needed
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.reference import blocks as reference
+from lowbit_strategy.kernels.segments import Segment, Segments
+from tests.kernel_cases import FITTED_1, FITTED_2, check_case, core_cases, fitted
+
+ARCHITECTURES = (80, 90)
+SOURCES = (2, 4, 8)
+FORMATS: dict[str, BlockFormat] = {
+    "4bit": uniform(4, 128),
+    "8bit": uniform(8, 128),
+    "2bit": uniform(2, 128),
+    "fitted2": fitted(2, FITTED_2),
+    "fitted1": fitted(1, FITTED_1, 128, "mean_abs"),
+}
+NUM_SETS = 3  # buffers take turns, so that no run finds its input in the cache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One kernel call: its name, the bytes it has to move, and a function of the buffer set and the launch."""
+
+    name: str
+    nbytes: int
+    run: Callable[[int, object], None]
+    launches: tuple[object, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    name: str
+    launch: str
+    median_ms: float
+    gb_per_s: float
+    share_of_copy: float
+
+
+def launches(vector: int) -> tuple[object, ...]:
+    """What --sweep tries."""
+    from lowbit_strategy.kernels.triton.tiles import Launch
+
+    choices = itertools.product((8, 16, 32, 64), (1, 2, 4, 8), sorted({4, 8, 16, vector}))
+    return tuple(Launch(elements_per_thread=e, num_warps=w, vector=v) for e, w, v in choices if v <= e)
+
+
+def loco_work(numel: int) -> Iterator[Work]:
+    from lowbit_strategy.kernels.triton import loco
+
+    segments = Segments([Segment(0, numel, 0, 0, 1)])
+    for (name, fmt), dtype, dithered in itertools.product(
+        FORMATS.items(), (torch.float32, torch.bfloat16), (False, True)
+    ):
+        if dithered and name != "4bit":
+            continue
+        blocks = fmt.num_blocks(numel)
+        residuals = [torch.zeros(blocks * fmt.block_size, dtype=torch.int8, device="cuda") for _ in range(NUM_SETS)]
+        scales = [torch.zeros(blocks, dtype=torch.bfloat16, device="cuda") for _ in range(NUM_SETS)]
+        x, wire, flag = gradients(numel, dtype), wires(fmt, numel), torch.zeros(1, dtype=torch.int32, device="cuda")
+
+        def run(
+            i: int, launch: object, *, fmt=fmt, x=x, r=residuals, s=scales, wire=wire, flag=flag, dithered=dithered
+        ) -> None:
+            options = {"beta": 0.8, "reset": False, "stochastic": False, "stochastic_residual": dithered, "seed": 5}
+            loco.loco_encode_(x[i], r[i], s[i], wire[i], segments, fmt, flag=flag, launch=launch, **options)
+
+        nbytes = numel * (dtype.itemsize + 2) + 4 * blocks + fmt.wire_nbytes(numel)
+        label = f"loco {name} {str(dtype).removeprefix('torch.')}" + (" dithered residual" if dithered else "")
+        yield Work(name=label, nbytes=nbytes, run=run, launches=launches(16))
+
+
+def encode_work(numel: int) -> Iterator[Work]:
+    from lowbit_strategy.kernels.triton import blocks
+
+    segments = Segments([Segment(0, numel, 0, 0, 1)])
+    for name, fmt in FORMATS.items():
+        x, wire, flag = gradients(numel, torch.float32), wires(fmt, numel), torch.zeros(1, dtype=torch.int32).cuda()
+
+        def run(i: int, launch: object, *, fmt=fmt, x=x, wire=wire, flag=flag) -> None:
+            blocks.encode_(x[i], wire[i], segments, fmt, stochastic=False, seed=5, flag=flag, launch=launch)
+
+        nbytes = numel * 4 + fmt.wire_nbytes(numel)
+        yield Work(name=f"encode {name} float32", nbytes=nbytes, run=run, launches=launches(16))
+
+
+def decode_work(numel: int) -> Iterator[Work]:
+    from lowbit_strategy.kernels.triton import blocks
+
+    segments = Segments([Segment(0, numel, 0, 0, 1)])
+    for (name, fmt), num in itertools.product(FORMATS.items(), SOURCES):
+        wire = [torch.empty(num, fmt.wire_nbytes(numel), dtype=torch.uint8, device="cuda") for _ in range(NUM_SETS)]
+        flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+        for i, s in itertools.product(range(NUM_SETS), range(num)):
+            x = torch.randn(numel, device="cuda")
+            blocks.encode_(x, wire[i][s], segments, fmt, stochastic=False, seed=5, flag=flag)
+        out = [torch.empty(numel, device="cuda") for _ in range(NUM_SETS)]
+
+        def run(i: int, launch: object, *, fmt=fmt, wire=wire, out=out, num=num) -> None:
+            blocks.decode_sum_(wire[i], out[i], segments, fmt, alpha=1 / num, launch=launch)
+
+        nbytes = numel * 4 + num * fmt.wire_nbytes(numel)
+        yield Work(name=f"decode_sum {name} W={num}", nbytes=nbytes, run=run, launches=launches(4))
+
+
+def gradients(numel: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(numel, device="cuda").to(dtype) for _ in range(NUM_SETS)]
+
+
+def wires(fmt: BlockFormat, numel: int) -> list[Tensor]:
+    return [torch.empty(fmt.wire_nbytes(numel), dtype=torch.uint8, device="cuda") for _ in range(NUM_SETS)]
+
+
+def median_ms(run: Callable[[int], None], repeats: int) -> float:
+    for i in range(NUM_SETS):
+        run(i)
+    torch.cuda.synchronize()
+    times = []
+    for i in range(repeats):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run(i % NUM_SETS)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def copy_gb_per_s(numel: int, repeats: int) -> float:
+    source, target = gradients(numel, torch.float32), gradients(numel, torch.float32)
+    ms = median_ms(lambda i: target[i].copy_(source[i]), repeats)
+    return 8 * numel / ms / 1e6
+
+
+def check(seed: int) -> None:
+    """The tests' cases of these formats, and large random tensors, against the reference; exits on a difference."""
+    from lowbit_strategy.kernels.triton import blocks, loco
+
+    chosen = [case for case in core_cases() if case.fmt in FORMATS.values()]
+    wrong = [line for case in chosen for line in check_case(case, blocks, loco, 4096, "cuda")]
+    generator = torch.Generator().manual_seed(seed)
+    for name, fmt in FORMATS.items():
+        numel = int(torch.randint(3_000_000, 4_000_000, (1,), generator=generator))
+        segments, x = Segments([Segment(0, numel, 0, 0, 1)]), torch.randn(numel, generator=generator)
+        flag, want = torch.zeros(1, dtype=torch.int32), torch.full((fmt.wire_nbytes(numel),), 77, dtype=torch.uint8)
+        got = torch.full_like(want, 77).cuda()
+        reference.encode_(x, want, segments, fmt, stochastic=False, seed=1, flag=flag)
+        blocks.encode_(x.cuda(), got, segments, fmt, stochastic=False, seed=1, flag=flag.cuda())
+        if not torch.equal(got.cpu(), want):
+            wrong.append(f"encode of {numel} random elements, {name}: {int((got.cpu() != want).sum())} bytes differ")
+    if wrong:
+        sys.exit("the kernels differ from the reference:\n" + "\n".join(wrong))
+    print("every format equals the reference, bit for bit")
+
+
+def measure(numel: int, repeats: int, only: str, sweep: bool) -> dict[str, object]:
+    rows: list[Row] = []
+    copies = [copy_gb_per_s(numel, repeats)]
+    for work in itertools.chain(loco_work(numel), encode_work(numel), decode_work(numel)):
+        if only not in work.name:
+            continue
+        copies.append(copy_gb_per_s(numel, repeats))
+        for launch in (None, *work.launches) if sweep else (None,):
+            try:
+                ms = median_ms(lambda i, work=work, launch=launch: work.run(i, launch), repeats)
+            except RuntimeError as error:  # of a launch that does not fit; the default one must
+                if launch is None:
+                    raise
+                print(f"{work.name} {launch}: {error}", file=sys.stderr)
+                continue
+            speed = work.nbytes / ms / 1e6
+            row = Row(
+                name=work.name,
+                launch="default" if launch is None else str(launch),
+                median_ms=ms,
+                gb_per_s=speed,
+                share_of_copy=speed / statistics.median(copies[-2:]),
+            )
+            rows.append(row)
+            print(
+                f"{row.name:34} {row.gb_per_s:8.0f} GB/s {row.share_of_copy:6.2f} of a copy   {row.launch}", flush=True
+            )
+    copy = statistics.median(copies)
+    print(f"{'copy':34} {copy:8.0f} GB/s")
+    device = torch.cuda.get_device_name()
+    return {"device": device, "numel": numel, "copy_gb_per_s": copy, "rows": [asdict(row) for row in rows]}
+
+
+def offline() -> dict[str, object]:
+    """Registers, spills and shared memory of every specialisation above, by compiling for GPUs that are not there."""
+    import triton
+
+    from lowbit_strategy.kernels.triton import offline as compiled
+    from lowbit_strategy.kernels.triton.layout import device_format
+    from lowbit_strategy.kernels.triton.tiles import decode_launch, encode_launch
+
+    rows = []
+    for arch, (name, fmt) in itertools.product(ARCHITECTURES, FORMATS.items()):
+        device = device_format(fmt)
+        found: dict[str, tuple[object, compiled.Resources]] = {}
+        for x, dithered in itertools.product(("float32", "bfloat16"), (False, True)):
+            launch = encode_launch(device, torch.int8, dithered=dithered)
+            label = f"loco {name} {x}" + (" dithered residual" if dithered else "")
+            options = {"x": x, "residual": "int8", "launch": launch, "arch": arch, "stochastic_residual": dithered}
+            found[label] = launch, compiled.loco_resources(fmt, **options)
+        launch = encode_launch(device)
+        found[f"encode {name} float32"] = launch, compiled.encode_resources(fmt, x="float32", launch=launch, arch=arch)
+        for num in SOURCES:
+            launch = decode_launch(device, torch.float32)
+            options = {"out": "float32", "sources": num, "launch": launch, "arch": arch}
+            found[f"decode_sum {name} W={num}"] = launch, compiled.decode_sum_resources(fmt, **options)
+        for label, (launch, r) in found.items():
+            figures = {"registers": r.registers, "stack_nbytes": r.stack_nbytes, "local_nbytes": r.local_nbytes}
+            figures |= {"shared_nbytes": r.shared_nbytes, "instructions": r.instructions}
+            rows.append({"name": label, "arch": f"sm_{arch}", "launch": str(launch), **figures})
+    return {"triton": triton.__version__, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=1 << 27, help="elements of the gradient")
+    parser.add_argument("--repeats", type=int, default=30, help="runs of each kernel; the median counts")
+    parser.add_argument("--only", default="", help="kernels whose name holds this text")
+    parser.add_argument("--seed", type=int, default=0, help="of the random tensors that are compared")
+    parser.add_argument("--sweep", action="store_true", help="also other tile sizes, numbers of warps and vectors")
+    parser.add_argument("--offline", action="store_true", help="compile only: registers and spills as JSON")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    if arguments.offline:
+        figures = offline()
+        print(json.dumps(figures, indent=1))
+    elif not torch.cuda.is_available():
+        print("no CUDA device here: run this on a GPU, or --offline for what the compiler says", file=sys.stderr)
+        sys.exit(2)
+    else:
+        check(arguments.seed)
+        figures = measure(arguments.numel, arguments.repeats, arguments.only, arguments.sweep)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

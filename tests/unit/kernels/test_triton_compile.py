@@ -1,0 +1,68 @@
+"""The Triton kernels compiled for GPUs that are not there: registers, spills, width of the accesses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from lowbit_strategy.kernels.format import BlockFormat, uniform
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from lowbit_strategy.kernels.triton import offline
+from lowbit_strategy.kernels.triton.layout import device_format
+from lowbit_strategy.kernels.triton.tiles import decode_launch, encode_launch
+from tests.kernel_cases import FITTED_2, fitted
+
+ARCHITECTURES = (80, 90)
+FORMATS = {"uniform4": uniform(4, 128), "uniform8": uniform(8, 128), "uniform2": uniform(2, 128)}
+FORMATS["fitted2"] = fitted(2, FITTED_2)
+FOUR_PROGRAMS, THREE_PROGRAMS = 128, 168  # registers that leave room for so many programs on a multiprocessor
+
+
+def loco(fmt: BlockFormat, x: str, arch: int, *, dithered: bool = False) -> offline.Resources:
+    launch = encode_launch(device_format(fmt), torch.int8, dithered=dithered)
+    return offline.loco_resources(fmt, x=x, residual="int8", launch=launch, arch=arch, stochastic_residual=dithered)
+
+
+def check(found: offline.Resources, registers: int = FOUR_PROGRAMS) -> None:
+    assert found.stack_nbytes == 0, "registers spill"
+    assert found.local_nbytes == 0, "an array lies in local memory"
+    assert found.registers <= registers
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_loco_keeps_everything_in_registers(name: str, arch: int) -> None:
+    found = loco(FORMATS[name], "float32", arch)
+    check(found, THREE_PROGRAMS if name == "fitted2" else FOUR_PROGRAMS)  # it varies with Triton's version
+    assert found.shared_nbytes == 0  # no value crosses warps, so no warp waits for another
+    assert re.search(r"ld\.global(\.\w+)*\.v4\.b32", found.ptx)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_loco_bfloat16_and_dither(arch: int) -> None:
+    for found in (
+        loco(FORMATS["uniform4"], "bfloat16", arch),
+        loco(FORMATS["uniform4"], "float32", arch, dithered=True),
+    ):
+        check(found)
+        assert re.search(r"ld\.global(\.\w+)*\.v4\.b32", found.ptx)
+        assert re.search(r"st\.global(\.\w+)*\.v[24]\.b32", found.ptx)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("sources", [2, 8])
+def test_decode_sum_keeps_everything_in_registers(sources: int, arch: int) -> None:
+    fmt = FORMATS["uniform4"]
+    launch = decode_launch(device_format(fmt), torch.float32)
+    found = offline.decode_sum_resources(fmt, out="float32", sources=sources, launch=launch, arch=arch)
+    check(found)
+    assert re.search(r"st\.global(\.\w+)*\.v4\.b32", found.ptx)
+
+
+def test_nothing_is_contracted() -> None:
+    """8 bits have no sums to pack, so a fused multiply-add could only be one that the reference does not have."""
+    assert "fma." not in loco(FORMATS["uniform8"], "float32", 90).ptx
