@@ -1,0 +1,24 @@
+"""A LightningCLI script that knows nothing of compression: the strategy comes from its YAML file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.cli import LightningCLI
+
+from tests.training import Regression, loader
+
+
+class Model(Regression):
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__(lr=lr)
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+if __name__ == "__main__":
+    cli = LightningCLI(Model, save_config_callback=None)
+    strategy = cli.trainer.strategy
+    print("trained", type(strategy).__name__, strategy.sync.step_index, strategy.sync.comm.sent_nbytes > 0)
+    print("compressor", strategy.compressor)
