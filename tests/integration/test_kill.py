@@ -1,0 +1,37 @@
+"""A rank dies by SIGKILL in mid-run; the job, started again from its last checkpoint, is as if it never had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import run_script
+from tests.training import Kind
+
+SCRIPT = Path(__file__).parent / "scripts" / "resumable.py"
+
+
+def _losses(folder: Path, rank: int) -> dict[int, str]:
+    """The last that was written for each step."""
+    return dict(line.split() for line in (folder / f"losses-{rank}.txt").read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("kind", "kill_at", "source"),
+    [("ddp", "8", "step=6.ckpt"), ("fsdp", "8", "step=6.ckpt"), ("ddp", "saving", "step=3.ckpt")],
+)
+def test_resume_after_a_rank_was_killed(tmp_path: Path, kind: Kind, kill_at: str, source: str) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    expected = run_script([SCRIPT, kind, whole], world_size=2)
+    killed = run_script([SCRIPT, kind, broken, kill_at], world_size=2, check=False)
+    assert killed.returncode != 0
+    assert "finished" not in killed.stdout
+    resumed = run_script([SCRIPT, kind, broken], world_size=2)
+    assert f"from {source}" in resumed.stdout
+    for rank in range(2):
+        assert _losses(broken, rank) == _losses(whole, rank)
+        assert len(_losses(whole, rank)) == 10
+    assert resumed.stdout.split()[1] == expected.stdout.split()[1]
