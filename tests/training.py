@@ -12,6 +12,7 @@ from unittest import mock
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -98,9 +99,11 @@ def strategy(kind: Kind, compressor: Any = None, **options: Any) -> LowBitDDPStr
 
 
 def trainer(strategy: Any, **options: Any) -> L.Trainer:
+    # Lightning removes the variable after its first run.
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
-        "devices": int(os.environ["WORLD_SIZE"]),
+        "devices": world_size,
         "max_steps": 6,
         "logger": False,
         "enable_checkpointing": False,

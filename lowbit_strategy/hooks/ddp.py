@@ -17,7 +17,6 @@ from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
 from lowbit_strategy.hooks.specs import canonical_name
 from lowbit_strategy.hooks.worker import BucketWorker
 
-
 # On gloo several smaller buckets fill a slow link better than DDP's 25 MiB: their exchanges overlap each other and
 # backward. Measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md.
 GLOO_BUCKET_CAP_MB = 8

@@ -188,7 +188,7 @@ class GradientSync:
         for method, names in groups.items():
             if isinstance(method, LanePair):
                 cuts = {name: self._cut(name, method.there.block_size) for name in names}
-                self.lanes[method] = LaneStore(method, cuts, self.comm.rank, self.device)
+                self.lanes[method] = LaneStore(method, cuts, self.comm.rank, self.device, scatter=self.scatter)
             elif isinstance(method, Reducer):
                 self.reducers[method] = method.init([self.specs[name] for name in names], self.device)
         self._buckets: dict[BucketLayout, Bucket] = {}

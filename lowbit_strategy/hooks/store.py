@@ -32,7 +32,9 @@ class HopStore:
     def tensors(self, name: str) -> State:
         """Views of one parameter's state."""
         views: State = {}
-        for key, arena in self.lane.arenas().items():
+        arenas = self.lane.arenas()
+        for key in self.state:
+            arena = arenas[key]
             sender = arena.extent == "sender"
             start = (self.offsets if sender else self.receiver_offsets)[name]
             length = (self.lengths if sender else self.receiver_lengths)[name]
@@ -42,9 +44,11 @@ class HopStore:
 
 
 class LaneStore:
-    """State of all parameters that one pair of lanes carries."""
+    """State of all parameters that one pair of lanes carries; `scatter`: nothing travels back, so nothing is kept."""
 
-    def __init__(self, pair: LanePair, cuts: Mapping[str, Cut], rank: int, device: torch.device) -> None:
+    def __init__(
+        self, pair: LanePair, cuts: Mapping[str, Cut], rank: int, device: torch.device, *, scatter: bool
+    ) -> None:
         if pair.there.block_size != pair.back.block_size:
             raise ValueError("both lanes of a pair must have the same block size")
         self.pair = pair
@@ -58,9 +62,8 @@ class LaneStore:
         self.there = HopStore(
             pair.there, _arenas(pair.there, sizes["full"], sizes["shard"], device), full_at, full, shard_at, shard
         )
-        self.back = HopStore(
-            pair.back, _arenas(pair.back, sizes["shard"], sizes["full"], device), shard_at, shard, full_at, full
-        )
+        back_state = {} if scatter else _arenas(pair.back, sizes["shard"], sizes["full"], device)
+        self.back = HopStore(pair.back, back_state, shard_at, shard, full_at, full)
 
     def route(self, slots: Iterable[Slot]) -> Route:
         return Route(

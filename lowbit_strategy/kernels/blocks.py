@@ -94,6 +94,4 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockForm
 
             native_blocks.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
         case "torch":
-            reference.decode_sum_(
-                wire_WB, out, segments, fmt, alpha=alpha, max_elements=backends.CACHE_ELEMENTS
-            )
+            reference.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha, max_elements=backends.CACHE_ELEMENTS)
