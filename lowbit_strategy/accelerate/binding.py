@@ -4,7 +4,8 @@
 |---|---|
 | `prepare_model`, and `_prepare_fsdp2` for FSDP2 | handshake before, attachment after |
 | `prepare_optimizer` | its optimizer says when a step is over, skipped ones too |
-| `backward` | residuals learn the loss scale first |
+| `backward` | residuals learn the loss scale first, controllers the time |
+| `accumulate` | whether it is used, for controllers that change the batch |
 | `save_state`, `load_state` | residuals go into the folder, through Accelerate's own hooks |
 | `free_memory` | attachments go with the models |
 """
@@ -26,9 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.accelerate import saved
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
+from lowbit_strategy.accelerate.steering import Steering
 from lowbit_strategy.accelerate.support import check_accelerator, keep_fsdp_on_cpu
+from lowbit_strategy.control.levels import labels
+from lowbit_strategy.hooks.adaptive import AdaptiveDriver
 from lowbit_strategy.hooks.attach import Attached, Prepared, attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.hooks.engine import GradientSync
+from lowbit_strategy.hooks.handshake import handshake, plain
 
 _ATTRIBUTE = "lowbit"
 _SLOT = "_lowbit_attached"
@@ -64,6 +69,7 @@ class Binding:
         check_accelerator(accelerator)
         self.plugin = plugin
         self.accelerator = accelerator
+        self.steering = Steering(plugin, accelerator)
         self.attachments: list[Attached] = []
         self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
         self._numbers: WeakKeyDictionary[Attached, int] = WeakKeyDictionary()  # checkpoints know models by order
@@ -71,6 +77,7 @@ class Binding:
         self._wrap("_prepare_fsdp2", self._prepare_fsdp2)
         self._wrap("prepare_optimizer", self._prepare_optimizer)
         self._wrap("backward", self._backward)
+        self._wrap("accumulate", self._accumulate)
         self._wrap("free_memory", self._free_memory)
         accelerator.register_save_state_pre_hook(self._on_save)
         accelerator.register_load_state_pre_hook(self._on_load)
@@ -81,11 +88,26 @@ class Binding:
         """The engine of the first prepared model: methods, state, accounting."""
         return self.attachments[0].sync if self.attachments else None
 
+    @property
+    def driver(self) -> AdaptiveDriver | None:
+        """The first prepared model's controller at work: levels in force, state."""
+        return self.steering.driver(self.attachments[0]) if self.attachments else None
+
+    @property
+    def epoch(self) -> int | None:
+        """Set it in the loop where nothing else says what epoch it is; for controllers that count in epochs."""
+        return self.steering.clock.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.steering.clock.epoch = epoch
+
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Called by the prepared optimizers."""
         for attached in self.attachments:
             if attached.sync.in_step and attached.owns(optimizer):
                 attached.end_step()
+                self.steering.after_step(attached)
 
     def save(self, folder: str) -> None:
         """Put residuals into a checkpoint's folder; on all ranks."""
@@ -95,6 +117,7 @@ class Binding:
     def load(self, folder: str, *, compressed: bool = False) -> None:
         """Restore what `save` wrote; on all ranks. `compressed`: it is an error if there is nothing."""
         saved.load(folder, self.attachments, compressed=compressed)
+        self.steering.after_load()
 
     # -- the accelerator's moments ------------------------------------------------------------------------------
 
@@ -155,6 +178,7 @@ class Binding:
         module.__dict__[_SLOT] = _OnModule(attached)  # lives as long as the module
         self._modules.add(module)
         self._numbers[attached] = len(self._numbers)
+        self.steering.attach(attached, self._numbers[attached], alone=not self.attachments)
         if isinstance(module, DistributedDataParallel):
             weakref.finalize(module, attached.close)  # its thread ends with it
         self._revive(attached)
@@ -165,7 +189,12 @@ class Binding:
             self.attachments = sorted([*self.attachments, attached], key=lambda each: self._numbers[each])
 
     def _agree(self, model: nn.Module, *, scatter: bool) -> Prepared:
-        return prepare(model, self.plugin.compressor, self.plugin.sync_options(), scatter=scatter)
+        prepared = prepare(model, self.plugin.compressor, self.plugin.sync_options(), scatter=scatter)
+        handshake(plain("controller", self.plugin.controller) | plain("monitor", self.plugin.monitor))
+        if (controller := self.plugin.controller) is not None and self.accelerator.is_main_process:
+            chosen = ", ".join(labels(controller.levels)) or "no compressor"
+            _log.info("%s chooses among: %s", type(controller).__name__, chosen)
+        return prepared
 
     def _refuse_other_hooks(self) -> None:
         handler = self.accelerator.ddp_handler
@@ -187,7 +216,12 @@ class Binding:
                 self._revive(attached)
         return optimizer
 
+    def _accumulate(self, original: Callable[..., Any], *models: Any) -> Any:
+        self.steering.accumulates = True
+        return original(*models)
+
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
+        self.steering.before_backward(loss, self.attachments)
         for attached in self.attachments:
             if attached.newly_trainable():
                 self._on_unfrozen(attached)
@@ -242,8 +276,12 @@ class SteppingOptimizer(AcceleratedOptimizer):
     lowbit: Binding | None = None
 
     def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        if self.lowbit is not None and self.gradient_state.sync_gradients:
+        if self.lowbit is None:
+            super().step(closure)
+            return
+        with self.lowbit.steering.scaled(self):
+            super().step(closure)
+        if self.gradient_state.sync_gradients:
             self.lowbit.end_step(self)
 
     def __getstate__(self) -> dict[str, Any]:

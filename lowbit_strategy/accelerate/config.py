@@ -5,6 +5,8 @@
       bits: 4                     # the compressor's own options stand beside it
       exempt: ["@vector", "*.gate.*"]
       seed: 0                     # and those of `LowBitPlugin`
+      controller: {name: accordion, light: {compressor: loco, bits: 8}, heavy: loco2, interval: 500, unit: steps}
+      monitor: {every_n_steps: 50}
 
 Options may also stand under ``options``, which wrappers need: theirs are compressors themselves.
 
@@ -26,6 +28,7 @@ from typing import Any
 import yaml
 
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
+from lowbit_strategy.accelerate.written import controller_from, monitor_from
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.registry import from_options, preset
 
@@ -47,17 +50,31 @@ def plugin_from_section(section: object) -> LowBitPlugin:
     ours = {key: value for key, value in section.items() if key in OTHER_KEYS}
     rest = {key: value for key, value in section.items() if key not in ours}
     try:
-        return LowBitPlugin(_compressor(rest), **ours)
+        if ours.get("controller") is not None:
+            ours["controller"] = controller_from(ours["controller"])
+            if not rest and ours["controller"].levels:
+                return LowBitPlugin(ours["controller"].levels[0], **_with_monitor(ours))
+        return LowBitPlugin(_compressor(rest), **_with_monitor(ours))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{SECTION}: {error}") from error
+
+
+def _with_monitor(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: monitor_from(value) if key == "monitor" and value is not None else value for key, value in options.items()
+    }
 
 
 def _compressor(entries: Mapping[str, Any]) -> Compressor:
     """``{compressor: name, option: value, ..., options: {option: value}}``."""
     entries = dict(entries)
     name, more = entries.pop("compressor", None), entries.pop("options", None) or {}
+    if name is None:
+        known = ["compressor", *OTHER_KEYS]
+        near = [match for key in entries for match in get_close_matches(str(key), known, n=1)]
+        raise ValueError(f"compressor is missing{f'; did you mean {near[0]!r}?' if near else ''}")
     if not isinstance(name, str):
-        raise ValueError(f"compressor must be a name such as loco, got {name!r}" if name else "compressor is missing")
+        raise ValueError(f"compressor must be a name such as loco, got {name!r}")
     if not isinstance(more, Mapping):
         raise ValueError(f"options must be a mapping of the compressor's options, got {more!r}")
     defaults = preset(name)
@@ -95,7 +112,7 @@ def read_section(source: str | os.PathLike[str]) -> Section:
             raise ValueError(f"there is no file {text!r} with a {SECTION} section")
         text = path.read_text(encoding="utf-8")
     content = yaml.safe_load(text)  # JSON is YAML
-    if isinstance(content, Mapping) and SECTION not in content and "compressor" in content:
+    if isinstance(content, Mapping) and SECTION not in content and {"compressor", "controller"} & content.keys():
         return dict(content)
     return section_of(content, repr(os.fspath(source)))
 

@@ -13,7 +13,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
+from lowbit_strategy.control.levels import labels
 from lowbit_strategy.hooks.plan import plan
+from lowbit_strategy.reducers.base import Compressor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,15 +63,19 @@ class DryRun:
         return wrapped(*args, **kwargs)
 
     def _report(self, model: nn.Module, device: torch.device) -> None:
-        report = plan(
-            model,
-            self.plugin.compressor,
-            world_size=self.planned.world_size,
-            scatter=self.planned.scatter,
-            device=device,
-        )
         print(f"dry run, nothing is trained: {type(model).__name__}")
-        print(report.render(), flush=True)
+        controller = self.plugin.controller
+        levels = controller.levels if controller is not None else ()
+        if not levels:
+            print(self._plan(model, self.plugin.compressor, device), flush=True)
+        for at, (level, label) in enumerate(zip(levels, labels(levels), strict=True)):
+            print(f"level {at} of {type(controller).__name__}, {label}, if everything has it:")
+            print(self._plan(model, level, device), flush=True)
+
+    def _plan(self, model: nn.Module, compressor: Compressor, device: torch.device) -> str:
+        planned = self.planned
+        report = plan(model, compressor, world_size=planned.world_size, scatter=planned.scatter, device=device)
+        return report.render()
 
     def finish(self) -> None:
         """Raises:

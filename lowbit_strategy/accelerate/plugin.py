@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lowbit_strategy.accelerate.monitor import CompressionMonitor
+from lowbit_strategy.control.base import Controller
 from lowbit_strategy.hooks.attach import SyncOptions
 from lowbit_strategy.hooks.checkpoint import OnWorldSizeChange
 from lowbit_strategy.reducers.base import Compressor
@@ -23,9 +26,15 @@ class LowBitPlugin:
         seed: Of stochastic rounding and selection; the same on all ranks.
         on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
+        controller: One of `lowbit_strategy.control`: chooses compressors in the place of `compressor`.
+        monitor: Logs what compression does through `Accelerator.log`, or the HF Trainer's.
+        record: Folder of the record that `lowbit report` draws. True: the accelerator's logging folder (its
+            ``project_dir``) or the HF Trainer's ``output_dir``, if there is one; False: none.
+        num_steps: Optimizer steps planned, for phases in fractions; the HF Trainer knows them.
+        steps_per_epoch: Optimizer steps of an epoch, where it is not a prepared data loader that ends one.
 
     Raises:
-        TypeError: `compressor` is not a configuration.
+        TypeError: `compressor`, `controller` or `monitor` is none.
         ValueError: An option is out of range.
     """
 
@@ -34,10 +43,25 @@ class LowBitPlugin:
     seed: int = 0
     on_world_size_change: OnWorldSizeChange = "reset"
     on_missing_residual: Literal["error", "reset"] = "error"
+    controller: Controller | None = None
+    monitor: CompressionMonitor | None = None
+    record: bool | str | Path = True
+    num_steps: int | None = None
+    steps_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.compressor, Compressor):
             raise TypeError(f"compressor must be a configuration such as LoCo(bits=4), got {self.compressor!r}")
+        if self.controller is not None and not isinstance(self.controller, Controller):
+            raise TypeError(f"controller must be one of lowbit_strategy.control, got {self.controller!r}")
+        if self.monitor is not None and not isinstance(self.monitor, CompressionMonitor):
+            raise TypeError(f"monitor must be a CompressionMonitor, got {self.monitor!r}")
+        if not isinstance(self.record, (bool, str, Path)):
+            raise TypeError(f"record must be true, false or a folder, got {self.record!r}")
+        for name in ("num_steps", "steps_per_epoch"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
         self.sync_options()
 
     def sync_options(self) -> SyncOptions:

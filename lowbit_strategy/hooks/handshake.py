@@ -25,24 +25,24 @@ def facts(
         "lowbit_strategy version": __version__,
         "torch version": torch.__version__,
         "strategy": "fsdp" if scatter else "ddp",
-        **_fields("compressor", compressor),
+        **plain("compressor", compressor),
         **settings,
         "parameters": [(name, tuple(param.shape)) for name, param in params.items()],
         "parameter types": [(name, str(param.dtype)) for name, param in params.items()],
     }
 
 
-def _fields(name: str, value: object) -> dict[str, object]:
+def plain(name: str, value: object) -> dict[str, object]:
     """A configuration as plain values by dotted names. Functions go by name: their address differs between ranks."""
     if dataclasses.is_dataclass(value):
         found: dict[str, object] = {name: type(value).__name__}
         for field in dataclasses.fields(value):
-            found |= _fields(f"{name}.{field.name}", getattr(value, field.name))
+            found |= plain(f"{name}.{field.name}", getattr(value, field.name))
         return found
     if isinstance(value, tuple):
         found = {name: f"{len(value)} entries"}
         for index, entry in enumerate(value):
-            found |= _fields(f"{name}[{index}]", entry)
+            found |= plain(f"{name}[{index}]", entry)
         return found
     return {name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)}
 

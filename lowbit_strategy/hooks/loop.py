@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lowbit_strategy.control.base import Clock, Controller
-from lowbit_strategy.control.groups import GroupBy
+from lowbit_strategy.control.groups import GroupBy, check_group_by
 from lowbit_strategy.hooks.adaptive import AdaptiveDriver
 from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.hooks.observe import Observation, Observer
@@ -91,11 +91,11 @@ def monitor(
     Raises:
         ValueError: `every_n_steps` is not positive, or `group_by` is unknown.
     """
-    if not isinstance(every_n_steps, int) or every_n_steps < 1:
-        raise ValueError(f"every_n_steps must be a positive integer, got {every_n_steps!r}")
-    writer = RunRecord(Path(record) / FILE_NAME) if record is not None and sync.comm.rank == 0 else None
+    check_monitor(every_n_steps, group_by)
+    rank = sync.comm.rank
+    writer = RunRecord(Path(record) / FILE_NAME) if record is not None and rank == 0 else None
     if writer is not None:
-        writer.write("start", sync.step_index, **start_fields(sync, every_n_steps))
+        sync.listeners.append(_Opening(sync, writer, start_fields(sync, every_n_steps)))
 
     def take(observation: Observation) -> None:
         log(figures_to_log(observation), observation.step)
@@ -103,6 +103,30 @@ def monitor(
             writer.write("observation", observation.step, **record_fields(observation))
 
     return Observer(sync, lambda step: step % every_n_steps == 0, group_by=group_by, on_observation=take)
+
+
+def check_monitor(every_n_steps: int, group_by: GroupBy) -> None:
+    """Raises:
+    ValueError: `every_n_steps` is not positive, or `group_by` is unknown.
+    """
+    if not isinstance(every_n_steps, int) or every_n_steps < 1:
+        raise ValueError(f"every_n_steps must be a positive integer, got {every_n_steps!r}")
+    check_group_by(group_by)
+
+
+class _Opening:
+    """The first line of a record, when the first step begins: by then a checkpoint has been loaded."""
+
+    def __init__(self, sync: GradientSync, writer: RunRecord, fields: dict[str, Any]) -> None:
+        self._sync, self._writer, self._fields = sync, writer, fields
+
+    def begin_step(self) -> None:
+        if self._fields:
+            self._writer.write("start", self._sync.step_index, **self._fields)
+            self._fields = {}
+
+    def end_step(self, *, counted: bool) -> None:
+        return None
 
 
 def start_fields(sync: GradientSync, every_n_steps: int) -> dict[str, Any]:
@@ -116,6 +140,30 @@ def start_fields(sync: GradientSync, every_n_steps: int) -> dict[str, Any]:
 
 def record_fields(observation: Observation) -> dict[str, Any]:
     return {key: value for key, value in asdict(observation).items() if key != "step"}
+
+
+def shares(driver: AdaptiveDriver) -> dict[str, float]:
+    """Share of all elements by level, as a controller has it in force."""
+    specs, numels = driver.sync.specs, dict.fromkeys(driver.labels, 0)
+    for name, level in driver.levels.items():
+        numels[driver.labels[level]] += specs[name].numel
+    total = sum(numels.values()) or 1
+    return {label: numel / total for label, numel in numels.items()}
+
+
+def level_fields(driver: AdaptiveDriver) -> dict[str, Any]:
+    """What is in force, for the record."""
+    return {
+        "labels": list(driver.labels),
+        "shares": shares(driver),
+        "parameters": dict(driver.levels),
+        "accumulation": driver.accumulation,
+    }
+
+
+def levels_to_log(driver: AdaptiveDriver) -> dict[str, float]:
+    """The same as metrics."""
+    return {metric_name("share", f"level_{at}"): share for at, share in enumerate(shares(driver).values())}
 
 
 def figures_to_log(observation: Observation) -> dict[str, float]:

@@ -1,0 +1,109 @@
+"""What time it is in a loop that is the user's own: steps, epochs, learning rate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate import Accelerator
+from torch.optim import Optimizer
+
+from lowbit_strategy.control.base import Clock, Controller
+
+
+class TrainingClock:
+    """Time for controllers; the same on all ranks, saved with the residuals.
+
+    Steps are counted. The epoch is, in this order: what the user tells (`epoch`), steps divided by `steps_per_epoch`,
+    or how often the prepared data loader has been gone through to its end.
+
+    Args:
+        accelerator: Knows the data loader that is being gone through.
+        num_steps: Optimizer steps planned, if the user says.
+        steps_per_epoch: Optimizer steps of an epoch, likewise.
+
+    Attributes:
+        epoch: Set by the user, who counts epochs; None: count them here.
+    """
+
+    def __init__(self, accelerator: Accelerator, num_steps: int | None, steps_per_epoch: int | None) -> None:
+        self._accelerator = accelerator
+        self.num_steps = num_steps
+        self.steps_per_epoch = steps_per_epoch
+        self.epoch: int | None = None
+        self._passes = 0
+        self._over = False  # the last batch was the loader's last one
+        self._iteration: int | None = None  # the loader's own count of its passes
+        self._seen = False  # a prepared loader, in this process
+
+    def batch(self) -> None:
+        """Before each backward: notice where the data loader is."""
+        state = self._accelerator.gradient_state
+        if not state.in_dataloader:
+            self._over = self._over or self._seen  # it has been read to its end ahead of time
+            return
+        iteration = int(getattr(state.active_dataloader, "iteration", 0))
+        over = bool(state.end_of_dataloader)
+        if self._over and (not over or iteration != self._iteration):
+            self._passes += 1
+        self._over, self._iteration, self._seen = over, iteration, True
+
+    def at(self, step: int, optimizer: Optimizer | None) -> Clock:
+        return Clock(
+            step=step,
+            epoch=self._epoch(step),
+            num_steps=self.num_steps,
+            steps_per_epoch=self.steps_per_epoch,
+            learning_rate=None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
+        )
+
+    def _epoch(self, step: int) -> int:
+        if self.epoch is not None:
+            return self.epoch
+        return self._passes if self.steps_per_epoch is None else step // self.steps_per_epoch
+
+    def check(self, controller: Controller) -> None:
+        """Raises:
+        ValueError: `controller` goes by a time that nobody knows.
+        """
+        units = set(_units(controller))
+        if units & {"epoch", "epochs"} and not self._knows_epochs():
+            raise ValueError(
+                f"{type(controller).__name__} counts in epochs, and nobody knows when one ends: training does not go"
+                " through a data loader that accelerator.prepare returned. Give the controller's interval or phases in"
+                ' steps (unit="steps"), or say steps_per_epoch, or set accelerator.lowbit.epoch in the loop'
+            )
+        if "fraction" in units and self.num_steps is None:
+            raise ValueError(
+                f"{type(controller).__name__} has a phase in fractions of the run, whose length nobody knows: say"
+                " num_steps, or give the phase in steps"
+            )
+
+    def _knows_epochs(self) -> bool:
+        if self.epoch is not None or self.steps_per_epoch is not None:
+            return True
+        accelerator = self._accelerator  # without even batches ranks may end an epoch at different steps
+        return accelerator.gradient_state.in_dataloader and accelerator.even_batches
+
+    # -- saving -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self._passes, "over": self._over}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._passes, self._over, self._iteration = state["passes"], state["over"], None
+
+
+def _units(value: object) -> Iterator[str]:
+    """Every `unit` in a controller, those of its phases and inner controllers included."""
+    if isinstance(value, (tuple, list)):
+        for entry in value:
+            yield from _units(entry)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            entry = getattr(value, field.name)
+            if field.name == "unit":
+                yield str(entry)
+            else:
+                yield from _units(entry)
