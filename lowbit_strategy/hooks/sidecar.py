@@ -6,6 +6,7 @@ one it replaces are removed after. Whenever a process dies, every checkpoint on 
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 import uuid
 from typing import Any
@@ -92,5 +93,6 @@ def remove(checkpoint_path: Any, rank: int) -> None:
         return
     for path in fs.glob(posixpath.join(folder, f"step-*-rank-{rank}-of-*")):
         fs.rm(path)
-    if fs.exists(folder) and not fs.ls(folder, detail=False):
-        fs.rmdir(folder)
+    with contextlib.suppress(FileNotFoundError):  # another rank may be doing the same
+        if not fs.ls(folder, detail=False):
+            fs.rmdir(folder)

@@ -8,6 +8,7 @@ taken from the block) is data in `BlockFormat`; the kernels are written once.
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ ScaleRule = Literal["absmax", "rms", "mean_abs", "ternary"]
 
 SCALE_NBYTES = 2  # bfloat16: the range of float32, so tiny gradients keep their scale
 TERNARY_THRESHOLD = 0.7
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 4096
 
 
@@ -82,6 +84,14 @@ class BlockFormat:
     def zero_code(self) -> int:
         """The code written where nothing is to be said (idle and non-finite blocks, padding)."""
         return self.qmax if self.levels is None else len(self.levels) // 2
+
+    @property
+    def max_scale(self) -> float:
+        """The largest bfloat16 scale whose outermost level is still a float32."""
+        top = self.qmax if self.levels is None else max(-self.levels[0], self.levels[-1], 1.0)
+        bits: int = struct.unpack("<I", struct.pack("<f", FLOAT32_MAX / top))[0]
+        scale: float = struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))[0]
+        return scale
 
     @property
     def planes(self) -> tuple[int, ...]:

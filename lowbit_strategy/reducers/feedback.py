@@ -99,8 +99,8 @@ class FeedbackLane(Lane):
             packed.store_state_(state["residual"], e)
             return
         grid = uniform(8, self.block_size)
-        e_KB, valid_KB = e.view(-1, self.block_size), packed.valid(e.device)
-        scale_K, _ = blocks.block_scale(e_KB, valid_KB.sum(-1), grid)
+        e_KB = e.view(-1, self.block_size)
+        scale_K = blocks.residual_scale(e_KB, grid)
         noise_KB = packed.noise(step.seed, RESIDUAL_STREAM, e.device)
         codes_KB = (blocks.quantize(e_KB, scale_K, grid, noise_KB).to(torch.int16) - grid.qmax).to(torch.int8)
         keep_K = keep.view(-1, self.block_size).all(-1)  # exactly as it was, not rounded once more

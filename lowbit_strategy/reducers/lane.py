@@ -127,8 +127,7 @@ def write_residual_(state: State, block_size: int, values: Tensor) -> None:
         return
     grid = uniform(8, block_size)
     values_KB = values.view(-1, block_size)
-    counts_K = torch.full((values_KB.shape[0],), float(block_size), device=values.device)
-    scale_K, _ = blocks.block_scale(values_KB, counts_K, grid)
+    scale_K = blocks.residual_scale(values_KB, grid)
     codes = blocks.quantize(values_KB, scale_K, grid).to(torch.int16) - grid.qmax
     state["residual"].copy_(codes.view(-1))
     state["residual_scale"].copy_(scale_K)

@@ -28,6 +28,7 @@ class FormatStruct(ctypes.Structure):
         ("zero_code", ctypes.c_int32),
         ("num_planes", ctypes.c_int32),
         ("planes", ctypes.c_int32 * 4),
+        ("max_scale", ctypes.c_float),
         ("levels", ctypes.c_float * _MAX_LEVELS),
         ("thresholds", ctypes.c_float * _MAX_LEVELS),
     )
@@ -67,6 +68,7 @@ def format_struct(fmt: BlockFormat) -> FormatStruct:
         zero_code=fmt.zero_code,
         num_planes=len(fmt.planes),
         planes=fmt.planes,
+        max_scale=fmt.max_scale,
         levels=levels + levels[-1:] * (_MAX_LEVELS - len(levels)),  # codes that nobody sends decode to something
         thresholds=fmt.thresholds if levels else (),
     )

@@ -94,13 +94,13 @@ static int scale_batch(
     const int n = fmt->block_size, loco = call->residual_kind != RESIDUAL_NONE;
     int flag = 0;
     if (fmt->rule == RULE_ABSMAX) {
-        uniform_scales(to->scale, to->inverse, to->largest, batch->num_blocks, fmt->zero_code);
+        uniform_scales(to->scale, to->inverse, to->largest, batch->num_blocks, fmt->zero_code, fmt->max_scale, 0);
     } else {
         for (int b = 0; b < batch->num_blocks; b++) {
             int count = batch->count - b * n < n ? batch->count - b * n : n;
             to->scale[b] = sum_scale(fmt, to->h_buffer + b * n, count, to->largest[b]);
         }
-        round_scales(to->scale, to->inverse, to->largest, batch->num_blocks);
+        round_scales(to->scale, to->inverse, to->largest, batch->num_blocks, fmt->max_scale, 0);
     }
     for (int b = 0; b < batch->num_blocks; b++) {
         int finite = to->scale[b] == to->scale[b], idle = loco && is_idle(to->g + b * n, n);
@@ -192,7 +192,7 @@ ALWAYS_INLINE void store_batch(
 ) {
     int8_t *q = (int8_t *)call->residual + batch->segment->state_offset + batch->first;
     const vu counter = dither_counter(batch->first, stream_key(call->seed, batch->segment->salt, RESIDUAL_STREAM));
-    uniform_scales(to->scale, to->inverse, to->largest, batch->num_blocks, 127);
+    uniform_scales(to->scale, to->inverse, to->largest, batch->num_blocks, 127, RESIDUAL_MAX_SCALE, 1);
     for (int b = 0; b < batch->num_blocks; b++)
         if (!to->keep[b]) call->residual_scale[batch->state_block + b] = (uint16_t)(bits_of(to->scale[b]) >> 16);
     for (int b = 0, end; b < batch->num_blocks; b = end) {

@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define LOWBIT_ABI 2 /* goes up when the structures change; __init__.py has the same number */
+#define LOWBIT_ABI 3 /* goes up when the structures change; __init__.py has the same number */
 
 #define LOWBIT_MAX_BLOCK 4096
 #define LOWBIT_MAX_LEVELS 256
@@ -24,6 +24,7 @@ enum lowbit_residual { RESIDUAL_NONE, RESIDUAL_INT8, RESIDUAL_FLOAT32 };
 struct lowbit_format {
     int32_t bits, block_size, rule, num_levels, code_nbytes, zero_code, num_planes;
     int32_t planes[4];
+    float max_scale; /* the largest whose outermost level is finite */
     float levels[LOWBIT_MAX_LEVELS];
     float thresholds[LOWBIT_MAX_LEVELS];
 };

@@ -8,6 +8,7 @@
 #define BITS_FLT_MAX 0x7F7FFFFF /* a magnitude with more than this is inf or NaN */
 #define BITS_FLT_MIN 0x00800000
 #define BITS_NAN 0x7FC00000
+#define RESIDUAL_MAX_SCALE 0x1.02p121f /* BlockFormat.max_scale of 8 bits */
 #define GOLDEN 0x9E3779B9u
 
 enum { CODE_STREAM, RESIDUAL_STREAM };

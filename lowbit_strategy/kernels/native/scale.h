@@ -77,18 +77,21 @@ static float sum_scale(const struct lowbit_format *fmt, const float *h, int coun
 
 ALWAYS_INLINE vi vi_select(vi mask, vi yes, vi no) { return (mask & yes) | (~mask & no); }
 
-/* Scales of a batch from raw ones: to bfloat16 without going below; 0 under the smallest normal number; NaN if it
- * overflows or if the block is not finite. `largest`: bits of the largest magnitudes. */
+/* Scales of a batch from raw ones: to bfloat16 without going below; 0 under the smallest normal number. Beyond `most`,
+ * where a level would overflow, and where the block is not finite: NaN, or `most` if they saturate. `largest`: bits of
+ * the largest magnitudes. */
 ALWAYS_INLINE void round_scales(
-    float scale[BATCH_BLOCKS], float inverse[BATCH_BLOCKS], const int32_t largest[BATCH_BLOCKS], int num_blocks
+    float scale[BATCH_BLOCKS], float inverse[BATCH_BLOCKS], const int32_t largest[BATCH_BLOCKS], int num_blocks,
+    float most, const int saturate
 ) {
+    const int32_t limit = (int32_t)bits_of(most), beyond = saturate ? limit : BITS_NAN;
     for (int b = 0; b < num_blocks; b += LANES) {
         vi bits, magnitude;
         memcpy(&bits, scale + b, sizeof bits);
         memcpy(&magnitude, largest + b, sizeof magnitude);
         bits = (bits + 0xFFFF) & (int32_t)0xFFFF0000;
         bits = bits & (bits >= BITS_FLT_MIN);
-        bits = vi_select((bits > BITS_FLT_MAX) | (magnitude > BITS_FLT_MAX), vi_set1(BITS_NAN), bits);
+        bits = vi_select((bits > limit) | (magnitude > BITS_FLT_MAX), vi_set1(beyond), bits);
         memcpy(scale + b, &bits, sizeof bits);
         vf_store(inverse + b, 1.0f / (vf)bits);
     }
@@ -96,9 +99,9 @@ ALWAYS_INLINE void round_scales(
 
 ALWAYS_INLINE void uniform_scales(
     float scale[BATCH_BLOCKS], float inverse[BATCH_BLOCKS], const int32_t largest[BATCH_BLOCKS], int num_blocks,
-    int qmax
+    int qmax, float most, const int saturate
 ) {
     for (int b = 0; b < num_blocks; b += LANES)
         vf_store(scale + b, vf_load((const float *)largest + b) * vf_set1((float)(1.0 / qmax)));
-    round_scales(scale, inverse, largest, num_blocks);
+    round_scales(scale, inverse, largest, num_blocks, most, saturate);
 }

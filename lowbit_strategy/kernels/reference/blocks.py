@@ -58,14 +58,24 @@ def raw_scale(h_KB: Tensor, counts_K: Tensor, fmt: BlockFormat) -> Tensor:
 def block_scale(h_KB: Tensor, counts_K: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
     """Scale of each block, float32 [K] holding bfloat16 values, and whether the block is finite, bool [K].
 
-    Below the smallest normal number the scale is 0 (the block decodes to zeros); a block with a non-finite element
-    has scale NaN (the block decodes to NaN on every rank).
+    Below the smallest normal number the scale is 0 (the block decodes to zeros); a block with a non-finite element, or
+    so large that a level would overflow, has scale NaN (the block decodes to NaN on every rank).
     """
     finite_K = torch.isfinite(h_KB).all(-1)
     scale_K = round_up_bfloat16(raw_scale(torch.where(finite_K[:, None], h_KB, 0.0), counts_K, fmt))
-    finite_K = finite_K & torch.isfinite(scale_K)
+    finite_K = finite_K & (scale_K <= fmt.max_scale)
     scale_K = torch.where(scale_K < _FLT_MIN, 0.0, scale_K)
     return torch.where(finite_K, scale_K, torch.nan), finite_K
+
+
+def residual_scale(e_KB: Tensor, grid: BlockFormat) -> Tensor:
+    """Scale of each block of a residual on a uniform grid, float32 [K] holding bfloat16 values; never NaN.
+
+    Residuals are finite: the largest of them lose their last bits instead of being lost.
+    """
+    raw_K = e_KB.abs().amax(-1) * torch.tensor(1.0 / grid.qmax, dtype=torch.float32)
+    scale_K = round_up_bfloat16(raw_K).clamp(max=grid.max_scale)
+    return torch.where(scale_K < _FLT_MIN, 0.0, scale_K)
 
 
 def quantize(h_KB: Tensor, scale_K: Tensor, fmt: BlockFormat, dither_KB: Tensor | float = 0.0) -> Tensor:

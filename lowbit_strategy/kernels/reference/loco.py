@@ -63,7 +63,7 @@ def loco_encode_(
         if residual_scale is None:
             residual[piece.state] = torch.where(keep_K[:, None], e_KB, updated_KB).view(-1)
             continue
-        new_scale_K, _ = blocks.block_scale(updated_KB, counts_K, grid)
+        new_scale_K = blocks.residual_scale(updated_KB, grid)
         noise = blocks.piece_dither(piece, h_KB, seed, RESIDUAL_STREAM) if stochastic_residual else 0.0
         q_KB = (blocks.quantize(updated_KB, new_scale_K, grid, noise).to(torch.int16) - grid.qmax).to(torch.int8)
         old_q_KB, old_scale_K = residual[piece.state].view_as(q_KB), residual_scale[piece.state_blocks].float()

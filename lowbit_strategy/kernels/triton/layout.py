@@ -47,6 +47,7 @@ class DeviceFormat:
         bits: Bits of a code.
         qmax: Largest code magnitude of the uniform grid.
         inverse_qmax: 1 / qmax.
+        max_scale_bits: The largest scale whose outermost level is finite, as bits.
         rule: The scale rule.
         parts: Pieces of a block that share their bytes in the narrowest plane (1 for ternary codes).
         length: Elements of a part.
@@ -63,6 +64,7 @@ class DeviceFormat:
     bits: int
     qmax: int
     inverse_qmax: float
+    max_scale_bits: int
     rule: str
     parts: int
     length: int
@@ -80,6 +82,11 @@ class DeviceFormat:
         return self.rule == "ternary"
 
 
+def float_bits(x: float) -> int:
+    bits: int = struct.unpack("<i", struct.pack("<f", x))[0]
+    return bits
+
+
 @functools.lru_cache(maxsize=256)
 def device_format(fmt: BlockFormat) -> DeviceFormat:
     parts = 1 if fmt.is_ternary else 8 // min(fmt.planes)
@@ -92,6 +99,7 @@ def device_format(fmt: BlockFormat) -> DeviceFormat:
         bits=fmt.bits,
         qmax=fmt.qmax,
         inverse_qmax=1.0 / fmt.qmax if fmt.is_uniform else 0.0,
+        max_scale_bits=float_bits(fmt.max_scale),
         rule=fmt.scale_rule,
         parts=parts,
         length=fmt.block_size // parts,

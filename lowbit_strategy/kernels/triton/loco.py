@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM as _RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.blocks import int32_of, needs_bytes
@@ -21,15 +21,16 @@ from lowbit_strategy.kernels.triton.common import (
     locate,
     offsets,
 )
-from lowbit_strategy.kernels.triton.layout import device_format, level_table
+from lowbit_strategy.kernels.triton.layout import device_format, float_bits, level_table
 from lowbit_strategy.kernels.triton.packing import load_scale, raise_flag, store_codes, store_scale
 from lowbit_strategy.kernels.triton.rounding import quantize, round_parts, stream_key
-from lowbit_strategy.kernels.triton.scales import absmax_scale, block_scale, inverse
+from lowbit_strategy.kernels.triton.scales import block_scale, inverse, residual_scale
 from lowbit_strategy.kernels.triton.tiles import Launch, encode_launch, on, tiles_of
 
 RESIDUAL_STREAM = tl.constexpr(_RESIDUAL_STREAM)
 RESIDUAL_QMAX = tl.constexpr(127)
 RESIDUAL_INVERSE_QMAX = tl.constexpr(1.0 / 127)
+RESIDUAL_MAX_SCALE_BITS = tl.constexpr(float_bits(uniform(8, 128).max_scale))
 
 
 @triton.jit
@@ -104,7 +105,7 @@ def store_int8_residual(
     STOCHASTIC: tl.constexpr,
 ):
     """Quantise the residual by its own scale. A kept block's bytes stay in memory untouched, unless it is reset."""
-    scale, _ = absmax_scale(updated, RESIDUAL_INVERSE_QMAX)
+    scale = residual_scale(updated, RESIDUAL_INVERSE_QMAX, RESIDUAL_MAX_SCALE_BITS)
     scale_inverse, usable = inverse(scale)
     q = round_parts(updated, scale_inverse, first, key, RESIDUAL_QMAX, fmt, shape, STOCHASTIC)
     at = offsets(fmt.block, fmt, shape)

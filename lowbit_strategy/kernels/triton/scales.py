@@ -18,25 +18,35 @@ THRESHOLD = tl.constexpr(TERNARY_THRESHOLD)
 def block_scale(parts, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
     """Scale float32 [rows]: 0 where nothing can be said, NaN where not finite; and whether the block is finite."""
     if fmt.rule == "absmax":
-        return absmax_scale(parts, fmt.inverse_qmax)
+        largest = largest_bits(parts)
+        raw = largest.to(tl.float32, bitcast=True) * fmt.inverse_qmax
+        return settle(raw, largest < INFINITY, fmt.max_scale_bits)
     largest = largest_bits(parts)
     finite = largest < INFINITY  # here, not later: its first use is what gives scales the layout of the elements
     if fmt.rule == "rms":
-        return settle(root_mean_square(parts, largest, left, fmt, shape, PLAIN), finite)
-    return settle(mean_magnitude(parts, left, fmt, shape, PLAIN), finite)
+        return settle(root_mean_square(parts, largest, left, fmt, shape, PLAIN), finite, fmt.max_scale_bits)
+    return settle(mean_magnitude(parts, left, fmt, shape, PLAIN), finite, fmt.max_scale_bits)
 
 
 @triton.jit
-def absmax_scale(parts, INVERSE_QMAX: tl.constexpr):
-    largest = largest_bits(parts)
-    return settle(largest.to(tl.float32, bitcast=True) * INVERSE_QMAX, largest < INFINITY)
+def residual_scale(parts, INVERSE_QMAX: tl.constexpr, MAX_SCALE_BITS: tl.constexpr):
+    """Scale of a residual, which is finite: the largest saturate instead of becoming NaN."""
+    bits = round_up(largest_bits(parts).to(tl.float32, bitcast=True) * INVERSE_QMAX)
+    bits = tl.where(bits < SMALLEST_NORMAL, 0, tl.minimum(bits, MAX_SCALE_BITS))
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def settle(raw, finite):
-    """Round up to bfloat16, flush below the smallest normal number, NaN for a block that is not finite."""
-    bits = (bits_of(raw) + 0xFFFF) & -0x10000
-    finite = finite & (bits < INFINITY)
+def round_up(raw):
+    """Bits of the smallest bfloat16 that is not below."""
+    return (bits_of(raw) + 0xFFFF) & -0x10000
+
+
+@triton.jit
+def settle(raw, finite, MAX_SCALE_BITS: tl.constexpr):
+    """Round up to bfloat16, flush below the smallest normal number; NaN for blocks and levels that are not finite."""
+    bits = round_up(raw)
+    finite = finite & (bits <= MAX_SCALE_BITS)
     bits = tl.where(bits < SMALLEST_NORMAL, 0, bits)
     return tl.where(finite, bits, NAN_BITS).to(tl.float32, bitcast=True), finite
 

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.levels import fitted, ternary
-from lowbit_strategy.kernels.reference.blocks import WHOLE, decode_sum_, encode_, pack, unpack
+from lowbit_strategy.kernels.reference.blocks import (
+    WHOLE,
+    decode_sum_,
+    dequantize,
+    encode_,
+    pack,
+    quantize,
+    residual_scale,
+    unpack,
+)
 from lowbit_strategy.kernels.reference.loco import loco_encode_
 from lowbit_strategy.kernels.segments import Segment, Segments
 
@@ -224,6 +233,30 @@ def test_blocks_that_are_idle_or_not_finite_keep_their_residual() -> None:
     assert bool(out[192:].isfinite().all())
     nan_scales = loco.wire[fmt.num_blocks(256) * fmt.code_nbytes :][2:6]
     assert nan_scales.tolist() == [0xC0, 0x7F, 0xC0, 0x7F]  # the same NaN on every machine
+
+
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=name)
+def test_near_the_largest_float_a_block_is_said_or_called_not_finite(fmt: BlockFormat, int8: bool) -> None:
+    """A scale rounded up must not make levels or residuals infinite."""
+    largest = torch.finfo(torch.float32).max
+    loco = Loco(256, fmt, int8=int8)
+    for factor in (0.2, 0.9, 0.999, 1.0, 0.05):
+        g = gaussian(256).sign() * largest * factor
+        loco.flag.zero_()
+        out = loco.step(g, beta=0.0)
+        assert bool(out.isnan().any()) == bool(loco.flag)
+        assert not bool(out.isinf().any())
+        assert bool(loco.dequantized().isfinite().all())
+
+
+def test_a_residual_near_the_largest_float_saturates() -> None:
+    grid = uniform(8, 64)
+    values = torch.full((1, 64), torch.finfo(torch.float32).max)
+    scale = residual_scale(values, grid)
+    stored = dequantize(quantize(values, scale, grid), scale, grid)
+    assert bool(stored.isfinite().all())
+    assert torch.allclose(stored, values, rtol=2**-7)
 
 
 def test_reset_forgets_the_residual_of_every_block() -> None:
