@@ -66,8 +66,19 @@ def _made(wrapped: Callable[..., None], instance: Trainer, args: Any, kwargs: An
 
 
 def bind_checkpoints(trainer: Trainer) -> None:
-    """Save residuals with every checkpoint, load them with the one that is resumed from."""
-    callback = ResidualCallback(lambda: binding_of(trainer.accelerator))
+    """Save residuals with every checkpoint, load them with the one that is resumed from; figures into its log.
+
+    Raises:
+        ValueError: The controller wants what the Trainer decides.
+    """
+    binding = binding_of(trainer.accelerator)
+    controller = binding.plugin.controller if binding is not None else None
+    if controller is not None and controller.initial_accumulation is not None:
+        raise ValueError(
+            f"{type(controller).__name__} changes gradient accumulation, which the Trainer fixes when it begins: use"
+            " another controller, such as Accordion, or a loop of your own with Accelerate"
+        )
+    callback = ResidualCallback(lambda: binding_of(trainer.accelerator), lambda figures: trainer.log(figures))
     trainer.add_callback(callback)
     train = trainer.train
 

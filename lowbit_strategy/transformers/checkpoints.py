@@ -1,9 +1,12 @@
-"""Residuals in the Trainer's checkpoints: written after each, read before the first step of a resumed run."""
+"""Residuals in the Trainer's checkpoints: written after each, read before the first step of a resumed run. Before that
+step controllers and the monitor learn what the Trainer knows: the length of the run, its folder, its loggers.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -19,10 +22,12 @@ class ResidualCallback(TrainerCallback):
 
     Args:
         binding: Gives the binding of the trainer's accelerator, which a hyperparameter search replaces.
+        log: The trainer's.
     """
 
-    def __init__(self, binding: Callable[[], Binding | None]) -> None:
+    def __init__(self, binding: Callable[[], Binding | None], log: Callable[[dict[str, float]], Any]) -> None:
         self._binding = binding
+        self._log = log
         self.resume_from: str | bool | None = None
 
     def on_train_begin(
@@ -34,8 +39,17 @@ class ResidualCallback(TrainerCallback):
         folder = get_last_checkpoint(args.output_dir) if self.resume_from is True else self.resume_from
         if folder:
             binding.load(folder, compressed=_MARK in _marks(state))
+        self._steer(binding, args, state)
         if binding.attachments and self._saves(args, state):
             _marks(state)[_MARK] = {}
+
+    def _steer(self, binding: Binding, args: TrainingArguments, state: TrainerState) -> None:
+        steering, sync = binding.steering, binding.sync
+        steering.log = lambda figures, step: self._log(dict(figures))  # the Trainer's own step is the same
+        if binding.plugin.record is True:
+            steering.folder = Path(str(args.output_dir))
+        if binding.plugin.num_steps is None and sync is not None:
+            steering.clock.num_steps = sync.step_index + state.max_steps - state.global_step
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         binding = self._binding()

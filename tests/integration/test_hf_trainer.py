@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from lowbit_strategy import LoCo
-from lowbit_strategy.accelerate import LowBitPlugin, binding_of
+from lowbit_strategy.accelerate import CompressionMonitor, LowBitPlugin, binding_of
+from lowbit_strategy.control import Accordion, AccordionBatch, Controller, Phase, Schedule
+from lowbit_strategy.hooks.runrecord import read_record
 from lowbit_strategy.transformers import attach
 from tests.accelerated import Kind, fresh_state, record_of
 from tests.scenarios import Facts, raised, scenarios
@@ -42,17 +44,16 @@ def trainer(folder: Path, kind: Kind, plugin: Any = None, **options: Any) -> Tra
     )
     if kind == "fsdp" and plugin is not None:
         options |= {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    defaults: dict[str, Any] = {"per_device_train_batch_size": 4, "report_to": "none"}
     args = TrainingArguments(
         str(folder),
-        per_device_train_batch_size=4,
         max_steps=STEPS,
         use_cpu=True,
         logging_steps=1,
         save_steps=4,
         learning_rate=1e-3,
-        report_to="none",
         disable_tqdm=True,
-        **options,
+        **(defaults | options),
     )
     made = Trainer(LlamaForCausalLM(config), args, train_dataset=sequences())
     if plugin is not None:
@@ -138,6 +139,68 @@ def test_a_resumed_run_is_the_uninterrupted_one(facts: list[Facts]) -> None:
         assert "its residuals are not there" in rank["torn"]
 
 
+EIGHT, TWO = LoCo(bits=8, block_size=32), LoCo(bits=2, block_size=32)
+CONTROLLERS: dict[str, Controller] = {
+    "steps": Accordion(  # the Trainer's learning rate falls steeply in a run this short
+        light=EIGHT, heavy=TWO, interval=3, unit="steps", eta=100.0, learning_rate_drop=0.9
+    ),
+    "epochs": Schedule([Phase(compressor=EIGHT, unit="epoch"), Phase(compressor=TWO, start=1, unit="epoch")]),
+    "fraction": Schedule([Phase(compressor=EIGHT), Phase(compressor=TWO, start=0.7, unit="fraction")]),
+}
+
+
+class Levels(TrainerCallback):
+    """The heaviest level in force in every step."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.binding = binding_of(trainer.accelerator)
+        self.seen: list[int] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(max(self.binding.driver.levels.values()))
+
+
+def adapting(folder: Path, kind: Kind, controller: str) -> Facts:
+    """Uninterrupted, then from its checkpoint, which is in the middle of a phase (at the end of the first epoch)."""
+    plugin = LowBitPlugin(controller=CONTROLLERS[controller], monitor=CompressionMonitor(every_n_steps=3))
+    runs, levels = [], []
+    for number in range(2):
+        options = {"report_to": "tensorboard", "per_device_train_batch_size": 8}
+        runs.append(trainer(folder / str(number), kind, plugin, **options))
+        levels.append(Levels(runs[-1]))
+        runs[-1].add_callback(levels[-1])
+        runs[-1].train(resume_from_checkpoint=str(folder / "0/checkpoint-4") if number else None)
+    facts = {
+        "levels": [each.seen for each in levels],
+        "losses": [losses(each) for each in runs],
+        "bits": [fingerprint(each.model) for each in runs],
+        "logged": [entry for entry in runs[0].state.log_history if "lowbit/relative_error" in entry],
+        "shares": [entry["step"] for entry in runs[0].state.log_history if "lowbit/share/level_0" in entry],
+    }
+    if runs[0].accelerator.is_main_process:
+        facts |= {"records": [read_record(folder / str(number)) for number in range(2)]}
+        facts["board"] = [path.name for path in folder.rglob("events*")]
+    return facts
+
+
+@scenarios(adapting, kind=KINDS, controller=tuple(CONTROLLERS))
+def test_controllers_and_the_monitor(facts: list[Facts], request: pytest.FixtureRequest) -> None:
+    expected = {"steps": [0] * 6 + [1] * 2, "epochs": [0] * 4 + [1] * 4, "fraction": [0] * 6 + [1] * 2}
+    for rank in facts:
+        whole, resumed = rank["levels"]
+        assert whole == expected[request.node.callspec.id.rpartition("-")[2]]
+        assert resumed == whole[4:]
+        assert rank["losses"][0] == rank["losses"][1]  # the log comes back with the checkpoint
+        assert rank["bits"][0] == rank["bits"][1]
+        assert [entry["step"] for entry in rank["logged"]] == [0, 3, 6]
+        assert len(rank["shares"]) >= 2
+    assert facts[0]["bits"] == facts[1]["bits"]
+    assert facts[0]["board"]
+    record, again = facts[0]["records"]
+    assert [line["step"] for line in record if line["kind"] == "observation"] == [0, 3, 6]
+    assert (again[0]["kind"], again[0]["step"], again[0]["num_steps"]) == ("start", 4, STEPS)
+
+
 def trained_twice(folder: Path) -> Facts:
     """The Trainer frees Accelerate's memory when it begins, and goes on with the model that was wrapped before."""
     twice = trainer(folder, "ddp", LoCo(bits=4), save_total_limit=1)
@@ -170,6 +233,7 @@ def refused(folder: Path) -> Facts:
         "twice": raised(lambda: attach(made, LoCo())),
         "late": raised(lambda: attach(late, LoCo())),
         "what": raised(lambda: attach(made, "loco")),  # type: ignore[arg-type]
+        "batch": raised(lambda: trainer(folder / "c", "ddp", LowBitPlugin(controller=AccordionBatch()))),
     }
 
 
@@ -179,3 +243,4 @@ def test_bad_input(facts: list[Facts]) -> None:
         assert "has a LowBitPlugin already" in rank["twice"]
         assert "has prepared a model or an optimizer already" in rank["late"]
         assert "attach takes a configuration such as LoCo(bits=4)" in rank["what"]
+        assert "which the Trainer fixes when it begins" in rank["batch"]
