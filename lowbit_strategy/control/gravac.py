@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ from lowbit_strategy.reducers.dense import Dense
 from lowbit_strategy.reducers.tensors import TensorSpec
 
 _DENSE = 0  # index of the uncompressed level; candidates follow
+_FORGOTTEN = 3.0  # time constants after which e**-3 = 5 % of the residual before is left
+_SLOWEST_AVERAGE = 5  # steps: LoCo's residual is a moving average with a weight of 0.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,21 +33,28 @@ class GraVAC(Controller):
     2. else ``gain(lightest) >= epsilon``: send the lightest candidate;
     3. else: send dense.
 
-    Every `window` steps, while searching:
+    A candidate's turn, while searching, has `settle` steps and then `window` steps:
 
-    4. score of the candidate = gain x steps per second, if it was good enough to be sent;
+    4. score of the candidate = gain x steps per second, both of the `window` alone, if it was good enough to be sent;
+       once it is not, it is not sent again in this turn;
     5. the two best scores differ by less than `omega`: settle on the one that sends less;
     6. else the next heavier candidate has its turn; after the last, or one that was not good enough, settle on the
        best score.
 
-    Rules 1 to 3 go on after settling. Gains are measured on the gradients of the last step and hold for the next one.
+    Rules 1 to 3 go on after the search. Gains are measured on the gradients of the last step and hold for the next one.
+
+    Why `settle`: just after a switch the residual is still the small one of the lighter candidate before, and the gain
+    looks better than it will be. With gain c, ``|e|^2 <- (1 - c) |g + e|^2`` in every step, so the residual before is
+    forgotten with a time constant of at most 1 / c steps; who is sent has ``c >= epsilon``.
 
     Args:
         candidates: From light to heavy, at least two, such as ``GraVAC.geometric(TopK(), "density", 0.1, 0.001)``.
         dense: What is sent when no candidate is good enough.
         epsilon: Smallest gain, in (0, 1]. Larger: more information, less compression.
         omega: Scores that differ relatively by less count as equal. Larger: the search ends earlier.
-        window: Steps of one candidate's turn. Longer: steadier throughput, a longer search.
+        window: Steps of which a candidate is judged. Longer: steadier figures, a longer search.
+        settle: Steps before that, until the residual is the candidate's own. None: three time constants, ``3 /
+            epsilon`` steps and 15 at least, as moving averages like LoCo's want. 0 judges at once.
         ewma: Weight of a new gain in the average.
         measure_every: Steps between two measurements of gains; each costs an encode and a decode of what is watched.
 
@@ -61,6 +71,7 @@ class GraVAC(Controller):
     epsilon: float = 0.75
     omega: float = 0.05
     window: int = 25
+    settle: int | None = None
     ewma: float = 0.05
     measure_every: int = 1
 
@@ -77,6 +88,8 @@ class GraVAC(Controller):
                 raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
         if self.measure_every > self.window:
             raise ValueError(f"measure_every ({self.measure_every}) must not be longer than window ({self.window})")
+        if self.settle is not None and (not isinstance(self.settle, int) or self.settle < 0):
+            raise ValueError(f"settle must be a number of steps, 0 or more, or None, got {self.settle!r}")
         check_order(self.levels, ("dense", *(f"candidates[{at}]" for at in range(len(self.candidates)))))
 
     @staticmethod
@@ -98,6 +111,13 @@ class GraVAC(Controller):
     def levels(self) -> tuple[Compressor, ...]:
         return (self.dense, *self.candidates)
 
+    @property
+    def settle_steps(self) -> int:
+        """`settle`, worked out if it is None."""
+        if self.settle is not None:
+            return self.settle
+        return math.ceil(_FORGOTTEN * max(1 / self.epsilon, _SLOWEST_AVERAGE))
+
     def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
         return {
             "names": [spec.name for spec in specs],
@@ -106,21 +126,25 @@ class GraVAC(Controller):
             "settled": False,
             "turn_start": 0,
             "gains": {},
-            "seconds": [],  # of the candidate's own steps in this turn
+            "own_gains": [],  # of the candidate in this turn, while it is sent and judged
+            "seconds": [],  # likewise
             "fresh": True,  # the step after a switch is slower than the level is
+            "refused": False,  # the candidate was not good enough in this turn
             "scores": {},
             "started": False,
         }
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         step = telemetry.clock.step
-        new = dict(state, gains=self._gains(telemetry, state), seconds=self._seconds(telemetry, state))
+        new = dict(state, gains=dict(state["gains"]))
         if not state["started"]:
             new["turn_start"] = step
+        self._learn(telemetry, new)
         reason = ""
-        if not new["settled"] and step - new["turn_start"] >= self.window:
+        if not new["settled"] and step - new["turn_start"] >= self.settle_steps + self.window:
             reason = self._end_turn(new, step)
         new["in_force"], why = self._admissible(new)
+        new["refused"] = not new["settled"] and (new["refused"] or new["in_force"] != new["candidate"])
         new["fresh"] = new["in_force"] != state["in_force"] or not state["started"]
         new["started"] = True
         names = new["names"]
@@ -134,31 +158,33 @@ class GraVAC(Controller):
             switches=describe_switches(before, levels, labels(self.levels), reasons),
         )
 
-    def _gains(self, telemetry: Telemetry, state: State) -> dict[str, float]:
-        gains = dict(state["gains"])
+    def _learn(self, telemetry: Telemetry, new: State) -> None:
+        """Take in what the step before has shown; changes `new`."""
+        searched = not new["settled"] and new["in_force"] == new["candidate"]
+        judged = searched and telemetry.clock.step - new["turn_start"] > self.settle_steps
         for level, energies in telemetry.energy.items():
             compensated = sum(energy.compensated for energy in energies.values())
-            if compensated > 0:
-                gain = max(0.0, 1 - sum(energy.error for energy in energies.values()) / compensated)
-                old = gains.get(str(level))
-                gains[str(level)] = gain if old is None else (1 - self.ewma) * old + self.ewma * gain
-        return gains
-
-    def _seconds(self, telemetry: Telemetry, state: State) -> list[float]:
-        seconds = list(state["seconds"])
-        usable = state["in_force"] == state["candidate"] and not state["fresh"] and not state["settled"]
-        if telemetry.step_seconds is not None and usable:
-            seconds.append(telemetry.step_seconds)
-        return seconds
+            if compensated <= 0:
+                continue
+            gain = max(0.0, 1 - sum(energy.error for energy in energies.values()) / compensated)
+            is_own = searched and level == new["candidate"]
+            old = new["gains"].get(str(level))
+            if is_own and not new["own_gains"]:
+                old = None  # so far the gains of a residual that was not its own: nothing to average with
+            new["gains"][str(level)] = gain if old is None else (1 - self.ewma) * old + self.ewma * gain
+            if is_own and judged:
+                new["own_gains"] = [*new["own_gains"], gain]
+        if telemetry.step_seconds is not None and judged and not new["fresh"]:
+            new["seconds"] = [*new["seconds"], telemetry.step_seconds]
 
     def _end_turn(self, new: State, step: int) -> str:
         """Score the candidate, then go on or settle; changes `new`. Returns why, for the log."""
         candidate, scores = new["candidate"], dict(new["scores"])
-        gain, seconds = new["gains"].get(str(candidate)), new["seconds"]
-        good = gain is not None and gain >= self.epsilon and bool(seconds)
+        gains, seconds = new["own_gains"], new["seconds"]
+        good = not new["refused"] and bool(gains) and bool(seconds) and sum(gains) / len(gains) >= self.epsilon
         if good:
-            scores[str(candidate)] = gain / sorted(seconds)[len(seconds) // 2]
-        new.update(scores=scores, seconds=[], turn_start=step)
+            scores[str(candidate)] = sum(gains) / len(gains) / sorted(seconds)[len(seconds) // 2]
+        new.update(scores=scores, own_gains=[], seconds=[], refused=False, turn_start=step)
         best, saturated = self._best(scores)
         if good and not saturated and candidate < len(self.candidates):
             new["candidate"] = candidate + 1
@@ -183,7 +209,7 @@ class GraVAC(Controller):
     def _admissible(self, state: State) -> tuple[int, str]:
         candidate, gains = state["candidate"], state["gains"]
         gain = gains.get(str(candidate))
-        if gain is None or gain >= self.epsilon:
+        if not state["refused"] and (gain is None or gain >= self.epsilon):
             return candidate, "to be measured" if gain is None else f"gain at least {self.epsilon:g}"
         lightest = gains.get("1")
         if candidate != 1 and (lightest is None or lightest >= self.epsilon):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import pytest
 
 from lowbit_strategy.control import Clock, Decision, Energy, GraVAC
 from lowbit_strategy.reducers.loco import LoCo
 from tests.unit.control.simulate import matrices, run
 
+TURN = 15 + 25  # steps: settling, window
 CANDIDATES = tuple(LoCo(bits=bits) for bits in (8, 6, 4, 3, 2))
 NAMES = ("a", "b")
 
@@ -47,7 +51,7 @@ def test_settles_on_the_best_throughput_times_gain() -> None:
     levels = chosen(controller, link)
     scores = [link.gains[level] / link.seconds[level] for level in range(1, 6)]
     assert levels[-1] == 1 + scores.index(max(scores)) == 3
-    assert levels[:125:25] == [1, 2, 3, 4, 5]  # each had its turn, from light to heavy
+    assert levels[: 5 * TURN : TURN] == [1, 2, 3, 4, 5]  # each had its turn, from light to heavy
 
 
 def test_equal_scores_end_the_search_and_the_one_that_sends_less_stays() -> None:
@@ -63,6 +67,47 @@ def test_a_candidate_with_too_little_gain_is_not_sent_and_ends_the_search() -> N
     assert levels[-1] == 2
     assert levels.count(3) == 1  # one step shows that its gain is too small
     assert 4 not in levels
+
+
+class Residuals(Link):
+    """The gain begins at 1 when a level comes and sinks to what it will be, with a time constant of 1 / that."""
+
+    def __call__(self, clock: Clock, decision: Decision) -> dict[str, object]:
+        in_force = decision.levels["a"]
+        if in_force != getattr(self, "in_force", None):
+            self.in_force, self.since = in_force, clock.step
+        return super().__call__(clock, decision)
+
+    def gain(self, level: int, clock: Clock) -> float:
+        age = clock.step - self.since if level == self.in_force else 0
+        return self.gains[level] + (1 - self.gains[level]) * math.exp(-age * self.gains[level])
+
+
+@pytest.mark.parametrize("measure_every", [1, 4])
+def test_a_candidate_is_judged_by_a_residual_of_its_own(measure_every: int) -> None:
+    gains, seconds = [1.0, 0.9, 0.44, 0.2], [10.0, 1.0, 0.28, 0.15]  # 1 / s: 0.9, 1.57, 1.33
+    controller = GraVAC(candidates=CANDIDATES[:3], omega=0.0, epsilon=0.15, measure_every=measure_every)
+    decisions = run(controller, matrices(*NAMES), steps(300), measure=Residuals(gains, seconds))
+    scores = decisions[-1].state["scores"]
+    assert decisions[-1].levels["a"] == 2
+    for level in (1, 2, 3):
+        assert scores[str(level)] == pytest.approx(gains[level] / seconds[level], rel=0.05)
+    hasty = dataclasses.replace(controller, settle=0, window=10)
+    assert chosen(hasty, Residuals(gains, seconds))[-1] == 3
+
+
+def test_a_candidate_that_is_found_wanting_stays_out_of_its_turn() -> None:
+    link = Residuals([1.0, 0.9, 0.5, 0.1], [10.0, 1.0, 0.5, 0.1])
+    levels = chosen(GraVAC(candidates=CANDIDATES[:3], omega=0.0, epsilon=0.4), link)
+    first = levels.index(3)
+    out = levels.index(1, first)
+    assert 3 not in levels[out:]  # beside a lighter one its gain would look good again
+    assert levels[-1] == 2
+
+
+@pytest.mark.parametrize(("epsilon", "settle", "steps"), [(0.75, None, 15), (0.1, None, 30), (0.1, 4, 4)])
+def test_settling_lasts_three_time_constants(epsilon: float, settle: int | None, steps: int) -> None:
+    assert GraVAC(candidates=CANDIDATES, epsilon=epsilon, settle=settle).settle_steps == steps
 
 
 def test_falls_back_to_dense_and_returns() -> None:
@@ -110,6 +155,7 @@ def test_geometric_candidates() -> None:
         ({"epsilon": 1.5}, "epsilon must be in"),
         ({"omega": -0.1}, "omega must be in"),
         ({"ewma": 0.0}, "ewma must be in"),
+        ({"settle": -1}, "settle must be a number of steps"),
         ({"measure_every": 50}, "must not be longer than window"),
     ],
 )
