@@ -1,0 +1,31 @@
+"""Bytes that the monitor tells against bytes that the kernel counts on a real interface."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from slow_links.hosts import run_on_hosts
+from slow_links.namespaces import SlowNetwork
+
+SCRIPT = Path(__file__).parent / "scripts" / "monitored.py"
+COMPRESSORS = ("dense", "loco", "topk", "powersgd")
+STEPS = 8  # counted ones
+HEADER_NBYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, TCP with timestamps
+FRAMING_NBYTES = 48 * 60  # gloo's own, of a rank in a step: of a message, and messages
+
+
+@pytest.mark.root
+def test_the_monitor_tells_what_the_interface_counts() -> None:
+    with SlowNetwork(2) as network:
+        reports = run_on_hosts(network, SCRIPT, ["--compressors", *COMPRESSORS], timeout=240)
+    for name in COMPRESSORS:
+        figures = [report[name] for report in reports]
+        assert figures[0]["observed"] == figures[1]["observed"]  # the ranks' mean
+        assert len(figures[0]["observed"]) == STEPS
+        payload = statistics.mean(each["counted_nbytes"] - HEADER_NBYTES * each["packets"] for each in figures) / STEPS
+        own = 5 * 8 * (figures[0]["num_parameters"] + 1)  # sums of squares in float64, told to the other rank
+        framing = payload - own - statistics.mean(figures[0]["observed"])
+        assert 0 <= framing <= FRAMING_NBYTES, (name, framing)
