@@ -1,11 +1,12 @@
 """Adaptive compression against fixed compression: accuracy or loss, and bytes.
 
+    python -m benchmarks.adaptive settings --json benchmarks/results/adaptive_settings.json
     python -m benchmarks.adaptive digits --json benchmarks/results/adaptive_digits.json
     python -m benchmarks.adaptive language --json benchmarks/results/adaptive_language.json
     python -m benchmarks.adaptive gravac --json benchmarks/results/adaptive_gravac.json      (as root)
     python -m benchmarks.adaptive monitor --json benchmarks/results/monitor.json
 
-Ranks of the first two are threads of one process with the real engines, so what is compared is quality and bytes, not
+Ranks of the first three are threads of one process with the real engines, so what is compared is quality and bytes, not
 time; their results are added to the JSON file as they come, and what is there already is not run again. `gravac`
 measures time: four hosts behind rate-limited links, as `benchmarks/network.py` has them. `monitor` measures time too.
 """
@@ -20,8 +21,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,14 +45,14 @@ Record = dict[str, Any]
 
 
 def run_all(
-    train: Callable[[str, Any, int], Any], methods: Mapping[str, Any], seeds: int, json_path: Path | None
+    train: Callable[[str, Any, int], Any], methods: Mapping[str, Any], seeds: Iterable[int], json_path: Path | None
 ) -> list[Record]:
     """Every method with every seed that the file does not have yet."""
     torch.set_num_threads(1)
     logging.getLogger("lowbit_strategy").setLevel(logging.ERROR)  # every switch of every run would be told
     runs: list[Record] = json.loads(json_path.read_text())["runs"] if json_path and json_path.exists() else []
     done = {(run["method"], run["seed"]) for run in runs}
-    for seed in range(seeds):
+    for seed in seeds:
         for name, method in methods.items():
             if (name, seed) in done:
                 continue
@@ -75,25 +77,62 @@ def with_error(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> 
 
 
 @app.command()
+def settings(
+    seeds: Annotated[int, typer.Option(help="Seeds 100 ... 100 + n - 1: others than those of `digits`.")] = 3,
+    json_path: JsonPath = None,
+) -> None:
+    """Which digits task tells heavy compression from none: uncompressed against the heavy level of both pairs."""
+    methods = {
+        f"{setting}, {name}": (setting, method)
+        for setting in digits_run.SETTINGS
+        for name, method in digits_run.fixed_methods().items()
+    }
+
+    def train(name: str, job: tuple[str, Any], seed: int) -> digits_run.DigitsRun:
+        return digits_run.train(name, job[1], seed, digits_run.SETTINGS[job[0]])
+
+    runs = run_all(train, methods, range(100, 100 + seeds), json_path)
+    pairs = digits_run.PAIRS
+    table = Table("setting", "uncompressed, test accuracy, %", *(f"{pair}: heavy, points less" for pair in pairs))
+    for setting in digits_run.SETTINGS:
+        dense = of(runs, f"{setting}, {digits_run.UNCOMPRESSED}", "accuracy")
+        lost = [
+            with_error(
+                [a - b for a, b in zip(dense, of(runs, f"{setting}, {pair}: heavy", "accuracy"), strict=True)], 100
+            )
+            for pair in pairs
+        ]
+        table.add_row(setting, with_error(dense, 100), *lost)
+    Console(width=140).print(table)
+
+
+@app.command()
 def digits(
     seeds: Annotated[int, typer.Option(help="Seeds 0 ... n-1.")] = 5,
+    setting: Annotated[str, typer.Option(help="One of those that `settings` compares.")] = digits_run.CHOSEN,
+    eta: Annotated[list[float] | None, typer.Option(help="Accordion's, once or more; 0.5 if not given.")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Accordion between PowerSGD of rank 4 and 1, and between top-k of 10 % and 0.5 %."""
-    methods = digits_run.methods()
-    runs = run_all(digits_run.train, methods, seeds, json_path)
-    table = Table("method", "test accuracy, %", "test loss", "MB sent by a rank", "fewer than light", "light")
+    task = digits_run.SETTINGS[setting]
+    methods = digits_run.methods(task, eta or [digits_run.PUBLISHED_ETA])
+    runs = run_all(partial(digits_run.train, setting=task), methods, range(seeds), json_path)
+    columns = ("test accuracy, %", "less than light", "test loss", "MB sent by a rank", "fewer than light", "light")
+    table = Table("method", *columns)
     for name in methods:
         sent = statistics.mean(of(runs, name, "sent_nbytes"))
         pair = name.partition(":")[0]
         light = of(runs, f"{pair}: light", "sent_nbytes")
+        accuracies = of(runs, name, "accuracy")
+        lost = [a - b for a, b in zip(of(runs, f"{pair}: light", "accuracy"), accuracies, strict=False)]
         table.add_row(
             name,
-            with_error(of(runs, name, "accuracy"), 100),
+            with_error(accuracies, 100),
+            with_error(lost, 100) if lost else "",
             with_error(of(runs, name, "test_loss"), digits=4),
             f"{sent / 1e6:.1f}",
             f"{statistics.mean(light) / sent:.2f}x" if light else "",
-            f"{statistics.mean(of(runs, name, 'light_share')):.0%}" if name.endswith("Accordion") else "",
+            f"{statistics.mean(of(runs, name, 'light_share')):.0%}" if "Accordion" in name else "",
         )
     Console(width=140).print(table)
 
@@ -105,7 +144,7 @@ def language(
 ) -> None:
     """Accordion and schedules between 8 and 2 bits on the demo's GPT."""
     methods = language_run.methods()
-    runs = run_all(language_run.train, methods, seeds, json_path)
+    runs = run_all(language_run.train, methods, range(seeds), json_path)
     dense = next(iter(methods))
     table = Table(
         "method", "bits an element", "light", "training loss, % over uncompressed", "mean", "validation", "mean"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,26 +19,95 @@ from lowbit_strategy.reducers.powersgd import PowerSGD
 from lowbit_strategy.reducers.topk import TopK
 
 WORLD_SIZE = 4
-BATCH = 32  # a rank
-EPOCHS = 60
-INTERVAL = 3
-LEARNING_RATE, MOMENTUM = 0.1, 0.9
-DECAYS = (30, 45)
+MOMENTUM = 0.9
 TEST_SHARE = 3  # one image in so many is for testing
 
 PAIRS: dict[str, tuple[Compressor, Compressor]] = {
     "powersgd 4 / 1": (PowerSGD(rank=4, start_step=0), PowerSGD(rank=1, start_step=0)),
     "topk 10 % / 0.5 %": (TopK(density=0.1), TopK(density=0.005)),
 }
+UNCOMPRESSED = "uncompressed"
 
 
-def methods() -> dict[str, Compressor | Controller]:
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def convolutions() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(1024, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """A task.
+
+    Args:
+        network: Makes the model.
+        train_images: How many of the training images are used; all by default.
+        noise: Standard deviation of what is added to every pixel, of training (anew each time) and of test images.
+        shifts: Whether training images are moved by up to a pixel each way, test images likewise.
+        batch: Of one rank.
+        epochs: Of training; the learning rate is divided by ten after 1/2 and 3/4 of them.
+        learning_rate: At the start.
+    """
+
+    network: Callable[[], nn.Sequential] = mlp
+    train_images: int = 1198
+    noise: float = 0.0
+    shifts: bool = False
+    batch: int = 32
+    epochs: int = 60
+    learning_rate: float = 0.1
+
+    @property
+    def decays(self) -> tuple[int, int]:
+        return self.epochs // 2, self.epochs * 3 // 4
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.train_images // (self.batch * WORLD_SIZE)
+
+    @property
+    def num_steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    @property
+    def interval(self) -> int:
+        """Steps between two detections: a thirtieth of the run, as published (10 epochs of 300)."""
+        return self.num_steps // 30
+
+
+# The first is easy: heavy compression does as well as none. Each of the others is harder in one or two ways.
+SETTINGS: dict[str, Setting] = {
+    "all images": Setting(),
+    "20 epochs": Setting(epochs=20),
+    "noise": Setting(noise=0.4),
+    "300 images": Setting(train_images=300, batch=8),
+    "convolutions": Setting(network=convolutions, epochs=20),
+    "convolutions, shifts": Setting(network=convolutions, epochs=40, shifts=True),
+}
+CHOSEN = "20 epochs"
+PUBLISHED_ETA = 0.5
+
+
+def fixed_methods() -> dict[str, Compressor | Controller]:
+    """What a setting is chosen by: does it tell heavy compression from none?"""
+    return {UNCOMPRESSED: Dense()} | {f"{name}: heavy": heavy for name, (_, heavy) in PAIRS.items()}
+
+
+def methods(setting: Setting, etas: Sequence[float]) -> dict[str, Compressor | Controller]:
     """Everything that is compared, by name."""
-    chosen: dict[str, Compressor | Controller] = {"uncompressed": Dense()}
+    chosen: dict[str, Compressor | Controller] = {UNCOMPRESSED: Dense()}
     for name, (light, heavy) in PAIRS.items():
         chosen[f"{name}: light"] = light
         chosen[f"{name}: heavy"] = heavy
-        chosen[f"{name}: Accordion"] = Accordion(light=light, heavy=heavy, interval=INTERVAL)
+        for eta in etas:
+            controller = Accordion(light=light, heavy=heavy, eta=eta, interval=setting.interval, unit="steps")
+            chosen[f"{name}: Accordion, eta {eta:g}"] = controller
     return chosen
 
 
@@ -54,7 +124,7 @@ class DigitsRun:
     light_share: float
 
 
-def images(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def images(seed: int, setting: Setting) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training and test images, split at random; pixels in [0, 1], centred."""
     from sklearn.datasets import load_digits
 
@@ -63,33 +133,40 @@ def images(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y = torch.from_numpy(data.target).long()
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(500 + seed))
     test = order[: len(y) // TEST_SHARE]
-    train = order[len(y) // TEST_SHARE :]
-    return x[train], y[train], x[test], y[test]
+    train = order[len(y) // TEST_SHARE :][: setting.train_images]
+    generator = torch.Generator().manual_seed(700 + seed)
+    return x[train], y[train], spoilt(x[test], setting, generator), y[test]
 
 
-def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+def spoilt(x: Tensor, setting: Setting, generator: torch.Generator) -> Tensor:
+    """Images with the setting's noise, moved as it says."""
+    if setting.shifts:
+        padded = F.pad(x.view(-1, 8, 8), (1, 1, 1, 1), value=float(x.min()))
+        right, down = torch.randint(3, (2, len(x), 1), generator=generator) + torch.arange(8)
+        x = padded[torch.arange(len(x))[:, None, None], down[:, :, None], right[:, None, :]].reshape(len(x), 64)
+    return x + setting.noise * torch.randn(x.shape, generator=generator) if setting.noise else x
 
 
-def train(name: str, method: Compressor | Controller, seed: int) -> DigitsRun:
+def train(name: str, method: Compressor | Controller, seed: int, setting: Setting) -> DigitsRun:
     """The whole run; deterministic."""
-    x, y, x_test, y_test = images(seed)
+    x, y, x_test, y_test = images(seed, setting)
     torch.manual_seed(seed)
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=MOMENTUM, weight_decay=1e-4)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, DECAYS, 0.1)
-    steps_per_epoch = len(y) // (BATCH * WORLD_SIZE)
-    ranks = Ranks(model, method, LoopClock(optimizer, EPOCHS * steps_per_epoch, steps_per_epoch), WORLD_SIZE, seed)
+    model = setting.network()
+    optimizer = torch.optim.SGD(model.parameters(), setting.learning_rate, momentum=MOMENTUM, weight_decay=1e-4)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, setting.decays, 0.1)
+    clock = LoopClock(optimizer, setting.num_steps, setting.steps_per_epoch)
+    ranks = Ranks(model, method, clock, WORLD_SIZE, seed)
     order = torch.Generator().manual_seed(900 + seed)
     light = 0.0
-    for _ in range(EPOCHS):
+    for _ in range(setting.epochs):
         shuffled = torch.randperm(len(y), generator=order)
-        for step in range(steps_per_epoch):
+        x_epoch, y_epoch = spoilt(x[shuffled], setting, order), y[shuffled]
+        for step in range(setting.steps_per_epoch):
             gradients = []
             for rank in range(WORLD_SIZE):
-                first = (step * WORLD_SIZE + rank) * BATCH
-                chosen = shuffled[first : first + BATCH]
-                loss = F.cross_entropy(model(x[chosen]), y[chosen])
+                first = (step * WORLD_SIZE + rank) * setting.batch
+                part = slice(first, first + setting.batch)
+                loss = F.cross_entropy(model(x_epoch[part]), y_epoch[part])
                 gradients.append(torch.autograd.grad(loss, list(model.parameters())))
             ranks.mean_(model, gradients)
             optimizer.step()
@@ -105,5 +182,5 @@ def train(name: str, method: Compressor | Controller, seed: int) -> DigitsRun:
         test_loss=F.cross_entropy(logits, y_test).item(),
         sent_nbytes=ranks.sent_nbytes,
         num_switches=ranks.num_switches,
-        light_share=light / (EPOCHS * steps_per_epoch),
+        light_share=light / setting.num_steps,
     )

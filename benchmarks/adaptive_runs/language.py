@@ -16,6 +16,7 @@ from lowbit_strategy.hooks.loop import LoopClock
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.dense import Dense
 from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.reducers.registry import preset
 from recipes.gpt import GPT
 from recipes.text import standard_library
 
@@ -25,11 +26,9 @@ BATCH = 8  # a rank
 STEPS = 400
 LEARNING_RATE, WARMUP_STEPS = 2e-3, 20
 AVERAGED_STEPS = 50  # the training loss is the mean over the last ones
-INTERVAL = 20
 VALIDATION_WINDOWS = 256
 
-EIGHT, FOUR = LoCo(bits=8), LoCo(bits=4)
-TWO = LoCo(bits=2, levels="fitted", block_size=64)
+EIGHT, TWO = LoCo(bits=8), preset("loco2")
 
 
 def methods() -> dict[str, Compressor | Controller]:
@@ -38,12 +37,20 @@ def methods() -> dict[str, Compressor | Controller]:
     return {
         "uncompressed": Dense(),
         "8 bits": EIGHT,
-        "4 bits": FOUR,
+        "6 bits": LoCo(bits=6),
+        "4 bits": LoCo(bits=4),
+        "3 bits": preset("loco3"),
         "2 bits": TWO,
-        "Accordion 8 / 2": Accordion(light=EIGHT, heavy=TWO, interval=INTERVAL, unit="steps"),
-        "Accordion 8 / 2, eta 0.25": Accordion(light=EIGHT, heavy=TWO, interval=INTERVAL, unit="steps", eta=0.25),
+        "Accordion 8 / 2, eta 0.5": _accordion(0.5, 20),
+        "Accordion 8 / 2, eta 0.25": _accordion(0.25, 20),
+        "Accordion 8 / 2, eta 0.1": _accordion(0.1, 20),
+        "Accordion 8 / 2, eta 0.1, interval 5": _accordion(0.1, 5),
         "8, then 2, last tenth 8": Schedule([Phase(compressor=EIGHT), Phase(compressor=TWO, start=40), last_tenth]),
     }
+
+
+def _accordion(eta: float, interval: int) -> Accordion:
+    return Accordion(light=EIGHT, heavy=TWO, eta=eta, interval=interval, unit="steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
