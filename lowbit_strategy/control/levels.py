@@ -15,6 +15,7 @@ from lowbit_strategy.reducers.tensors import TensorSpec
 # Big enough that headers and padding do not matter, and a matrix, so that low-rank methods compress it.
 _REFERENCE = TensorSpec("reference.weight", (1024, 1024))
 _REFERENCE_WORLD_SIZE = 4
+_STRENGTHS = ("bits", "density", "rank")
 
 
 def method_nbytes(method: Method, spec: TensorSpec, world_size: int, *, scatter: bool = False) -> int:
@@ -52,12 +53,12 @@ def check_order(levels: Sequence[Compressor], names: Sequence[str]) -> None:
 
 
 def describe(level: Compressor) -> str:
-    """The configuration in a few words: its name and what differs from the defaults."""
+    """The configuration in a few words: its name, how strong it is, and what differs from the defaults."""
     options = []
     for entry in dataclasses.fields(level):
         value = getattr(level, entry.name)
-        if entry.name not in ("exempt", "milder") and value != entry.default:
-            options.append(f"{entry.name}={value!r}")
+        if entry.name in _STRENGTHS or (entry.name not in ("exempt", "milder") and value != entry.default):
+            options.append(f"{entry.name}={value:.6g}" if isinstance(value, float) else f"{entry.name}={value!r}")
     return f"{level.name}({', '.join(options)})"
 
 

@@ -51,7 +51,7 @@ def test_switches_are_told_once_with_their_reason() -> None:
     told = [(step, switch) for step, decision in enumerate(decisions) for switch in decision.switches]
     assert [(step, *switch) for step, switch in told] == [
         (0, "all parameters", "start", "loco(bits=8)", "phase 1 of 2, from step 0"),
-        (5, "all parameters", "loco(bits=8)", "loco()", "phase 2 of 2, from step 5"),
+        (5, "all parameters", "loco(bits=8)", "loco(bits=4)", "phase 2 of 2, from step 5"),
     ]
 
 
