@@ -19,12 +19,14 @@ import psutil
 import pytest
 import yaml
 
+from lowbit_strategy.hooks.runrecord import read_record
 from tests.scripts import REPOSITORY, run_script
 
 LOWBIT = ["-c", "from lowbit_strategy.cli import main; main()"]
 LAUNCH = [*LOWBIT, "launch"]
 SECTION: dict[str, Any] = {"compressor": "loco", "bits": 4}
 SCRIPT = REPOSITORY / "tests" / "integration" / "scripts" / "lm.py"
+RESTARTABLE = REPOSITORY / "tests" / "integration" / "scripts" / "restartable.py"
 TRAINER_SCRIPT = REPOSITORY / "tests" / "integration" / "scripts" / "lm_trainer.py"
 CONFIGS: dict[str, dict[str, Any]] = {
     "ddp": {"distributed_type": "MULTI_CPU"},
@@ -58,6 +60,14 @@ def uncompressed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
     folder = tmp_path_factory.mktemp("uncompressed")
     arguments = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", SCRIPT, "--out", folder]
     run_script(["-m", "accelerate.commands.launch", *arguments], env={"ACCELERATE_USE_CPU": "true"}, timeout=280)
+    return facts(folder)
+
+
+@pytest.fixture(scope="module")
+def uncompressed_trainer(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The Trainer's script under torchrun."""
+    folder = tmp_path_factory.mktemp("uncompressed_trainer")
+    run_script([TRAINER_SCRIPT, "--out", folder], world_size=2, timeout=280)
     return facts(folder)
 
 
@@ -98,14 +108,64 @@ def test_the_stock_launcher_and_the_run_module(tmp_path: Path, uncompressed: lis
     check(facts(tmp_path), uncompressed, "DistributedDataParallel", tmp_path)
 
 
+ADAPTIVE: dict[str, Any] = {
+    "controller": {  # two epochs of five steps; the second window closes at step 8
+        "name": "accordion",
+        "light": {"compressor": "loco", "bits": 8, "block_size": 32},
+        "heavy": {"compressor": "loco", "bits": 2, "block_size": 32},
+        "interval": 4,
+        "unit": "steps",
+        "eta": 10.0,
+    },
+    "monitor": {"every_n_steps": 4},
+}
+
+
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_an_unmodified_trainer_script(kind: str, tmp_path: Path) -> None:
+def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(kind: str, tmp_path: Path) -> None:
+    def run(folder: Path, *kill_at: str) -> tuple[int, str]:
+        folder.mkdir(exist_ok=True)
+        job = config(folder, kind, lowbit_config={**ADAPTIVE, "record": str(folder)})
+        done = run_script([*LAUNCH, "--config_file", job, RESTARTABLE, folder, *kill_at], timeout=280, check=False)
+        return done.returncode, done.stdout
+
+    def losses(folder: Path, rank: int) -> dict[str, str]:
+        return dict(line.split() for line in (folder / f"losses-{rank}.txt").read_text().splitlines())
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    status, expected = run(whole)
+    assert status == 0
+    assert run(broken, "8")[0] == 128 + signal.SIGKILL
+    status, resumed = run(broken)
+    assert status == 0
+    assert "from 6" in resumed
+    assert expected.strip() in resumed  # the weights at the end
+    for rank in range(2):
+        assert losses(broken, rank) == losses(whole, rank)
+        assert len(losses(whole, rank)) == 10
+    levels = [losses(whole, 0)[str(step)].partition("/")[2] for step in range(10)]
+    assert len(set(levels)) == 2
+    assert levels[5] == levels[6]  # the checkpoint cut a phase
+    records = [
+        [line for line in read_record(folder) if line["kind"] in ("observation", "switch")]
+        for folder in (whole, broken)
+    ]
+    assert [(line["kind"], line["step"]) for line in records[0]] == [
+        (line["kind"], line["step"]) for line in records[1]
+    ]
+    assert [line["step"] for line in records[0] if line["kind"] == "observation"] == [0, 4, 8]
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_an_unmodified_trainer_script(kind: str, tmp_path: Path, uncompressed_trainer: list[dict[str, Any]]) -> None:
     more = {} if kind == "ddp" else {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
     fsdp = {"fsdp_config": {**CONFIGS[kind].get("fsdp_config", {}), **more}} if more else {}
     job = config(tmp_path, kind, lowbit_config=SECTION, **fsdp)
     run_script([*LAUNCH, "--config_file", job, TRAINER_SCRIPT, "--out", tmp_path], timeout=280)
     ranks = facts(tmp_path)
-    for rank in ranks:
+    for rank, plain in zip(ranks, uncompressed_trainer, strict=True):
+        assert rank["losses"][-1] == pytest.approx(plain["losses"][-1], rel=0.005)
+        assert rank["losses"] != plain["losses"]
         assert rank["losses"][-1] < rank["losses"][0] - 0.3
         assert rank["resumed"]
         assert rank["model"] == {"ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}[kind]

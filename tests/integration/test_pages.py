@@ -1,0 +1,78 @@
+"""The pages on Accelerate and the Hugging Face Trainer: their whole files and their commands, in an empty folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.scripts import REPOSITORY, run_script
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"# ([\w.]+)\n")  # a whole file begins with its name
+ON_CPU = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Language and text of every fenced block."""
+    return _BLOCK.findall((REPOSITORY / "docs" / page).read_text(encoding="utf-8"))
+
+
+def files(page: str) -> dict[str, str]:
+    found = [(match[1], text) for language, text in blocks(page) if language and (match := _FILE.match(text))]
+    assert len(dict(found)) == len(found), "two files of one name"
+    return dict(found)
+
+
+def commands(page: str) -> list[str]:
+    """Those that need nothing but the page's files."""
+    lines = [
+        line.partition("     #")[0] for language, text in blocks(page) if not language for line in text.splitlines()
+    ]
+    return [
+        line
+        for line in lines
+        if "recipes/" not in line and "$" not in line and any(name in line for name in names(page))
+    ]
+
+
+def names(page: str) -> list[str]:
+    return [*files(page), "lowbit report"]
+
+
+CASES = [(page, command) for page in ("accelerate.md", "hf-trainer.md") for command in commands(page)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {page: tmp_path_factory.mktemp(page.partition(".")[0]) for page, _ in CASES}
+    for page, folder in made.items():
+        for name, text in files(page).items():
+            (folder / name).write_text(text, encoding="utf-8")
+    return made
+
+
+def test_the_pages_have_what_is_run() -> None:
+    assert {"compressed.py", "train.py", "job.yaml", "fsdp2.yaml", "adaptive.yaml"} <= files("accelerate.md").keys()
+    assert {"compressed_trainer.py", "trainer.py", "job.yaml", "adaptive.yaml"} <= files("hf-trainer.md").keys()
+    assert len(CASES) >= 11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "command"), CASES)
+def test_commands(page: str, command: str, folders: dict[str, Path]) -> None:
+    if command.startswith("lowbit config"):
+        pytest.skip("asks questions: tests/unit/accelerate/test_questions.py answers them")
+    env = {**ON_CPU, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    done = run_script(["bash", "-c", command], cwd=folders[page], env=env, timeout=280)
+    if command.startswith("lowbit report"):
+        assert (folders[page] / command.split()[-1] / "report" / "index.html").is_file()
+    elif "--dry-run" in command:
+        assert "over 8 ranks" in done.stdout
+    else:
+        assert "compressed gradient" in done.stderr  # the start-up report
+        assert "loss" in done.stdout
