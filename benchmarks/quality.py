@@ -2,7 +2,8 @@
 
 Every variant and the uncompressed run see the same initial weights and the same batches. The gap is that of the mean
 training loss over the last steps and of the final validation loss. Ranks are simulated in one process with the real
-engines, so any registered compressor can be measured; bytes are counted by its communicators.
+engines, so any registered compressor can be measured; bytes are counted by its communicators. That is for trying
+settings; `benchmarks/methods.py` trains with real processes and strategies, and its figures are the ones to quote.
 
     python -m benchmarks.quality --variant loco2 --variant 'loco {"bits": 3, "levels": "fitted"}' --json quality.json
 
@@ -28,7 +29,8 @@ from torch.nn import functional as F
 
 from benchmarks.simulated_world import SimulatedWorld
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.bucket import BucketLayout, Entry
+from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.hooks.specs import describe_parameters
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.registry import from_options

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.hooks.engine import BucketLayout, GradientSync
+from lowbit_strategy.hooks.bucket import BucketLayout
+from lowbit_strategy.hooks.engine import GradientSync
 
 
 class _Exchanged:

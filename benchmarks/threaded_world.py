@@ -13,7 +13,8 @@ from torch import Tensor
 
 from benchmarks.simulated_world import Buffers, SimulatedWorld
 from lowbit_strategy.collectives.comm import Pending
-from lowbit_strategy.hooks.engine import BucketLayout, GradientSync
+from lowbit_strategy.hooks.bucket import BucketLayout
+from lowbit_strategy.hooks.engine import GradientSync
 
 TIMEOUT_S = 300.0
 

@@ -38,7 +38,8 @@ from torch.nn import functional as F
 
 from lowbit_strategy import DGC, QSGD, Compressor, Dense, ExDyna, LoCo, RandomK, TopK
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.bucket import BucketLayout, Entry
+from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.hooks.specs import describe_parameters
 
 try:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.bucket import BucketLayout, Entry
+from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.reducers.base import Compressor, LanePair
 from lowbit_strategy.reducers.ef21 import EF21
 from lowbit_strategy.reducers.efsignsgd import EFSignSGD
@@ -58,7 +59,14 @@ SPECS = (
 )
 Grads = dict[str, Tensor]
 
-CONFIGURATIONS: dict[str, Compressor] = PRESETS | {
+
+def _warmed_up(compressor: Compressor) -> Compressor:
+    """The cases take a few steps, and LoCo's warm-up has one of its own."""
+    return dataclasses.replace(compressor, warmup_steps=0) if isinstance(compressor, LoCo) else compressor
+
+
+CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, compressor in PRESETS.items()} | {
+    "LoCo, 1 bit after two steps": LoCo(bits=1, levels="fitted", warmup_steps=2),
     "qsgd, L2 norm": QSGD(norm="l2", bits=6),
     "natural, 4 bits": NaturalCompression(bits=4),
     "feedback in 8 bits": ErrorFeedback(compressor=QSGD(bits=4), residual="int8"),
@@ -448,6 +456,7 @@ def _collect_resume(kit: Kit) -> Evidence:
     first, saved, sync = [], None, kit.sync()
     for step in range(5):
         if step == 2:
+            sync.follow_phase()  # as checkpoints do
             saved = [tensor.clone() for tensor in sync.state_tensors()]
         first.append(fingerprint(kit.run(sync, kit.grads(step))))
     first.append(fingerprint(sync.state_tensors()))

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from benchmarks.threaded_world import ThreadedWorld
 from lowbit_strategy.control.base import Controller
-from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.bucket import BucketLayout, Entry
+from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.hooks.loop import LoopClock, adapt
 from lowbit_strategy.hooks.specs import describe_parameters
 from lowbit_strategy.reducers.base import Compressor

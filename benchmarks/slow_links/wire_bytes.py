@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.bucket import BucketLayout, Entry
+from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.reducers.registry import preset
 from lowbit_strategy.reducers.tensors import TensorSpec
 from slow_links.counters import sent_nbytes, sent_packets

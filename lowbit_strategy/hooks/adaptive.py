@@ -13,7 +13,8 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.control.base import Clock, Controller, Decision, Energy, State, Switch, Telemetry, Watch
 from lowbit_strategy.control.levels import PerParameter, labels
-from lowbit_strategy.hooks.engine import Bucket, GradientSync
+from lowbit_strategy.hooks.bucket import Bucket
+from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.hooks.measure import compensated, sum_over_ranks, table, try_level
 
 EXTRA_STATE_KEY = "adaptive"

@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 def capture(sync: GradientSync) -> Saved:
-    """All state of this rank, on the CPU, detached from the arenas."""
+    """All state of this rank, on the CPU, detached from the arenas. Between steps only."""
+    sync.follow_phase()  # a new phase begins with the next step, and that is where a restored engine begins
     return {
         "format": FORMAT,
         "world_size": sync.comm.world_size,

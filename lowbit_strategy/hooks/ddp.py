@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.collectives.comm import Pending
-from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.bucket import BucketLayout, Entry
+from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.hooks.specs import canonical_name
 from lowbit_strategy.hooks.worker import BucketWorker
 

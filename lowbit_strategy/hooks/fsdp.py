@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.bucket import BucketLayout, Entry
+from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.hooks.specs import canonical_name
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.bucket import BucketLayout, Entry
+from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.reducers.base import Compressor, View
 from lowbit_strategy.reducers.tensors import TensorSpec
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.control.groups import GroupBy, check_group_by, grouped
-from lowbit_strategy.hooks.engine import Bucket, GradientSync
+from lowbit_strategy.hooks.bucket import Bucket
+from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.hooks.measure import compensated, energies, sum_over_ranks, table
 from lowbit_strategy.hooks.report import method_label
 from lowbit_strategy.reducers.base import LanePair, Reducer

@@ -16,6 +16,7 @@ from lowbit_strategy.kernels.levels import fitted, ternary
 from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.reducers.base import Compressor, LanePair
+from lowbit_strategy.reducers.checks import check_bits
 from lowbit_strategy.reducers.lane import Arena, Lane
 from lowbit_strategy.reducers.tensors import TensorSpec
 
@@ -105,6 +106,9 @@ class LoCo(Compressor):
             increments below half a step are kept on average.
         return_beta: As `beta`, for the owner's residual on the way back.
         milder_bits: Of embeddings and output heads, which carry most of the error.
+        warmup_steps: For so many optimizer steps `warmup_bits`, whose residual then goes on: at the start of training
+            gradients turn fastest, and below 4 bits most of what is lost is lost there.
+        warmup_bits: Of a code during the warm-up; below 4 at fitted levels, else at even ones.
         exempt, milder: Which parameters; see `Compressor`.
 
     Raises:
@@ -128,12 +132,16 @@ class LoCo(Compressor):
     residual_rounding: Rounding = "nearest"
     return_beta: float = 0.0
     milder_bits: int = 8
+    warmup_steps: int = 0
+    warmup_bits: int = 4
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         self._check_levels()
-        if self.milder_bits not in range(2, 9):
-            raise ValueError(f"milder_bits must be an integer from 2 to 8, got {self.milder_bits!r}")
+        check_bits("milder_bits", self.milder_bits)
+        check_bits("warmup_bits", self.warmup_bits)
+        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be an integer, 0 for none, got {self.warmup_steps!r}")
         for field in ("beta", "return_beta"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)!r}")
@@ -163,6 +171,14 @@ class LoCo(Compressor):
         if self.levels == "uniform":
             return uniform(self.bits, self.block_size)
         return ternary(self.block_size) if self.levels == "ternary" else fitted(self.bits, self.block_size)
+
+    def at(self, step_index: int) -> LoCo:
+        if not self.warmup_steps:
+            return self
+        if step_index >= self.warmup_steps:
+            return replace(self, warmup_steps=0)
+        levels: Levels = "fitted" if self.warmup_bits < 4 else "uniform"
+        return replace(self, bits=self.warmup_bits, levels=levels, warmup_steps=0)
 
     def conserving(self) -> LoCo:
         return replace(self, residual="float32", reset_steps=None)

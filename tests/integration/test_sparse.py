@@ -17,8 +17,9 @@ from torch.distributed.fsdp import fully_shard
 
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.sparse_layout import counts_nbytes
+from lowbit_strategy.hooks.bucket import BucketLayout, Entry
 from lowbit_strategy.hooks.ddp import DDPHook
-from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.hooks.fsdp import install
 from lowbit_strategy.hooks.specs import describe_parameters
 from lowbit_strategy.reducers.adacomp import AdaComp

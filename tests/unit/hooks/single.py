@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.bucket import BucketLayout, Entry
+from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.tensors import TensorSpec
 

@@ -82,3 +82,18 @@ def test_parameters_whose_method_stays_keep_every_bit() -> None:
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert any(value.any() for value in before.values())
+
+
+def test_a_checkpoint_between_two_phases_continues_as_if_never_stopped() -> None:
+    compressor = LoCo(bits=1, levels="fitted", warmup_steps=2)
+    straight, saved = engine(compressor), engine(compressor)
+    for step in range(2):
+        reduce_step(straight, gradients(step))
+        reduce_step(saved, gradients(step))
+    resumed = engine(compressor)
+    state = checkpoint.capture(saved)
+    checkpoint.restore(resumed, state, load_rank=lambda rank: state, on_world_size_change="reset")
+    for step in range(2, 5):
+        want = reduce_step(straight, gradients(step))
+        for name, mean in reduce_step(resumed, gradients(step)).items():
+            assert torch.equal(mean, want[name]), (step, name)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.simulated_world import SimulatedWorld
-from lowbit_strategy.hooks.engine import BucketLayout, Entry, GradientSync
+from lowbit_strategy.hooks.bucket import BucketLayout, Entry
+from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.tensors import TensorSpec
 
