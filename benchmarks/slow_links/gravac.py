@@ -35,24 +35,31 @@ MEASURE_EVERY = 4
 
 
 class Meter(L.Callback):
-    """Seconds from the end of one step to the end of the next, and what a monitor saw."""
+    """Seconds from the end of one step to the end of the next, and what a monitor saw, from one step on.
 
-    def __init__(self, monitor: CompressionMonitor | None = None) -> None:
+    Args:
+        monitor: Observes.
+        first_step: Steps before it are left out.
+    """
+
+    def __init__(self, monitor: CompressionMonitor, first_step: int) -> None:
         self.monitor = monitor
+        self.first_step = first_step
         self.times_s: list[float] = []
         self.gains: list[float] = []
         self._seen = -1
         self._last: float | None = None
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        now = time.perf_counter()
-        observation = self.monitor.last if self.monitor is not None else None
-        observed = observation is not None and observation.step != self._seen
-        if observation is not None and observed:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        now, last = time.perf_counter(), self._last
+        judged = trainer.global_step > self.first_step
+        observation = self.monitor.last
+        if observation is not None and observation.step != self._seen:
             self._seen = observation.step
-            self.gains.append(1 - observation.total.relative_error**2)
-        elif self._last is not None:  # a step that was observed is longer than the method makes it
-            self.times_s.append(now - self._last)
+            if judged:
+                self.gains.append(1 - observation.total.relative_error**2)
+        elif judged and last is not None:  # a step that was observed is longer than the method makes it
+            self.times_s.append(now - last)
         self._last = time.perf_counter()
 
 
@@ -75,15 +82,20 @@ def fit(strategy: Any, callbacks: list[L.Callback], steps: int, options: argpars
     trainer.fit(model, DataLoader(text, batch_size=options.batch_size, shuffle=True))
 
 
-def search(options: argparse.Namespace) -> dict[str, Any]:
-    """GraVAC's own run: what it measured, and where it ended."""
+def searching(options: argparse.Namespace) -> tuple[GraVAC, int]:
+    """The controller, and the steps in which it has certainly settled."""
     candidates, epsilon = FAMILIES[options.family]
     controller = GraVAC(
         candidates=candidates, epsilon=epsilon, omega=0.0, window=options.window, ewma=0.2, measure_every=MEASURE_EVERY
     )
+    return controller, len(candidates) * (controller.settle_steps + options.window) + 1
+
+
+def search(options: argparse.Namespace) -> dict[str, Any]:
+    """GraVAC's own run: what it measured, and where it ended."""
+    controller, steps = searching(options)
     adaptive = AdaptiveCompression(controller, record=False)
-    steps = options.window * (len(candidates) + 1)
-    fit(LowBitDDPStrategy(candidates[0]), [adaptive], steps, options)
+    fit(LowBitDDPStrategy(controller.candidates[0]), [adaptive], steps, options)
     assert adaptive.driver is not None
     state, labels = adaptive.driver.state, adaptive.driver.labels
     return {
@@ -91,19 +103,19 @@ def search(options: argparse.Namespace) -> dict[str, Any]:
         "candidate": labels[state["candidate"]],
         "scores": {labels[int(level)]: score for level, score in state["scores"].items()},
         "gains": {labels[int(level)]: gain for level, gain in state["gains"].items()},
-        "events": [[event.step, event.switch.after, event.switch.reason] for event in adaptive.driver.events],
     }
 
 
 def alone(compressor: Compressor, options: argparse.Namespace) -> dict[str, float]:
-    """One candidate by itself: gain after the first steps, seconds, and their score."""
+    """One candidate by itself for as long as a search; gain, seconds and their score in a window at the end."""
+    _, steps = searching(options)
     monitor = CompressionMonitor(every_n_steps=MEASURE_EVERY, progress_bar=False, record=False)
-    meter = Meter(monitor)
-    fit(LowBitDDPStrategy(compressor), [monitor, meter], options.window, options)
+    meter = Meter(monitor, steps - options.window)
+    fit(LowBitDDPStrategy(compressor), [monitor, meter], steps, options)
     times = torch.tensor(meter.times_s, dtype=torch.float64)
     dist.all_reduce(times)  # as the controller sees them: the ranks' mean
     seconds = float(times.median()) / dist.get_world_size()
-    gain = statistics.mean(meter.gains[1:])  # the first step has no residual yet
+    gain = statistics.mean(meter.gains)
     return {"seconds": seconds, "gain": gain, "score": gain / seconds}
 
 

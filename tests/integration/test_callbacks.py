@@ -18,6 +18,7 @@ from lowbit_strategy import LoCo, TopK
 from lowbit_strategy.control import (
     Accordion,
     AccordionBatch,
+    AdaQS,
     Bounds,
     ErrorBudget,
     GraVAC,
@@ -103,6 +104,7 @@ CONTROLLERS: dict[str, Any] = {
         [Phase(compressor=EIGHT), Phase(compressor=TopK(density=0.05), start=0.4, unit="fraction")]
     ),
     "budget": lambda: ErrorBudget(choices=(EIGHT, FOUR, TWO), max_error=0.15, interval=3),
+    "adaqs": lambda: AdaQS(ladder=(EIGHT, FOUR, TWO), interval=2, factor=0.99, ewma=1.0),
     "guard": lambda: Guard(
         inner=Static(TWO), bounds=Bounds(max_error=0.2, patience=1), fallback=EIGHT, observe_every=3
     ),

@@ -1,0 +1,85 @@
+"""A change of level regroups parameters; the framework's buckets and compiled modules do not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from lowbit_strategy import LoCo, PowerSGD, TopK
+from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.control import Phase, Schedule
+from lowbit_strategy.hooks.bucket import Bucket
+from lowbit_strategy.lightning import AdaptiveCompression
+from tests.scenarios import Facts, scenarios
+from tests.training import KINDS, Regression, loader, mlp, strategy, trainer
+
+STEPS = 12  # DDP orders its buckets anew once, after the first of them
+PHASES = (LoCo(bits=8, block_size=32), LoCo(bits=2, block_size=64), PowerSGD(rank=1, start_step=0), TopK(density=0.05))
+PHASE_STEPS = 3
+
+
+class Buckets(L.Callback):
+    """What every step's buckets hold and where they lie, and how many graphs have been compiled until then."""
+
+    def __init__(self, adaptive: AdaptiveCompression) -> None:
+        self.adaptive = adaptive
+        self.steps: list[list[tuple[Any, ...]]] = []
+        self.graphs: list[int] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        assert self.adaptive.driver is not None
+        self.sync = self.adaptive.driver.sync
+        self.sync.listeners.append(self)
+
+    def begin_step(self) -> None:
+        self.steps.append([])
+        self.sync.taps.append(self)
+
+    def end_step(self, *, counted: bool) -> None:
+        self.graphs.append(counters["stats"]["unique_graphs"])
+
+    def watch(
+        self, bucket: Bucket, x: Tensor, out: Tensor, stages: Iterator[Pending | None]
+    ) -> Iterator[Pending | None]:
+        where = x.data_ptr() if not self.sync.scatter else 0  # FSDP2 takes fresh memory for every bucket
+        self.steps[-1].append((bucket.layout, x.numel(), where))
+        yield from stages
+
+
+def switching(folder: Path, kind: str) -> Facts:
+    torch._dynamo.reset()
+    counters.clear()
+    net = mlp()
+    net[2] = torch.compile(net[2], backend="eager")
+    phases = [Phase(compressor=compressor, start=PHASE_STEPS * at) for at, compressor in enumerate(PHASES)]
+    adaptive = AdaptiveCompression(Schedule(phases))
+    buckets = Buckets(adaptive)
+    model = Regression(net)
+    with torch._dynamo.config.patch(optimize_ddp=False):  # it asserts on DDP buckets of a few kilobytes
+        trainer(strategy(kind), max_steps=STEPS, callbacks=[adaptive, buckets]).fit(model, loader())
+    assert adaptive.driver is not None
+    return {
+        "buckets": buckets.steps,
+        "graphs": buckets.graphs,
+        "levels": set(adaptive.driver.levels.values()),
+        "losses": model.losses,
+    }
+
+
+@scenarios(switching, kind=KINDS)
+def test_a_switch_leaves_buckets_and_compiled_modules_alone(facts: list[Facts]) -> None:
+    for fact in facts:
+        assert fact["levels"] == {len(PHASES) - 1}
+        assert len(fact["buckets"]) == STEPS
+        settled = fact["buckets"][1]
+        assert len(settled) > 1
+        assert all(buckets == settled for buckets in fact["buckets"][1:])
+        assert fact["graphs"][0] > 0
+        assert fact["graphs"] == [fact["graphs"][0]] * STEPS
+        assert fact["losses"][-1] < fact["losses"][0]
