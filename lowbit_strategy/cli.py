@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from lowbit_strategy.doctor import doctor
 from lowbit_strategy.launch import PASS_ON, config, launch
 from lowbit_strategy.report.command import report
+from lowbit_strategy.version import __version__
 
 app = typer.Typer(
     name="lowbit",
@@ -16,9 +19,19 @@ app = typer.Typer(
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lowbit-strategy {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def lowbit() -> None:
-    """Compressed gradient synchronisation for PyTorch training."""
+def lowbit(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Compressed gradient synchronisation for PyTorch training: Lightning, Fabric, Accelerate and the HF Trainer."""
 
 
 app.command()(doctor)

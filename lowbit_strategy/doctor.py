@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, NamedTuple
@@ -11,9 +12,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-MIN_TORCH = (2, 11)
-_PACKAGES = {"torch": True, "lightning": True, "accelerate": True, "torchmetrics": True, "triton": False}
-_OPTIONAL = ("pytorch-lightning", "transformers", "matplotlib", "jinja2")
+from lowbit_strategy.version import __version__
+
+_REQUIRED = {"torch": (2, 11), "lightning": (2, 6), "accelerate": (1, 15), "torchmetrics": (1, 5)}
+_OPTIONAL = {  # what they are for
+    "triton": "needed on GPUs: pip install triton",
+    "pytorch-lightning": "only for scripts that import pytorch_lightning",
+    "transformers": "only for the Hugging Face Trainer",
+    "matplotlib": "only for lowbit report: pip install 'lowbit-strategy[report]'",
+    "jinja2": "only for lowbit report: pip install 'lowbit-strategy[report]'",
+}
 
 
 class Finding(NamedTuple):
@@ -46,6 +54,7 @@ def doctor(
 
 def examine() -> Iterator[Finding]:
     """Look at packages, kernels, backends and strategy names, in that order."""
+    yield Finding("ok", "lowbit-strategy", __version__)
     yield Finding("ok", "Python", platform.python_version())
     yield from _packages()
     yield from _cpu_kernels()
@@ -56,18 +65,22 @@ def examine() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    for name, required in _PACKAGES.items():
+    for name, least in _REQUIRED.items():
         found = _version(name)
         if found is None:
-            level = "problem" if required else "note"
-            yield Finding(level, name, "missing", f"pip install {name}" + ("" if required else " (needed on GPUs)"))
-        elif name == "torch" and tuple(int(part) for part in found.split(".")[:2]) < MIN_TORCH:
-            yield Finding("problem", name, found, f"needs {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer")
+            yield Finding("problem", name, "missing", f"pip install {name}")
+        elif _numbers(found) < least:
+            yield Finding("problem", name, found, f"needs {least[0]}.{least[1]} or newer")
         else:
             yield Finding("ok", name, found)
-    for name in _OPTIONAL:
+    for name, purpose in _OPTIONAL.items():
         found = _version(name)
-        yield Finding("ok" if found else "note", name, found or "not installed", "" if found else "optional")
+        yield Finding("ok" if found else "note", name, found or "not installed", "" if found else purpose)
+
+
+def _numbers(found: str) -> tuple[int, ...]:
+    """The first two of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", found)[:2])
 
 
 def _version(name: str) -> str | None:
@@ -82,8 +95,12 @@ def _cpu_kernels() -> Iterator[Finding]:
 
     from lowbit_strategy.kernels import backends
 
-    level = "ok" if backends.native_available() else "note"
-    yield Finding(level, "CPU kernels", backends.describe(torch.device("cpu")))
+    try:
+        found = backends.describe(torch.device("cpu"))
+    except RuntimeError as error:
+        yield Finding("problem", "CPU kernels", str(error), f"change or unset {backends.OVERRIDE}")
+        return
+    yield Finding("ok" if backends.native_available() else "note", "CPU kernels", found)
 
 
 def _gpu_kernels() -> Iterator[Finding]:
@@ -126,5 +143,5 @@ def _compiler() -> Iterator[Finding]:
 def _strategies() -> Iterator[Finding]:
     from lowbit_strategy.reducers.registry import PRESETS
 
-    names = ", ".join(f"{name}_ddp, {name}_fsdp" for name in sorted(PRESETS))
-    yield Finding("ok", "strategy names", names)
+    names = ", ".join(sorted(PRESETS))
+    yield Finding("ok", "compressors", names, "strategy names: loco_ddp, loco_fsdp and so on")

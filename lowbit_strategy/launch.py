@@ -24,9 +24,12 @@ def launch(context: typer.Context) -> None:
 
 
 def config(
-    config_file: Annotated[Path, typer.Option(help="Written; an existing one keeps all but the section.")] = Path(
-        "lowbit.yaml"
-    ),
+    config_file: Annotated[
+        Path,
+        typer.Option(
+            "--config-file", "--config_file", help="Written; one that is there keeps all but its lowbit_config section."
+        ),
+    ] = Path("lowbit.yaml"),
 ) -> None:
     """Ask what to compress and how, and write a configuration file for lowbit launch."""
     from lowbit_strategy.accelerate import questions

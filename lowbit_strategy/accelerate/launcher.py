@@ -18,8 +18,9 @@ from typing import Any
 
 import yaml
 from accelerate.commands.config.config_args import default_config_file
-from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.commands.launch import launch_command
 
+from lowbit_strategy.accelerate.arguments import launch_parser
 from lowbit_strategy.accelerate.config import SECTION, Section, export, plugin_from_section, read_section, section_of
 from lowbit_strategy.accelerate.dry_run import Planned
 from lowbit_strategy.accelerate.endings import end_as, forwarded_signals
@@ -34,7 +35,7 @@ def launch(argv: Sequence[str]) -> None:
     ValueError: The section is missing or wrong, or the run cannot be served.
     SystemExit: With the script's status.
     """
-    args = _parser().parse_args(argv)
+    args = launch_parser().parse_args(argv)
     accelerate_config = _load(args.config_file)
     section = _section(args, accelerate_config)
     plugin_from_section(section)
@@ -49,24 +50,6 @@ def launch(argv: Sequence[str]) -> None:
     _keep_failures(args, accelerate_config)
     with _plain_copy(args, accelerate_config), forwarded_signals():
         end_as(launch_command, args)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = launch_command_parser()
-    parser.prog = "lowbit launch"
-    ours = parser.add_argument_group("Compression Arguments", "Arguments of lowbit launch.")
-    ours.add_argument(
-        "--lowbit_config",
-        default=None,
-        help=f"A file with a {SECTION} section, or the section itself, '{{compressor: loco, bits: 4}}'. Default: the"
-        " section of --config_file.",
-    )
-    ours.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="Report what would be compressed, bytes and residual memory for the model that the script prepares.",
-    )
-    return parser
 
 
 def _load(path: str | None) -> dict[str, Any]:
