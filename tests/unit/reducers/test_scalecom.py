@@ -1,20 +1,11 @@
-"""Options of the methods whose positions all ranks share."""
+"""ScaleCom: options, and what its leader chooses."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lowbit_strategy.reducers.randomk import RandomK
 from lowbit_strategy.reducers.scalecom import ScaleCom, largest_of_chunks
-from lowbit_strategy.reducers.topk import TopK
-
-
-@pytest.mark.parametrize("compressor", [RandomK, ScaleCom, TopK])
-@pytest.mark.parametrize("density", [0.0, -0.5, 1.0001, "0.1"])
-def test_a_density_outside_its_range_is_refused(compressor: type, density: object) -> None:
-    with pytest.raises(ValueError, match=r"density must be in \(0, 1\]"):
-        compressor(density=density)
 
 
 def test_bad_options_of_scalecom_are_refused() -> None:
