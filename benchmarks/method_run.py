@@ -40,7 +40,7 @@ def main(
 ) -> None:
     for i, full_name in enumerate(strategy):
         unfinished = folder / f"{i}.unfinished"
-        demo_train.main(strategy=register(full_name, f"variant{i}"), steps=steps, seed=seed, results=unfinished)
+        demo_train.train(strategy=register(full_name, f"variant{i}"), steps=steps, seed=seed, results=unfinished)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             unfinished.rename(folder / f"{i}.json")
 

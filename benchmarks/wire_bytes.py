@@ -29,6 +29,7 @@ from slow_links.wire_bytes import ROWS
 SCRIPT = Path(__file__).parent / "slow_links" / "wire_bytes.py"
 OPERATIONS = ("all-reduce", "reduce-scatter")
 HEADER_NBYTES = 14 + 20 + 32  # Ethernet, IPv4, TCP with timestamps
+SEGMENT_NBYTES = 1448  # of payload, at most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,7 @@ class Row:
         accounted_nbytes: By the method.
         payload_nbytes: On the interface, without the headers of Ethernet, IP and TCP.
         sent_nbytes: On the interface, with everything.
+        resent_nbytes: Part of the payload, at most: segments that TCP sent again. None where links are quiet.
         bits: Accounted, an element and hop: of (W - 1) / W of the elements once, or twice for an all-reduce.
     """
 
@@ -46,6 +48,7 @@ class Row:
     accounted_nbytes: float
     payload_nbytes: float
     sent_nbytes: float
+    resent_nbytes: float
     bits: float
 
 
@@ -60,6 +63,7 @@ def row_of(variant: str, reports: Sequence[Any], numel: int) -> Row:
         accounted_nbytes=mean("accounted_nbytes"),
         payload_nbytes=mean("sent_nbytes") - HEADER_NBYTES * mean("packets"),
         sent_nbytes=mean("sent_nbytes"),
+        resent_nbytes=SEGMENT_NBYTES * mean("resent_segments"),
         bits=8 * mean("accounted_nbytes") / numel / hops,
     )
 

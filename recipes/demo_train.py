@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import typer
 from lightning.pytorch.callbacks import RichProgressBar
 from torch.utils.data import DataLoader
@@ -46,17 +47,11 @@ class Record(L.Callback):
             self.validation.append((trainer.global_step, trainer.callback_metrics["val_loss"].item()))
 
 
-def main(
-    strategy: Annotated[str, typer.Option(help="loco_fsdp, loco_ddp, dense_fsdp, ...")] = "loco_fsdp",
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 600,
-    seed: Annotated[int, typer.Option(help="Of the model and the data order.")] = 0,
-    devices: Annotated[int, typer.Option(help="Local processes.")] = 2,
-    results: Annotated[Path | None, typer.Option(help="Where rank 0 writes its record as JSON.")] = None,
-) -> None:
-    """Train a small GPT on the source of Python's standard library."""
+def train(*, strategy: str, steps: int, seed: int, devices: int = 2, results: Path | None = None) -> None:
+    """Train a small GPT on the source of Python's standard library; rank 0 writes its record as JSON."""
     torch.set_num_threads(1)
     L.seed_everything(seed)
-    train = Windows(standard_library("train"), CONTEXT)
+    text = Windows(standard_library("train"), CONTEXT)
     validation = Windows(standard_library("validation"), CONTEXT, limit=256)
     record = Record()
     trainer = L.Trainer(
@@ -73,7 +68,7 @@ def main(
     )
     trainer.fit(
         LanguageModel(width=128, depth=4, heads=4, context=CONTEXT, learning_rate=1e-3),
-        DataLoader(train, batch_size=8, shuffle=True),
+        DataLoader(text, batch_size=8, shuffle=True),
         DataLoader(validation, batch_size=32),
     )
     if results is not None and trainer.is_global_zero:
@@ -88,6 +83,18 @@ def main(
             "num_parameters": sum(spec.numel for spec in sync.specs.values()),
         }
         results.write_text(json.dumps(report))
+
+
+def main(
+    strategy: Annotated[str, typer.Option(help="loco_fsdp, loco_ddp, dense_fsdp, ...")] = "loco_fsdp",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 600,
+    seed: Annotated[int, typer.Option(help="Of the model and the data order.")] = 0,
+    devices: Annotated[int, typer.Option(help="Local processes.")] = 2,
+    results: Annotated[Path | None, typer.Option(help="Where rank 0 writes its record as JSON.")] = None,
+) -> None:
+    """Train a small GPT on the source of Python's standard library."""
+    train(strategy=strategy, steps=steps, seed=seed, devices=devices, results=results)
+    dist.destroy_process_group()  # Lightning leaves it to the script
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ def main() -> None:
     if not options.plain:
         attach(trainer, LoCo(bits=4))
     trainer.train(resume_from_checkpoint=options.resume or None)
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

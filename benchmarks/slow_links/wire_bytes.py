@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from lowbit_strategy.hooks.bucket import BucketLayout, Entry
 from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.reducers.registry import preset
 from lowbit_strategy.reducers.tensors import TensorSpec
-from slow_links.counters import sent_nbytes, sent_packets
+from slow_links import counters
 
 WARMUP_STEPS = 2  # not counted
 LATE = 1 << 20  # steps after which every warm-up is over
@@ -25,7 +26,7 @@ ROWS = 256  # of the matrix, a rank
 
 
 def measure(variant: str, numel: int, steps: int) -> dict[str, float]:
-    """A step's bytes and packets of this rank."""
+    """A step's bytes, packets and segments sent again, of this rank."""
     operation, name = variant.split("/")
     scatter = operation == "reduce-scatter"
     world_size = dist.get_world_size()
@@ -42,16 +43,16 @@ def measure(variant: str, numel: int, steps: int) -> dict[str, float]:
     for step in range(WARMUP_STEPS + steps):
         if step == WARMUP_STEPS:
             dist.barrier()
-            before = comm.sent_nbytes, sent_nbytes(), sent_packets()
+            before, read_before = comm.sent_nbytes, counters.read()
         x = torch.randn(row_numel * world_size, generator=generator)
         for pending in sync.reduce(layout, x, out):
             if pending is not None:
                 pending.wait()
         sync.end_step()
-    accounted = comm.sent_nbytes - before[0]
+    accounted = comm.sent_nbytes - before
     dist.barrier()  # nothing is on its way any more
-    sent, packets = sent_nbytes() - before[1], sent_packets() - before[2]
-    return {"accounted_nbytes": accounted / steps, "sent_nbytes": sent / steps, "packets": packets / steps}
+    counted = asdict(counters.read() - read_before)
+    return {"accounted_nbytes": accounted / steps} | {name: count / steps for name, count in counted.items()}
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 
 from tests.training import Regression, loader
@@ -22,3 +23,4 @@ if __name__ == "__main__":
     strategy = cli.trainer.strategy
     print("trained", type(strategy).__name__, strategy.sync.step_index, strategy.sync.comm.sent_nbytes > 0)
     print("compressor", strategy.compressor)
+    dist.destroy_process_group()

@@ -54,6 +54,7 @@ def main() -> None:
     again.train(resume_from_checkpoint=str(out / "whole" / "checkpoint-4"))
     facts["resumed"] = losses(again) == losses(whole) and weights(again) == facts["bits"]
     (out / f"rank-{whole.args.process_index}.json").write_text(json.dumps(facts))
+    again.accelerator.end_training()
 
 
 if __name__ == "__main__":

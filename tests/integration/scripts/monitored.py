@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from lowbit_strategy.lightning import CompressionMonitor
 from lowbit_strategy.reducers.registry import preset
-from slow_links.counters import sent_nbytes, sent_packets
+from slow_links import counters
 from tests.training import OUTPUTS, WIDTH, Regression, loader, strategy, trainer
 
 WARMUP_STEPS, STEPS = 2, 10
@@ -33,7 +34,7 @@ class Meter(Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         if self.monitor.last is not None and self.monitor.last.step == WARMUP_STEPS - 1:
             dist.barrier()
-            self.before = sent_nbytes(), sent_packets()
+            self.before = counters.read()
 
     def on_train_batch_end(self, *_: Any) -> None:
         last = self.monitor.last
@@ -42,7 +43,7 @@ class Meter(Callback):
             self.observed.append(last.sent_nbytes)
         if last.step == STEPS - 1:
             dist.barrier()  # nothing is on its way any more
-            self.counted = [sent_nbytes() - self.before[0], sent_packets() - self.before[1]]
+            self.counted = counters.read() - self.before
 
 
 def main() -> None:
@@ -67,8 +68,7 @@ def main() -> None:
         made.fit(model, loader())
         report[name] = {
             "observed": meter.observed,
-            "counted_nbytes": meter.counted[0],
-            "packets": meter.counted[1],
+            "counted": asdict(meter.counted),
             "num_parameters": len(list(model.parameters())),
         }
     options.report.write_text(json.dumps(report))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
@@ -90,3 +91,4 @@ if __name__ == "__main__":
     text = f"{fingerprint(model)} from {newest.name if newest else 'the start'}"  # on all ranks: FSDP2 gathers
     if made.is_global_zero:
         print("finished", text)
+    dist.destroy_process_group()
