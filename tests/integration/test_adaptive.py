@@ -15,6 +15,7 @@ from lowbit_strategy.control import Accordion, ErrorBudget, GraVAC
 from lowbit_strategy.hooks.adaptive import AdaptiveDriver
 from lowbit_strategy.hooks.observe import Observer
 from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.reducers.powersgd import PowerSGD
 from lowbit_strategy.reducers.topk import TopK
 from tests.invariants import SPECS, Kit
 from tests.scenarios import Facts, scenarios
@@ -78,6 +79,7 @@ def test_all_ranks_see_the_same(facts: list[Facts]) -> None:
     assert facts[0]["observation"] == facts[1]["observation"] == facts[2]["observation"]
 
 
+RANK_4, RANK_1 = (PowerSGD(rank=rank, start_step=0) for rank in (4, 1))
 CONTROLLERS: dict[str, Any] = {
     "gravac": (
         GraVAC(candidates=tuple(LoCo(bits=bits, block_size=64) for bits in (8, 4, 3, 2)), window=10, omega=0.0),
@@ -85,7 +87,13 @@ CONTROLLERS: dict[str, Any] = {
     ),
     "gravac-topk": (GraVAC(candidates=GraVAC.geometric(TopK(), "density", 0.2, 0.01), window=20, epsilon=0.4), 300),
     "accordion": (Accordion(light=LoCo(bits=8), heavy=LoCo(bits=2), interval=5, unit="steps", eta=0.3), 100),
+    "accordion-powersgd": (Accordion(light=RANK_4, heavy=RANK_1, interval=5, unit="steps", eta=0.3), 40),
+    "accordion-topk": (
+        Accordion(light=TopK(density=0.1), heavy=TopK(density=0.005), interval=5, unit="steps", eta=0.3),
+        40,
+    ),
     "budget": (ErrorBudget(choices=(LoCo(bits=8), LoCo(bits=4), LoCo(bits=2)), max_error=0.3, interval=7), 60),
+    "budget-methods": (ErrorBudget(choices=(LoCo(bits=4), TopK(density=0.01), RANK_4), max_error=0.9, interval=7), 20),
 }
 
 
