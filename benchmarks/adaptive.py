@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -45,9 +45,9 @@ Record = dict[str, Any]
 
 
 def run_all(
-    train: Callable[[str, Any, int], Any], methods: Mapping[str, Any], seeds: Iterable[int], json_path: Path | None
+    train: Callable[[str, Any, int], Any], methods: Mapping[str, Any], seeds: range, json_path: Path | None
 ) -> list[Record]:
-    """Every method with every seed that the file does not have yet."""
+    """Every method with every seed; those that the file has already are not run again."""
     torch.set_num_threads(1)
     logging.getLogger("lowbit_strategy").setLevel(logging.ERROR)  # every switch of every run would be told
     runs: list[Record] = json.loads(json_path.read_text())["runs"] if json_path and json_path.exists() else []
@@ -61,7 +61,7 @@ def run_all(
             if json_path is not None:
                 json_path.parent.mkdir(parents=True, exist_ok=True)
                 json_path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
-    return runs
+    return [run for run in runs if run["seed"] in seeds]
 
 
 def of(runs: Sequence[Record], method: str, key: str) -> list[float]:
@@ -108,15 +108,20 @@ def settings(
 
 @app.command()
 def digits(
-    seeds: Annotated[int, typer.Option(help="Seeds 0 ... n-1.")] = 5,
+    seeds: Annotated[int, typer.Option(help="How many.")] = 5,
     setting: Annotated[str, typer.Option(help="One of those that `settings` compares.")] = digits_run.CHOSEN,
     eta: Annotated[list[float] | None, typer.Option(help="Accordion's, once or more; 0.5 if not given.")] = None,
+    interval: Annotated[
+        list[int] | None, typer.Option(help="Accordion's, in thirtieths of the run, once or more; 1 if not given.")
+    ] = None,
+    first_seed: Annotated[int, typer.Option(help="Instead of 0, to choose options on other seeds.")] = 0,
     json_path: JsonPath = None,
 ) -> None:
     """Accordion between PowerSGD of rank 4 and 1, and between top-k of 10 % and 0.5 %."""
     task = digits_run.SETTINGS[setting]
-    methods = digits_run.methods(task, eta or [digits_run.PUBLISHED_ETA])
-    runs = run_all(partial(digits_run.train, setting=task), methods, range(seeds), json_path)
+    methods = digits_run.methods(task, eta or [digits_run.PUBLISHED_ETA], interval or [1])
+    chosen_seeds = range(first_seed, first_seed + seeds)
+    runs = run_all(partial(digits_run.train, setting=task), methods, chosen_seeds, json_path)
     columns = ("test accuracy, %", "less than light", "test loss", "MB sent by a rank", "fewer than light", "light")
     table = Table("method", *columns)
     for name in methods:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -99,15 +100,17 @@ def fixed_methods() -> dict[str, Compressor | Controller]:
     return {UNCOMPRESSED: Dense()} | {f"{name}: heavy": heavy for name, (_, heavy) in PAIRS.items()}
 
 
-def methods(setting: Setting, etas: Sequence[float]) -> dict[str, Compressor | Controller]:
-    """Everything that is compared, by name."""
+def methods(setting: Setting, etas: Sequence[float], intervals: Sequence[int]) -> dict[str, Compressor | Controller]:
+    """Everything that is compared, by name. `intervals` in thirtieths of the run."""
     chosen: dict[str, Compressor | Controller] = {UNCOMPRESSED: Dense()}
     for name, (light, heavy) in PAIRS.items():
         chosen[f"{name}: light"] = light
         chosen[f"{name}: heavy"] = heavy
-        for eta in etas:
-            controller = Accordion(light=light, heavy=heavy, eta=eta, interval=setting.interval, unit="steps")
-            chosen[f"{name}: Accordion, eta {eta:g}"] = controller
+        for eta, times in itertools.product(etas, intervals):
+            interval = times * setting.interval
+            controller = Accordion(light=light, heavy=heavy, eta=eta, interval=interval, unit="steps")
+            longer = f", interval {interval}" if times > 1 else ""
+            chosen[f"{name}: Accordion, eta {eta:g}{longer}"] = controller
     return chosen
 
 
