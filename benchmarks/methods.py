@@ -143,8 +143,8 @@ def train(strategies: Sequence[str], steps: int, seed: int) -> Iterator[Run]:
                     _wait_for(folder / f"{i}.json", process, output)
                     yield summary(json.loads(Path(folder, f"{i}.json").read_text()), strategy, seed)
             finally:
-                with contextlib.suppress(ProcessLookupError):  # both have ended
-                    os.killpg(process.pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # Lightning notes a SIGTERM and trains on
                 process.wait()
 
 
