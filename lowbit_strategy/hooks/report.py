@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 
 import torch
 
 from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.reducers.base import LanePair
+from lowbit_strategy.reducers.base import Compressor, LanePair
+
+_LONGEST_PHASE = 1 << 20
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class Report:
         fp32_nbytes, bf16_nbytes: The same for an uncompressed ring of that type.
         residual_nbytes: Memory for residuals on this rank.
         kernels: Which implementation serves.
+        next_phase: Step in which the compressor goes on otherwise, a warm-up's end for example; None: it never does.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -43,6 +47,7 @@ class Report:
     kernels: str = ""
     world_size: int = 1
     scatter: bool = False
+    next_phase: int | None = None
 
     def render(self) -> str:
         what = "reduce-scatter" if self.scatter else "all-reduce"
@@ -60,6 +65,8 @@ class Report:
             )
         else:
             lines.append("  one rank: nothing is sent, so nothing is gained")
+        if self.next_phase is not None:
+            lines.append(f"  until step {self.next_phase}, where the compressor's next phase begins")
         lines.append(f"  residual memory {_size(self.residual_nbytes)} a rank")
         return "\n".join(lines)
 
@@ -90,7 +97,16 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
         kernels=backends.describe(device or sync.device),
         world_size=world_size,
         scatter=sync.scatter,
+        next_phase=_next_phase(sync.compressor, sync.step_index),
     )
+
+
+def _next_phase(compressor: Compressor, step_index: int) -> int | None:
+    """The first step with another configuration, if there is one among the next million."""
+    now = compressor.at(step_index)
+    lengths = range(1, _LONGEST_PHASE)
+    at = bisect.bisect_left(lengths, True, key=lambda length: compressor.at(step_index + length) != now)
+    return step_index + lengths[at] if at < len(lengths) else None
 
 
 def method_label(method: object) -> str:

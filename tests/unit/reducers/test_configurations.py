@@ -134,6 +134,13 @@ def test_every_configuration_is_exported() -> None:
         assert name in lowbit_strategy.__all__
 
 
+@pytest.mark.parametrize(("name", "bits"), [("loco", 4.125), ("loco2", 2.25), ("loco_ternary", 1.75), ("loco1", 1.25)])
+def test_bits_of_loco_with_scales(name: str, bits: float) -> None:
+    compressor = PRESETS[name]
+    assert isinstance(compressor, LoCo)
+    assert compressor.fmt.bits_per_element == bits
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_hashable_and_equal_to_themselves(name: str) -> None:
     """Engines compare phases and handshakes compare their text."""

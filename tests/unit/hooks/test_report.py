@@ -1,0 +1,32 @@
+"""The start-up report of compressors with phases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lowbit_strategy.hooks.plan import plan
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.reducers.powersgd import PowerSGD
+from lowbit_strategy.reducers.warmup import WarmUp
+
+WARMED_UP = LoCo(bits=1, levels="fitted", warmup_steps=64)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "step"),
+    [
+        (LoCo(), None),
+        (WARMED_UP, 64),
+        (WarmUp(compressor=LoCo(), first=LoCo(), steps=9), None),
+        (WarmUp(compressor=WARMED_UP, steps=9), 9),
+        (PowerSGD(start_step=1000), 1000),
+    ],
+)
+def test_the_report_says_until_when_it_holds(compressor: Compressor, step: int | None) -> None:
+    report = plan(nn.Linear(256, 256), compressor, world_size=2, scatter=False, device=torch.device("cpu"))
+    assert report.next_phase == step
+    line = f"until step {step}, where the compressor's next phase begins"
+    assert (line in report.render()) == (step is not None)
