@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch.distributed as dist
 import typer
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -40,9 +41,11 @@ def main(
 ) -> None:
     for i, full_name in enumerate(strategy):
         unfinished = folder / f"{i}.unfinished"
-        demo_train.train(strategy=register(full_name, f"variant{i}"), steps=steps, seed=seed, results=unfinished)
+        name = register(full_name, f"variant{i}")
+        demo_train.train(strategy=name, steps=steps, seed=seed, validations=1, results=unfinished)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             unfinished.rename(folder / f"{i}.json")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ def every_strategy() -> list[str]:
 def main(
     strategy: Annotated[list[str] | None, typer.Option(help="a name, or 'name {JSON options}'; repeat")] = None,
     every: Annotated[bool, typer.Option(help="all registered strategies")] = False,
-    steps: Annotated[int, typer.Option(help="optimizer steps of a run")] = 600,
+    steps: Annotated[int, typer.Option(help="optimizer steps of a run", min=2 * WARMUP_STEPS)] = 600,
     seeds: Annotated[int, typer.Option(help="seeds 0 ... n-1")] = 1,
     json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
 ) -> None:

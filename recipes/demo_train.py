@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +48,16 @@ class Record(L.Callback):
             self.validation.append((trainer.global_step, trainer.callback_metrics["val_loss"].item()))
 
 
-def train(*, strategy: str, steps: int, seed: int, devices: int = 2, results: Path | None = None) -> None:
+def train(
+    *,
+    strategy: str,
+    steps: int,
+    seed: int,
+    devices: int = 2,
+    results: Path | None = None,
+    callbacks: Sequence[L.Callback] = (),
+    validations: int = 8,
+) -> None:
     """Train a small GPT on the source of Python's standard library; rank 0 writes its record as JSON."""
     torch.set_num_threads(1)
     L.seed_everything(seed)
@@ -60,8 +70,8 @@ def train(*, strategy: str, steps: int, seed: int, devices: int = 2, results: Pa
         devices=devices,
         max_epochs=1,
         limit_train_batches=steps,
-        val_check_interval=max(steps // 8, 1),
-        callbacks=[record, RichProgressBar()],
+        val_check_interval=max(steps // validations, 1),
+        callbacks=[record, RichProgressBar(), *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
