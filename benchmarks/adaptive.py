@@ -3,12 +3,14 @@
     python -m benchmarks.adaptive settings --json benchmarks/results/adaptive_settings.json
     python -m benchmarks.adaptive digits --json benchmarks/results/adaptive_digits.json
     python -m benchmarks.adaptive language --json benchmarks/results/adaptive_language.json
+    python -m benchmarks.adaptive demo --fixed methods.json --json benchmarks/results/adaptive_demo.json
     python -m benchmarks.adaptive gravac --json benchmarks/results/adaptive_gravac.json      (as root)
     python -m benchmarks.adaptive monitor --json benchmarks/results/monitor.json
 
 Ranks of the first three are threads of one process with the real engines, so what is compared is quality and bytes, not
-time; their results are added to the JSON file as they come, and what is there already is not run again. `gravac`
-measures time: four hosts behind rate-limited links, as `benchmarks/network.py` has them. `monitor` measures time too.
+time; `demo` is the demo's own training on two processes. Results of these are added to the JSON file as they come, and
+what is there already is not run again. `gravac` measures time: four hosts behind rate-limited links, as
+`benchmarks/network.py` has them. `monitor` measures time too.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))  # for slow_links, which hosts import by that name
 
+from benchmarks.adaptive_runs import demo as demo_run
 from benchmarks.adaptive_runs import digits as digits_run
 from benchmarks.adaptive_runs import language as language_run
 from slow_links.hosts import run_on_hosts
@@ -164,6 +167,32 @@ def language(
         share = f"{statistics.mean(of(runs, name, 'light_share')):.0%}" if adaptive else ""
         table.add_row(name, f"{statistics.mean(of(runs, name, 'bits_per_element')):.2f}", share, *gaps)
     Console(width=150).print(table)
+
+
+@app.command()
+def demo(
+    fixed_path: Annotated[
+        Path, typer.Option("--fixed", help="Runs of dense_fsdp and others, by `benchmarks/methods.py --json`.")
+    ],
+    seeds: Annotated[int, typer.Option(help="Seeds 0 ... n-1.")] = 3,
+    steps: Annotated[int, typer.Option(help="Optimizer steps, as in those runs.")] = 600,
+    eta: Annotated[list[float] | None, typer.Option(help="Accordion's, once or more; 0.5 if not given.")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Accordion between 8 and 2 bits in the demo's own training on two processes, against fixed bits."""
+    names = {f"Accordion 8 / 2, eta {each:g}": each for each in eta or [0.5]}
+    runs = run_all(partial(demo_run.train, steps=steps), names, range(seeds), json_path)
+    fixed = [run for run in json.loads(fixed_path.read_text()) if run["steps"] == steps and run["seed"] < seeds]
+    runs += [{"method": run["strategy"], **run} for run in fixed]
+    dense = {run["seed"]: run["validation_loss"] for run in fixed if run["strategy"] == "dense_fsdp"}
+    table = Table("method", "bytes a step", "validation loss, % over uncompressed", "mean")
+    for name in ("dense_fsdp", "loco_fsdp", "loco2_fsdp", *names):
+        chosen = sorted((run for run in runs if run["method"] == name), key=lambda run: run["seed"])
+        gaps = [100 * (run["validation_loss"] / dense[run["seed"]] - 1) for run in chosen]
+        if gaps:
+            sent = f"{statistics.mean(run['sent_nbytes'] for run in chosen):,.0f}"
+            table.add_row(name, sent, " ".join(f"{gap:+.2f}" for gap in gaps), with_error(gaps))
+    Console(width=120).print(table)
 
 
 @app.command()
