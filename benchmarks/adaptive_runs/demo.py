@@ -19,10 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from lowbit_strategy import LoCo
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.lightning import AdaptiveCompression
-from lowbit_strategy.reducers.registry import preset
 from recipes import demo_train
 
-LIGHT, HEAVY = LoCo(bits=8), preset("loco2")
+LIGHT, HEAVY = LoCo(bits=8), LoCo(bits=2, levels="fitted", block_size=64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
