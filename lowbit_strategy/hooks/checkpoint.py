@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.hooks.engine import GradientSync
+from lowbit_strategy.hooks.engine import GradientSync, gain_of
 from lowbit_strategy.reducers.base import LanePair
 from lowbit_strategy.reducers.lane import read_residual
 
-FORMAT = 1
+FORMAT = 2
 OnWorldSizeChange = Literal["reset", "fold"]
 Saved = dict[str, Any]
 
@@ -46,9 +46,11 @@ def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _capture_parameter(sync: GradientSync, name: str) -> Saved:
     saved: Saved = {"shape": list(sync.specs[name].shape), "tensors": _copy(sync.tensors(name))}
+    saved["gain"] = gain_of(sync.assignments[name].method)
     if (store := sync.lane_store(name)) is not None:
         saved["row_numel"] = store.cuts[name].row_numel
         saved["block_size"] = store.pair.there.block_size
+        saved["owner_gain"] = gain_of(store.pair, back=True)
     return saved
 
 
@@ -126,22 +128,27 @@ def _restore_parameter(sync: GradientSync, name: str, entry: Saved) -> None:
     )
     if same_grid and _copy_into(sync.tensors(name), entry["tensors"]):
         return
-    if (values := saved_residual(entry)) is not None:  # another method or layout: the residual is converted
-        sync.import_residual_(name, values)
+    owed = _saved_residual(entry)  # another method or layout: what is owed passes to it
+    if (owner := _saved_owner_residual(entry, sync.comm.rank)) is not None:
+        owed = torch.zeros(sync.specs[name].numel) if owed is None else owed
+        start = sync.comm.rank * entry["row_numel"]
+        owed[start : start + owner.numel()] += sync.comm.world_size * owner  # the owner owes the mean
+    if owed is not None:
+        sync.owe_(name, owed.to(sync.device))
 
 
-def saved_residual(entry: Saved) -> Tensor | None:
-    """float32 ``[numel]`` of a saved parameter, whatever kept it; None if nothing did."""
+def _saved_residual(entry: Saved) -> Tensor | None:
+    """What a saved parameter owed, in units of its gradient: float32 ``[numel]``; None if nothing kept it."""
     tensors, numel = entry["tensors"], torch.Size(entry["shape"]).numel()
     if "residual" in tensors:
-        return tensors["residual"].float().view(-1)
+        return tensors["residual"].float().view(-1) / entry["gain"]
     there = {key.removeprefix("there."): value for key, value in tensors.items() if key.startswith("there.")}
     values = read_residual(there, entry.get("block_size", 1))
     if values is None:
         return None
     row_numel = entry["row_numel"]
     row_state = -(-row_numel // entry["block_size"]) * entry["block_size"]
-    return values.view(-1, row_state)[:, :row_numel].reshape(-1)[:numel]
+    return values.view(-1, row_state)[:, :row_numel].reshape(-1)[:numel] / entry["gain"]
 
 
 def _saved_owner_residual(entry: Saved, rank: int) -> Tensor | None:
@@ -150,7 +157,7 @@ def _saved_owner_residual(entry: Saved, rank: int) -> Tensor | None:
     if values is None:
         return None
     numel, row_numel = torch.Size(entry["shape"]).numel(), entry["row_numel"]
-    return values[: max(0, min(row_numel, numel - rank * row_numel))]
+    return values[: max(0, min(row_numel, numel - rank * row_numel))] / entry["owner_gain"]
 
 
 def _change_world_size(
@@ -166,14 +173,15 @@ def _change_world_size(
     owners: dict[str, list[Tensor]] = {}
     for rank in range(old):
         for name, entry in load_rank(rank)["parameters"].items():
-            if (values := saved_residual(entry)) is not None:
+            if (values := _saved_residual(entry)) is not None:
                 totals[name] = totals[name] + values if name in totals else values.clone()
             if (values := _saved_owner_residual(entry, rank)) is not None:
                 owners.setdefault(name, []).append(values)
     for name, total in totals.items():
-        sync.import_residual_(name, total / old)
+        sync.owe_(name, (total / old).to(sync.device))
     for name, chunks in owners.items():
         if (store := sync.lane_store(name)) is not None:
-            cut = store.cuts[name]
+            cut, gain = store.cuts[name], gain_of(store.pair, back=True)
             start = cut.row_numel * sync.comm.rank
-            store.import_owner_residual_(name, torch.cat(chunks)[start : start + cut.row_length(sync.comm.rank)])
+            owed = torch.cat(chunks)[start : start + cut.row_length(sync.comm.rank)]
+            store.import_owner_residual_(name, gain * owed)

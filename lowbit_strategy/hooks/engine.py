@@ -57,7 +57,7 @@ class _Carried(NamedTuple):
     owed: Tensor | None
 
 
-def _gain(method: Method, *, back: bool = False) -> float:
+def gain_of(method: Method, *, back: bool = False) -> float:
     """Residual per unit that is owed; 1 where a method gives no law."""
     gain = (method.back if back else method.there).gain if isinstance(method, LanePair) else method.gain
     return 1.0 if gain is None or math.isinf(gain) else gain
@@ -172,12 +172,12 @@ class GradientSync:
             return _Carried({key: value.clone() for key, value in self.tensors(name).items()}, None)
         owed = self.export_residual(name)
         if owed is not None:
-            owed /= _gain(method)
+            owed /= gain_of(method)
         if isinstance(method, LanePair) and (owner := self.export_owner_residual(name)) is not None:
             cut = self.cut(name, method.there.block_size)
             start = self.comm.rank * cut.row_numel  # the owner owes the mean, a sender a W-th of what it says
             owed = torch.zeros(cut.numel, device=self.device) if owed is None else owed
-            owed[start : start + owner.numel()] += owner * (cut.world_size / _gain(method, back=True))
+            owed[start : start + owner.numel()] += owner * (cut.world_size / gain_of(method, back=True))
         if (leftover := self.owed.release(name)) is not None:
             owed = leftover if owed is None else owed.add_(leftover)
         return _Carried({}, owed)
@@ -186,12 +186,15 @@ class GradientSync:
         for key, value in self.tensors(name).items():
             if key in carried.tensors:
                 value.copy_(carried.tensors[key])
-        if carried.owed is None:
-            return
+        if carried.owed is not None:
+            self.owe_(name, carried.owed)
+
+    def owe_(self, name: str, owed: Tensor) -> None:
+        """Make `owed`, in units of the gradient, the parameter's residual, or say it with the next gradient."""
         if self.export_residual(name) is None:
-            self.owed.keep(name, carried.owed)
+            self.owed.keep(name, owed)
         else:
-            self.import_residual_(name, carried.owed * _gain(self.assignments[name].method))
+            self.import_residual_(name, owed * gain_of(self.assignments[name].method))
 
     def cut(self, name: str, block_size: int) -> Cut:
         spec = self.specs[name]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lowbit_strategy.control.levels import PerParameter
 from lowbit_strategy.hooks import checkpoint
+from lowbit_strategy.reducers.base import Compressor
 from lowbit_strategy.reducers.dense import Dense
 from lowbit_strategy.reducers.loco import LoCo
 from tests.unit.hooks.single import SPECS, engine, gradients, reduce_step
@@ -68,6 +70,21 @@ def test_what_is_owed_is_saved() -> None:
     for name in WEIGHTS:
         assert torch.equal(means[name], again[name])
         assert not torch.equal(means[name], grads[name])
+
+
+@pytest.mark.parametrize("following", [TWO, Dense()])
+def test_resuming_with_another_method_is_as_switching_to_it(following: Compressor) -> None:
+    switched, resumed = engine(FOUR), engine(following)
+    for step in range(3):
+        reduce_step(switched, gradients(step))
+    saved = checkpoint.capture(switched)
+    checkpoint.restore(resumed, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+    switched.use(following)
+    for name in WEIGHTS:
+        want = switched.export_residual(name) if following is TWO else switched.owed.get(name)
+        have = resumed.export_residual(name) if following is TWO else resumed.owed.get(name)
+        assert want.any()
+        torch.testing.assert_close(have, want)
 
 
 def test_parameters_whose_method_stays_keep_every_bit() -> None:
