@@ -97,15 +97,17 @@ def test_a_config_file_and_an_unmodified_script(kind: str, tmp_path: Path, uncom
     check(facts(tmp_path), uncompressed, {"ddp": "DistributedDataParallel", "fsdp": "FSDPModel"}[kind], tmp_path)
 
 
-def test_the_stock_launcher_and_the_run_module(tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_the_stock_launcher_and_the_run_module(kind: str, tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
     (tmp_path / "lowbit.yaml").write_text(yaml.safe_dump({"lowbit_config": SECTION}))
-    arguments = ["--config_file", config(tmp_path, "ddp", distributed_type="MULTI_GPU"), "-m", "lowbit_strategy.run"]
+    more = {"distributed_type": "MULTI_GPU"} if kind == "ddp" else {}
+    arguments = ["--config_file", config(tmp_path, kind, **more), "-m", "lowbit_strategy.run"]
     run_script(
         ["-m", "accelerate.commands.launch", *arguments, SCRIPT, "--out", tmp_path],
         env={"ACCELERATE_USE_CPU": "true", "LOWBIT_CONFIG": str(tmp_path / "lowbit.yaml")},
         timeout=280,
     )
-    check(facts(tmp_path), uncompressed, "DistributedDataParallel", tmp_path)
+    check(facts(tmp_path), uncompressed, {"ddp": "DistributedDataParallel", "fsdp": "FSDPModel"}[kind], tmp_path)
 
 
 ADAPTIVE: dict[str, Any] = {
@@ -200,23 +202,40 @@ def test_the_script_s_exit_status_comes_back(tmp_path: Path) -> None:
     assert done.returncode == 7
 
 
-def test_signals_reach_the_script_and_come_back(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import pathlib, signal, sys, time\n"
-        "def end(*_):\n    pathlib.Path('told').touch()\n    sys.exit(9)\n"
-        "signal.signal(signal.SIGTERM, end)\npathlib.Path('up').touch()\ntime.sleep(200)\n"
-    )
-    job = config(tmp_path, "ddp", lowbit_config=SECTION, num_processes=1)
+_TOLD = """\
+import os, pathlib, signal, sys, time
+rank = os.environ.get("RANK", "0")
+def end(*_):
+    pathlib.Path(f"told-{rank}").touch()
+    sys.exit(9)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGUSR1, end)
+pathlib.Path(f"up-{rank}").touch()
+time.sleep(200)
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "number", "status"),
+    [
+        (1, signal.SIGTERM, 9),
+        pytest.param(2, signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.slow),  # torchrun's own answer
+        pytest.param(2, signal.SIGUSR1, 9, marks=pytest.mark.slow),  # SLURM's warning, which torchrun does not know
+    ],
+)
+def test_signals_reach_the_script_and_come_back(processes: int, number: int, status: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_TOLD)
+    job = config(tmp_path, "ddp", lowbit_config=SECTION, num_processes=processes)
     command = [sys.executable, *LAUNCH, "--config_file", str(job), "train.py"]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     launcher = subprocess.Popen(command, cwd=tmp_path, env=env)
     try:
         deadline = time.monotonic() + 200
-        while not (tmp_path / "up").exists() and launcher.poll() is None and time.monotonic() < deadline:
+        while len(list(tmp_path.glob("up-*"))) < processes and launcher.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(60) == 9
-        assert (tmp_path / "told").exists()
+        launcher.send_signal(number)
+        assert launcher.wait(60) == status
+        assert len(list(tmp_path.glob("told-*"))) == processes
     finally:
         if launcher.poll() is None:
             for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:

@@ -1,50 +1,32 @@
-"""The pages on Accelerate and the Hugging Face Trainer: their whole files and their commands, in an empty folder."""
+"""The pages on the frameworks: their whole files and their commands, in an empty folder."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.scripts import REPOSITORY, run_script
+from tests.pages import commands, files
+from tests.scripts import run_script
 
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_FILE = re.compile(r"# ([\w.]+)\n")  # a whole file begins with its name
 ON_CPU = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
-    """Language and text of every fenced block."""
-    return _BLOCK.findall((REPOSITORY / "docs" / page).read_text(encoding="utf-8"))
-
-
-def files(page: str) -> dict[str, str]:
-    found = [(match[1], text) for language, text in blocks(page) if language and (match := _FILE.match(text))]
-    assert len(dict(found)) == len(found), "two files of one name"
-    return dict(found)
-
-
-def commands(page: str) -> list[str]:
-    """Those that need nothing but the page's files."""
-    lines = [
-        line.partition("     #")[0] for language, text in blocks(page) if not language for line in text.splitlines()
-    ]
+def runnable(page: str) -> list[str]:
+    """Commands that need nothing but the page's files."""
+    names = [*files(page), "lowbit report"]
     return [
         line
-        for line in lines
-        if "recipes/" not in line and "$" not in line and any(name in line for name in names(page))
+        for line in commands(page)
+        if "recipes/" not in line and "$" not in line and any(name in line for name in names)
     ]
 
 
-def names(page: str) -> list[str]:
-    return [*files(page), "lowbit report"]
-
-
-CASES = [(page, command) for page in ("accelerate.md", "hf-trainer.md") for command in commands(page)]
+PAGES = ("accelerate.md", "hf-trainer.md", "lightning.md")
+CASES = [(page, command) for page in PAGES for command in runnable(page)]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +41,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_the_pages_have_what_is_run() -> None:
     assert {"compressed.py", "train.py", "job.yaml", "fsdp2.yaml", "adaptive.yaml"} <= files("accelerate.md").keys()
     assert {"compressed_trainer.py", "trainer.py", "job.yaml", "adaptive.yaml"} <= files("hf-trainer.md").keys()
-    assert len(CASES) >= 11
+    assert {"model.py", "compressed.py", "train.py", "config.yaml", "loop.py"} <= files("lightning.md").keys()
+    assert len(CASES) >= 14
 
 
 @pytest.mark.slow
