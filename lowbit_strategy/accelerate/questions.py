@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import typer
 import yaml
 from accelerate.commands.config.config import get_user_input
 
 from lowbit_strategy.accelerate.config import OTHER_KEYS, SECTION, Section, plugin_from_section, section_of
+from lowbit_strategy.accelerate.support import check_served
 from lowbit_strategy.reducers.registry import PRESETS, preset
 
 _BLOCK = re.compile(rf"^{SECTION}:.*\n?(?:(?:[ \t#].*)?\n)*", re.MULTILINE)
@@ -31,9 +34,21 @@ def configure(path: Path) -> None:
             raise ValueError(f"{path} is not a configuration file of Accelerate: it must be a mapping")
     else:
         text = yaml.safe_dump(get_user_input().to_dict(), sort_keys=True)
+    _warn_of(yaml.safe_load(text))
     section = ask_section()
     path.write_text(with_section(text, section), encoding="utf-8")
     typer.echo(f"written: {path}. Train with: lowbit launch --config_file {path} train.py")
+
+
+def _warn_of(config: Mapping[str, Any]) -> None:
+    """Say what of Accelerate's part would keep gradients from being compressed."""
+    fsdp = config.get("fsdp_config") or {}
+    try:
+        check_served(str(config.get("distributed_type", "NO")), fsdp_version=int(fsdp.get("fsdp_version", 1)))
+    except ValueError as error:
+        typer.echo(f"  Note: {error}")
+    if config.get("num_processes", 1) == 1:
+        typer.echo("  Note: one process sends no gradients, so nothing would be compressed (num_processes)")
 
 
 def with_section(text: str, section: Section) -> str:

@@ -54,6 +54,24 @@ def test_a_new_file_begins_with_accelerate_s_questions(tmp_path: Path, monkeypat
     assert ClusterConfig.from_yaml_file(str(path)).num_processes == 4
 
 
+@pytest.mark.parametrize(
+    ("base", "note"),
+    [
+        ("distributed_type: 'NO'\nnum_processes: 1\n", "one process sends no gradients"),
+        ("distributed_type: DEEPSPEED\nnum_processes: 8\n", "DEEPSPEED cannot be compressed"),
+        ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 1}\n", "set fsdp_version: 2"),
+        (BASE, ""),
+    ],
+)
+def test_what_would_not_be_compressed_is_said(tmp_path: Path, base: str, note: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(base)
+    result = CliRunner().invoke(app, ["config", "--config_file", str(path)], input="\n\n")
+    assert result.exit_code == 0, result.output
+    assert note in result.output
+    assert ("Note:" in result.output) == bool(note)
+
+
 def test_only_yaml_is_written(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["config", "--config-file", str(tmp_path / "job.json")])
     assert result.exit_code == 2
