@@ -17,7 +17,7 @@ from lowbit_strategy.hooks.observe import Observer
 from lowbit_strategy.reducers.loco import LoCo
 from lowbit_strategy.reducers.powersgd import PowerSGD
 from lowbit_strategy.reducers.topk import TopK
-from tests.invariants import SPECS, Kit
+from tests.invariants.kit import SPECS, Kit
 from tests.scenarios import Facts, scenarios
 from tests.traffic import count_traffic
 

@@ -1,6 +1,6 @@
 """The invariants of every registered compressor, under DDP's and FSDP2's layout, on 1, 2, 3 and 5 real processes.
 
-One launch of processes a world size serves all selected tests of it. What is checked is in `tests/invariants.py`;
+One launch of processes a world size serves all selected tests of it. What is checked is in `tests/invariants`;
 methods say which laws they keep by `gain`, `conserving`, `approaches_mean` and `fixed_size`.
 """
 
@@ -11,7 +11,8 @@ import functools
 import pytest
 
 from tests.distributed import run_ranks
-from tests.invariants import CASES, CONFIGURATIONS, LAYOUTS, Job, Report, run_jobs
+from tests.invariants.kit import CONFIGURATIONS, LAYOUTS
+from tests.invariants.run import CASES, Job, Report, run_jobs
 
 WORLD_SIZES = (1, 2, 3, 5)
 _shown: dict[int, bool] = {}  # world sizes whose failed launch has been quoted in full

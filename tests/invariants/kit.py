@@ -1,0 +1,208 @@
+"""The methods under test, gradients of every shape, and a `GradientSync` driven the way the frameworks do it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.hooks.bucket import BucketLayout, Entry
+from lowbit_strategy.hooks.engine import GradientSync
+from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.reducers.ef21 import EF21
+from lowbit_strategy.reducers.efsignsgd import EFSignSGD
+from lowbit_strategy.reducers.errorfeedback import ErrorFeedback
+from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.reducers.multiscale import MultiScale
+from lowbit_strategy.reducers.natural import NaturalCompression
+from lowbit_strategy.reducers.partition import Partition
+from lowbit_strategy.reducers.powersgd import PowerSGD
+from lowbit_strategy.reducers.qsgd import QSGD
+from lowbit_strategy.reducers.registry import PRESETS
+from lowbit_strategy.reducers.rotate import Rotate
+from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.reducers.terngrad import TernGrad
+from lowbit_strategy.reducers.warmup import WarmUp
+
+LayoutName = Literal["ddp", "fsdp"]
+LAYOUTS: tuple[LayoutName, ...] = ("ddp", "fsdp")
+GROUP_TIMEOUT = timedelta(seconds=15)
+
+SPECS = (
+    TensorSpec("scalar", ()),
+    TensorSpec("one", (1,)),
+    TensorSpec("empty", (0,)),
+    TensorSpec("odd", (37,)),
+    TensorSpec("matrix", (24, 70)),
+    TensorSpec("tall", (130, 3)),
+    TensorSpec("few_rows", (2, 45)),
+    TensorSpec("cube", (5, 4, 6)),
+    TensorSpec("embedding", (40, 30), "embedding"),
+)
+Grads = dict[str, Tensor]
+Evidence = dict[str, Any]
+
+
+def _warmed_up(compressor: Compressor) -> Compressor:
+    """The cases take a few steps, and LoCo's warm-up has one of its own."""
+    return dataclasses.replace(compressor, warmup_steps=0) if isinstance(compressor, LoCo) else compressor
+
+
+CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, compressor in PRESETS.items()} | {
+    "LoCo, 1 bit after two steps": LoCo(bits=1, levels="fitted", warmup_steps=2),
+    "qsgd, L2 norm": QSGD(norm="l2", bits=6),
+    "natural, 4 bits": NaturalCompression(bits=4),
+    "feedback in 8 bits": ErrorFeedback(compressor=QSGD(bits=4), residual="int8"),
+    "EF21, 4 bits": EF21(compressor=LoCo(bits=4)),
+    "rotated LoCo": Rotate(compressor=LoCo(bits=3), size=32),
+    "rotated EF21": Rotate(compressor=EF21()),
+    "partition": Partition(rules=(("m*", LoCo(bits=2)), ("t*", QSGD(bits=8))), default=EFSignSGD()),
+    "terngrad, scaler a rank": TernGrad(scaler="rank"),
+    "feedback on trits": ErrorFeedback(compressor=TernGrad(block_size=128)),
+    "feedback on two scales": ErrorFeedback(compressor=MultiScale(bits=2, finer_bits=2)),
+    "rank 1": PowerSGD(rank=1),
+    "rank 2, cold start": PowerSGD(rank=2, warm_start=False, start_step=1),
+    "warm-up of three": WarmUp(compressor=LoCo(bits=4), steps=3),
+}
+
+
+def everything(compressor: Compressor) -> Compressor:
+    """The same compressor with no parameter exempt or milder, also in the compressors that it wraps."""
+    changes: dict[str, Any] = {"exempt": (), "milder": ()}
+    for field in dataclasses.fields(compressor):
+        value = getattr(compressor, field.name)
+        if isinstance(value, Compressor):
+            changes[field.name] = everything(value)
+        elif isinstance(value, tuple) and any(isinstance(part, tuple) for part in value):
+            changes[field.name] = tuple((part[0], everything(part[1])) for part in value)
+    return dataclasses.replace(compressor, **changes)
+
+
+def gradient(name: str, shape: Sequence[int], rank: int, step: int) -> Tensor:
+    """float32, flat: what one rank has for one parameter in one step. Sizes differ between steps and ranks."""
+    seed = zlib.crc32(f"{name}/{rank}/{step}".encode())
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(TensorSpec(name, tuple(shape)).numel, generator=generator)
+    return values * (1.0 + rank + step % 3)
+
+
+class Kit:
+    """One method under one layout on one rank."""
+
+    def __init__(self, name: str, layout: LayoutName, comm: Comm) -> None:
+        self.name = name
+        self.layout = layout
+        self.comm = comm
+        self.preset = CONFIGURATIONS[name]
+        self.compressor = everything(self.preset)
+
+    @property
+    def world_size(self) -> int:
+        return self.comm.world_size
+
+    def sync(self, compressor: Compressor | None = None, **options: Any) -> GradientSync:
+        return GradientSync(
+            self.compressor if compressor is None else compressor,
+            SPECS,
+            self.comm,
+            torch.device("cpu"),
+            scatter=self.layout == "fsdp",
+            seed=7,
+            **options,
+        )
+
+    def grads(self, step: int, rank: int | None = None) -> Grads:
+        rank = self.comm.rank if rank is None else rank
+        return {spec.name: gradient(spec.name, spec.shape, rank, step) for spec in SPECS}
+
+    def run(self, sync: GradientSync, grads: Grads, *, dtype: torch.dtype = torch.float32) -> Grads:
+        """One optimizer step in one bucket: the mean of every parameter (FSDP2: of the own rows)."""
+        means = self.reduce(sync, [list(grads)], grads, dtype)
+        sync.end_step()
+        return means
+
+    def reduce(self, sync: GradientSync, buckets: Sequence[Sequence[str]], grads: Grads, dtype: torch.dtype) -> Grads:
+        if self.layout == "fsdp":
+            return {name: mean for names in buckets for name, mean in self._scatter(sync, names, grads, dtype).items()}
+        stages, buffers = [], []
+        for i, names in enumerate(buckets):
+            layout, x = _ddp_bucket(names, grads, dtype, last=i == len(buckets) - 1)
+            stages.append(sync.reduce(layout, x, x))
+            buffers.append((layout, x))
+        _advance(stages)
+        return {
+            entry.name: x[entry.offset : entry.offset + grads[entry.name].numel()]
+            for layout, x in buffers
+            for entry in layout.entries
+        }
+
+    def _scatter(self, sync: GradientSync, names: Sequence[str], grads: Grads, dtype: torch.dtype) -> Grads:
+        world_size, rank = self.world_size, self.comm.rank
+        cuts = {name: dim0_cut(sync.specs[name].shape, world_size) for name in names}
+        row_numel = sum(cut.row_numel for cut in cuts.values())
+        x = torch.zeros(world_size, row_numel, dtype=dtype)
+        entries, at = [], 0
+        for name, cut in cuts.items():
+            entries.append(Entry(name, at))
+            padded = torch.nn.functional.pad(grads[name], (0, cut.row_numel * world_size - cut.numel))
+            x[:, at : at + cut.row_numel] = padded.view(world_size, cut.row_numel)
+            at += cut.row_numel
+        out = torch.full((row_numel,), 3.0, dtype=dtype)
+        _advance([sync.reduce(BucketLayout(tuple(entries), row_numel), x.view(-1), out)])
+        out /= world_size
+        return {e.name: out[e.offset : e.offset + cuts[e.name].row_length(rank)] for e in entries}
+
+    def join(self, rows: Sequence[Grads]) -> Grads:
+        """Whole means from what every rank holds."""
+        if self.layout == "ddp":
+            return rows[0]
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+def _ddp_bucket(names: Sequence[str], grads: Grads, dtype: torch.dtype, *, last: bool) -> tuple[BucketLayout, Tensor]:
+    entries, at = [], 0
+    for name in names:
+        if grads[name].numel():  # as the hook does
+            entries.append(Entry(name, at))
+            at += grads[name].numel()
+    x = torch.cat([grads[entry.name] for entry in entries]).to(dtype)
+    return BucketLayout(tuple(entries), last=last), x
+
+
+def _advance(stages: Sequence[Iterator[Any]]) -> None:
+    """As DDP's worker does: start each bucket, then advance all in turn, waiting for what travels."""
+    active = [(stage, None) for stage in stages]
+    while active:
+        following = []
+        for stage, pending in active:
+            if pending is not None:
+                pending.wait()
+            with contextlib.suppress(StopIteration):
+                following.append((stage, next(stage)))
+        active = following
+
+
+def fingerprint(tensors: Mapping[str, Tensor] | Sequence[Tensor]) -> int:
+    """Of the bits of all tensors."""
+    values = tensors.values() if isinstance(tensors, Mapping) else tensors
+    crc = 0
+    for tensor in values:
+        crc = zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
+    return crc
+
+
+def relative(error: Tensor, reference: Tensor) -> float:
+    return float(error.norm() / reference.norm().clamp(min=1e-30))
+
+
+class Case(NamedTuple):
+    collect: Callable[[Kit], Evidence]
+    check: Callable[[Sequence[Evidence], Kit], list[str]]

@@ -1,0 +1,63 @@
+"""All cases of many methods in one process group."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from lowbit_strategy.collectives.comm import Comm
+from tests.invariants import state, sums
+from tests.invariants.kit import GROUP_TIMEOUT, Case, Evidence, Kit, LayoutName
+
+CASES = sums.CASES | state.CASES
+
+
+@dataclass(frozen=True)
+class Job:
+    preset: str
+    layout: LayoutName
+
+
+Report = dict[tuple[str, str, str], list[str]]
+
+
+def run_jobs(rank: int, world_size: int, jobs: Sequence[Job]) -> Report:
+    """All cases of all jobs in this process group: failures by (preset, layout, case), on rank 0."""
+    report: Report = {}
+    comm = Comm(dist.new_group(timeout=GROUP_TIMEOUT))
+    collects = list(dict.fromkeys(case.collect for case in CASES.values()))
+    for job in jobs:
+        kit = Kit(job.preset, job.layout, comm)
+        for collect in collects:
+            evidence = _gather(_attempt(collect, kit))
+            raised = [f"rank {r} raised\n{e}" for r, e in enumerate(evidence) if isinstance(e, str)]
+            for name, case in CASES.items():
+                if case.collect is collect and rank == 0:
+                    report[job.preset, job.layout, name] = raised[:1] or _judge(case, evidence, kit)
+            if raised:
+                comm = kit.comm = Comm(dist.new_group(timeout=GROUP_TIMEOUT))
+    return report
+
+
+def _attempt(collect: Callable[[Kit], Evidence], kit: Kit) -> Evidence | str:
+    try:
+        return collect(kit)
+    except Exception:
+        return traceback.format_exc()
+
+
+def _judge(case: Case, evidence: Sequence[Evidence], kit: Kit) -> list[str]:
+    try:
+        return case.check(evidence, kit)
+    except Exception:
+        return [traceback.format_exc()]
+
+
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
