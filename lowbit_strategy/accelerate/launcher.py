@@ -69,7 +69,12 @@ def _load(path: str | None) -> dict[str, Any]:
 def _section(args: argparse.Namespace, config: Mapping[str, Any]) -> Section:
     if args.lowbit_config:
         return read_section(args.lowbit_config)
-    return section_of(config, args.config_file or "the command line")
+    if not args.config_file and SECTION not in config:
+        raise ValueError(
+            f"there is no {SECTION} section: give a configuration file that has one, --config_file job.yaml (lowbit"
+            " config writes it), or the section itself, --lowbit_config '{compressor: loco, bits: 4}'"
+        )
+    return section_of(config, repr(args.config_file or default_config_file))
 
 
 def _check(args: argparse.Namespace, config: Mapping[str, Any]) -> None:

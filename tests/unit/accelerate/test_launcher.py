@@ -165,7 +165,7 @@ def test_debug_mode_does_not_hide_failures(handed: Handed, tmp_path: Path) -> No
             [],
             "AMAZON_SAGEMAKER cannot be served",
         ),
-        (None, [], "the command line has no lowbit_config section"),
+        (None, [], "there is no lowbit_config section: give a configuration file"),
     ],
 )
 def test_what_cannot_be_served_is_said_before_anything_starts(
