@@ -45,7 +45,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 bench-%: $(VENV)/.runtime
-	$(BIN)/python benchmarks/$(subst -,_,$*).py $(ARGS)
+	PYTHONPATH=. $(BIN)/python benchmarks/$(subst -,_,$*).py $(ARGS)
 
 $(VENV)/.python:
 	@test -n "$(PYTHON)" || { \
