@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lowbit_strategy.version import __version__
@@ -44,7 +45,7 @@ def doctor(
         table.add_column(column, overflow="fold")
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
     for finding in findings:
-        table.add_row(marks[finding.level], finding.what, finding.found, finding.advice)
+        table.add_row(marks[finding.level], finding.what, escape(finding.found), escape(finding.advice))
     console.print(table)
     problems = sum(finding.level == "problem" for finding in findings)
     console.print(f"{problems} problem{'' if problems == 1 else 's'}")

@@ -39,6 +39,14 @@ def test_the_doctor_names_what_it_found_and_every_compressor(monkeypatch: pytest
     assert "0 problems" in out.getvalue()
 
 
+def test_the_doctor_on_packages_that_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(doctor, "Console", lambda: Console(file=out, width=1000))
+    monkeypatch.setattr(doctor, "_OPTIONAL", {"no-such-package": doctor._OPTIONAL["matplotlib"]})
+    doctor.doctor(strict=True)
+    assert "pip install 'lowbit-strategy[report]'" in out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("versions", "problem"),
     [
