@@ -123,7 +123,8 @@ ADAPTIVE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow  # without death and a new launch: test_accelerate_adaptive.py
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(kind: str, tmp_path: Path) -> None:
     def run(folder: Path, *kill_at: str) -> tuple[int, str]:
         folder.mkdir(exist_ok=True)
@@ -176,7 +177,7 @@ def test_an_unmodified_trainer_script(kind: str, tmp_path: Path, uncompressed_tr
     assert ranks[0]["bits"] == ranks[1]["bits"]
 
 
-@pytest.mark.parametrize("script", ["test_sync.py", "test_ops.py"])
+@pytest.mark.parametrize("script", ["test_sync.py", pytest.param("test_ops.py", marks=pytest.mark.slow)])
 def test_accelerate_s_own_test_scripts(script: str, tmp_path: Path) -> None:
     path = Path(accelerate.__file__).parent / "test_utils" / "scripts" / script
     job = config(tmp_path, "ddp", lowbit_config=SECTION)
@@ -184,6 +185,7 @@ def test_accelerate_s_own_test_scripts(script: str, tmp_path: Path) -> None:
     assert ("made no Accelerator" in done.stderr) == (script == "test_ops.py")  # it uses PartialState only
 
 
+@pytest.mark.slow  # in parts: tests/unit/accelerate/test_dry_run.py and test_launcher.py
 def test_a_dry_run_reports_and_trains_nothing(tmp_path: Path) -> None:
     job = config(tmp_path, "fsdp", lowbit_config=SECTION)
     command = [*LAUNCH, "--dry-run", "--config_file", job, "--num_processes", "8", SCRIPT, "--out", tmp_path]
