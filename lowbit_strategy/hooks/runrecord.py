@@ -50,8 +50,8 @@ def read_record(folder: str | Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} does not exist: give the folder of a run with CompressionMonitor or AdaptiveCompression in its"
-            " callbacks (the logger's folder, such as lightning_logs/version_0); with Accelerate and the HF Trainer, of one"
-            " with a controller or a monitor (the folder given as record, or the output_dir)"
+            " callbacks (the logger's folder, such as lightning_logs/version_0); with Accelerate and the HF Trainer, of"
+            " one with a controller or a monitor (the folder given as record, or the output_dir)"
         )
     lines: list[dict[str, Any]] = []
     for line in _parse(path):
