@@ -177,19 +177,17 @@ def demo(
     seeds: Annotated[int, typer.Option(help="Seeds 0 ... n-1.")] = 3,
     steps: Annotated[int, typer.Option(help="Optimizer steps, as in those runs.")] = 600,
     eta: Annotated[list[float] | None, typer.Option(help="Accordion's, once or more; 0.5 if not given.")] = None,
-    warm_up: Annotated[bool, typer.Option(help="Heavy is the preset loco2, which begins with 4 bits.")] = False,
     json_path: JsonPath = None,
 ) -> None:
     """Accordion between 8 and 2 bits in the demo's own training on two processes, against fixed bits."""
-    heavy, warmup_steps = ("loco2", demo_run.WARMUP_STEPS) if warm_up else ("2", 0)
-    names = {f"Accordion 8 / {heavy}, eta {each:g}": each for each in eta or [0.5]}
-    train = partial(demo_run.train, steps=steps, warmup_steps=warmup_steps)
-    runs = run_all(train, names, range(seeds), json_path)
+    names = {f"Accordion 8 / 2, eta {each:g}": each for each in eta or [0.5]}
+    runs = run_all(partial(demo_run.train, steps=steps), names, range(seeds), json_path)
     fixed = [run for run in json.loads(fixed_path.read_text()) if run["steps"] == steps and run["seed"] < seeds]
     runs += [{"method": run["strategy"], **run} for run in fixed]
     dense = {run["seed"]: run["validation_loss"] for run in fixed if run["strategy"] == "dense_fsdp"}
     table = Table("method", "bytes a step", "validation loss, % over uncompressed", "mean")
-    for name in ("dense_fsdp", "loco_fsdp", "loco2_fsdp", 'loco2_fsdp {"warmup_steps": 0}', *names):
+    beside = [run["strategy"] for run in fixed if run["strategy"].startswith(("dense_fsdp", "loco_fsdp", "loco2_fsdp"))]
+    for name in dict.fromkeys([*beside, *names]):
         chosen = sorted((run for run in runs if run["method"] == name), key=lambda run: run["seed"])
         gaps = [100 * (run["validation_loss"] / dense[run["seed"]] - 1) for run in chosen]
         if gaps:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +22,6 @@ from lowbit_strategy.lightning import AdaptiveCompression
 from recipes import demo_train
 
 LIGHT, HEAVY = LoCo(bits=8), LoCo(bits=2, levels="fitted", block_size=64)
-WARMUP_STEPS = 64  # of the preset loco2, with 4 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,12 +34,11 @@ class DemoRun:
     sent_nbytes: float
 
 
-def train(name: str, eta: float, seed: int, *, steps: int, warmup_steps: int = 0) -> DemoRun:
+def train(name: str, eta: float, seed: int, *, steps: int) -> DemoRun:
     """This file as a script: Lightning starts the second process by the same command line."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record.json"
         command = [sys.executable, str(Path(__file__)), "--eta", str(eta), "--steps", str(steps), "--seed", str(seed)]
-        command += ["--warmup-steps", str(warmup_steps)]
         environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | dict(os.environ)
         subprocess.run([*command, "--results", str(record)], check=True, env=environment, stdout=subprocess.DEVNULL)
         report = json.loads(record.read_text())
@@ -53,12 +51,10 @@ def main(
     strategy: Annotated[str, typer.Option(help="loco_fsdp or loco_ddp; Accordion chooses the bits")] = "loco_fsdp",
     eta: Annotated[float, typer.Option(help="Accordion's")] = 0.5,
     interval: Annotated[int, typer.Option(help="likewise, in steps")] = 20,
-    warmup_steps: Annotated[int, typer.Option(help="of the heavy level, with 4 bits")] = 0,
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 600,
     seed: Annotated[int, typer.Option(help="of the model and the data order")] = 0,
 ) -> None:
-    heavy = replace(HEAVY, warmup_steps=warmup_steps)
-    controller = Accordion(light=LIGHT, heavy=heavy, eta=eta, interval=interval, unit="steps")
+    controller = Accordion(light=LIGHT, heavy=HEAVY, eta=eta, interval=interval, unit="steps")
     adaptive = AdaptiveCompression(controller, record=False)
     demo_train.train(strategy=strategy, steps=steps, seed=seed, results=results, callbacks=[adaptive])
     dist.destroy_process_group()
