@@ -80,6 +80,8 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
     for name, assignment in sync.assignments.items():
         method = assignment.method
         label = method_label(method)
+        if isinstance(method, LanePair) and not sync.scatter and method.back.label != label:
+            label += f"; back {method.back.label}"
         key = (assignment.kind, label, assignment.reason)
         group = groups.setdefault(key, Group(*key))
         group.num_tensors += 1

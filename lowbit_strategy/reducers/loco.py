@@ -105,6 +105,8 @@ class LoCo(Compressor):
         residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured as good; ``stochastic``:
             increments below half a step are kept on average.
         return_beta: As `beta`, for the owner's residual on the way back.
+        return_bits: Of an even code on the way back, None for the same code as there. What is lost there is lost for
+            all ranks alike, and no other rank's noise evens it out.
         milder_bits: Of embeddings and output heads, which carry most of the error.
         warmup_steps: For so many optimizer steps `warmup_bits`, whose residual then goes on: at the start of training
             gradients turn fastest, and below 4 bits most of what is lost is lost there.
@@ -131,6 +133,7 @@ class LoCo(Compressor):
     rounding: Rounding = "nearest"
     residual_rounding: Rounding = "nearest"
     return_beta: float = 0.0
+    return_bits: int | None = None
     milder_bits: int = 8
     warmup_steps: int = 0
     warmup_bits: int = 4
@@ -140,6 +143,8 @@ class LoCo(Compressor):
         self._check_levels()
         check_bits("milder_bits", self.milder_bits)
         check_bits("warmup_bits", self.warmup_bits)
+        if self.return_bits is not None:
+            check_bits("return_bits", self.return_bits)
         if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be an integer, 0 for none, got {self.warmup_steps!r}")
         for field in ("beta", "return_beta"):
@@ -192,7 +197,8 @@ class LoCo(Compressor):
             rounding=self.rounding,
             residual_rounding=self.residual_rounding,
         )
-        return LanePair(there, replace(there, beta=self.return_beta))
+        back_fmt = fmt if self.return_bits is None else uniform(max(self.return_bits, fmt.bits), self.block_size)
+        return LanePair(there, replace(there, fmt=back_fmt, beta=self.return_beta))
 
     def method(self, spec: TensorSpec) -> LanePair:
         return self._lanes(self.fmt)

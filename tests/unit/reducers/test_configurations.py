@@ -65,6 +65,7 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (LoCo, {"bits": 2, "levels": "fitted", "rounding": "stochastic"}, "rounding must be 'nearest' with fitted levels"),
     (LoCo, {"beta": 1.0}, r"beta must be in \[0, 1\)"),
     (LoCo, {"milder_bits": 9}, "milder_bits must be an integer from 2 to 8"),
+    (LoCo, {"return_bits": 1}, "return_bits must be an integer from 2 to 8"),
     (LoCo, {"warmup_steps": -1}, "warmup_steps must be an integer, 0 for none, got -1"),
     (LoCo, {"warmup_bits": 1}, "warmup_bits must be an integer from 2 to 8"),
 ]
