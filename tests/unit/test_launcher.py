@@ -156,7 +156,8 @@ def test_script_that_ignores_sigterm_is_killed_with_its_stack() -> None:
 
 def test_script_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
-    script.write_text("import os\nprint(os.environ['RANK'] + '/' + os.environ['WORLD_SIZE'])\n")
+    line = 'os.write(1, (os.environ["RANK"] + "/" + os.environ["WORLD_SIZE"] + "\\n").encode())'
+    script.write_text(f"import os\n{line}\n")  # in one write, which no other rank's can come between
     assert sorted(run_script(script, 2).stdout.split()) == ["0/2", "1/2"]
 
 
