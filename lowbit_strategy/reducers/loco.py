@@ -105,8 +105,8 @@ class LoCo(Compressor):
         residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured as good; ``stochastic``:
             increments below half a step are kept on average.
         return_beta: As `beta`, for the owner's residual on the way back.
-        return_bits: Of an even code on the way back, None for the same code as there. What is lost there is lost for
-            all ranks alike, and no other rank's noise evens it out.
+        return_bits: Of an even code on the way back, never fewer than there (as in the start-up report); None for the
+            same code. What is lost on that way is lost for all ranks alike: no other rank's noise evens it out.
         milder_bits: Of embeddings and output heads, which carry most of the error.
         warmup_steps: For so many optimizer steps `warmup_bits`, whose residual then goes on: at the start of training
             gradients turn fastest, and below 4 bits most of what is lost is lost there.
