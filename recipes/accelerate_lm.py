@@ -55,6 +55,7 @@ def main() -> None:
             accelerator.print(f"step {step:5d}  loss {mean:.4f}")
     if options.save is not None:
         accelerator.save_state(str(options.save))
+    model, optimizer = accelerator.free_memory(model, optimizer)  # DDP that outlives its gloo group may abort at exit
     accelerator.end_training()
 
 

@@ -3,16 +3,16 @@
 Trains the same small GPT with top-k, random-k, DGC and ExDyna at 50, 500 and 5000 times fewer elements, with QSGD and
 LoCo at 8, 4 and 2 bits, and uncompressed, on 1, 2 and 4 workers, and writes
 
-* ``study.csv``: perplexity on held-out text, milliseconds a step of computation, of the compressor's own work and of
-  communication, bytes a rank sends a step and the time these take at 1 Gbit/s
-* ``study.png``: perplexity and times over the ratio
+* ``study.csv``, a line a run: perplexity on held-out text, milliseconds of computation, of the compressor's own work
+  and of communication (medians over rank 0's steps), bytes a rank sends a step and the time these take at 1 Gbit/s
+* ``study.png``: perplexity and times over the ratio, means of the seeds
 
 Every step each rank computes its gradient, all ranks meet, and the gradient is reduced as one bucket: what waits for
 bytes is communication, the rest of the reduction is the compressor's work. Nothing overlaps, so that the parts are
 seen apart; ranks beyond the number of cores take turns, which shows in the times.
 
-    python recipes/compression_study.py            # some 15 minutes on two cores
-    python recipes/compression_study.py --quick    # a minute or two
+    python recipes/compression_study.py --steps 600 --seeds 2     # some 40 minutes on two idle cores
+    python recipes/compression_study.py --quick                   # a minute or two
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from __future__ import annotations
 import csv
 import math
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +52,7 @@ except ImportError:  # run as a script: its own folder is on the path
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
 
 RATIOS = (50, 500, 5000)
 BITS = (8, 4, 2)
@@ -66,6 +68,7 @@ class Run:
     method: str
     ratio: float
     workers: int
+    seed: int
     perplexity: float
     compute_ms: float
     compressor_ms: float
@@ -89,8 +92,9 @@ def methods(quick: bool) -> dict[tuple[str, float], Compressor]:
 class Worker:
     """One rank's model and data, the same start for every method."""
 
-    def __init__(self, compressor: Compressor, comm: Comm, steps: int) -> None:
-        torch.manual_seed(0)
+    def __init__(self, compressor: Compressor, comm: Comm, steps: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.seed = seed
         self.model = GPT(WIDTH, DEPTH, HEADS, CONTEXT)
         self.steps = steps
         self.comm = comm
@@ -103,7 +107,7 @@ class Worker:
             at += spec.numel
         self.layout = BucketLayout(tuple(entries))
         self.optimizer = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, betas=(0.9, 0.95))
-        self.seconds = {"compute": 0.0, "compressor": 0.0, "communication": 0.0}
+        self.seconds: dict[str, list[float]] = {"compute": [], "compressor": [], "communication": []}
 
     def train(self) -> None:
         batches = self._batches()
@@ -111,16 +115,16 @@ class Worker:
             start = time.perf_counter()
             self._gradient(next(batches))
             bucket = torch.cat([p.grad.view(-1) for p in self.parameters if p.grad is not None])
-            self.seconds["compute"] += time.perf_counter() - start
+            forward_and_backward = time.perf_counter() - start
             dist.barrier()
             self._reduce(bucket)
             start = time.perf_counter()
             self._update(bucket, step)
-            self.seconds["compute"] += time.perf_counter() - start
+            self.seconds["compute"].append(forward_and_backward + time.perf_counter() - start)
 
     def _batches(self) -> Iterator[Tensor]:
         text = standard_library("train")
-        generator = torch.Generator().manual_seed(self.comm.rank)
+        generator = torch.Generator().manual_seed(1000 * self.seed + self.comm.rank)
         while True:
             starts = torch.randint(text.numel() - CONTEXT - 1, (BATCH,), generator=generator)
             yield torch.stack([text[s : s + CONTEXT + 1] for s in starts.tolist()]).long()
@@ -139,8 +143,8 @@ class Worker:
                 before = time.perf_counter()
                 pending.wait()
                 waiting += time.perf_counter() - before
-        self.seconds["communication"] += waiting
-        self.seconds["compressor"] += time.perf_counter() - start - waiting
+        self.seconds["communication"].append(waiting)
+        self.seconds["compressor"].append(time.perf_counter() - start - waiting)
         self.sync.end_step()
 
     def _update(self, bucket: Tensor, step: int) -> None:
@@ -162,22 +166,23 @@ class Worker:
         return math.exp(sum(losses) / len(losses))
 
 
-def work(rank: int, workers: int, store: str, steps: int, quick: bool, queue: Any) -> None:
+def work(rank: int, workers: int, store: str, steps: int, seed: int, quick: bool, queue: Any) -> None:
     """One process: all methods one after the other; rank 0 reports."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers)
     for (name, ratio), compressor in methods(quick).items():
         comm = Comm(dist.new_group())
-        worker = Worker(compressor, comm, steps)
+        worker = Worker(compressor, comm, steps, seed)
         worker.train()
         if rank == 0:
-            ms = {part: seconds / steps * 1e3 for part, seconds in worker.seconds.items()}
+            ms = {part: statistics.median(seconds) * 1e3 for part, seconds in worker.seconds.items()}
             sent = comm.sent_nbytes // steps
             queue.put(
                 Run(
                     name,
                     ratio,
                     workers,
+                    seed,
                     worker.perplexity(),
                     ms["compute"],
                     ms["compressor"],
@@ -190,23 +195,24 @@ def work(rank: int, workers: int, store: str, steps: int, quick: bool, queue: An
     dist.destroy_process_group()
 
 
-def study(workers: int, steps: int, quick: bool, console: Console) -> list[Run]:
+def study(workers: int, steps: int, seed: int, quick: bool, console: Console) -> list[Run]:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     os.environ["OMP_NUM_THREADS"] = "1"
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (workers, f"{folder}/store", steps, quick, queue)
+        arguments = (workers, f"{folder}/store", steps, seed, quick, queue)
         processes = multiprocessing.start_processes(work, arguments, nprocs=workers, join=False, start_method="spawn")
         while len(runs) < len(methods(quick)):
             if queue.empty():
                 if processes.join(timeout=0.5) and queue.empty():
                     break
                 continue
-            runs.append(queue.get())
+            run = queue.get()
+            runs.append(run)
             console.print(
-                f"{workers} workers, {runs[-1].method} {runs[-1].ratio:g}x: perplexity {runs[-1].perplexity:.3f}, "
-                f"compressor {runs[-1].compressor_ms:.1f} ms, {runs[-1].sent_bytes:,} bytes a step"
+                f"seed {seed}, {workers} workers, {run.method} {run.ratio:g}x: perplexity {run.perplexity:.3f}, "
+                f"compressor {run.compressor_ms:.1f} ms, {run.sent_bytes:,} bytes a step"
             )
         while not processes.join():
             pass
@@ -216,36 +222,55 @@ def study(workers: int, steps: int, quick: bool, console: Console) -> list[Run]:
 def plot(runs: list[Run], path: Path) -> None:
     """Perplexity above, the times of a step below; one column a number of workers."""
     columns = sorted({run.workers for run in runs})
-    figure, axes = plt.subplots(2, len(columns), figsize=(5 * len(columns), 8), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        2, len(columns), figsize=(5 * len(columns), 8), squeeze=False, layout="constrained", sharex=True, sharey="row"
+    )
     names = [name for name in dict.fromkeys(run.method for run in runs) if name != "dense"]
     for column, workers in enumerate(columns):
         here = [run for run in runs if run.workers == workers]
-        dense = next(run for run in here if run.method == "dense")
         upper, lower = axes[0][column], axes[1][column]
-        upper.axhline(dense.perplexity, color="black", linestyle="--", label="dense")
+        upper.axhline(mean(here, "dense", 1).perplexity, color="black", linestyle="--", label="uncompressed")
         for name in names:
-            line = sorted((run.ratio, run.perplexity, run.compressor_ms) for run in here if run.method == name)
-            upper.plot([p[0] for p in line], [p[1] for p in line], marker="o", label=name)
-            lower.plot([p[0] for p in line], [p[2] for p in line], marker="o", label=name)
-        lower.axhline(dense.compute_ms, color="black", linestyle="--", label="computation, dense")
-        upper.set(xscale="log", title=f"{workers} workers", ylabel="perplexity (per byte)")
-        lower.set(xscale="log", yscale="log", xlabel="times fewer elements or bits", ylabel="compressor, ms a step")
+            ratios = sorted({run.ratio for run in here if run.method == name})
+            line = [mean(here, name, ratio) for ratio in ratios]
+            upper.plot(ratios, [run.perplexity for run in line], marker="o", label=name)
+            lower.plot(ratios, [run.compressor_ms for run in line], marker="o", label=name)
+        lower.axhline(mean(here, "dense", 1).compute_ms, color="black", linestyle="--", label="computation")
+        upper.set(xscale="log", yscale="log", title=f"{workers} worker{'s' if workers > 1 else ''}")
+        lower.set(xscale="log", yscale="log", xlabel="times fewer elements or bits")
         for panel in (upper, lower):
-            panel.grid(alpha=0.3)
-            panel.legend(fontsize=8)
+            panel.grid(alpha=0.3, which="both")
+            panel.set_xticks([32 / bits for bits in BITS] + list(RATIOS))
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            for axis in (panel.xaxis, panel.yaxis):
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_formatter(NullFormatter())
+    axes[0][0].set_ylabel("perplexity per byte")
+    axes[1][0].set_ylabel("compressor's own work, ms a step")
+    axes[0][0].legend(fontsize=9)
+    axes[1][0].legend(fontsize=9)
     figure.savefig(path, dpi=120)
+
+
+def mean(runs: list[Run], method: str, ratio: float) -> Run:
+    """One run in place of those of all seeds."""
+    same = [run for run in runs if run.method == method and run.ratio == ratio]
+    measured = ("perplexity", "compute_ms", "compressor_ms", "communication_ms")
+    return replace(same[0], **{name: statistics.mean(getattr(run, name) for run in same) for name in measured})
 
 
 def main(
     quick: Annotated[bool, typer.Option(help="Few methods, few steps: to see that it works.")] = False,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each run.")] = None,
+    seeds: Annotated[int, typer.Option(help="Of model and data: 0 ... n - 1.", min=1)] = 1,
     folder: Annotated[Path, typer.Option(help="Where study.csv and study.png go.")] = Path("study"),
 ) -> None:
     """Perplexity, communication time and compute time of compression methods."""
     console = Console()
     runs: list[Run] = []
-    for workers in (1, 2) if quick else (1, 2, 4):
-        runs += study(workers, steps or (40 if quick else 300), quick, console)
+    for seed in range(seeds):
+        for workers in (1, 2) if quick else (1, 2, 4):
+            runs += study(workers, steps or (40 if quick else 300), seed, quick, console)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "study.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(asdict(runs[0])))

@@ -65,7 +65,10 @@ def main() -> None:
     if not options.plain:
         attach(trainer, LoCo(bits=4))
     trainer.train(resume_from_checkpoint=options.resume or None)
-    trainer.accelerator.end_training()
+    accelerator = trainer.accelerator
+    del trainer
+    accelerator.free_memory()  # DDP that outlives its gloo group may abort at exit
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

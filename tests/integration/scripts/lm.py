@@ -105,6 +105,7 @@ def main() -> None:
     same = all(torch.equal(a, b) for a, b in zip(weights(model), whole, strict=True))
     facts["resumed"] = same and again == losses[STEPS // 2 :]
     (out / f"rank-{accelerator.process_index}.json").write_text(json.dumps(facts))
+    model, optimizer = accelerator.free_memory(model, optimizer)  # DDP that outlives its gloo group may abort at exit
     accelerator.end_training()
 
 

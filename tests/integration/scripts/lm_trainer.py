@@ -54,7 +54,10 @@ def main() -> None:
     again.train(resume_from_checkpoint=str(out / "whole" / "checkpoint-4"))
     facts["resumed"] = losses(again) == losses(whole) and weights(again) == facts["bits"]
     (out / f"rank-{whole.args.process_index}.json").write_text(json.dumps(facts))
-    again.accelerator.end_training()
+    accelerator = again.accelerator
+    del whole, again
+    accelerator.free_memory()  # DDP that outlives its gloo group may abort at exit
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

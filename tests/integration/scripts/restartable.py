@@ -59,6 +59,7 @@ def main() -> None:
                 (FOLDER / str(step) / "complete").touch()
     whole = [tensor.double().sum().item() for tensor in weights(model)]
     accelerator.print("finished", whole)
+    model, optimizer = accelerator.free_memory(model, optimizer)  # DDP that outlives its gloo group may abort at exit
     accelerator.end_training()
 
 
