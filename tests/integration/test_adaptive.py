@@ -80,12 +80,13 @@ def test_all_ranks_see_the_same(facts: list[Facts]) -> None:
 
 
 RANK_4, RANK_1 = (PowerSGD(rank=rank, start_step=0) for rank in (4, 1))
+GRAVAC_TOPK = GraVAC(candidates=GraVAC.geometric(TopK(), "density", 0.2, 0.01), window=20, epsilon=0.4)
 CONTROLLERS: dict[str, Any] = {
     "gravac": (
         GraVAC(candidates=tuple(LoCo(bits=bits, block_size=64) for bits in (8, 4, 3, 2)), window=10, omega=0.0),
         1000,
     ),
-    "gravac-topk": (GraVAC(candidates=GraVAC.geometric(TopK(), "density", 0.2, 0.01), window=20, epsilon=0.4), 300),
+    "gravac-topk": (GRAVAC_TOPK, 300),
     "accordion": (Accordion(light=LoCo(bits=8), heavy=LoCo(bits=2), interval=5, unit="steps", eta=0.3), 100),
     "accordion-powersgd": (Accordion(light=RANK_4, heavy=RANK_1, interval=5, unit="steps", eta=0.3), 40),
     "accordion-topk": (
@@ -97,11 +98,14 @@ CONTROLLERS: dict[str, Any] = {
 }
 
 
+LONG: dict[str, Any] = {"gravac-topk-long": (GRAVAC_TOPK, 1000)}
+
+
 def deciding(folder: Path, layout: str, controller: str) -> Facts:
     """Ranks with gradients and step times of their own."""
     kit = Kit("dense", layout, Comm(dist.new_group()))
     sync = kit.sync()
-    chosen, num_steps = CONTROLLERS[controller]
+    chosen, num_steps = (CONTROLLERS | LONG)[controller]
     driver = AdaptiveDriver(chosen, timer=lambda: time.perf_counter() * (1 + kit.comm.rank))
     driver.attach(sync)
     levels = []
@@ -112,8 +116,18 @@ def deciding(folder: Path, layout: str, controller: str) -> Facts:
     return {"levels": levels, "state": driver.state}
 
 
-@scenarios(deciding, world_size=2, layout=LAYOUTS, controller=tuple(CONTROLLERS))
-def test_ranks_never_diverge(facts: list[Facts]) -> None:
+def check_agreement(facts: list[Facts]) -> None:
     assert facts[0]["levels"] == facts[1]["levels"]
     assert facts[0]["state"] == facts[1]["state"]
     assert len(set(facts[0]["levels"])) > 1  # something was decided
+
+
+@scenarios(deciding, world_size=2, layout=LAYOUTS, controller=tuple(CONTROLLERS))
+def test_ranks_never_diverge(facts: list[Facts]) -> None:
+    check_agreement(facts)
+
+
+@pytest.mark.slow
+@scenarios(deciding, world_size=2, layout=LAYOUTS, controller=tuple(LONG))
+def test_ranks_never_diverge_in_a_thousand_steps(facts: list[Facts]) -> None:
+    check_agreement(facts)
