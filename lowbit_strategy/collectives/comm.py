@@ -6,12 +6,21 @@ the caller waits on the returned handle (on CUDA that makes the current stream w
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_GRACE_S = 0.05
+
+# gloo's threads need the GIL to let go of a collective that backward started (PyTorch 2.13). One that asks for it when
+# the interpreter is already going down aborts the process, after all has been trained and saved. Asleep, this thread
+# lets them have it before.
+atexit.register(time.sleep, _GRACE_S)
 
 
 class Pending(Protocol):

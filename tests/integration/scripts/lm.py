@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -107,6 +108,7 @@ def main() -> None:
     (out / f"rank-{accelerator.process_index}.json").write_text(json.dumps(facts))
     model, optimizer = accelerator.free_memory(model, optimizer)  # DDP that outlives its gloo group may abort at exit
     accelerator.end_training()
+    time.sleep(0.05)  # for gloo's threads, as `collectives/comm.py` does where it is imported
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -58,6 +59,7 @@ def main() -> None:
     del whole, again
     accelerator.free_memory()  # DDP that outlives its gloo group may abort at exit
     accelerator.end_training()
+    time.sleep(0.05)  # for gloo's threads, as `collectives/comm.py` does where it is imported
 
 
 if __name__ == "__main__":

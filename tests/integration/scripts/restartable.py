@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -61,6 +62,7 @@ def main() -> None:
     accelerator.print("finished", whole)
     model, optimizer = accelerator.free_memory(model, optimizer)  # DDP that outlives its gloo group may abort at exit
     accelerator.end_training()
+    time.sleep(0.05)  # for gloo's threads, as `collectives/comm.py` does where it is imported
 
 
 if __name__ == "__main__":
