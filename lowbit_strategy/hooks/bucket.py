@@ -108,9 +108,12 @@ class Bucket:
     def _collect(self, method: Reducer, views: list[View], state: ReducerState, step: Step) -> Iterator[Pending | None]:
         """Whole-model methods: wait for the last bucket of the step, which reduces for all."""
         sync = self.sync
-        sync.collected.setdefault(method, []).extend(views)
+        sync.collected.setdefault(method, []).append(views)
         if self.layout.last:
-            yield from self._reduce(method, sync.collected[method], state, step)
+            while len(sync.collected[method]) < sync.num_buckets:
+                yield None  # this bucket may get here before an earlier one has come so far
+            arrived = [view for bucket_views in sync.collected[method] for view in bucket_views]
+            yield from self._reduce(method, arrived, state, step)
             del sync.collected[method]  # only now are the other buckets done
             return
         while method in sync.collected:

@@ -102,7 +102,7 @@ class GradientSync:
         self.loss_scale: float | None = None
         self._asked_scale: float | None = None
         self._entered: set[BucketLayout] = set()
-        self.collected: dict[Reducer, list[View]] = {}
+        self.collected: dict[Reducer, list[list[View]]] = {}  # whole-model methods: the views of each bucket so far
         self.owed = Owed(comm.world_size)
         self.extra_state: dict[str, Stateful] = {"owed": self.owed}  # what is saved beside methods' own state
         self.listeners: list[Listener] = []
@@ -258,6 +258,11 @@ class GradientSync:
     def in_step(self) -> bool:
         """Whether anything has been reduced since the last `end_step`."""
         return bool(self._entered)
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of the step under way that have been handed in; all of them once the last one has."""
+        return len(self._entered)
 
     def set_loss_scale(self, scale: float) -> None:
         """The factor that the coming gradients are multiplied by; residuals follow when it changes."""

@@ -31,9 +31,20 @@ def explain_mismatch(path: Any, modules: Mapping[str, nn.Module]) -> Iterator[No
         yield
     except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
         for key, module in modules.items():
-            if difference := _difference(_saved_shapes(Path(path), key), module):
+            if difference := _difference(_readable_shapes(Path(path), key), module):
                 raise ValueError(f"the checkpoint {path} is of another model: {difference}") from error
         raise
+
+
+def _readable_shapes(path: Path, key: str) -> Shapes | None:
+    """As `_saved_shapes`; None if the checkpoint cannot be read safely. Then the framework's own error must do.
+
+    A checkpoint may come from anywhere, so nothing in it is ever run to explain why it did not load.
+    """
+    try:
+        return _saved_shapes(path, key)
+    except Exception:  # damaged or hostile bytes fail in any of the ways of pickle
+        return None
 
 
 def _saved_shapes(path: Path, key: str) -> Shapes | None:
@@ -44,7 +55,7 @@ def _saved_shapes(path: Path, key: str) -> Shapes | None:
         return {name: tuple(entry.size) for name, entry in sizes.items() if hasattr(entry, "size")} or None
     if not path.is_file():
         return None
-    tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=False).get(key)
+    tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True).get(key)
     if not isinstance(tensors, Mapping):
         return None
     return {name: tuple(value.shape) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
