@@ -105,8 +105,9 @@ class LoCo(Compressor):
         residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured as good; ``stochastic``:
             increments below half a step are kept on average.
         return_beta: As `beta`, for the owner's residual on the way back.
-        return_bits: Of an even code on the way back, never fewer than there (as in the start-up report); None for the
-            same code. What is lost on that way is lost for all ranks alike: no other rank's noise evens it out.
+        return_bits: Of an even code on the way back, at least `bits`; where what goes there has more bits (milder
+            parameters, the warm-up) so has this. None for the same code. What is lost on that way is lost for all ranks
+            alike: no other rank's noise evens it out.
         milder_bits: Of embeddings and output heads, which carry most of the error.
         warmup_steps: For so many optimizer steps `warmup_bits`, whose residual then goes on: at the start of training
             gradients turn fastest, and below 4 bits most of what is lost is lost there.
@@ -145,6 +146,11 @@ class LoCo(Compressor):
         check_bits("warmup_bits", self.warmup_bits)
         if self.return_bits is not None:
             check_bits("return_bits", self.return_bits)
+            if self.return_bits < self.bits:
+                raise ValueError(
+                    f"return_bits must be at least bits, {self.bits}, got {self.return_bits}: the mean would come back "
+                    "in a coarser code than the gradients go there in"
+                )
         if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be an integer, 0 for none, got {self.warmup_steps!r}")
         for field in ("beta", "return_beta"):
@@ -183,7 +189,8 @@ class LoCo(Compressor):
         if step_index >= self.warmup_steps:
             return replace(self, warmup_steps=0)
         levels: Levels = "fitted" if self.warmup_bits < 4 else "uniform"
-        return replace(self, bits=self.warmup_bits, levels=levels, warmup_steps=0)
+        back = None if self.return_bits is None else max(self.return_bits, self.warmup_bits)
+        return replace(self, bits=self.warmup_bits, levels=levels, return_bits=back, warmup_steps=0)
 
     def conserving(self) -> LoCo:
         return replace(self, residual="float32", reset_steps=None)
