@@ -32,9 +32,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_strategy.hooks.specs import describe_parameters
-from lowbit_strategy.reducers.base import Assignment, Compressor, LanePair, assign_all
-from lowbit_strategy.reducers.registry import PRESETS, from_options
+from lowbit_strategy.methods._base.base import Assignment, Compressor, LanePair, assign_all
+from lowbit_strategy.methods.registry import PRESETS, from_options
+from lowbit_strategy.model.parameters import describe_parameters
 from recipes.gpt import GPT
 
 Layout = Literal["ddp", "fsdp"]

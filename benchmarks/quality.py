@@ -29,11 +29,11 @@ from torch.nn import functional as F
 
 from benchmarks.simulated_world import SimulatedWorld
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.hooks.bucket import BucketLayout, Entry
-from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.hooks.specs import describe_parameters
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.registry import from_options
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods.registry import from_options
+from lowbit_strategy.model.parameters import describe_parameters
 from recipes.gpt import GPT
 from recipes.text import standard_library
 

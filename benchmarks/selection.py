@@ -27,14 +27,14 @@ from lowbit_strategy.collectives.exchange import Step
 from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.reducers.base import View
-from lowbit_strategy.reducers.dgc import DGC
-from lowbit_strategy.reducers.exclusive import ExclusiveReducer, _Model
-from lowbit_strategy.reducers.exdyna import ExDyna
-from lowbit_strategy.reducers.sidco import SIDCo
-from lowbit_strategy.reducers.sparse import Condition, EntriesCompressor, SparseReducer
-from lowbit_strategy.reducers.tails import DISTRIBUTIONS
-from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.methods._base.base import View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.exclusive_partitions import ExclusiveReducer, _Model
+from lowbit_strategy.methods._sparse_base.fitted_thresholds import DISTRIBUTIONS
+from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, EntriesCompressor, SparseReducer
+from lowbit_strategy.methods.sparsification.dgc import DGC
+from lowbit_strategy.methods.sparsification.exdyna import ExDyna
+from lowbit_strategy.methods.sparsification.sidco import SIDCo
 
 _CPU = torch.device("cpu")
 Select = Callable[[int], Tensor]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.hooks.bucket import BucketLayout
-from lowbit_strategy.hooks.engine import GradientSync
+from lowbit_strategy.engine.bucket import BucketLayout
+from lowbit_strategy.engine.engine import GradientSync
 
 
 class _Exchanged:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.simulated_world import Buffers, SimulatedWorld
 from lowbit_strategy.collectives.comm import Pending
-from lowbit_strategy.hooks.bucket import BucketLayout
-from lowbit_strategy.hooks.engine import GradientSync
+from lowbit_strategy.engine.bucket import BucketLayout
+from lowbit_strategy.engine.engine import GradientSync
 
 TIMEOUT_S = 300.0
 

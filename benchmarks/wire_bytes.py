@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_strategy.reducers.registry import PRESETS
+from lowbit_strategy.methods.registry import PRESETS
 from slow_links.hosts import run_on_hosts
 from slow_links.namespaces import SlowNetwork, why_not
 from slow_links.wire_bytes import ROWS

@@ -6,33 +6,33 @@ Fabric, whichever of their namespaces is or will be imported.
 
 import logging
 
-from lowbit_strategy.reducers.adacomp import AdaComp
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.dense import Dense
-from lowbit_strategy.reducers.dgc import DGC
-from lowbit_strategy.reducers.ef21 import EF21
-from lowbit_strategy.reducers.efsignsgd import EFSignSGD
-from lowbit_strategy.reducers.errorfeedback import ErrorFeedback
-from lowbit_strategy.reducers.exdyna import ExDyna
-from lowbit_strategy.reducers.gtopk import GTopK
-from lowbit_strategy.reducers.loco import LoCo
-from lowbit_strategy.reducers.micro import MiCRO
-from lowbit_strategy.reducers.multiscale import MultiScale
-from lowbit_strategy.reducers.natural import NaturalCompression
-from lowbit_strategy.reducers.onebitsgd import OneBitSGD
-from lowbit_strategy.reducers.partition import Partition
-from lowbit_strategy.reducers.powersgd import PowerSGD
-from lowbit_strategy.reducers.qsgd import QSGD
-from lowbit_strategy.reducers.randomk import RandomK
-from lowbit_strategy.reducers.registry import PRESETS, from_options, preset
-from lowbit_strategy.reducers.rotate import Rotate
-from lowbit_strategy.reducers.scalecom import ScaleCom
-from lowbit_strategy.reducers.sharedscale import SharedScale
-from lowbit_strategy.reducers.sidco import SIDCo
-from lowbit_strategy.reducers.signsgd import SignSGD
-from lowbit_strategy.reducers.terngrad import TernGrad
-from lowbit_strategy.reducers.topk import TopK
-from lowbit_strategy.reducers.warmup import WarmUp
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.quantization.multiscale import MultiScale
+from lowbit_strategy.methods.quantization.naturalcompression import NaturalCompression
+from lowbit_strategy.methods.quantization.onebitsgd import OneBitSGD
+from lowbit_strategy.methods.quantization.qsgd import QSGD
+from lowbit_strategy.methods.quantization.sharedscale import SharedScale
+from lowbit_strategy.methods.quantization.signsgd import SignSGD
+from lowbit_strategy.methods.quantization.terngrad import TernGrad
+from lowbit_strategy.methods.registry import PRESETS, from_options, preset
+from lowbit_strategy.methods.sparsification.adacomp import AdaComp
+from lowbit_strategy.methods.sparsification.dgc import DGC
+from lowbit_strategy.methods.sparsification.exdyna import ExDyna
+from lowbit_strategy.methods.sparsification.gtopk import GTopK
+from lowbit_strategy.methods.sparsification.micro import MiCRO
+from lowbit_strategy.methods.sparsification.randomk import RandomK
+from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
+from lowbit_strategy.methods.sparsification.sidco import SIDCo
+from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.methods.wrappers.ef21 import EF21
+from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
+from lowbit_strategy.methods.wrappers.partition import Partition
+from lowbit_strategy.methods.wrappers.rotate import Rotate
+from lowbit_strategy.methods.wrappers.warmup import WarmUp
 from lowbit_strategy.register import register_when_imported
 from lowbit_strategy.version import __version__
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from lowbit_strategy.doctor import doctor
-from lowbit_strategy.launch import PASS_ON, config, launch
+from lowbit_strategy.launch.commands import PASS_ON, config, launch
+from lowbit_strategy.launch.doctor import doctor
 from lowbit_strategy.report.command import report
 from lowbit_strategy.version import __version__
 

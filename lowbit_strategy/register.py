@@ -12,7 +12,7 @@ from typing import Any
 
 import wrapt
 
-from lowbit_strategy.reducers.registry import PRESETS
+from lowbit_strategy.methods.registry import PRESETS
 
 # framework module -> (our module with its strategies, where its registry is)
 _NAMESPACES = {

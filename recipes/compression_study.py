@@ -39,9 +39,9 @@ from torch.nn import functional as F
 
 from lowbit_strategy import DGC, QSGD, Compressor, Dense, ExDyna, LoCo, RandomK, TopK
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.hooks.bucket import BucketLayout, Entry
-from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.hooks.specs import describe_parameters
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.model.parameters import describe_parameters
 
 try:
     from recipes.gpt import GPT

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from benchmarks.adaptive_runs.ranks import Ranks
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.control.base import Controller
-from lowbit_strategy.hooks.loop import LoopClock
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.dense import Dense
-from lowbit_strategy.reducers.powersgd import PowerSGD
-from lowbit_strategy.reducers.topk import TopK
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.telemetry.custom_loop import LoopClock
 
 WORLD_SIZE = 4
 MOMENTUM = 0.9

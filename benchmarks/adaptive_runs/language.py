@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from benchmarks.adaptive_runs.ranks import Ranks
 from lowbit_strategy.control import Accordion, Phase, Schedule
 from lowbit_strategy.control.base import Controller
-from lowbit_strategy.hooks.loop import LoopClock
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.dense import Dense
-from lowbit_strategy.reducers.loco import LoCo
-from lowbit_strategy.reducers.registry import preset
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.registry import preset
+from lowbit_strategy.telemetry.custom_loop import LoopClock
 from recipes.gpt import GPT
 from recipes.text import standard_library
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from benchmarks.threaded_world import ThreadedWorld
 from lowbit_strategy.control.base import Controller
-from lowbit_strategy.hooks.bucket import BucketLayout, Entry
-from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.hooks.loop import LoopClock, adapt
-from lowbit_strategy.hooks.specs import describe_parameters
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.dense import Dense
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.telemetry.custom_loop import LoopClock, adapt
 
 
 class Ranks:

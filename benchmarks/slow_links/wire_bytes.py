@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.hooks.bucket import BucketLayout, Entry
-from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.reducers.registry import preset
-from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.registry import preset
 from slow_links import counters
 
 WARMUP_STEPS = 2  # not counted

@@ -25,15 +25,15 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.accelerate import saved
+from lowbit_strategy.accelerate import checkpoint_folder
+from lowbit_strategy.accelerate.adaptive_binding import Steering
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
-from lowbit_strategy.accelerate.steering import Steering
 from lowbit_strategy.accelerate.support import check_accelerator, keep_fsdp_on_cpu
 from lowbit_strategy.control.levels import labels
-from lowbit_strategy.hooks.adaptive import AdaptiveDriver
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.attach import Attached, Prepared, attach_ddp, attach_fsdp, prepare
-from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.hooks.handshake import handshake, plain
+from lowbit_strategy.model.handshake import handshake, plain
+from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 
 _ATTRIBUTE = "lowbit"
 _SLOT = "_lowbit_attached"
@@ -112,11 +112,13 @@ class Binding:
     def save(self, folder: str) -> None:
         """Put residuals into a checkpoint's folder; on all ranks."""
         writes_stamp = self.accelerator.is_local_main_process
-        saved.save(folder, self.attachments, barrier=self.accelerator.wait_for_everyone, writes_stamp=writes_stamp)
+        checkpoint_folder.save(
+            folder, self.attachments, barrier=self.accelerator.wait_for_everyone, writes_stamp=writes_stamp
+        )
 
     def load(self, folder: str, *, compressed: bool = False) -> None:
         """Restore what `save` wrote; on all ranks. `compressed`: it is an error if there is nothing."""
-        saved.load(folder, self.attachments, compressed=compressed)
+        checkpoint_folder.load(folder, self.attachments, compressed=compressed)
         self.steering.after_load()
 
     # -- the accelerator's moments ------------------------------------------------------------------------------

@@ -27,10 +27,10 @@ from typing import Any
 
 import yaml
 
+from lowbit_strategy.accelerate.controllers_from_config import controller_from, monitor_from
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
-from lowbit_strategy.accelerate.written import controller_from, monitor_from
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.registry import from_options, preset
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods.registry import from_options, preset
 
 SECTION = "lowbit_config"
 VARIABLE = "LOWBIT_CONFIG"  # the section as JSON, or the path of a file that holds it

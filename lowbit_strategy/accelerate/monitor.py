@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lowbit_strategy.control.groups import GroupBy
 from lowbit_strategy.control.guard import Bounds
-from lowbit_strategy.hooks.loop import check_monitor
+from lowbit_strategy.telemetry.custom_loop import check_monitor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lowbit_strategy.accelerate.monitor import CompressionMonitor
+from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.hooks.attach import SyncOptions
-from lowbit_strategy.hooks.checkpoint import OnWorldSizeChange
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods.quantization.loco import LoCo
 
 if TYPE_CHECKING:
     from lowbit_strategy.accelerate.binding import Binding

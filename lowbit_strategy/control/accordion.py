@@ -20,8 +20,8 @@ from lowbit_strategy.control.base import (
 )
 from lowbit_strategy.control.critical import CriticalRegimes, Unit
 from lowbit_strategy.control.levels import check_order, labels
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 MODEL = "model"  # the name under which the whole model is judged
 

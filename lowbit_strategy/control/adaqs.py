@@ -8,8 +8,8 @@ from typing import Literal
 
 from lowbit_strategy.control.base import Controller, Decision, State, Telemetry, Watch, describe_switches
 from lowbit_strategy.control.levels import check_order, labels
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 MODEL = "model"
 

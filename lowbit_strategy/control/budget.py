@@ -13,8 +13,8 @@ from torch import Tensor
 from lowbit_strategy.control.base import Controller, Decision, Energy, State, Telemetry, Watch, describe_switches
 from lowbit_strategy.control.groups import GroupBy, check_group_by, grouped
 from lowbit_strategy.control.levels import check_order, labels, level_nbytes
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 from lowbit_strategy.control.base import Controller, Decision, State, Telemetry, Watch, describe_switches
 from lowbit_strategy.control.levels import check_order, labels
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.dense import Dense
-from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.quantization.dense import Dense
 
 _DENSE = 0  # index of the uncompressed level; candidates follow
 _FORGOTTEN = 3.0  # time constants after which e**-3 = 5 % of the residual before is left

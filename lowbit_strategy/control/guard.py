@@ -10,8 +10,8 @@ from typing import NamedTuple
 from lowbit_strategy.control.base import Clock, Controller, Decision, State, Telemetry, describe_switches
 from lowbit_strategy.control.groups import GroupBy, check_group_by, group_of, grouped
 from lowbit_strategy.control.levels import describe, labels, reference_nbytes
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
 class Reading(NamedTuple):

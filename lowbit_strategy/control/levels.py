@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from lowbit_strategy.collectives.layout import dim0_cut, flat_cut
-from lowbit_strategy.reducers.base import Assignment, Compressor, LanePair, Method
-from lowbit_strategy.reducers.select import Selector
-from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.methods._base.base import Assignment, Compressor, LanePair, Method
+from lowbit_strategy.methods._base.parameter_selectors import Selector
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 # Big enough that headers and padding do not matter, and a matrix, so that low-rank methods compress it.
 _REFERENCE = TensorSpec("reference.weight", (1024, 1024))

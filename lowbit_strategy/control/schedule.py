@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from lowbit_strategy.control.base import Clock, Controller, Decision, State, Telemetry, describe_switches
 from lowbit_strategy.control.levels import labels
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 PhaseUnit = Literal["step", "epoch", "fraction"]
 

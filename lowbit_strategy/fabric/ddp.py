@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.fabric.common import LowBitFabricMixin
+from lowbit_strategy.fabric.base_strategy import LowBitFabricMixin
 from lowbit_strategy.hooks.attach import Attached, attach_ddp, prepare
 from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB, check_ddp_options
-from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.methods._base.base import Compressor
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import DDPStrategy as _Base

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lowbit_strategy.fabric.common import LowBitFabricMixin
-from lowbit_strategy.fabric.loading import optimizers_without_state
+from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
+from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
+from lowbit_strategy.fabric.base_strategy import LowBitFabricMixin
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
-from lowbit_strategy.hooks.mismatch import explain_mismatch
-from lowbit_strategy.hooks.shard import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, shard_any
-from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, shard_any
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import ModelParallelStrategy as _Base

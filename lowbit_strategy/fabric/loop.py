@@ -10,10 +10,10 @@ from torch import nn
 
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.control.groups import GroupBy
-from lowbit_strategy.hooks import loop
-from lowbit_strategy.hooks.adaptive import AdaptiveDriver
-from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.hooks.observe import Observer
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.telemetry import custom_loop
+from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
+from lowbit_strategy.telemetry.observe import Observer
 
 
 def engine_of(fabric: Any, model: nn.Module | None = None) -> GradientSync:
@@ -58,8 +58,8 @@ def adapt(
         The driver. Its ``accumulation`` and ``learning_rate_factor`` are for the loop to apply, if the controller
         decides on them.
     """
-    clock = loop.LoopClock(optimizer, num_steps, steps_per_epoch)
-    return loop.adapt(engine_of(fabric, model), controller, clock)
+    clock = custom_loop.LoopClock(optimizer, num_steps, steps_per_epoch)
+    return custom_loop.adapt(engine_of(fabric, model), controller, clock)
 
 
 def monitor(
@@ -80,4 +80,4 @@ def monitor(
         record: A folder for the record that `lowbit report` draws.
     """
     sync = engine_of(fabric, model)
-    return loop.monitor(sync, fabric.log_dict, every_n_steps=every_n_steps, group_by=group_by, record=record)
+    return custom_loop.monitor(sync, fabric.log_dict, every_n_steps=every_n_steps, group_by=group_by, record=record)

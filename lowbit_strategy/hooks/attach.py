@@ -18,17 +18,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.checkpoint import capture, residual_files
+from lowbit_strategy.checkpoint.capture import OnWorldSizeChange, Saved
+from lowbit_strategy.checkpoint.resume import OnMissingResidual, Stamp, resume
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.hooks import checkpoint, fsdp, sidecar
-from lowbit_strategy.hooks.checkpoint import OnWorldSizeChange, Saved
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
-from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.hooks.handshake import facts, handshake
-from lowbit_strategy.hooks.report import build_report
-from lowbit_strategy.hooks.resume import OnMissingResidual, Stamp, resume
-from lowbit_strategy.hooks.specs import canonical_name, describe_parameters
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.model.handshake import facts, handshake
+from lowbit_strategy.model.parameters import canonical_name, describe_parameters
+from lowbit_strategy.telemetry.startup_report import build_report
 
 CHECKPOINT_KEY = "lowbit_strategy"
 
@@ -124,8 +125,8 @@ class Attached:
 
     def save(self, path: Any) -> Saved:
         """Write this rank's residuals beside the checkpoint `path`; call on all ranks *before* the checkpoint."""
-        saved = checkpoint.capture(self.sync)
-        sidecar.save(path, saved)
+        saved = capture.capture(self.sync)
+        residual_files.save(path, saved)
         return saved
 
     def stamp(self) -> Stamp:
@@ -160,8 +161,8 @@ class Attached:
     def adopt(self, earlier: Attached) -> None:
         """Go on with the state of an earlier attachment of the same model (a second fit)."""
         self.sync.extend(self._describe_frozen(earlier.sync.specs))
-        saved = checkpoint.capture(earlier.sync)
-        checkpoint.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+        saved = capture.capture(earlier.sync)
+        capture.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
 
     def _describe_frozen(self, names: Iterable[str]) -> list[TensorSpec]:
         """Those of `names` that are frozen here: what they are still owed is kept until they are trained again."""

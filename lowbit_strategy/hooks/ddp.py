@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.collectives.comm import Pending
-from lowbit_strategy.hooks.bucket import BucketLayout, Entry
-from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.hooks.specs import canonical_name
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.worker import BucketWorker
+from lowbit_strategy.model.parameters import canonical_name
 
 # On gloo several smaller buckets fill a slow link better than DDP's 25 MiB: their exchanges overlap each other and
 # backward. Measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md.

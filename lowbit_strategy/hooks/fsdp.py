@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.hooks.bucket import BucketLayout, Entry
-from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.hooks.specs import canonical_name
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.model.parameters import canonical_name
 
 
 class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):

@@ -6,11 +6,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lowbit_strategy.control.base import Clock, Controller
-from lowbit_strategy.hooks.adaptive import AdaptiveDriver
-from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.hooks.loop import metric_name
-from lowbit_strategy.hooks.runrecord import RunRecord
-from lowbit_strategy.lightning.record import Where, listen, log_metrics, open_record
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.lightning.run_folder import Where, listen, log_metrics, open_record
+from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
+from lowbit_strategy.telemetry.custom_loop import metric_name
+from lowbit_strategy.telemetry.run_record import RunRecord
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base

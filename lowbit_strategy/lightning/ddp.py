@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.hooks.attach import Prepared, attach_ddp, prepare
 from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB, check_ddp_options
-from lowbit_strategy.lightning.common import LowBitMixin
-from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.lightning.base_strategy import LowBitMixin
+from lowbit_strategy.methods._base.base import Compressor
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from lowbit_strategy.fabric.loading import optimizers_without_state
+from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
+from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
-from lowbit_strategy.hooks.mismatch import explain_mismatch
-from lowbit_strategy.hooks.shard import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, shard_any
-from lowbit_strategy.lightning.common import LowBitMixin
-from lowbit_strategy.reducers.base import Compressor
+from lowbit_strategy.lightning.base_strategy import LowBitMixin
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, shard_any
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Base

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit_strategy.control.groups import GroupBy, check_group_by
 from lowbit_strategy.control.guard import Bounds, Reading
-from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.hooks.loop import figures_to_log, record_fields, start_fields
-from lowbit_strategy.hooks.observe import Figures, Observation, Observer
-from lowbit_strategy.hooks.runrecord import RunRecord
-from lowbit_strategy.lightning.record import Where, listen, log_metrics, open_record
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.lightning.run_folder import Where, listen, log_metrics, open_record
+from lowbit_strategy.telemetry.custom_loop import figures_to_log, record_fields, start_fields
+from lowbit_strategy.telemetry.observe import Figures, Observation, Observer
+from lowbit_strategy.telemetry.run_record import RunRecord
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base

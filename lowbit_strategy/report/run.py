@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowbit_strategy.hooks.runrecord import read_record
+from lowbit_strategy.telemetry.run_record import read_record
 
 Line = dict[str, Any]
 

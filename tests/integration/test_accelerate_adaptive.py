@@ -25,7 +25,7 @@ from lowbit_strategy.control import (
     Schedule,
     Static,
 )
-from lowbit_strategy.hooks.runrecord import read_record
+from lowbit_strategy.telemetry.run_record import read_record
 from tests.accelerated import Job, Kind, loss_of, make, prepared, state_folder
 from tests.scenarios import Facts, raised, scenarios
 from tests.training import fingerprint, mlp

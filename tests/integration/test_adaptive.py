@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.control import Accordion, ErrorBudget, GraVAC
-from lowbit_strategy.hooks.adaptive import AdaptiveDriver
-from lowbit_strategy.hooks.observe import Observer
-from lowbit_strategy.reducers.loco import LoCo
-from lowbit_strategy.reducers.powersgd import PowerSGD
-from lowbit_strategy.reducers.topk import TopK
+from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
+from lowbit_strategy.telemetry.observe import Observer
 from tests.invariants.kit import SPECS, Kit
 from tests.scenarios import Facts, scenarios
 from tests.traffic import count_traffic

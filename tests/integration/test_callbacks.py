@@ -30,9 +30,9 @@ from lowbit_strategy.control import (
 from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDP
 from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDP
 from lowbit_strategy.fabric import adapt, monitor
-from lowbit_strategy.hooks.observe import Observer
-from lowbit_strategy.hooks.runrecord import read_record
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor
+from lowbit_strategy.telemetry.observe import Observer
+from lowbit_strategy.telemetry.run_record import read_record
 from tests.scenarios import Facts, raised, scenarios
 from tests.training import KINDS, OUTPUTS, WIDTH, Regression, fingerprint, loader, mlp, strategy, trainer
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.hooks.attach import Attached, SyncOptions, attach_ddp, attach_fsdp, prepare
-from lowbit_strategy.hooks.shard import ShardPolicy, shard_module
+from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
 from tests.scenarios import Facts, scenarios
 from tests.training import KINDS, MIN_SHARD_NUMEL, WIDTH, Kind, full, full_parameters, mlp
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import CompressionMonitor, LowBitPlugin, binding_of
 from lowbit_strategy.control import Accordion, AccordionBatch, Controller, Phase, Schedule
-from lowbit_strategy.hooks.runrecord import read_record
+from lowbit_strategy.telemetry.run_record import read_record
 from lowbit_strategy.transformers import attach
 from tests.accelerated import Kind, fresh_state, record_of
 from tests.scenarios import Facts, raised, scenarios

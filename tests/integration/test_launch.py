@@ -19,7 +19,7 @@ import psutil
 import pytest
 import yaml
 
-from lowbit_strategy.hooks.runrecord import read_record
+from lowbit_strategy.telemetry.run_record import read_record
 from tests.scripts import REPOSITORY, run_script
 
 LOWBIT = ["-c", "from lowbit_strategy.cli import main; main()"]

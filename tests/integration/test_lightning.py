@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from lowbit_strategy import LoCo
-from lowbit_strategy.hooks.report import build_report
+from lowbit_strategy.telemetry.startup_report import build_report
 from tests.scenarios import Facts, scenarios
 from tests.training import (
     KINDS,

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
-from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.hooks.fsdp import install
-from lowbit_strategy.hooks.specs import describe_parameters
-from lowbit_strategy.reducers.powersgd import PowerSGD
+from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
+from lowbit_strategy.model.parameters import describe_parameters
 from tests.distributed import run_ranks
 
 STEPS = 20

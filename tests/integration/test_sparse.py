@@ -17,23 +17,23 @@ from torch.distributed.fsdp import fully_shard
 
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.sparse_layout import counts_nbytes
-from lowbit_strategy.hooks.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
-from lowbit_strategy.hooks.engine import GradientSync
 from lowbit_strategy.hooks.fsdp import install
-from lowbit_strategy.hooks.specs import describe_parameters
-from lowbit_strategy.reducers.adacomp import AdaComp
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.dgc import DGC
-from lowbit_strategy.reducers.exclusive import _Model
-from lowbit_strategy.reducers.exdyna import ExDyna
-from lowbit_strategy.reducers.gtopk import GTopK
-from lowbit_strategy.reducers.micro import MiCRO
-from lowbit_strategy.reducers.randomk import RandomK
-from lowbit_strategy.reducers.scalecom import ScaleCom
-from lowbit_strategy.reducers.sidco import SIDCo
-from lowbit_strategy.reducers.tensors import TensorSpec
-from lowbit_strategy.reducers.topk import TopK
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.exclusive_partitions import _Model
+from lowbit_strategy.methods.sparsification.adacomp import AdaComp
+from lowbit_strategy.methods.sparsification.dgc import DGC
+from lowbit_strategy.methods.sparsification.exdyna import ExDyna
+from lowbit_strategy.methods.sparsification.gtopk import GTopK
+from lowbit_strategy.methods.sparsification.micro import MiCRO
+from lowbit_strategy.methods.sparsification.randomk import RandomK
+from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
+from lowbit_strategy.methods.sparsification.sidco import SIDCo
+from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.model.parameters import describe_parameters
 from tests.distributed import run_ranks
 
 _CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from lowbit_strategy import LoCo, PowerSGD, TopK
 from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.control import Phase, Schedule
-from lowbit_strategy.hooks.bucket import Bucket
+from lowbit_strategy.engine.bucket import Bucket
 from lowbit_strategy.lightning import AdaptiveCompression
 from tests.scenarios import Facts, scenarios
 from tests.training import KINDS, Regression, loader, mlp, strategy, trainer

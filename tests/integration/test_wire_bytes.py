@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import wire_bytes
-from lowbit_strategy.reducers.registry import PRESETS
+from lowbit_strategy.methods.registry import PRESETS
 
 WORLD_SIZE = 2
 NUMEL = 100_000

@@ -14,23 +14,23 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.hooks.bucket import BucketLayout, Entry
-from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.reducers.base import Compressor
-from lowbit_strategy.reducers.ef21 import EF21
-from lowbit_strategy.reducers.efsignsgd import EFSignSGD
-from lowbit_strategy.reducers.errorfeedback import ErrorFeedback
-from lowbit_strategy.reducers.loco import LoCo
-from lowbit_strategy.reducers.multiscale import MultiScale
-from lowbit_strategy.reducers.natural import NaturalCompression
-from lowbit_strategy.reducers.partition import Partition
-from lowbit_strategy.reducers.powersgd import PowerSGD
-from lowbit_strategy.reducers.qsgd import QSGD
-from lowbit_strategy.reducers.registry import PRESETS
-from lowbit_strategy.reducers.rotate import Rotate
-from lowbit_strategy.reducers.tensors import TensorSpec
-from lowbit_strategy.reducers.terngrad import TernGrad
-from lowbit_strategy.reducers.warmup import WarmUp
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
+from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.quantization.multiscale import MultiScale
+from lowbit_strategy.methods.quantization.naturalcompression import NaturalCompression
+from lowbit_strategy.methods.quantization.qsgd import QSGD
+from lowbit_strategy.methods.quantization.terngrad import TernGrad
+from lowbit_strategy.methods.registry import PRESETS
+from lowbit_strategy.methods.wrappers.ef21 import EF21
+from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
+from lowbit_strategy.methods.wrappers.partition import Partition
+from lowbit_strategy.methods.wrappers.rotate import Rotate
+from lowbit_strategy.methods.wrappers.warmup import WarmUp
 
 LayoutName = Literal["ddp", "fsdp"]
 LAYOUTS: tuple[LayoutName, ...] = ("ddp", "fsdp")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lowbit_strategy.reducers.base import LanePair
-from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.methods._base.base import LanePair
+from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.invariants.kit import SPECS, Case, Evidence, Kit, fingerprint
 from tests.invariants.sums import add, check_conservation, settle
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_strategy.hooks.engine import GradientSync
-from lowbit_strategy.reducers.base import LanePair
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.base import LanePair
 from tests.invariants.kit import SPECS, Case, Evidence, Grads, Kit, fingerprint, relative
 from tests.traffic import count_traffic
 

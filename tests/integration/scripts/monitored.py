@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lowbit_strategy.lightning import CompressionMonitor
-from lowbit_strategy.reducers.registry import preset
+from lowbit_strategy.methods.registry import preset
 from slow_links import counters
 from tests.training import OUTPUTS, WIDTH, Regression, loader, strategy, trainer
 

@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lowbit_strategy import LoCo
+from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.control import Accordion, Controller, GraVAC
-from lowbit_strategy.hooks import sidecar
 from lowbit_strategy.lightning import AdaptiveCompression
 from tests.training import ByStep, fingerprint, loader, strategy, trainer
 
@@ -51,7 +51,7 @@ def kill_while_saving() -> None:
             kill()
         save(saved, file)
 
-    sidecar.torch = type("torch", (), {"save": staticmethod(interrupted), "load": staticmethod(torch.load)})
+    residual_files.torch = type("torch", (), {"save": staticmethod(interrupted), "load": staticmethod(torch.load)})
 
 
 class Job(ByStep):

@@ -20,10 +20,10 @@ from lowbit_strategy.codecs.onebit import TwoMeansCodec, pack_bits, unpack_bits
 from lowbit_strategy.codecs.qsgd import L2Codec
 from lowbit_strategy.codecs.rotate import RotatedCodec, hadamard
 from lowbit_strategy.codecs.ternary import TernaryCodec
+from lowbit_strategy.kernels.codebooks import fitted, ternary
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.levels import fitted, ternary
 from lowbit_strategy.kernels.segments import Segment, Segments
-from lowbit_strategy.reducers.signsgd import SignCodec
+from lowbit_strategy.methods.quantization.signsgd import SignCodec
 
 Z = 5.5
 DRAWS = 400

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lowbit_strategy.control import Clock, Controller, Decision, Telemetry
-from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 Measure = Callable[[Clock, Decision], Mapping[str, Any]]
 

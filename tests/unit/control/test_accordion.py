@@ -8,8 +8,8 @@ import pytest
 
 from lowbit_strategy.control import Accordion, AccordionBatch, Clock
 from lowbit_strategy.control.critical import CriticalRegimes
-from lowbit_strategy.reducers.loco import LoCo
-from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.unit.control.simulate import matrices, run
 
 LIGHT, HEAVY = LoCo(bits=8), LoCo(bits=2)

@@ -10,8 +10,8 @@ import pytest
 
 from lowbit_strategy.control import Clock, Decision, Energy, ErrorBudget
 from lowbit_strategy.control.budget import cheapest
-from lowbit_strategy.reducers.loco import LoCo
-from lowbit_strategy.reducers.tensors import TensorSpec
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.unit.control.simulate import matrices, run
 
 CHOICES = tuple(LoCo(bits=bits) for bits in (8, 4, 2))

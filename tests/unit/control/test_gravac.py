@@ -8,7 +8,7 @@ import math
 import pytest
 
 from lowbit_strategy.control import Clock, Decision, Energy, GraVAC
-from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.unit.control.simulate import matrices, run
 
 TURN = 15 + 25  # steps: settling, window

@@ -8,7 +8,7 @@ import pytest
 
 from lowbit_strategy.control import AdaQS, Bounds, Clock, Decision, Energy, Guard, Phase, Schedule, Static, group_of
 from lowbit_strategy.control.guard import Reading
-from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.unit.control.simulate import matrices, run
 
 TWO, FOUR, EIGHT = LoCo(bits=2), LoCo(bits=4), LoCo(bits=8)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from lowbit_strategy.control import Clock, Phase, Schedule, dgc_warmup
-from lowbit_strategy.reducers.loco import LoCo
+from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.unit.control.simulate import matrices, run
 
 EIGHT, FOUR = LoCo(bits=8), LoCo(bits=4)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit_strategy.kernels.codebooks import fitted, ternary
 from lowbit_strategy.kernels.format import BlockFormat, uniform
-from lowbit_strategy.kernels.levels import fitted, ternary
 from lowbit_strategy.kernels.reference.blocks import (
     WHOLE,
     decode_sum_,

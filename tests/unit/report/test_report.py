@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lowbit_strategy.cli import app
-from lowbit_strategy.hooks.runrecord import FILE_NAME, RunRecord, read_record
 from lowbit_strategy.report.run import read_run
+from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord, read_record
 
 LABELS = ["loco(bits=8)", "loco(bits=2)"]
 

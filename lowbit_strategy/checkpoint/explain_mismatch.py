@@ -1,0 +1,75 @@
+"""A checkpoint that does not fit the model: which parameters, said in names and shapes.
+
+FSDP2's loaders fail on the first tensor, often in words about broadcasting. This looks only after they have failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lowbit_strategy.model.parameters import canonical_name
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@contextmanager
+def explain_mismatch(path: Any, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Loading of `path` goes on inside; `modules` by the name under which the checkpoint has their state.
+
+    Raises:
+        ValueError: Loading failed, and the checkpoint has other parameters than a module.
+    """
+    try:
+        yield
+    except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
+        for key, module in modules.items():
+            if difference := _difference(_readable_shapes(Path(path), key), module):
+                raise ValueError(f"the checkpoint {path} is of another model: {difference}") from error
+        raise
+
+
+def _readable_shapes(path: Path, key: str) -> Shapes | None:
+    """As `_saved_shapes`; None if the checkpoint cannot be read safely. Then the framework's own error must do.
+
+    A checkpoint may come from anywhere, so nothing in it is ever run to explain why it did not load.
+    """
+    try:
+        return _saved_shapes(path, key)
+    except Exception:  # damaged or hostile bytes fail in any of the ways of pickle
+        return None
+
+
+def _saved_shapes(path: Path, key: str) -> Shapes | None:
+    """Shapes in a full file or in a folder of shards; None if there are none under `key`."""
+    if path.is_dir():
+        entries = FileSystemReader(path).read_metadata().state_dict_metadata
+        sizes = {name.removeprefix(f"{key}."): entry for name, entry in entries.items() if name.startswith(f"{key}.")}
+        return {name: tuple(entry.size) for name, entry in sizes.items() if hasattr(entry, "size")} or None
+    if not path.is_file():
+        return None
+    tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True).get(key)
+    if not isinstance(tensors, Mapping):
+        return None
+    return {name: tuple(value.shape) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+
+
+def _difference(saved: Shapes | None, module: nn.Module) -> str:
+    if saved is None:
+        return ""
+    there = {canonical_name(name): shape for name, shape in saved.items()}
+    here = {canonical_name(name): tuple(value.shape) for name, value in module.state_dict().items()}
+    parts = []
+    for what, names in (("it lacks", here.keys() - there.keys()), ("the model lacks", there.keys() - here.keys())):
+        if names:
+            parts.append(f"{what} {', '.join(sorted(names)[:3])}{' ...' if len(names) > 3 else ''}")
+    for name in [name for name, shape in here.items() if name in there and there[name] != shape][:3]:
+        parts.append(f"{name} is {list(there[name])} there and {list(here[name])} here")
+    return "; ".join(parts)

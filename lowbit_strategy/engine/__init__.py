@@ -1,0 +1,1 @@
+"""One model's gradient synchronisation on one rank: buckets, state of the methods, carry-over, steps."""

@@ -1,0 +1,41 @@
+"""``lowbit launch`` and ``lowbit config``. What they need is imported when they are called."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# Everything after the command's name belongs to Accelerate's own parser, -h and --help included.
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+def launch(context: typer.Context) -> None:
+    """Run an Accelerate script with compressed gradients: takes every flag of accelerate launch."""
+    from lowbit_strategy.launch import launcher
+
+    try:
+        launcher.launch(context.args)
+    except ValueError as error:
+        print(f"lowbit launch: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def config(
+    config_file: Annotated[
+        Path,
+        typer.Option(
+            "--config-file", "--config_file", help="Written; one that is there keeps all but its lowbit_config section."
+        ),
+    ] = Path("lowbit.yaml"),
+) -> None:
+    """Ask what to compress and how, and write a configuration file for lowbit launch."""
+    from lowbit_strategy.launch import config_wizard
+
+    try:
+        config_wizard.configure(config_file)
+    except ValueError as error:
+        print(f"lowbit config: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None

@@ -1,0 +1,1 @@
+"""The methods: a codec or a selection, a rule for the residual, and a collective."""

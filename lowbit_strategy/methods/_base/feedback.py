@@ -1,0 +1,191 @@
+"""Error feedback for any codec: what was not said is added to the next gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.packed import Packed, pack_segments
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.exchange import State, Step
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.kernels.reference import blocks
+from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM
+from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.methods._base.base import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.stateful_codec import Arena, CodecLane, Lane
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.quantization.loco import LoCoLane
+
+ResidualDtype = Literal["float32", "int8"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedbackLane(Lane):
+    """A codec with a residual, on every piece of a bucket at once:
+
+    1. ``h = g + e``
+    2. send ``Q = C(h)``
+    3. ``e' = decay * (beta * e + (1 - beta) * (h - Q))``
+
+    A piece whose gradient is all zero is idle: it sends zeros and keeps its residual. Where h or Q is not finite the
+    residual stays as it was.
+
+    Args:
+        codec: C.
+        beta: 0 is classic feedback; above, LoCo's moving average.
+        decay: Below 1 old errors fade; nothing is conserved then.
+        residual: ``int8`` has one scale a block and rounds at random.
+    """
+
+    codec: Codec
+    beta: float = 0.0
+    decay: float = 1.0
+    residual: ResidualDtype = "float32"
+
+    @property
+    def label(self) -> str:
+        return f"{self.codec.label}, error feedback"
+
+    @property
+    def block_size(self) -> int:
+        return self.codec.block_size
+
+    @property
+    def gain(self) -> float | None:
+        return 1.0 - self.beta if self.decay == 1.0 else None
+
+    def arenas(self) -> dict[str, Arena]:
+        if self.residual == "float32":
+            return {"residual": Arena(torch.float32)}
+        return {"residual": Arena(torch.int8), "residual_scale": Arena(torch.bfloat16, per_block=True)}
+
+    def wire_nbytes(self, numel: int) -> int:
+        return self.codec.wire_nbytes(numel)
+
+    def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None:
+        if not segments.rows:
+            return
+        packed = pack_segments(segments, self.block_size)
+        g = packed.collect(x)
+        e = self._read(packed, state)
+        idle = packed.idle(g)
+        h = torch.where(idle, 0.0, g + e)
+        self.codec.encode_segments_(h, wire, packed.segments, seed=step.seed, flag=flag)
+        said = torch.zeros_like(h)
+        self.codec.decode_sum_segments_(wire.view(1, -1), said, packed.segments, alpha=1.0)
+        updated = (e * self.beta + (h - said) * (1.0 - self.beta)) * self.decay
+        keep = idle | ~updated.isfinite()
+        self._write_(packed, state, torch.where(keep, e, updated), keep, step)
+
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
+        self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)
+
+    def _read(self, packed: Packed, state: State) -> Tensor:
+        e = packed.collect_state(state["residual"])
+        if self.residual == "float32":
+            return e
+        scale_K = packed.collect_state(state["residual_scale"], self.block_size).float()
+        return (e.view(-1, self.block_size).float() * scale_K[:, None]).view(-1)
+
+    def _write_(self, packed: Packed, state: State, e: Tensor, keep: Tensor, step: Step) -> None:
+        if self.residual == "float32":
+            packed.store_state_(state["residual"], e)
+            return
+        grid = uniform(8, self.block_size)
+        e_KB = e.view(-1, self.block_size)
+        scale_K = blocks.residual_scale(e_KB, grid)
+        noise_KB = packed.noise(step.seed, RESIDUAL_STREAM, e.device)
+        codes_KB = (blocks.quantize(e_KB, scale_K, grid, noise_KB).to(torch.int16) - grid.qmax).to(torch.int8)
+        keep_K = keep.view(-1, self.block_size).all(-1)  # exactly as it was, not rounded once more
+        old_KB = packed.collect_state(state["residual"]).view_as(codes_KB)
+        old_scale_K = packed.collect_state(state["residual_scale"], self.block_size)
+        packed.store_state_(state["residual"], torch.where(keep_K[:, None], old_KB, codes_KB).view(-1))
+        new_scale_K = torch.where(keep_K, old_scale_K, blocks.to_bfloat16(scale_K))
+        packed.store_state_(state["residual_scale"], new_scale_K, self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedbackReducer(Reducer):
+    """A reducer that keeps no residual, with one: ``h = g + e``, reduce h, ``e' = decay * (h - sent)``.
+
+    Args:
+        inner: Fills ``View.sent``.
+        decay: As in `FeedbackLane`.
+    """
+
+    inner: Reducer
+    decay: float = 1.0
+
+    @property
+    def whole_model(self) -> bool:  # type: ignore[override]
+        return self.inner.whole_model
+
+    @property
+    def fixed_size(self) -> bool:  # type: ignore[override]
+        return self.inner.fixed_size
+
+    @property
+    def label(self) -> str:
+        return f"{self.inner.label}, error feedback"
+
+    @property
+    def gain(self) -> float | None:
+        return 1.0 if self.decay == 1.0 else None
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        state = self.inner.init(specs, device)
+        for spec in specs:
+            residual = torch.zeros(spec.numel, dtype=torch.float32, device=device)
+            state.setdefault(spec.name, {})["residual"] = residual
+        return state
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+        inner_views, idles = [], []
+        for view in views:
+            g = view.flat().float()
+            idle = (g == 0).all()  # now: the result may be written over the gradient
+            h = torch.where(idle, 0.0, g + state[view.spec.name]["residual"])
+            inner_views.append(view._replace(x=view.rows(h) if view.scatter else h, sent=torch.empty_like(h)))
+            idles.append(idle)
+        yield from self.inner.reduce(inner_views, state, comm, step)
+        for view, inner, idle in zip(views, inner_views, idles, strict=True):
+            residual, sent = state[view.spec.name]["residual"], inner.sent
+            assert sent is not None
+            updated = (inner.flat() - sent) * self.decay
+            residual.copy_(torch.where(idle | ~updated.isfinite(), residual, updated))
+            if view.sent is not None:
+                view.sent.copy_(sent)
+
+    def rescale_(self, state: ReducerState, factor: float) -> None:
+        self.inner.rescale_(state, factor)  # the residuals too: by default whatever bears that name is rescaled
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        return self.inner.wire_nbytes(spec, world_size, scatter=scatter)
+
+
+def codec_of(lane: Lane) -> Codec:
+    """The codec of a lane, whatever residual it keeps.
+
+    Raises:
+        ValueError: The lane has no codec that could serve alone.
+    """
+    if isinstance(lane, (CodecLane, FeedbackLane)):
+        return lane.codec
+    if isinstance(lane, LoCoLane):
+        return BlockCodec(lane.fmt, lane.rounding)
+    raise ValueError(f"{lane.label!r} has no codec of its own: wrap a quantiser such as QSGD, LoCo or OneBitSGD")
+
+
+def check_decay(decay: float) -> None:
+    """Raises:
+    ValueError: Out of range.
+    """
+    if not 0.0 < decay <= 1.0:
+        raise ValueError(f"decay must be in (0, 1], got {decay!r}")

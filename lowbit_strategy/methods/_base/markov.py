@@ -1,0 +1,81 @@
+"""EF21's lane: both sides keep an estimate, and differences from it travel (Markov compression)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.packed import pack_segments
+from lowbit_strategy.collectives.exchange import State, Step
+from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.methods._base.stateful_codec import Arena, Lane
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovLane(Lane):
+    """The sender says ``c = C(g - estimate)`` and both add c to what they know.
+
+    1. sender: ``c_r = C(g_r - estimate_r)``, ``estimate_r += c_r``
+    2. receiver: ``total += sum of c_r``; the result is total
+
+    So ``total`` is always the sum of the senders' estimates, to rounding. Where c is not finite the result is, for this
+    step, not finite either, and neither side moves. There is no idle rule: an estimate follows a gradient to zero.
+
+    Args:
+        codec: C; may be biased, must shrink: ``|x - C(x)| < |x|``.
+    """
+
+    codec: Codec
+
+    @property
+    def label(self) -> str:
+        return f"{self.codec.label}, differences (EF21)"
+
+    @property
+    def block_size(self) -> int:
+        return self.codec.block_size
+
+    def arenas(self) -> dict[str, Arena]:
+        return {"estimate": Arena(torch.float32), "total": Arena(torch.float32, extent="receiver")}
+
+    def wire_nbytes(self, numel: int) -> int:
+        return self.codec.wire_nbytes(numel)
+
+    def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None:
+        if not segments.rows:
+            return
+        packed = pack_segments(segments, self.block_size)
+        estimate = packed.collect_state(state["estimate"])
+        difference = packed.collect(x) - estimate
+        self.codec.encode_segments_(difference, wire, packed.segments, seed=step.seed, flag=flag)
+        packed.store_state_(state["estimate"], estimate + _finite(self._decode(wire.view(1, -1), segments)))
+
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
+        if not segments.rows:
+            return
+        packed = pack_segments(segments, self.block_size)
+        total = packed.collect_state(state["total"])
+        bad = torch.zeros_like(total, dtype=torch.bool)
+        for rank in range(wire_WB.shape[0]):  # one by one: what a rank failed to say is left out for it alone
+            said = self._decode(wire_WB[rank : rank + 1], segments)
+            bad |= ~said.isfinite()
+            total += _finite(said)
+        packed.store_state_(state["total"], total)
+        packed.spread_(torch.where(bad, torch.nan, total * alpha), out)
+
+    def said_(self, wire: Tensor, out: Tensor, segments: Segments, state: State) -> None:
+        packed = pack_segments(segments, self.block_size)
+        packed.spread_(packed.collect_state(state["estimate"]), out)
+
+    def _decode(self, wire_1B: Tensor, segments: Segments) -> Tensor:
+        packed = pack_segments(segments, self.block_size)
+        said = torch.zeros(packed.numel, dtype=torch.float32, device=wire_1B.device)
+        self.codec.decode_sum_segments_(wire_1B, said, packed.segments, alpha=1.0)
+        return said
+
+
+def _finite(values: Tensor) -> Tensor:
+    return torch.where(values.isfinite(), values, 0.0)

@@ -1,0 +1,117 @@
+"""What methods with a scale that all ranks share have in common: agreeing on it, rounding to it, writing the mean."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.block import Rounding
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.kernels.reference.blocks import to_blocks
+from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
+from lowbit_strategy.methods._base.base import View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class SharedViews:
+    """The views of one reduction: gradients as flat float32, one norm for every block of every parameter.
+
+    Blocks are counted from a parameter's first element, whatever the layout and the world size.
+    """
+
+    def __init__(self, views: Sequence[View], comm: Comm, step: Step, block_size: int) -> None:
+        self.views = [view for view in views if view.spec.numel]
+        self.comm = comm
+        self.step = step
+        self.block_size = block_size
+        self.scatter = any(view.scatter for view in views)
+        self.gradients = [view.flat().float() for view in self.views]
+
+    def blocks(self, index: int) -> Tensor:
+        """float32 [K, B] of one view's gradient."""
+        return to_blocks(self.gradients[index], self.block_size)
+
+    def agree(self, norms: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
+        """The largest norm over ranks of every block; NaN where any rank's is not finite.
+
+        Infinity stands for NaN on the way: a maximum of NaN means different things to different backends.
+        """
+        local = torch.cat(list(norms))
+        agreed = torch.where(local.isfinite(), local, torch.inf)
+        yield self.comm.all_reduce_max(agreed)
+        agreed = torch.where(agreed.isinf(), torch.nan, agreed)
+        return list(agreed.split([norm.numel() for norm in norms]))
+
+    def spread(self, values_K: Tensor, index: int) -> Tensor:
+        """One number a block as one number an element, flat [numel]."""
+        return values_K.repeat_interleave(self.block_size)[: self.views[index].spec.numel]
+
+    def round(self, index: int, step_N: Tensor, limit: int, rounding: Rounding) -> Tensor:
+        """int32 [numel]: gradient over `step_N` as a whole number; 0 where the step is 0 or NaN."""
+        name, gradient = self.views[index].spec.name, self.gradients[index]
+        usable = step_N >= _TINY
+        y = torch.where(usable, gradient, 0.0) / torch.where(usable, step_N, 1.0)
+        if rounding == "stochastic":
+            key = stream_key(self.step.seed, zlib.crc32(name.encode()), CODE_STREAM)
+            y += dither(0, gradient.numel(), key, gradient.device)
+        return y.round().clamp(-limit, limit).to(torch.int32)
+
+    def rows(self, values: Sequence[Tensor]) -> Tensor:
+        """[W, n]: every view's flat values, cut over the ranks."""
+        world_size = self.comm.world_size
+        if self.scatter:
+            return torch.cat([view.rows(value) for view, value in zip(self.views, values, strict=True)], 1)
+        flat = torch.cat(list(values))
+        return torch.nn.functional.pad(flat, (0, -flat.numel() % world_size)).view(world_size, -1)
+
+    def unrows(self, rows_WN: Tensor) -> list[Tensor]:
+        """The inverse of `rows`: flat values of every view."""
+        if self.scatter:
+            parts = rows_WN.split([view.cut.row_numel for view in self.views], 1)
+            return [part.reshape(-1)[: view.spec.numel] for part, view in zip(parts, self.views, strict=True)]
+        sizes = [view.spec.numel for view in self.views]
+        return list(rows_WN.reshape(-1)[: sum(sizes)].split(sizes))
+
+    def write_(self, totals: Tensor, steps: Sequence[Tensor]) -> None:
+        """Every view's mean from the integer sums of `sum_integers` and the steps they count in."""
+        world_size, rank = self.comm.world_size, self.comm.rank
+        if not self.scatter:
+            for view, total, step_N in zip(self.views, self.unrows(totals), steps, strict=True):
+                view.out.copy_(total * step_N / world_size)
+            return
+        own = totals.split([view.cut.row_numel for view in self.views])
+        for view, total, step_N in zip(self.views, own, steps, strict=True):
+            start, length = rank * view.cut.row_numel, view.cut.row_length(rank)
+            view.out[:length] = total[:length] * step_N[start : start + length]
+            view.out[length:] = 0
+
+    def tell(self, codes: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+        """For feedback and monitors: what was to be said, and what was."""
+        for view, gradient, code, step_N in zip(self.views, self.gradients, codes, steps, strict=True):
+            if view.compensated is not None:
+                view.compensated.copy_(gradient)
+            if view.sent is not None:
+                view.sent.copy_(code * step_N)
+
+
+def num_blocks(spec: TensorSpec, block_size: int) -> int:
+    return -(-spec.numel // block_size)
+
+
+def agreed_nbytes(spec: TensorSpec, block_size: int, world_size: int) -> int:
+    """Bytes a rank sends to agree on the norms of one parameter."""
+    return 2 * (world_size - 1) * num_blocks(spec, block_size) * 4 // world_size
+
+
+def row_numel(spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+    """Elements of one rank's row."""
+    if not scatter:
+        return -(-spec.numel // world_size)
+    dim0 = spec.shape[0] if spec.shape else 1
+    return -(-dim0 // world_size) * (spec.numel // dim0) if dim0 else 0

@@ -1,0 +1,66 @@
+"""Compressors made of another one: what they share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lowbit_strategy.methods._base.base import Assignment, Compressor, LanePair, Method, Reducer
+from lowbit_strategy.methods._base.parameter_selectors import Selector
+from lowbit_strategy.methods._base.stateful_codec import Lane
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wrapper(Compressor):
+    """Changes the methods that `compressor` gives; what that one exempts stays exempt.
+
+    Args:
+        compressor: The wrapped one.
+        exempt: Parameters that are exempt besides.
+        milder: Not used: what is milder is for the wrapped one to say.
+    """
+
+    compressor: Compressor
+    exempt: tuple[Selector, ...] = ()
+    milder: tuple[Selector, ...] = ()
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        if not isinstance(self.compressor, Compressor):
+            raise ValueError(f"compressor must be a compressor's configuration, got {self.compressor!r}")
+
+    @property
+    def approaches_mean(self) -> bool:  # type: ignore[override]
+        return self.compressor.approaches_mean
+
+    def assign(self, spec: TensorSpec) -> Assignment:
+        if (assignment := self.exempted(spec)) is not None:
+            return assignment
+        inner = self.compressor.assign(spec)
+        return inner if inner.kind == "exempt" else inner._replace(method=self.wrap(inner.method))
+
+    def method(self, spec: TensorSpec) -> Method:
+        return self.wrap(self.compressor.method(spec))
+
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        self.compressor.check(specs)
+
+    def at(self, step_index: int) -> Compressor:
+        inner = self.compressor.at(step_index)
+        return self if inner == self.compressor else replace(self, compressor=inner)
+
+    def conserving(self) -> Compressor:
+        return replace(self, compressor=self.compressor.conserving())
+
+    def wrap(self, method: Method) -> Method:
+        if isinstance(method, LanePair):
+            return LanePair(self.wrap_lane(method.there), self.wrap_lane(method.back))
+        return self.wrap_reducer(method)
+
+    @abstractmethod
+    def wrap_lane(self, lane: Lane) -> Lane: ...
+
+    @abstractmethod
+    def wrap_reducer(self, reducer: Reducer) -> Reducer: ...

@@ -1,0 +1,1 @@
+"""What sparse methods are made of."""

@@ -1,0 +1,247 @@
+"""What sparse methods share: error feedback in float32, choosing, saying, writing the mean.
+
+Every step, on every rank, for each parameter:
+
+1. ``h = g + e``, accumulated in the residual itself
+2. the method chooses positions of ``h``
+3. the values there are sent and taken out of the residual: ``e' = h - sent``
+4. the mean of what the ranks sent is written, zeros elsewhere
+
+A gradient of zeros is idle: it sends nothing and keeps its residual. A gradient with inf or NaN sends NaN, so that all
+ranks see it, and leaves its residual as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.sparse import sum_entries, sum_entries_nbytes
+from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.methods._base.base import Compressor, Reducer, ReducerState, TensorState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+Values = Literal["float32", "bfloat16", "int8", "int4"]
+_CODECS: dict[str, Codec] = {
+    "float32": DenseCodec("float32"),
+    "bfloat16": DenseCodec("bfloat16"),
+    "int8": BlockCodec(uniform(8, 128)),
+    "int4": BlockCodec(uniform(4, 64)),
+}
+
+
+def value_codec(values: Values | Codec) -> Codec:
+    """The codec of sparse values.
+
+    Raises:
+        ValueError: Neither a codec nor the name of one.
+    """
+    if isinstance(values, Codec):
+        return values
+    if values not in _CODECS:
+        raise ValueError(f"values must be one of {', '.join(_CODECS)} or a Codec, got {values!r}")
+    return _CODECS[values]
+
+
+def check_density(density: float, field: str = "density") -> None:
+    """Raises:
+    ValueError: Outside (0, 1].
+    """
+    if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0.0 < density <= 1.0:
+        raise ValueError(f"{field} must be in (0, 1] (0.01 keeps one element in a hundred), got {density!r}")
+
+
+def num_kept(density: float, numel: int) -> int:
+    """Elements kept of `numel`: at least one, if there are any."""
+    return min(numel, max(1, round(density * numel)))
+
+
+class Condition(Enum):
+    """What a rank's gradient of one parameter is in this step."""
+
+    LIVE = "live"
+    IDLE = "idle"
+    NONFINITE = "nonfinite"
+
+
+def conditions(tensors: Sequence[Tensor]) -> list[Condition]:
+    """Of each tensor. Sums tell in one fast pass; only where they are zero or not finite is it looked at closely."""
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).tolist()
+    return [_condition(tensor, total) for tensor, total in zip(tensors, sums, strict=True)]
+
+
+def _condition(tensor: Tensor, total: float) -> Condition:
+    if math.isfinite(total):
+        return Condition.LIVE if total != 0.0 or bool(tensor.any()) else Condition.IDLE
+    return Condition.LIVE if bool(tensor.isfinite().all()) else Condition.NONFINITE
+
+
+def nothing(device: torch.device) -> Chosen:
+    return Chosen(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device))
+
+
+def first(count: int, value: float, device: torch.device) -> Chosen:
+    """The first `count` positions with the same value: NaN to tell all ranks, zeros to keep a message's size."""
+    return Chosen(torch.arange(count, device=device), torch.full((count,), value, device=device))
+
+
+def layout_of(views: Sequence[View], comm: Comm) -> SparseLayout:
+    """Where the views' parameters stand in sparse messages."""
+    names, cuts = tuple(view.spec.name for view in views), tuple(view.cut for view in views)
+    return sparse_layout(names, cuts, comm.world_size, views[0].x.device, scatter=views[0].scatter)
+
+
+def write_sums_(views: Sequence[View], total: Tensor, layout: SparseLayout, world_size: int) -> None:
+    """Turn the sum over ranks, laid out as `layout` says, into what each view wants: the mean, or its row's sum."""
+    for view, start, span in zip(views, layout.starts, layout.spans, strict=True):
+        part = total[start : start + span]
+        view.out.copy_(part if view.scatter else part.mul_(1.0 / world_size))
+
+
+def take_out_(residual: Tensor, chosen: Chosen, sent: Tensor) -> None:
+    """``e' = h - sent`` at the chosen positions; what could not be said because it overflowed the codec is dropped."""
+    if not chosen.indices.numel():
+        return
+    left = (chosen.values - sent).nan_to_num_(0.0, 0.0, 0.0)
+    residual.index_copy_(0, chosen.indices, left)
+
+
+def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+    return {spec.name: {"residual": torch.zeros(spec.numel, device=device)} for spec in specs}
+
+
+def accumulate_(views: Sequence[View], state: ReducerState) -> list[Condition]:
+    """``h = g + e`` in the residuals of live gradients; the others' stay. The condition of each gradient.
+
+    A sum of finite numbers that overflows counts as not finite: what overflowed is dropped from the residual.
+    """
+    found = conditions([view.x for view in views])
+    live = [i for i, condition in enumerate(found) if condition is Condition.LIVE]
+    for i in live:
+        state[views[i].spec.name]["residual"].add_(views[i].flat())
+    if live:
+        residuals = [state[views[i].spec.name]["residual"] for i in live]
+        for i, residual, condition in zip(live, residuals, conditions(residuals), strict=True):
+            if condition is Condition.NONFINITE:
+                residual.sub_(views[i].flat()).nan_to_num_(0.0, 0.0, 0.0)
+                found[i] = Condition.NONFINITE
+    return found
+
+
+def observe_(view: View, residual: Tensor, condition: Condition, chosen: Chosen, sent: Tensor) -> None:
+    """Fill in what monitors asked for. Call before the sent values are taken out of the residual."""
+    if view.compensated is not None:
+        view.compensated.copy_(residual)
+        if condition is not Condition.LIVE:  # not accumulated
+            view.compensated.add_(view.flat())
+    if view.sent is not None:
+        view.sent.zero_().index_copy_(0, chosen.indices, sent)
+
+
+class SparseReducer(Reducer):
+    """Methods in which each rank chooses its own positions, parameter by parameter.
+
+    Subclasses are frozen dataclasses with the fields ``density`` and ``codec``.
+    """
+
+    density: float
+    codec: Codec
+    same_counts: ClassVar[bool] = False  # every rank sends `num_kept` entries, whatever its gradient
+
+    @property
+    def gain(self) -> float | None:
+        return 1.0
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        return zero_residuals(specs, device)
+
+    def num_kept(self, spec: TensorSpec) -> int:
+        """Entries that are meant to be sent for a parameter."""
+        return num_kept(self.density, spec.numel)
+
+    def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> list[Condition]:
+        return accumulate_(views, state)
+
+    @abstractmethod
+    def choose(self, view: View, tensors: TensorState, step: Step) -> Chosen:
+        """Entries of ``tensors["residual"]`` to send: ascending positions."""
+
+    def taken_out_(self, tensors: TensorState, chosen: Chosen) -> None:
+        """Whatever else must follow once entries have been sent."""
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+        if not views:
+            return
+        found = self.accumulate_(views, state, comm)
+        chosen = [
+            self._choose(view, state[view.spec.name], condition, step)
+            for view, condition in zip(views, found, strict=True)
+        ]
+        layout = layout_of(views, comm)
+        message = layout.pack(chosen, self.codec, seed=step.seed)
+        for view, condition, part, sent in zip(views, found, chosen, message.sent, strict=True):
+            tensors = state[view.spec.name]
+            observe_(view, tensors["residual"], condition, part, sent)
+            if condition is Condition.LIVE:
+                take_out_(tensors["residual"], part, sent)
+                self.taken_out_(tensors, part)
+        total = yield from sum_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
+        write_sums_(views, total, layout, comm.world_size)
+
+    def _choose(self, view: View, tensors: TensorState, condition: Condition, step: Step) -> Chosen:
+        spec = view.spec
+        if condition is Condition.LIVE:
+            return self.choose(view, tensors, step)
+        device = tensors["residual"].device
+        if condition is Condition.NONFINITE:
+            return first(self.num_kept(spec) if self.same_counts else 1, math.nan, device)
+        return first(self.num_kept(spec), 0.0, device) if self.same_counts else nothing(device)
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        return sum_entries_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=scatter)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseCompressor(Compressor):
+    """Configurations of sparse methods.
+
+    Args:
+        density: Share of the elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
+    """
+
+    approaches_mean: ClassVar[bool] = False  # not in as few steps as the shared tests take
+
+    density: float = 0.01
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        check_density(self.density)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntriesCompressor(SparseCompressor):
+    """Configurations of methods in which each rank chooses positions of its own.
+
+    Args:
+        values: How values travel: ``float32``, ``bfloat16``, ``int8``, ``int4`` (blocks with a scale) or any codec.
+            What a coarser one does not say stays in the residual. A position costs 2 bytes besides.
+    """
+
+    values: Values | Codec = "float32"
+
+    def __post_init__(self) -> None:
+        SparseCompressor.__post_init__(self)
+        value_codec(self.values)

@@ -1,0 +1,218 @@
+"""PowerSGD: a low-rank gradient, by one step of subspace iteration a step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
+from lowbit_strategy.methods._base.base import (
+    Assignment,
+    Compressor,
+    Reducer,
+    ReducerState,
+    TensorState,
+    View,
+    dense_method,
+)
+from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods._base.parameter_selectors import Selector
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.low_rank.orthogonal import orthogonalize
+from lowbit_strategy.methods.quantization.dense import Dense
+
+
+def matrix_shape(spec: TensorSpec) -> tuple[int, int]:
+    """Rows and columns of a parameter seen as a matrix: first dim, all others."""
+    rows = spec.shape[0] if spec.shape else 1
+    return rows, spec.numel // rows if rows else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PowerSGDReducer(Reducer):
+    """Fields as in `PowerSGD`. State: ``residual`` flat, ``q`` [columns, rank]."""
+
+    rank: int
+    warm_start: bool
+    feedback: bool
+    epsilon: float
+
+    fixed_size: ClassVar[bool] = True
+
+    @property
+    def label(self) -> str:
+        return f"rank {self.rank}"
+
+    @property
+    def gain(self) -> float | None:
+        return 1.0 if self.feedback else None
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        state: ReducerState = {}
+        for spec in specs:
+            rows, columns = matrix_shape(spec)
+            if self.rank > min(rows, columns):
+                raise ValueError(
+                    f"rank {self.rank} is larger than {spec.name} allows, a matrix of {rows} x {columns}: choose a rank"
+                    f" of at most {min(rows, columns)} or exempt it"
+                )
+            state[spec.name] = {"q": random_q(spec, self.rank, seed=0).to(device)}
+            if self.feedback:
+                state[spec.name]["residual"] = torch.zeros(spec.numel, dtype=torch.float32, device=device)
+        return state
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+        matrices, qs = [], []
+        for view in views:
+            tensors = state[view.spec.name]
+            matrices.append(self._matrix(view, tensors))
+            q = tensors["q"] if self.warm_start else random_q(view.spec, self.rank, step.shared_seed).to(view.x.device)
+            qs.append(orthogonalize(q, self.epsilon))
+
+        ps = [m @ q for m, q in zip(matrices, qs, strict=True)]
+        ps = _like(ps, (yield from sum_ordered(_flat(ps), comm)))
+        # A decomposition may refuse NaN: it gets zeros, and the result is made NaN again.
+        bad = [~p.isfinite().all() for p in ps]
+        ps = [orthogonalize(torch.where(b, 0.0, p), self.epsilon) for p, b in zip(ps, bad, strict=True)]
+
+        own_qs = [m.T @ p for m, p in zip(matrices, ps, strict=True)]
+        sums = _like(own_qs, (yield from sum_ordered(_flat(own_qs), comm)))
+        for i, view in enumerate(views):
+            mean_q = sums[i] / comm.world_size
+            mean = torch.where(bad[i], torch.nan, ps[i] @ mean_q.T)
+            self._tell(view, matrices[i], ps[i], own_qs[i])
+            self._update_(state[view.spec.name], matrices[i], mean, mean_q)
+            view.write_mean_(mean.reshape(-1), comm.rank)
+
+    def _matrix(self, view: View, tensors: TensorState) -> Tensor:
+        h = view.flat().to(torch.float32, copy=True)
+        if self.feedback:
+            h += tensors["residual"]
+        return h.view(matrix_shape(view.spec))
+
+    def _tell(self, view: View, matrix: Tensor, p: Tensor, own_q: Tensor) -> None:
+        if view.compensated is not None:
+            view.compensated.copy_(matrix.reshape(-1))
+        if view.sent is not None:
+            view.sent.copy_((p @ own_q.T).reshape(-1))
+
+    def _update_(self, tensors: TensorState, matrix: Tensor, mean: Tensor, mean_q: Tensor) -> None:
+        """The error against the common result; a column of Q that has vanished or is not finite stays what it was."""
+        usable = mean_q.isfinite().all(0) & (mean_q != 0).any(0)
+        tensors["q"].copy_(torch.where(usable, mean_q, tensors["q"]))
+        if self.feedback:
+            error = (matrix - mean).reshape(-1)
+            tensors["residual"].copy_(torch.where(error.isfinite(), error, tensors["residual"]))
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        rows, columns = matrix_shape(spec)
+        return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in (rows, columns))
+
+
+def random_q(spec: TensorSpec, rank: int, seed: int) -> Tensor:
+    """float32 [columns, rank] on the CPU: normal, the same on all ranks, a parameter's own."""
+    generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()) ^ seed)
+    return torch.randn(matrix_shape(spec)[1], rank, generator=generator)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PowerSGD(Compressor):
+    """Every matrix as a product of two thin ones, with error feedback.
+
+    For a parameter of n x m (first dim, all others), with Q [m, rank] of the step before, on every rank:
+
+    1. ``M = g + e``
+    2. orthonormalise Q; ``P = M Q``; sum P over ranks; orthonormalise P
+    3. ``Q = M^T P``; mean of Q over ranks
+    4. the result is ``P Q^T``, the same on all ranks
+    5. ``e' = M - P Q^T``
+
+    Sums are formed in rank order, so that results depend neither on the buckets nor on the backend. Many buckets work
+    on gloo. Under FSDP2 every rank has the whole local gradient, so the same factors are reduced and each rank forms
+    its own rows.
+
+    Args:
+        rank: Of the approximation. Bytes grow with it; 1 to 4 is usual.
+        start_step: Uncompressed until then: early gradients are the least low-rank.
+        min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
+        warm_start: Keep Q from step to step; otherwise one step of iteration starts from a random Q every time.
+        feedback: Keep the error. Without it what a low rank cannot say is lost.
+        epsilon: Added to norms in the orthonormalisation of one or two columns (Gram-Schmidt; more: QR).
+        exempt: Parameters that stay dense; see `Compressor`.
+        milder: Not used: there is no milder level.
+
+    Raises:
+        ValueError: A field is out of range; `rank` is larger than every matrix of the model.
+
+    References:
+        Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+        2019, arXiv 1905.13727, algorithms 1 and 2. The residual is taken against the common result, as PyTorch's
+        ``powerSGD_hook`` does, and equals it in the configuration where that works on gloo (a single bucket).
+    """
+
+    name: ClassVar[str] = "powersgd"
+
+    rank: int = 4
+    start_step: int = 0
+    min_compression_rate: float = 2.0
+    warm_start: bool = True
+    feedback: bool = True
+    epsilon: float = 1e-8
+    milder: tuple[Selector, ...] = ()
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        check_positive("rank", self.rank)
+        if not isinstance(self.start_step, int) or self.start_step < 0:
+            raise ValueError(f"start_step must be 0 or a positive integer, got {self.start_step!r}")
+        if not self.min_compression_rate > 0:
+            raise ValueError(f"min_compression_rate must be positive, got {self.min_compression_rate!r}")
+        if not self.epsilon >= 0:
+            raise ValueError(f"epsilon must not be negative, got {self.epsilon!r}")
+
+    def at(self, step_index: int) -> Compressor:
+        return Dense() if step_index < self.start_step else self
+
+    def pays(self, spec: TensorSpec) -> bool:
+        """Whether two thin matrices are enough smaller than the parameter."""
+        rows, columns = matrix_shape(spec)
+        fits = self.rank <= min(rows, columns)
+        return fits and (rows + columns) * self.rank * self.min_compression_rate < rows * columns
+
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        candidates = [spec for spec in specs if self.exempted(spec) is None]
+        largest = max((min(matrix_shape(spec)) for spec in candidates), default=self.rank)
+        if self.rank > largest:
+            raise ValueError(
+                f"rank {self.rank} is larger than every matrix of this model: choose a rank of at most {largest},"
+                " better a tenth of that"
+            )
+
+    def assign(self, spec: TensorSpec) -> Assignment:
+        if (assignment := self.exempted(spec)) is not None:
+            return assignment
+        if not self.pays(spec):
+            return Assignment(dense_method(), "exempt", f"rank {self.rank} would not make it much smaller")
+        return Assignment(self.method(spec), "compressed", self.name)
+
+    def method(self, spec: TensorSpec) -> PowerSGDReducer:
+        return PowerSGDReducer(rank=self.rank, warm_start=self.warm_start, feedback=self.feedback, epsilon=self.epsilon)
+
+    def conserving(self) -> PowerSGD:
+        return replace(self, feedback=True)

@@ -1,0 +1,1 @@
+"""Methods that send every element in fewer bits."""

@@ -1,0 +1,35 @@
+"""Dense: no compression, through the same messages. The baseline that every method is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.methods._base.base import Compressor, LanePair
+from lowbit_strategy.methods._base.parameter_selectors import Selector
+from lowbit_strategy.methods._base.stateful_codec import CodecLane
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dense(Compressor):
+    """Gradients as floats, summed in float32 in rank order.
+
+    Args:
+        dtype: On the wire; ``bfloat16`` halves the bytes and rounds each contribution once.
+    """
+
+    name: ClassVar[str] = "dense"
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    exempt: tuple[Selector, ...] = ()
+    milder: tuple[Selector, ...] = ()
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        DenseCodec(self.dtype)
+
+    def method(self, spec: TensorSpec) -> LanePair:
+        lane = CodecLane(DenseCodec(self.dtype))
+        return LanePair(lane, lane)

@@ -1,0 +1,214 @@
+"""LoCo: 4-bit gradients with a moving average of the compression error, kept in 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.block import Rounding
+from lowbit_strategy.collectives.exchange import State, Step
+from lowbit_strategy.kernels.blocks import decode_sum_
+from lowbit_strategy.kernels.codebooks import fitted, ternary
+from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.loco import loco_encode_
+from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.methods._base.base import Compressor, LanePair
+from lowbit_strategy.methods._base.option_checks import check_bits
+from lowbit_strategy.methods._base.stateful_codec import Arena, Lane
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+ResidualDtype = Literal["int8", "float32"]
+Levels = Literal["uniform", "fitted", "ternary"]
+_BITS = {"uniform": range(2, 9), "fitted": range(1, 5), "ternary": range(2, 3)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoCoLane(Lane):
+    """Block codes with LoCo's residual: the fused kernel and its arenas. Fields as in `LoCo`."""
+
+    fmt: BlockFormat
+    beta: float
+    reset_steps: int | None
+    residual: ResidualDtype
+    rounding: Rounding
+    residual_rounding: Rounding
+
+    @property
+    def label(self) -> str:
+        kind = "ternary" if self.fmt.is_ternary else f"{self.fmt.bits}-bit{'' if self.fmt.is_uniform else ' fitted'}"
+        return f"loco {kind}, blocks of {self.fmt.block_size}"
+
+    @property
+    def block_size(self) -> int:
+        return self.fmt.block_size
+
+    @property
+    def gain(self) -> float:
+        return 1.0 - self.beta
+
+    def arenas(self) -> dict[str, Arena]:
+        if self.residual == "float32":
+            return {"residual": Arena(torch.float32)}
+        return {"residual": Arena(torch.int8), "residual_scale": Arena(torch.bfloat16, per_block=True)}
+
+    def wire_nbytes(self, numel: int) -> int:
+        return self.fmt.wire_nbytes(numel)
+
+    def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None:
+        loco_encode_(
+            x,
+            state["residual"],
+            state.get("residual_scale"),
+            wire,
+            segments,
+            self.fmt,
+            beta=self.beta,
+            reset=self.reset_steps is not None and step.index > 0 and step.index % self.reset_steps == 0,
+            stochastic=self.rounding == "stochastic",
+            stochastic_residual=self.residual_rounding == "stochastic",
+            seed=step.seed,
+            flag=flag,
+        )
+
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
+        decode_sum_(wire_WB, out, segments, self.fmt, alpha=alpha)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoCo(Compressor):
+    """Low-bit gradients, the error fed back through a moving average.
+
+    Every step, for each block of each parameter, on every rank:
+
+    1. ``h = g + e``
+    2. ``s = absmax(h) / (2**(bits-1) - 1)``, ``q = clamp(round(h / s))``; q and s go to the block's owner
+    3. ``e' = beta * e + (1 - beta) * (h - q * s)``, kept as int8 with a scale a block
+    4. the owner adds all ranks' ``q * s`` in float32 and divides by W
+    5. DDP only: the owner sends the mean back the same way, with a residual of its own
+
+    Below 4 bits an even grid wastes its few levels on the tails. ``levels="fitted"`` puts them where a Gaussian has its
+    mass (Lloyd-Max), in units of the block's root mean square: what is clipped is fed back. ``levels="ternary"`` says
+    -1, 0 or 1 times the mean magnitude of what exceeds 0.7 of the mean magnitude, five to a byte: 1.6 bits.
+
+    Args:
+        bits: Of a code: 2 to 8 uniform, 1 to 4 fitted, 2 ternary. Fewer bits: fewer bytes, more error to feed back.
+        levels: ``uniform``: step 2 above; ``fitted`` and ``ternary`` as just said.
+        block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size bits more.
+        beta: Weight of the old error in the residual, in [0, 1). 0 is classic error feedback; larger smooths the
+            quantisation noise and answers more slowly.
+        reset_steps: The residual is forgotten every so many optimizer steps, None for never.
+        residual: ``int8`` costs 1 byte a parameter; ``float32`` costs 4 and stores the average exactly.
+        rounding: Of codes. ``nearest``: least error; ``stochastic``: unbiased, more noise.
+        residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured as good; ``stochastic``:
+            increments below half a step are kept on average.
+        return_beta: As `beta`, for the owner's residual on the way back.
+        return_bits: Of an even code on the way back, at least `bits`; where what goes there has more bits (milder
+            parameters, the warm-up) so has this. None for the same code. What is lost on that way is lost for all ranks
+            alike: no other rank's noise evens it out.
+        milder_bits: Of embeddings and output heads, which carry most of the error.
+        warmup_steps: For so many optimizer steps `warmup_bits`, whose residual then goes on: at the start of training
+            gradients turn fastest, and below 4 bits most of what is lost is lost there.
+        warmup_bits: Of a code during the warm-up; below 4 at fitted levels, else at even ones.
+        exempt, milder: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,
+        equations of sections 3 and 4. Levels: Lloyd, 1957/1982; Max, 1960; ternary threshold: Li et al., 2016,
+        arXiv 1605.04711.
+    """
+
+    name: ClassVar[str] = "loco"
+
+    bits: int = 4
+    levels: Levels = "uniform"
+    block_size: int = 128
+    beta: float = 0.8
+    reset_steps: int | None = 512
+    residual: ResidualDtype = "int8"
+    rounding: Rounding = "nearest"
+    residual_rounding: Rounding = "nearest"
+    return_beta: float = 0.0
+    return_bits: int | None = None
+    milder_bits: int = 8
+    warmup_steps: int = 0
+    warmup_bits: int = 4
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        self._check_levels()
+        check_bits("milder_bits", self.milder_bits)
+        check_bits("warmup_bits", self.warmup_bits)
+        if self.return_bits is not None:
+            check_bits("return_bits", self.return_bits)
+            if self.return_bits < self.bits:
+                raise ValueError(
+                    f"return_bits must be at least bits, {self.bits}, got {self.return_bits}: the mean would come back "
+                    "in a coarser code than the gradients go there in"
+                )
+        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be an integer, 0 for none, got {self.warmup_steps!r}")
+        for field in ("beta", "return_beta"):
+            if not 0.0 <= getattr(self, field) < 1.0:
+                raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)!r}")
+        if self.reset_steps is not None and (not isinstance(self.reset_steps, int) or self.reset_steps < 1):
+            raise ValueError(f"reset_steps must be a positive integer or None, got {self.reset_steps!r}")
+        if self.residual not in ("int8", "float32"):
+            raise ValueError(f"residual must be 'int8' or 'float32', got {self.residual!r}")
+        for field in ("rounding", "residual_rounding"):
+            if getattr(self, field) not in ("nearest", "stochastic"):
+                raise ValueError(f"{field} must be 'nearest' or 'stochastic', got {getattr(self, field)!r}")
+        self.fmt  # noqa: B018 (checks the block size)
+
+    def _check_levels(self) -> None:
+        if self.levels not in _BITS:
+            raise ValueError(f"levels must be one of {', '.join(_BITS)}, got {self.levels!r}")
+        if self.bits not in _BITS[self.levels]:
+            known = _BITS[self.levels]
+            choice = f"{known[0]}" if len(known) == 1 else f"an integer from {known[0]} to {known[-1]}"
+            hint = ", or levels='fitted'" if self.bits == 1 else ""
+            raise ValueError(f"bits must be {choice} with {self.levels} levels{hint}, got {self.bits!r}")
+        if self.rounding == "stochastic" and self.levels != "uniform":
+            raise ValueError(f"rounding must be 'nearest' with {self.levels} levels: they are not evenly spaced")
+
+    @property
+    def fmt(self) -> BlockFormat:
+        """Of parameters that are neither exempt nor milder."""
+        if self.levels == "uniform":
+            return uniform(self.bits, self.block_size)
+        return ternary(self.block_size) if self.levels == "ternary" else fitted(self.bits, self.block_size)
+
+    def at(self, step_index: int) -> LoCo:
+        if not self.warmup_steps:
+            return self
+        if step_index >= self.warmup_steps:
+            return replace(self, warmup_steps=0)
+        levels: Levels = "fitted" if self.warmup_bits < 4 else "uniform"
+        back = None if self.return_bits is None else max(self.return_bits, self.warmup_bits)
+        return replace(self, bits=self.warmup_bits, levels=levels, return_bits=back, warmup_steps=0)
+
+    def conserving(self) -> LoCo:
+        return replace(self, residual="float32", reset_steps=None)
+
+    def _lanes(self, fmt: BlockFormat) -> LanePair:
+        there = LoCoLane(
+            fmt=fmt,
+            beta=self.beta,
+            reset_steps=self.reset_steps,
+            residual=self.residual,
+            rounding=self.rounding,
+            residual_rounding=self.residual_rounding,
+        )
+        back_fmt = fmt if self.return_bits is None else uniform(max(self.return_bits, fmt.bits), self.block_size)
+        return LanePair(there, replace(there, fmt=back_fmt, beta=self.return_beta))
+
+    def method(self, spec: TensorSpec) -> LanePair:
+        return self._lanes(self.fmt)
+
+    def milder_method(self, spec: TensorSpec) -> LanePair:
+        return self._lanes(uniform(max(self.bits, self.milder_bits), self.block_size))

@@ -1,0 +1,123 @@
+"""Quantisation with a scale that all ranks share: integers add up exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.block import Rounding
+from lowbit_strategy.codecs.ternary import clipped_absmax
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.integers import sum_integers, sum_nbytes
+from lowbit_strategy.methods._base.base import Compressor, Reducer, ReducerState, View
+from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
+from lowbit_strategy.methods._base.shared_scale_base import SharedViews, agreed_nbytes, row_numel
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedScaleReducer(Reducer):
+    """Stochastic integers in ``[-limit, limit]`` times a shared step, summed as integers.
+
+    Args:
+        limit: Largest code; 1 makes trits.
+        block_size: Elements that share a scale.
+        clip_sigmas: Clip each block's elements at so many standard deviations first; None does not.
+        rounding: ``stochastic``: no bias; ``nearest``: least error.
+        title: For reports.
+    """
+
+    limit: int
+    block_size: int
+    clip_sigmas: float | None = None
+    rounding: Rounding = "stochastic"
+    title: str = "shared scale"
+
+    fixed_size: ClassVar[bool] = True
+
+    @property
+    def label(self) -> str:
+        return f"{self.title}, {2 * self.limit + 1} levels, blocks of {self.block_size}"
+
+    def nearest(self) -> SharedScaleReducer:
+        return replace(self, rounding="nearest")
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        return {}
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+        shared = SharedViews(views, comm, step, self.block_size)
+        if not shared.views:
+            return
+        norms = [self._norm(shared.blocks(i), shared.views[i].spec) for i in range(len(shared.views))]
+        agreed = yield from shared.agree(norms)
+        steps = [shared.spread(norm_K / self.limit, i) for i, norm_K in enumerate(agreed)]
+        codes = [shared.round(i, step_N, self.limit, self.rounding) for i, step_N in enumerate(steps)]
+        shared.tell(codes, steps)
+        totals = yield from sum_integers(shared.rows(codes), self.limit, comm, scatter=shared.scatter)
+        shared.write_(totals, steps)
+
+    def _norm(self, h_KB: Tensor, spec: TensorSpec) -> Tensor:
+        """float32 [K]: largest magnitude of each block after clipping; not finite where the block is not."""
+        counts_K = torch.full((h_KB.shape[0],), float(self.block_size), device=h_KB.device)
+        counts_K[-1] -= h_KB.numel() - spec.numel
+        norm_K = clipped_absmax(h_KB, counts_K, self.clip_sigmas)
+        return torch.where(h_KB.isfinite().all(-1), norm_K, torch.inf)
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        numel = row_numel(spec, world_size, scatter=scatter)
+        codes = sum_nbytes(numel, self.limit, world_size, scatter=scatter)
+        return codes + agreed_nbytes(spec, self.block_size, world_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedScale(Compressor):
+    """All ranks round to the same grid, so that an integer sum is the sum of what they said.
+
+    With ``s = 2**(bits-1) - 1``:
+
+    1. all ranks agree on ``w = max over ranks of max|g|`` of each block (an all-reduce of one float a block)
+    2. every rank rounds ``g * s / w`` to integers in [-s, s] at random, without bias
+    3. integers are summed exactly: `bits` an element to the owners, int32 there, and ``log2(2 W s + 1)`` bits an
+       element back (DDP), as wide as any world size needs
+    4. the mean is the sum times ``w / s / W``
+
+    Nothing is quantised twice, so the way back costs bits instead of error. A rank with small gradients pays for
+    another rank's outliers.
+
+    Args:
+        bits: Of a code, 2 to 8.
+        block_size: Elements that share w, a power of two; the publication has one a tensor.
+        milder_bits: Of embeddings and output heads.
+        exempt, milder: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        arXiv 2109.12497, 2021, on quantisers that suit an all-reduce: QSGD with a maximum norm that all ranks share.
+    """
+
+    name: ClassVar[str] = "sharedscale"
+
+    bits: int = 4
+    block_size: int = 512
+    milder_bits: int = 8
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        check_bits("bits", self.bits)
+        check_bits("milder_bits", self.milder_bits)
+        check_block_size(self.block_size)
+
+    def method(self, spec: TensorSpec) -> SharedScaleReducer:
+        return SharedScaleReducer(limit=2 ** (self.bits - 1) - 1, block_size=self.block_size)
+
+    def milder_method(self, spec: TensorSpec) -> SharedScaleReducer:
+        bits = max(self.bits, self.milder_bits)
+        return SharedScaleReducer(limit=2 ** (bits - 1) - 1, block_size=self.block_size)

@@ -1,0 +1,131 @@
+"""signSGD with majority vote: one bit there, the vote back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
+from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
+from lowbit_strategy.codecs.packed import pack_segments
+from lowbit_strategy.collectives.exchange import State, Step
+from lowbit_strategy.kernels.format import SCALE_NBYTES, BlockFormat, uniform
+from lowbit_strategy.kernels.reference.blocks import tree_sum
+from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.methods._base.base import Compressor, LanePair
+from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size, check_choice
+from lowbit_strategy.methods._base.stateful_codec import Arena, CodecLane, Lane
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+VoteScale = Literal["mean_abs", "one"]
+
+
+@dataclass(frozen=True, slots=True)
+class SignCodec(BlockwiseCodec):
+    """Signs, eight to a byte, and the block's mean magnitude; 0 counts as positive."""
+
+    block_size: int = 256
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.block_size // 8 + SCALE_NBYTES
+
+    def encode_blocks(self, h_KB: Tensor, valid_KB: Tensor, finite_K: Tensor, noise: Noise) -> Tensor:
+        mean_K = tree_sum(h_KB.abs() / valid_KB.sum(-1, keepdim=True))
+        mean_K = torch.where(finite_K, mean_K, torch.nan).to(torch.bfloat16)
+        return torch.cat([pack_bits(h_KB >= 0), mean_K[:, None].view(torch.uint8)], 1)
+
+    def decode_blocks(self, payload_KC: Tensor) -> Tensor:
+        mean_K1 = trailer(payload_KC, SCALE_NBYTES, torch.bfloat16).float()
+        return torch.where(unpack_bits(payload_KC[:, :-SCALE_NBYTES]), mean_K1, -mean_K1)
+
+
+@dataclass(frozen=True, slots=True)
+class VoteLane(Lane):
+    """Signs to the owner, which takes the sign of their sum; blocks that are all zero abstain."""
+
+    codec: SignCodec
+    scale: VoteScale
+
+    @property
+    def label(self) -> str:
+        return f"signs, majority vote, blocks of {self.block_size}"
+
+    @property
+    def block_size(self) -> int:
+        return self.codec.block_size
+
+    def arenas(self) -> dict[str, Arena]:
+        return {}
+
+    def wire_nbytes(self, numel: int) -> int:
+        return self.codec.wire_nbytes(numel)
+
+    def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None:
+        self.codec.encode_segments_(x, wire, segments, seed=step.seed, flag=flag)
+
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
+        if not segments.rows:
+            return
+        packed = pack_segments(segments, self.block_size)
+        votes = torch.zeros(packed.numel, dtype=torch.float32, device=out.device)
+        size = torch.zeros_like(votes)
+        for said in self.codec.decode_rows(wire_WB, segments):
+            votes += said.sign()
+            size += said.abs()
+        if self.scale == "one":
+            size = torch.full_like(size, float(wire_WB.shape[0]))
+        packed.spread_(votes.sign() * size * alpha, out)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignSGD(Compressor):
+    """The sign of the sum of signs.
+
+    1. every rank sends the signs of its gradient, eight to a byte, with the mean magnitude of each block
+    2. the owner takes ``sign(sum of signs)``; a tie is 0, and a rank whose block is all zero abstains
+    3. the result has the mean over ranks of those mean magnitudes (``scale="mean_abs"``), so that compressed and
+       exempt parameters keep their proportion and learning rates stay what they were, or magnitude 1 as published
+    4. DDP only: the owner sends the vote back in three values, five to a byte (1.6 bits), with a scale a block
+
+    Biased, without memory: where ranks disagree mostly by noise it does not converge to the optimum. `EFSignSGD` and
+    LoCo at 1 bit do better for the same bytes.
+
+    Args:
+        block_size: Elements that share a magnitude, a power of two.
+        scale: ``mean_abs`` or ``one``.
+        milder_bits: Of embeddings and output heads, quantised without bias.
+        exempt, milder: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant", 2019,
+        arXiv 1810.05291, algorithm 1 (its momentum is the optimizer's).
+    """
+
+    name: ClassVar[str] = "signsgd"
+    approaches_mean: ClassVar[bool] = False
+
+    block_size: int = 256
+    scale: VoteScale = "mean_abs"
+    milder_bits: int = 8
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        check_block_size(self.block_size)
+        check_choice("scale", self.scale, ("mean_abs", "one"))
+        check_bits("milder_bits", self.milder_bits)
+
+    def method(self, spec: TensorSpec) -> LanePair:
+        three_values = BlockFormat(bits=2, block_size=self.block_size, scale_rule="ternary", levels=(-1.0, 0.0, 1.0))
+        return LanePair(VoteLane(SignCodec(self.block_size), self.scale), CodecLane(BlockCodec(three_values)))
+
+    def milder_method(self, spec: TensorSpec) -> LanePair:
+        lane = CodecLane(BlockCodec(uniform(self.milder_bits, self.block_size), "stochastic"))
+        return LanePair(lane, lane)

@@ -1,0 +1,77 @@
+"""TernGrad: unbiased trits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.ternary import TernaryCodec
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.methods._base.base import Compressor, LanePair, Method
+from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size, check_choice
+from lowbit_strategy.methods._base.stateful_codec import CodecLane
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.quantization.sharedscale import SharedScaleReducer
+
+Scaler = Literal["shared", "rank"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TernGrad(Compressor):
+    """Gradients as -1, 0 and 1 times a scaler, drawn so that the mean is right.
+
+    For each block, on every rank:
+
+    1. clip at `clip_sigmas` standard deviations of the block
+    2. ``s = max|g|``; with ``scaler="shared"`` the largest of all ranks' (an all-reduce of one float a block)
+    3. ``s * sign(g)`` with probability ``|g| / s``, else 0; five trits to a byte, 1.6 bits an element
+    4. shared: trits are summed as integers and go back exactly in as many bits as ``-W ... W`` needs, so nothing is
+       quantised twice. Per rank: the owner sends the mean back in `return_bits`, rounded without bias.
+
+    Unbiased but for the clipping; the variance is large, so it wants large batches or small learning rates.
+
+    Args:
+        block_size: Elements that share a scaler and a clipping bound, a power of two; the publication has a layer.
+        clip_sigmas: Smaller: less variance, more bias. None does not clip.
+        scaler: ``shared`` or each ``rank`` its own.
+        return_bits: Of the way back with a scaler a rank (DDP), 2 to 8.
+        milder_bits: Of embeddings and output heads.
+        exempt, milder: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", 2017,
+        arXiv 1705.07878, algorithm 1 and sections 3.3 (layer-wise ternarizing, gradient clipping, scaler sharing).
+    """
+
+    name: ClassVar[str] = "terngrad"
+
+    block_size: int = 1024
+    clip_sigmas: float | None = 2.5
+    scaler: Scaler = "shared"
+    return_bits: int = 8
+    milder_bits: int = 8
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        check_block_size(self.block_size)
+        check_bits("return_bits", self.return_bits)
+        check_bits("milder_bits", self.milder_bits)
+        check_choice("scaler", self.scaler, ("shared", "rank"))
+        if self.clip_sigmas is not None and not self.clip_sigmas > 0:
+            raise ValueError(f"clip_sigmas must be positive or None, got {self.clip_sigmas!r}")
+
+    def method(self, spec: TensorSpec) -> Method:
+        if self.scaler == "shared":
+            return SharedScaleReducer(
+                limit=1, block_size=self.block_size, clip_sigmas=self.clip_sigmas, title="shared trits"
+            )
+        back = BlockCodec(uniform(self.return_bits, self.block_size), "stochastic")
+        return LanePair(CodecLane(TernaryCodec(self.block_size, self.clip_sigmas)), CodecLane(back))
+
+    def milder_method(self, spec: TensorSpec) -> LanePair:
+        lane = CodecLane(BlockCodec(uniform(self.milder_bits, self.block_size), "stochastic"))
+        return LanePair(lane, lane)

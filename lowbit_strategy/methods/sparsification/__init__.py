@@ -1,0 +1,1 @@
+"""Methods that send some of the elements."""

@@ -1,0 +1,233 @@
+"""Deep gradient compression: momentum is applied before sparsifying, so that late elements come with theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.sparse_layout import Chosen
+from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
+from lowbit_strategy.methods._base.base import Assignment, LanePair, Method, ReducerState, TensorState, View
+from lowbit_strategy.methods._base.momentum import MomentumLane, add_momentum
+from lowbit_strategy.methods._base.stateful_codec import CodecLane
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.sparse_reducer import (
+    Condition,
+    EntriesCompressor,
+    SparseReducer,
+    check_density,
+    conditions,
+    value_codec,
+    zero_residuals,
+)
+
+_SAMPLE_SHARE = 0.01
+_SAMPLE_KEPT = 128  # of the sample above the threshold, if 1 % has fewer: the count is off by 9 % then
+_MAX_ROUNDS = 10
+_LEAST = 0.8
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def select_by_sample(x: Tensor, k: int, *, seed: int) -> Chosen:
+    """About the k largest elements of x, 0.8 k to k of them, in a few passes and without sorting x.
+
+    A threshold is taken from a sample. While it selects fewer than 0.8 k it is lowered by a fifth, at most ten times;
+    if it selects more than k, the largest of those are taken.
+    """
+    numel = x.numel()
+    num = min(numel, max(math.ceil(_SAMPLE_SHARE * numel), math.ceil(_SAMPLE_KEPT * numel / k)))
+    sample = sample_magnitudes(x, num, seed=seed)
+    threshold = max(largest_threshold(sample, round(k / numel * num)), _TINY)  # zeros are never sent
+    for _ in range(1 + _MAX_ROUNDS):
+        indices, values = select_above(x, threshold, expected=k)
+        if indices.numel() >= _LEAST * k or threshold == _TINY:
+            break
+        threshold = max(threshold * 0.8, _TINY)
+    if indices.numel() > k:
+        chosen, values = top_k(values, k)
+        indices = indices.index_select(0, chosen)
+    return Chosen(indices.long(), values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DGCReducer(SparseReducer):
+    """Fields as in `DGC`. The residual is the velocity: momentum that has not been sent."""
+
+    density: float
+    codec: Codec
+    momentum: float
+    nesterov: bool
+
+    @property
+    def label(self) -> str:
+        return f"dgc {self.density:g}, {self.codec.label}"
+
+    @property
+    def gain(self) -> float | None:
+        return 1.0 if self.momentum == 0.0 else None
+
+    def continues(self, earlier: Method) -> bool:
+        return isinstance(earlier, DGCReducer) and (earlier.momentum, earlier.nesterov) == (
+            self.momentum,
+            self.nesterov,
+        )
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        state = zero_residuals(specs, device)
+        if self.momentum:
+            for spec in specs:
+                state[spec.name]["momentum"] = torch.zeros(spec.numel, device=device)
+        return state
+
+    def rescale_(self, state: ReducerState, factor: float) -> None:
+        for tensors in state.values():
+            for tensor in tensors.values():
+                tensor.mul_(factor)
+
+    def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> list[Condition]:
+        found = conditions([view.x for view in views])
+        factor = self.clip_factor(views, found, comm)
+        for i, view in enumerate(views):
+            if found[i] is Condition.LIVE and not self._add_(state[view.spec.name], view.flat().float() * factor):
+                found[i] = Condition.NONFINITE
+        return found
+
+    def clip_factor(self, views: Sequence[View], found: Sequence[Condition], comm: Comm) -> float:
+        return 1.0
+
+    def _add_(self, tensors: TensorState, gradient: Tensor) -> bool:
+        """Momentum and velocity move on; they stay as they are if they would overflow."""
+        zero = torch.zeros((), device=gradient.device)
+        momentum = tensors.get("momentum", zero)
+        updated, added = add_momentum(momentum, gradient, self.momentum, nesterov=self.nesterov)
+        velocity = tensors["residual"] + added
+        if conditions([velocity])[0] is Condition.NONFINITE:
+            return False
+        tensors["residual"].copy_(velocity)
+        if self.momentum:
+            momentum.copy_(updated)
+        return True
+
+    def choose(self, view: View, tensors: TensorState, step: Step) -> Chosen:
+        return select_by_sample(tensors["residual"], self.num_kept(view.spec), seed=step.seed)
+
+    def taken_out_(self, tensors: TensorState, chosen: Chosen) -> None:
+        if self.momentum:  # factor masking: stale momentum of what has been sent must not push on
+            tensors["momentum"].index_fill_(0, chosen.indices, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClippedDGCReducer(DGCReducer):
+    """DGC with local clipping, for which all gradients of the model (under FSDP2: of the module) must be there."""
+
+    clip_norm: float
+    whole_model: ClassVar[bool] = True
+
+    @property
+    def gain(self) -> float | None:
+        return None
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+        order = {name: i for i, name in enumerate(state)}  # buckets come in any order, sums of norms must not
+        return DGCReducer.reduce(self, sorted(views, key=lambda view: order[view.spec.name]), state, comm, step)
+
+    def clip_factor(self, views: Sequence[View], found: Sequence[Condition], comm: Comm) -> float:
+        live = [view.flat() for view, condition in zip(views, found, strict=True) if condition is Condition.LIVE]
+        squares = [float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2 for x in live]
+        limit = self.clip_norm / math.sqrt(comm.world_size)
+        norm = math.sqrt(sum(squares))
+        return limit / norm if norm > limit else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DGC(EntriesCompressor):
+    """Deep gradient compression.
+
+    Every step, for each parameter, on every rank:
+
+    1. ``g = g * min(1, W**-0.5 * clip_norm / |g|)``, with the norm of all gradients of the rank
+    2. ``u' = m * u + g``, ``v = v + u'``; Nesterov: ``u' = m * (u + g)``, ``v = v + u' + g``
+    3. a threshold from a sample of 1 % keeps 0.8 k to k of the k = density * n largest ``|v|``
+    4. those are sent; ``u' = v = 0`` there (factor masking)
+    5. the mean over ranks of what was sent, 0 where nobody sent
+
+    The density falls from 25 % in stages. Exempt parameters are sent whole, with the same momentum. Weight decay
+    belongs to the optimizer, which applies it after the mean.
+
+    Args:
+        density: In the end, in (0, 1].
+        values: How values travel: ``float32``, ``bfloat16``, ``int8``, ``int4`` or any codec.
+        momentum: In [0, 1). Above 0 give SGD this much and the optimizer itself none: momentum is applied once. Keep 0
+            with Adam and its relatives, which average gradients themselves.
+        nesterov: Nesterov's momentum; needs ``momentum > 0``.
+        clip_norm: Largest norm of the mean gradient that step 1 aims at; None: no clipping. Under DDP the parameters
+            then wait for the last bucket, under FSDP2 each module is clipped by itself. With a loss scaler it is in
+            units of scaled gradients.
+        warmup_steps: Optimizer steps of each stage of the warm-up, about an epoch; 0: none.
+        warmup_densities: Of the stages; those below `density` are skipped.
+        exempt, milder: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", 2018,
+        arXiv 1712.01887, algorithms 1 and 4, section 3. More than k are cut to the largest k; the authors' code takes
+        the first k.
+    """
+
+    name: ClassVar[str] = "dgc"
+
+    density: float = 0.001
+    momentum: float = 0.0
+    nesterov: bool = False
+    clip_norm: float | None = None
+    warmup_steps: int = 0
+    warmup_densities: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004, 0.001)
+
+    def __post_init__(self) -> None:
+        EntriesCompressor.__post_init__(self)
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
+        if self.nesterov and self.momentum == 0.0:
+            raise ValueError("nesterov=True needs momentum above 0")
+        if self.clip_norm is not None and not self.clip_norm > 0.0:
+            raise ValueError(f"clip_norm must be positive or None, got {self.clip_norm!r}")
+        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be an integer, 0 for none, got {self.warmup_steps!r}")
+        for density in self.warmup_densities:
+            check_density(density, "warmup_densities")
+
+    def at(self, step_index: int) -> DGC:
+        stages = [density for density in self.warmup_densities if density > self.density]
+        if not self.warmup_steps or step_index >= self.warmup_steps * len(stages):
+            return replace(self, warmup_steps=0) if self.warmup_steps else self
+        return replace(self, density=stages[step_index // self.warmup_steps], warmup_steps=0)
+
+    def conserving(self) -> DGC:
+        return replace(self, momentum=0.0, nesterov=False, clip_norm=None)
+
+    def method(self, spec: TensorSpec) -> DGCReducer:
+        codec = value_codec(self.values)
+        density, momentum, nesterov = self.density, self.momentum, self.nesterov
+        if self.clip_norm is None:
+            return DGCReducer(density=density, codec=codec, momentum=momentum, nesterov=nesterov)
+        return ClippedDGCReducer(
+            density=density, codec=codec, momentum=momentum, nesterov=nesterov, clip_norm=self.clip_norm
+        )
+
+    def exempted(self, spec: TensorSpec) -> Assignment | None:
+        assignment = EntriesCompressor.exempted(self, spec)
+        if assignment is None or self.momentum == 0.0:
+            return assignment
+        there = MomentumLane(momentum=self.momentum, nesterov=self.nesterov)
+        return assignment._replace(method=LanePair(there, CodecLane(DenseCodec("float32"))))

@@ -1,0 +1,184 @@
+"""Global top-k: the ranks' top-k are merged two by two, so that traffic does not grow with their number."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.sparse_layout import (
+    COUNT_NBYTES,
+    Chosen,
+    SparseLayout,
+    counts_nbytes,
+    entries_nbytes,
+    sparse_layout,
+)
+from lowbit_strategy.kernels.select import top_k
+from lowbit_strategy.methods._base.base import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.sparse_reducer import (
+    Condition,
+    SparseCompressor,
+    accumulate_,
+    first,
+    num_kept,
+    observe_,
+    zero_residuals,
+)
+
+_CODEC = DenseCodec("float32")
+
+
+def merge(a: Chosen, b: Chosen, k: int) -> tuple[Chosen, Chosen]:
+    """The k largest of the sum of two sparse vectors, and the rest. NaN counts as largest."""
+    indices, place = torch.cat([a.indices, b.indices]).unique(return_inverse=True)
+    values = torch.zeros(indices.numel(), device=indices.device)
+    values.index_add_(0, place[: a.indices.numel()], a.values)
+    values.index_add_(0, place[a.indices.numel() :], b.values)
+    kept, _ = top_k(values.abs().nan_to_num_(nan=torch.inf), k)
+    dropped = torch.ones(indices.numel(), dtype=torch.bool, device=indices.device)
+    dropped[kept] = False
+    return Chosen(indices[kept], values[kept]), Chosen(indices[dropped], values[dropped])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GTopKReducer(Reducer):
+    """Fields as in `GTopK`."""
+
+    density: float
+
+    @property
+    def label(self) -> str:
+        return f"global top-k {self.density:g}"
+
+    @property
+    def gain(self) -> float | None:
+        return 1.0
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        return zero_residuals(specs, device)
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+        if not views:
+            return
+        found = accumulate_(views, state)
+        residuals = [state[view.spec.name]["residual"] for view in views]
+        own = []
+        for view, condition, residual in zip(views, found, residuals, strict=True):
+            k = num_kept(self.density, view.spec.numel)
+            if condition is Condition.LIVE:
+                own.append(Chosen(*top_k(residual, k)))
+            else:
+                own.append(first(k, torch.nan if condition is Condition.NONFINITE else 0.0, residual.device))
+            observe_(view, residual, condition, own[-1], own[-1].values)
+            if condition is Condition.LIVE:
+                residual.index_fill_(0, own[-1].indices, 0.0)
+        names, cuts = tuple(view.spec.name for view in views), tuple(view.cut for view in views)
+        tree = _Tree(sparse_layout(names, cuts, comm.world_size, views[0].x.device, scatter=False), comm)
+        result, dropped = yield from tree.merge(own)
+        for i, view in enumerate(views):
+            final = torch.zeros(view.spec.numel, dtype=torch.bool, device=view.x.device)
+            final[result[i].indices] = True
+            if found[i] is Condition.LIVE:
+                _put_back_(residuals[i], own[i], ~final)
+            for part in dropped[i]:
+                _put_back_(residuals[i], part, final)
+            mean = torch.zeros(view.spec.numel, device=view.x.device)
+            mean.index_copy_(0, result[i].indices, result[i].values * (1.0 / comm.world_size))
+            view.write_mean_(mean, comm.rank)
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        message = counts_nbytes(spec.numel) + entries_nbytes(num_kept(self.density, spec.numel), _CODEC)
+        return 2 * message * (world_size - 1) // world_size  # the mean over ranks: the first sends the most
+
+
+def _put_back_(residual: Tensor, part: Chosen, where: Tensor) -> None:
+    """Add finite entries at the positions of a mask."""
+    here = where[part.indices] & part.values.isfinite()
+    residual.index_add_(0, part.indices[here], part.values[here])
+
+
+class _Tree:
+    """A binary tree of merges with rank 0 at its root. All messages have the same size."""
+
+    def __init__(self, layout: SparseLayout, comm: Comm) -> None:
+        self.layout = layout
+        self.comm = comm
+
+    def merge(self, own: Sequence[Chosen]) -> Generator[Pending, None, tuple[list[Chosen], list[list[Chosen]]]]:
+        """The common result, and what this rank dropped in its merges, for each parameter."""
+        comm = self.comm
+        current = list(own)
+        dropped: list[list[Chosen]] = [[] for _ in own]
+        nbytes = self._pack(current).numel()
+        stride = 1
+        while stride < comm.world_size:
+            place = comm.rank % (2 * stride)
+            sends, receives = place == stride, place == 0 and comm.rank + stride < comm.world_size
+            to, source = [0] * comm.world_size, [0] * comm.world_size
+            message = torch.empty(0, dtype=torch.uint8, device=self.layout.device)
+            if sends:
+                to[comm.rank - stride] = nbytes
+                message = self._pack(current)
+            if receives:
+                source[comm.rank + stride] = nbytes
+            received = torch.empty(sum(source), dtype=torch.uint8, device=self.layout.device)
+            yield comm.all_to_all_uneven(received, message, source, to)
+            if receives:
+                for i, other in enumerate(self._unpack(received)):
+                    current[i], rest = merge(current[i], other, own[i].indices.numel())
+                    dropped[i].append(rest)
+            stride *= 2
+        result = (
+            self._pack(current) if comm.rank == 0 else torch.empty(nbytes, dtype=torch.uint8, device=self.layout.device)
+        )
+        yield comm.broadcast(result, 0)
+        return self._unpack(result), dropped
+
+    def _pack(self, chosen: Sequence[Chosen]) -> Tensor:
+        message = self.layout.pack(chosen, _CODEC, seed=0)
+        return torch.cat([message.counts_DB[0].view(torch.uint8), message.wires[0]])
+
+    def _unpack(self, message: Tensor) -> list[Chosen]:
+        table = COUNT_NBYTES * self.layout.num_blocks
+        return self.layout.unpack(message[:table].clone().view(torch.int32), message[table:], _CODEC)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GTopK(SparseCompressor):
+    """Global top-k by a tree of merges.
+
+    Every step, for each parameter:
+
+    1. ``h = g + e``; each rank takes the k largest ``|h|`` out of its residual, ``e' = h``, 0 there
+    2. in ``log2(W)`` rounds a rank receives its partner's k entries, adds them to its own and keeps the k largest
+    3. rank 0 broadcasts the result; the mean is the result over W
+    4. entries of a rank whose position is not in the result go back to its residual; what a merge dropped at a
+       position that came into the result by other ranks goes to the residual of the rank that merged
+
+    Each rank sends k entries at most once before the broadcast, so traffic grows as k log W and not as k W. Under FSDP2
+    every rank takes its rows from the result.
+
+    Args:
+        density: Share of each parameter's elements in the result, in (0, 1].
+        exempt, milder: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth
+        Networks", 2019, arXiv 1901.04359. There an entry that one merge drops and another brings back is lost.
+    """
+
+    name: ClassVar[str] = "gtopk"
+
+    def method(self, spec: TensorSpec) -> GTopKReducer:
+        return GTopKReducer(density=self.density)

@@ -1,0 +1,32 @@
+"""MiCRO: exclusive partitions of equal size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.exclusive_partitions import ExclusiveReducer
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MiCRO(SparseCompressor):
+    """As `ExDyna`, but partitions keep their size: simpler, and uneven where large gradients lie together.
+
+    Args:
+        density: Share of the model's elements that is sent, in (0, 1].
+        exempt, milder: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Yoon & Oh, "MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating Distributed DNN
+        Training", 2023, arXiv 2310.00967. From the definition, not from the authors' code.
+    """
+
+    name: ClassVar[str] = "micro"
+
+    def method(self, spec: TensorSpec) -> ExclusiveReducer:
+        return ExclusiveReducer(density=self.density, adjust=False)

@@ -1,0 +1,89 @@
+"""Random-k: positions from a seed that all ranks share, so that no position travels."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.kernels.reference.select import sample_positions
+from lowbit_strategy.methods._base.base import ReducerState, TensorState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
+from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, SparseCompressor, accumulate_, conditions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomKReducer(CommonPositionsReducer):
+    """Fields as in `RandomK`."""
+
+    density: float
+    scale: bool
+
+    @property
+    def label(self) -> str:
+        return f"random-k {self.density:g}{', scaled' if self.scale else ''}"
+
+    @property
+    def gain(self) -> float | None:
+        return None if self.scale else 1.0
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        return {} if self.scale else CommonPositionsReducer.init(self, specs, device)
+
+    def accumulate_(self, views: Sequence[View], state: ReducerState) -> list[Condition]:
+        return conditions([view.x for view in views]) if self.scale else accumulate_(views, state)
+
+    def positions(
+        self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step
+    ) -> Generator[Pending, None, list[Tensor]]:
+        chosen = []
+        for view in views:
+            seed = step.shared_seed ^ zlib.crc32(view.spec.name.encode())
+            chosen.append(sample_positions(view.spec.numel, self.num_kept(view.spec), seed, view.x.device))
+        return chosen
+        yield  # a generator that has nothing to wait for
+
+    def take_(self, view: View, tensors: TensorState, indices: Tensor) -> Tensor:
+        if not self.scale:
+            return CommonPositionsReducer.take_(self, view, tensors, indices)
+        num = indices.numel()
+        edges = torch.arange(num + 1, device=indices.device) * view.spec.numel // max(num, 1)
+        return view.flat().index_select(0, indices).float() * edges.diff()  # one over the chance of each position
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomK(SparseCompressor):
+    """Random sparsification.
+
+    Every step, for each parameter of n elements:
+
+    1. the ranks draw the same ``k = max(1, round(density * n))`` positions: one at random from each of k equal parts,
+       by a hash of the step's shared seed, the parameter's name and the part
+    2. every rank sends its ``h = g + e`` there, without positions; ``e' = h``, 0 there
+    3. the mean over ranks there, 0 elsewhere
+
+    Args:
+        density: Share of each parameter's elements that is sent, in (0, 1].
+        scale: Send ``g / chance`` instead, without residual: unbiased, with n / k times the variance.
+        exempt, milder: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Stich et al., "Sparsified SGD with Memory", 2018, arXiv 1809.07599; Wangni et al., 2018, arXiv 1710.09854.
+    """
+
+    name: ClassVar[str] = "randomk"
+
+    scale: bool = False
+
+    def method(self, spec: TensorSpec) -> RandomKReducer:
+        return RandomKReducer(density=self.density, scale=self.scale)

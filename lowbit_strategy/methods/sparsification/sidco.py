@@ -1,0 +1,147 @@
+"""SIDCo: the threshold comes from a distribution fitted to the gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.sparse_layout import Chosen
+from lowbit_strategy.kernels.select import sample_magnitudes, select_above
+from lowbit_strategy.methods._base.base import ReducerState, TensorState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.fitted_thresholds import (
+    DISTRIBUTIONS,
+    Distribution,
+    default_stages,
+    fitted_threshold,
+    most_stages,
+)
+from lowbit_strategy.methods._sparse_base.sparse_reducer import (
+    EntriesCompressor,
+    SparseReducer,
+    value_codec,
+    zero_residuals,
+)
+
+_SAMPLE_NUMEL = 1 << 16
+_SAMPLE_KEPT = 256  # of the sample above the threshold: enough for the last stage's moments
+_WINDOW = 5
+_LARGE = 1e9  # for infinity: no state may hold one
+_TOLERANCE = 1.2
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SIDCoReducer(SparseReducer):
+    """Fields as in `SIDCo`."""
+
+    density: float
+    codec: Codec
+    distribution: Distribution
+
+    @property
+    def label(self) -> str:
+        return f"sidco {self.density:g} {self.distribution}, {self.codec.label}"
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        """``stages``; ``steps`` since they were looked at; ``ratio``: sum of chosen over wanted in those;
+        ``last_error``: logarithm of the last look's average if that moved the stages; ``sense``: 1 where fewer stages
+        lower the count, -1 where more do.
+        """
+        state = zero_residuals(specs, device)
+        for tensors in state.values():
+            tensors["stages"] = torch.full((1,), default_stages(self.density), dtype=torch.int32)
+            tensors["steps"] = torch.zeros(1, dtype=torch.int32)
+            tensors["ratio"] = torch.zeros(1)
+            tensors["last_error"] = torch.full((1,), _LARGE)
+            tensors["sense"] = torch.ones(1)
+        return state
+
+    def choose(self, view: View, tensors: TensorState, step: Step) -> Chosen:
+        h = tensors["residual"]
+        wanted = self.num_kept(view.spec)
+        num = max(_SAMPLE_NUMEL, math.ceil(_SAMPLE_KEPT / self.density))
+        sample = sample_magnitudes(h, num, seed=step.seed)
+        nonzero = sample[sample > 0]  # rows that a step did not touch say nothing about the others
+        share = wanted / view.spec.numel * sample.numel() / max(nonzero.numel(), 1)
+        threshold = _TINY  # from the smallest number on: zeros are never sent
+        if nonzero.numel() and share < 1.0:
+            threshold = max(_TINY, fitted_threshold(nonzero, share, int(tensors["stages"]), self.distribution))
+        indices, values = select_above(h, threshold, expected=wanted)
+        self._learn_(tensors, indices.numel() / wanted)
+        return Chosen(indices.long(), values)
+
+    def _learn_(self, tensors: TensorState, ratio: float) -> None:
+        """A stage more or less where the counts of the last steps were off on average.
+
+        With light tails more stages raise the count, with heavy ones they lower it: a move that made it worse, or was
+        not possible, turns the sense round.
+        """
+        tensors["ratio"] += ratio
+        tensors["steps"] += 1
+        if int(tensors["steps"]) < _WINDOW:
+            return
+        error = math.log(max(float(tensors["ratio"]) / _WINDOW, 1e-9))
+        if abs(error) > math.log(_TOLERANCE):
+            if abs(error) > float(tensors["last_error"]):
+                tensors["sense"].neg_()
+            before = int(tensors["stages"])
+            wanted = before - int(tensors["sense"]) * (1 if error > 0 else -1)
+            tensors["stages"].fill_(max(1, min(most_stages(self.density), wanted)))
+            tensors["last_error"].fill_(abs(error) if int(tensors["stages"]) != before else 0.0)
+        else:
+            tensors["last_error"].fill_(_LARGE)
+        tensors["ratio"].zero_()
+        tensors["steps"].zero_()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SIDCo(EntriesCompressor):
+    """Sparsification by a fitted distribution: no sorting, one pass over the gradient to select.
+
+    Every step, for each parameter, on every rank:
+
+    1. ``h = g + e``
+    2. a distribution of ``|h|`` is fitted to a sample, in stages: the first keeps a quarter, each further one is
+       fitted to what the last one kept, and the last one keeps the density
+    3. ``|h|`` at or above the last threshold is sent; ``e' = h``, 0 there
+    4. every five steps, where the average count was too high by a fifth there is one stage less, where it was too low
+       one more, between 1 and ``log2(1 / density)``
+    5. the mean over ranks of what was sent, 0 where nobody sent
+
+    Zeros are left out of the fit. The authors fit to all of h, not to a sample, and start with one stage, not with one
+    for each quarter. Their sense of step 4 is that of tails lighter than the fitted distribution; with heavier ones
+    more stages lower the count, so a move that made it worse turns the sense round.
+
+    Args:
+        density: Share of each parameter's elements that is wanted, in (0, 1]; the count follows it, not exactly.
+        values: How values travel: ``float32``, ``bfloat16``, ``int8``, ``int4`` or any codec.
+        distribution: ``pareto``: counts were nearest to the target in tests, whatever the true distribution;
+            ``gamma`` (then Pareto): as near, the slowest fit; ``exponential``: the fastest, off by up to a fifth.
+        exempt, milder: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed Training
+        Systems", 2021, arXiv 2101.10761, section 2 and algorithm 1.
+    """
+
+    name: ClassVar[str] = "sidco"
+
+    distribution: Distribution = "pareto"
+
+    def __post_init__(self) -> None:
+        EntriesCompressor.__post_init__(self)
+        if self.distribution not in DISTRIBUTIONS:
+            raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {self.distribution!r}")
+
+    def method(self, spec: TensorSpec) -> SIDCoReducer:
+        return SIDCoReducer(density=self.density, codec=value_codec(self.values), distribution=self.distribution)

@@ -1,0 +1,72 @@
+"""Error feedback as a wrapper: what a compressor does not say is added to the next gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.methods._base.base import Compressor, Reducer
+from lowbit_strategy.methods._base.feedback import FeedbackLane, FeedbackReducer, ResidualDtype, check_decay
+from lowbit_strategy.methods._base.option_checks import check_choice
+from lowbit_strategy.methods._base.stateful_codec import CodecLane, Lane
+from lowbit_strategy.methods._base.wrapper import Wrapper
+from lowbit_strategy.methods.quantization.qsgd import QSGD
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorFeedback(Wrapper):
+    """Any compressor without a residual, with one, on both ways.
+
+    1. ``h = g + e``
+    2. the wrapped compressor reduces h; this rank's part of it was said as Q
+    3. ``e' = decay * (h - Q)``
+
+    Rounding at random is replaced by rounding to the nearest value: feedback removes the bias, and a code that errs by
+    more than its input, as unbiased codes with few levels do, would make the residual grow without bound.
+
+    Args:
+        compressor: One without feedback of its own.
+        decay: Below 1 old errors fade, and nothing is conserved.
+        residual: ``float32`` costs 4 bytes a parameter; ``int8`` costs 1 (quantisers only).
+        exempt: Parameters that are exempt besides.
+
+    Raises:
+        ValueError: A field is out of range; the compressor has feedback of its own.
+
+    References:
+        Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019,
+        arXiv 1901.09847.
+    """
+
+    name: ClassVar[str] = "errorfeedback"
+
+    compressor: Compressor = field(default_factory=lambda: QSGD(bits=3))
+    decay: float = 1.0
+    residual: ResidualDtype = "float32"
+
+    def __post_init__(self) -> None:
+        Wrapper.__post_init__(self)
+        check_decay(self.decay)
+        check_choice("residual", self.residual, ("float32", "int8"))
+
+    @property
+    def approaches_mean(self) -> bool:  # type: ignore[override]
+        return True
+
+    def conserving(self) -> ErrorFeedback:
+        return replace(self, compressor=self.compressor.conserving(), decay=1.0, residual="float32")
+
+    def wrap_lane(self, lane: Lane) -> Lane:
+        if not isinstance(lane, CodecLane):
+            raise ValueError(f"{lane.label!r} cannot be given error feedback: it has its own, or none that would help")
+        if isinstance(lane.codec, DenseCodec):
+            return lane
+        return FeedbackLane(codec=lane.codec.nearest(), decay=self.decay, residual=self.residual)
+
+    def wrap_reducer(self, reducer: Reducer) -> Reducer:
+        if reducer.gain is not None:
+            raise ValueError(f"{reducer.label!r} has error feedback of its own: use it without the wrapper")
+        if self.residual != "float32":
+            raise ValueError(f"{reducer.label!r} keeps its residual in float32: leave residual='float32'")
+        return FeedbackReducer(inner=reducer.nearest(), decay=self.decay)

@@ -1,0 +1,79 @@
+"""Different compressors for different parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from lowbit_strategy.methods._base.base import Assignment, Compressor, Method
+from lowbit_strategy.methods._base.parameter_selectors import Selector, describe, matches, validate_selectors
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.quantization.loco import LoCo
+
+Rule = tuple[Selector, Compressor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition(Compressor):
+    """The first rule whose selector chooses a parameter gives its compressor; the others get `default`.
+
+    Each compressor decides for its own parameters what is exempt and what is milder.
+
+    Args:
+        rules: Pairs of a selector (a name with wildcards, a predicate, a function; see `Compressor`) and a compressor.
+        default: For everything else.
+        exempt: Parameters that are exempt whatever the rules say.
+        milder: Not used: what is milder is for the chosen compressor to say.
+
+    Raises:
+        ValueError: A rule is not a selector and a compressor.
+    """
+
+    name: ClassVar[str] = "partition"
+
+    rules: tuple[Rule, ...] = ()
+    default: Compressor = field(default_factory=LoCo)
+    exempt: tuple[Selector, ...] = ()
+    milder: tuple[Selector, ...] = ()
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        for rule in self.rules:
+            if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[1], Compressor):
+                raise ValueError(f"rules are pairs of a selector and a compressor's configuration, got {rule!r}")
+            validate_selectors("rules", (rule[0],))
+        if not isinstance(self.default, Compressor):
+            raise ValueError(f"default must be a compressor's configuration, got {self.default!r}")
+
+    @property
+    def approaches_mean(self) -> bool:  # type: ignore[override]
+        return self.default.approaches_mean and all(compressor.approaches_mean for _, compressor in self.rules)
+
+    def assign(self, spec: TensorSpec) -> Assignment:
+        if (assignment := self.exempted(spec)) is not None:
+            return assignment
+        for selector, compressor in self.rules:
+            if matches(selector, spec):
+                inner = compressor.assign(spec)
+                return inner._replace(reason=f"{inner.reason}; {describe(selector)}")
+        return self.default.assign(spec)
+
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        remaining = [spec for spec in specs if self.exempted(spec) is None]
+        for selector, compressor in self.rules:
+            compressor.check([spec for spec in remaining if matches(selector, spec)])
+            remaining = [spec for spec in remaining if not matches(selector, spec)]
+        self.default.check(remaining)
+
+    def method(self, spec: TensorSpec) -> Method:
+        return self.assign(spec).method
+
+    def at(self, step_index: int) -> Compressor:
+        rules = tuple((selector, compressor.at(step_index)) for selector, compressor in self.rules)
+        default = self.default.at(step_index)
+        return self if (rules, default) == (self.rules, self.default) else replace(self, rules=rules, default=default)
+
+    def conserving(self) -> Partition:
+        rules = tuple((selector, compressor.conserving()) for selector, compressor in self.rules)
+        return replace(self, rules=rules, default=self.default.conserving())

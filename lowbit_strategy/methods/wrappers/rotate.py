@@ -1,0 +1,61 @@
+"""Hadamard rotation as a wrapper around any quantiser."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.rotate import RotatedCodec
+from lowbit_strategy.methods._base.base import Compressor, Reducer
+from lowbit_strategy.methods._base.feedback import FeedbackLane, codec_of
+from lowbit_strategy.methods._base.markov import MarkovLane
+from lowbit_strategy.methods._base.stateful_codec import CodecLane, Lane
+from lowbit_strategy.methods._base.wrapper import Wrapper
+from lowbit_strategy.methods.quantization.loco import LoCoLane
+from lowbit_strategy.methods.quantization.qsgd import QSGD
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rotate(Wrapper):
+    """Blocks are rotated before they are coded, and back after the ranks' values have been added.
+
+    1. ``y = H D x / sqrt(n)`` for every n = `size` elements, H the Hadamard matrix, D fixed random signs
+    2. the wrapped compressor works on y
+    3. the sum of what the ranks say is rotated back
+
+    An outlier is spread over its block, so an even grid wastes fewer levels; fitted levels gain nothing. A residual is
+    kept as it was, unrotated. LoCo runs through the general feedback code instead of its fused kernel, and without
+    its reset.
+
+    Args:
+        compressor: A quantiser.
+        size: Elements rotated together, a power of two that divides the block size; None takes the block size.
+        exempt: Parameters that are exempt besides.
+
+    Raises:
+        ValueError: `size` does not fit; the compressor is not a quantiser.
+
+    References:
+        SDP4Bit, 2024, arXiv 2410.15526, section 3.3 (32 elements, no random signs); Suresh et al., 2017,
+        arXiv 1611.00429, section 3 (random signs).
+    """
+
+    name: ClassVar[str] = "rotate"
+
+    compressor: Compressor = field(default_factory=QSGD)
+    size: int | None = None
+
+    def wrap_lane(self, lane: Lane) -> Lane:
+        if isinstance(lane, LoCoLane):
+            return FeedbackLane(codec=self._rotated(codec_of(lane)), beta=lane.beta, residual=lane.residual)
+        if isinstance(lane, (CodecLane, FeedbackLane, MarkovLane)):
+            return replace(lane, codec=self._rotated(lane.codec))
+        raise ValueError(f"{lane.label!r} cannot be rotated: wrap a quantiser such as QSGD or LoCo")
+
+    def _rotated(self, codec: Codec) -> Codec:
+        return codec if isinstance(codec, DenseCodec) else RotatedCodec(codec, self.size)
+
+    def wrap_reducer(self, reducer: Reducer) -> Reducer:
+        raise ValueError(f"Rotate needs a quantiser (QSGD, LoCo, EFSignSGD ...), not {reducer.label!r}")

@@ -1,0 +1,69 @@
+"""A milder compressor, or none, for the first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from lowbit_strategy.methods._base.base import Assignment, Compressor, Method
+from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods._base.parameter_selectors import Selector
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.quantization.loco import LoCo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmUp(Compressor):
+    """`first` for `steps` optimizer steps, then `compressor`.
+
+    Gradients are largest and turn fastest at the start, which is where compression does harm. A compressor with phases
+    of its own begins them after the warm-up. Residuals of `first` go on in `compressor`.
+
+    Args:
+        compressor: After the warm-up.
+        steps: Its length in optimizer steps.
+        first: During it; uncompressed by default.
+        exempt, milder: Not used: that is for the two compressors to say.
+
+    Raises:
+        ValueError: `steps` is not positive, or a field is not a compressor.
+    """
+
+    name: ClassVar[str] = "warmup"
+
+    compressor: Compressor = field(default_factory=LoCo)
+    steps: int = 100
+    first: Compressor = field(default_factory=Dense)
+    exempt: tuple[Selector, ...] = ()
+    milder: tuple[Selector, ...] = ()
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        check_positive("steps", self.steps)
+        for name in ("compressor", "first"):
+            if not isinstance(getattr(self, name), Compressor):
+                raise ValueError(f"{name} must be a compressor's configuration, got {getattr(self, name)!r}")
+
+    @property
+    def approaches_mean(self) -> bool:  # type: ignore[override]
+        return self.compressor.approaches_mean
+
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        self.first.check(specs)
+        self.compressor.check(specs)
+
+    def at(self, step_index: int) -> Compressor:
+        if step_index < self.steps:
+            return self.first.at(step_index)
+        return self.compressor.at(step_index - self.steps)
+
+    def assign(self, spec: TensorSpec) -> Assignment:
+        return self.compressor.assign(spec)
+
+    def method(self, spec: TensorSpec) -> Method:
+        return self.compressor.method(spec)
+
+    def conserving(self) -> WarmUp:
+        return replace(self, compressor=self.compressor.conserving(), first=self.first.conserving())

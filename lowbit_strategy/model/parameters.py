@@ -1,0 +1,68 @@
+"""A module's parameters as the methods see them: stable names, shapes, roles."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+import torch
+from torch import nn
+
+from lowbit_strategy.methods._base.tensor_spec import Role, TensorSpec
+
+_WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HEAD_NAMES = ("lm_head", "output_projection", "classifier", "score", "head")
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what wrappers (compile, activation checkpointing) put in: the key of its state."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+
+
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that get gradients, by canonical name; tied parameters once."""
+    return {name: param for name, param in _named_parameters(module) if param.requires_grad}
+
+
+def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, param in module.named_parameters():
+        yield canonical_name(name), param
+
+
+def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[TensorSpec]:
+    """Specs of all parameters that are trainable or named in `also`, in registration order.
+
+    Shapes are those of the unsharded parameters.
+
+    Raises:
+        ValueError: A parameter has a type that gradients cannot be reduced in.
+    """
+    roles = _roles(module)
+    specs = []
+    for name, param in _named_parameters(module):
+        if not param.requires_grad and name not in also:
+            continue
+        if param.dtype not in _DTYPES:
+            raise ValueError(
+                f"parameter {name} is {param.dtype}: gradients are reduced as float32, bfloat16 or float16."
+                " Convert it, train with another precision, or freeze it"
+            )
+        specs.append(TensorSpec(name, tuple(param.shape), roles.get(id(param), "other")))
+    return specs
+
+
+def _roles(module: nn.Module) -> dict[int, Role]:
+    """Embeddings by type. Heads: linear layers with a head's name, and the last one if it is as wide as an embedding
+    has entries (whatever it is called, it predicts the vocabulary).
+    """
+    vocabularies = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}
+    linears = [(canonical_name(name), child) for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+    roles: dict[int, Role] = {}
+    for name, child in linears:
+        is_last = child is linears[-1][1]
+        if name.rsplit(".", 1)[-1] in _HEAD_NAMES or (is_last and child.out_features in vocabularies):
+            roles[id(child.weight)] = "head"
+    for table in module.modules():
+        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)):
+            roles[id(table.weight)] = "embedding"
+    return roles

@@ -1,1 +1,0 @@
-"""The methods: how every rank's gradient becomes their mean."""

@@ -1,0 +1,272 @@
+"""Runs a controller on one engine: measures what it asks for, sums over ranks, applies what it decides."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.control.base import Clock, Controller, Decision, Energy, State, Switch, Telemetry, Watch
+from lowbit_strategy.control.levels import PerParameter, labels
+from lowbit_strategy.engine.bucket import Bucket
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.telemetry.measure import compensated, sum_over_ranks, table, try_level
+
+EXTRA_STATE_KEY = "adaptive"
+
+_log = logging.getLogger("lowbit_strategy")
+
+
+class Event(NamedTuple):
+    """A switch and when it happened."""
+
+    step: int
+    epoch: int
+    switch: Switch
+
+
+class AdaptiveDriver:
+    """A controller at work. Once a step begins, on every rank:
+
+    1. what the last step has shown (already summed over ranks, so the same on all of them) goes to the controller
+    2. its decision is applied: parameters whose level changes are regrouped, residuals are carried over
+    3. a tap measures what it wants to know of this step
+
+    Args:
+        controller: Decides.
+        clock: Tells the time, given the number of completed steps; must give the same on all ranks. By default only
+            steps are counted.
+        timer: Seconds; for step times.
+
+    Attributes:
+        events: Switches since the caller last emptied the list.
+        warnings: Likewise.
+        accumulation: Batches in one optimizer step, if the controller says; for the framework's adapter to apply.
+        learning_rate_factor: On top of the scheduler's learning rate; likewise.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        clock: Callable[[int], Clock] | None = None,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.controller = controller
+        self.clock = clock or (lambda step: Clock(step=step))
+        self.timer = timer
+        self.labels = labels(controller.levels)
+        self.events: list[Event] = []
+        self.warnings: list[str] = []
+        self.accumulation: int | None = None
+        self.learning_rate_factor = 1.0
+        self.levels: Mapping[str, int] = {}
+        self.state: State = {}
+        self._decided_step: int | None = None
+        self._watch = Watch()
+        self._shown: dict[str, Any] = {}  # Telemetry fields of the last step
+        self._sums: dict[str, Tensor] = {}
+        self._measured: dict[int, dict[str, Tensor]] = {}
+        self._residuals: dict[str, Tensor] = {}
+        self._moments: dict[str, Tensor] = {}
+        self._last_end: float | None = None
+
+    def attach(self, sync: GradientSync) -> None:
+        """Before a checkpoint is loaded into `sync`.
+
+        Raises:
+            ValueError: The controller cannot serve this model.
+        """
+        self.sync = sync
+        self.state = self._initial_state()
+        self.accumulation = self.controller.initial_accumulation
+        self.levels = {}
+        sync.listeners.insert(0, self)
+        sync.extra_state[EXTRA_STATE_KEY] = self
+        if sync.device.type == "cuda":
+            self._compile_kernels()
+
+    def _initial_state(self) -> State:
+        self._names = tuple(self.sync.specs)
+        for level in self.controller.levels:
+            level.check(list(self.sync.specs.values()))
+        return self.controller.init(list(self.sync.specs.values()), self.sync.comm.world_size)
+
+    def _compile_kernels(self) -> None:
+        """Every level once on a small tensor, so that no switch waits for a compiler."""
+        smallest = {spec.name: spec for spec in sorted(self.sync.specs.values(), key=lambda spec: -spec.numel)[:1]}
+        values = {name: torch.ones(spec.numel, device=self.sync.device) for name, spec in smallest.items()}
+        for level in self.controller.levels:
+            try_level(level.at(self.sync.step_index), values, smallest, self.sync.seed)
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        sync = self.sync
+        if self._decided_step != sync.step_index:  # a step that overflowed comes again: what was decided stands
+            clock = self.clock(sync.step_index)
+            shown, self._shown = self._shown, {}
+            if self._names != tuple(sync.specs):  # parameters have been unfrozen
+                self.state = _extended(self._initial_state(), self.state)
+            if self.controller.reads_accumulated(clock, self.state):
+                shown["accumulated_norm"] = self._read_sums()
+            self._apply(self.controller.decide(Telemetry(clock=clock, **shown), self.state), clock)
+        watch = self._watch
+        self._measured, self._moments, self._residuals = {level: {} for level in watch.levels}, {}, {}
+        if watch.accumulate or watch.moments or watch.levels:
+            self.sync.taps.append(self)
+
+    def _apply(self, decision: Decision, clock: Clock) -> None:
+        self.state = decision.state
+        self._decided_step = clock.step
+        if decision.levels and decision.levels != self.levels:
+            self.levels = dict(decision.levels)
+            self.sync.use(PerParameter.of(self.controller.levels, self.levels))
+        self.accumulation = decision.accumulation
+        self.learning_rate_factor = decision.learning_rate_factor
+        self._watch = decision.watch
+        self.events += [Event(clock.step, clock.epoch, switch) for switch in decision.switches]
+        self.warnings += decision.warnings
+        if self.sync.comm.rank == 0:
+            for switch in decision.switches:
+                _log.info("step %d: %s: %s -> %s (%s)", clock.step, *switch)
+            for warning in decision.warnings:
+                _log.warning("step %d: %s", clock.step, warning)
+
+    def watch(
+        self, bucket: Bucket, x: Tensor, out: Tensor, stages: Iterator[Pending | None]
+    ) -> Iterator[Pending | None]:
+        sync, watch = self.sync, self._watch
+        views = [bucket.view(slot, x, out) for slot in bucket.slots]
+        scale = 1.0 / (sync.loss_scale or 1.0)
+        if watch.accumulate == "local":
+            for view in views:
+                self._add_(view.spec.name, view.flat(), scale)
+        if watch.moments:
+            for view in views:
+                flat = view.flat().float()
+                self._moments[view.spec.name] = torch.stack([flat.mean(), flat.square().mean()])
+        if watch.levels:
+            said = {view.spec.name: compensated(sync, view) for view in views}
+            self._residuals |= {name: part.residual_square for name, part in said.items()}
+            values = {name: part.values for name, part in said.items()}
+            for level in watch.levels:
+                configuration = self.controller.levels[level].at(sync.step_index)
+                self._measured[level] |= try_level(configuration, values, sync.specs, sync.step().seed)
+        yield from stages
+        if watch.accumulate == "mean":
+            for view in views:
+                # Shards add up to the whole; whole means are W times the same, and it is squares that are added.
+                share = sync.comm.world_size if sync.scatter else sync.comm.world_size**0.5
+                self._add_(view.spec.name, view.out, scale / share)
+
+    def _add_(self, name: str, gradient: Tensor, factor: float) -> None:
+        if name not in self._sums:
+            self._sums[name] = torch.zeros_like(gradient, dtype=torch.float32)
+        if self.sync.rollback:  # a step that overflows is not taken: it must not spoil the sum
+            gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
+        self._sums[name].add_(gradient, alpha=factor)
+
+    def end_step(self, *, counted: bool) -> None:
+        now = self.timer()
+        if counted:
+            self._shown = self._summarize(now)
+        self._last_end = now
+
+    # -- summing over ranks -------------------------------------------------------------------------------------
+
+    def _read_sums(self) -> dict[str, float]:
+        """Norms of the accumulated gradients, which start again from zero."""
+        names = list(self.sync.specs)
+        squares = {name: values.square().sum().view(1) for name, values in self._sums.items()}
+        total = sum_over_ranks(table(squares, names, 1, self.sync.device), self.sync.comm)
+        self._sums.clear()
+        return {name: float(square) ** 0.5 for name, square in zip(names, total.view(-1), strict=True)}
+
+    def _summarize(self, now: float) -> dict[str, Any]:
+        watch, comm = self._watch, self.sync.comm
+        shown: dict[str, Any] = {}
+        seconds = now - self._last_end if watch.seconds and self._last_end is not None else None
+        if not (watch.levels or watch.moments or seconds is not None):
+            return shown
+        names, device = list(self.sync.specs), self.sync.device
+        residuals = {name: square.view(1) for name, square in self._residuals.items()}
+        parts = [table(self._measured[level], names, 4, device)[:, :3] for level in watch.levels]
+        columns = torch.cat([*parts, table(residuals, names, 1, device), self._ratios(names)], dim=1)
+        last = torch.zeros(1, columns.shape[1], dtype=torch.float64, device=device)
+        last[0, 0] = seconds or 0.0
+        total = sum_over_ranks(torch.cat([columns, last]), comm)
+        rows = total[:-1]
+        if seconds is not None:
+            shown["step_seconds"] = float(total[-1, 0]) / comm.world_size
+        if watch.moments:
+            shown["mean_to_std"] = dict(zip(names, (rows[:, -1] / comm.world_size).tolist(), strict=True))
+        if watch.levels and bool(rows.isfinite().all()):  # nothing can be learnt from an overflow
+            rows = rows / (self.sync.loss_scale or 1.0) ** 2
+            shown["energy"] = {
+                level: {name: Energy(*row) for name, row in zip(names, part.tolist(), strict=True)}
+                for level, part in zip(watch.levels, rows[:, :-2].split(3, dim=1), strict=True)
+            }
+            shown["residual_norm"] = dict(zip(names, rows[:, -2].sqrt().tolist(), strict=True))
+        return shown
+
+    def _ratios(self, names: list[str]) -> Tensor:
+        """float64 [names, 1]: |mean| / standard deviation of this rank's gradients."""
+        moments = table(self._moments, names, 2, self.sync.device)
+        deviation = (moments[:, 1] - moments[:, 0].square()).clamp_min(0).sqrt()
+        return torch.where(deviation > 0, moments[:, 0].abs() / deviation, torch.zeros_like(deviation))[:, None]
+
+    # -- saving -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        shown = dict(self._shown)
+        if "energy" in shown:
+            shown["energy"] = {
+                level: {name: list(energy) for name, energy in by_name.items()}
+                for level, by_name in shown["energy"].items()
+            }
+        return {
+            "labels": list(self.labels),
+            "controller": type(self.controller).__name__,
+            "state": self.state,
+            "decided_step": self._decided_step,
+            "levels": dict(self.levels),
+            "accumulation": self.accumulation,
+            "learning_rate_factor": self.learning_rate_factor,
+            "shown": shown,
+            "sums": {name: values.cpu().clone() for name, values in self._sums.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["labels"] != list(self.labels) or state["controller"] != type(self.controller).__name__:
+            if self.sync.comm.rank == 0:
+                _log.warning(
+                    "the checkpoint was written under another controller (%s of %s): this one starts anew",
+                    state["controller"],
+                    ", ".join(state["labels"]),
+                )
+            return
+        self.state, self._decided_step = state["state"], state["decided_step"]
+        self.accumulation, self.learning_rate_factor = state["accumulation"], state["learning_rate_factor"]
+        self._shown = dict(state["shown"])
+        if "energy" in self._shown:
+            self._shown["energy"] = {
+                level: {name: Energy(*values) for name, values in by_name.items()}
+                for level, by_name in self._shown["energy"].items()
+            }
+        self._sums = {name: values.to(self.sync.device) for name, values in state["sums"].items()}
+        self.levels = dict(state["levels"])
+        if self.levels:
+            self.sync.use(PerParameter.of(self.controller.levels, self.levels))
+
+
+def _extended(fresh: Any, old: Any) -> Any:
+    """A controller's state after more parameters have joined: the old one, with what is new of them added."""
+    if isinstance(fresh, dict) and isinstance(old, dict):
+        return {key: _extended(fresh.get(key, old.get(key)), old.get(key, fresh.get(key))) for key in {**fresh, **old}}
+    is_names = isinstance(fresh, list) and bool(fresh) and isinstance(fresh[0], str)
+    return fresh if is_names else old

@@ -1,0 +1,43 @@
+"""The start-up report without starting anything: no processes, no memory for residuals."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.telemetry.startup_report import Report, build_report
+
+
+class _Absent(Comm):
+    """Stands for a group of ranks that nobody has started: good for counting, not for communication."""
+
+    def __init__(self, world_size: int) -> None:
+        self.group = None
+        self.world_size = world_size
+        self.rank = 0
+        self.is_gloo = True
+        self.sent_nbytes = 0
+
+
+def plan(module: nn.Module, compressor: Compressor, *, world_size: int, scatter: bool, device: torch.device) -> Report:
+    """What `prepare` and attaching would report for `module`.
+
+    Args:
+        module: On any device, meta included.
+        compressor: Configuration.
+        world_size: Of the run that is planned.
+        scatter: FSDP2 instead of DDP.
+        device: Where that run's gradients will be.
+
+    Raises:
+        ValueError: The compressor cannot serve a parameter of this model, or there is nothing to train.
+    """
+    specs = describe_parameters(module)
+    if not specs:
+        raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
+    sync = GradientSync(compressor, specs, _Absent(world_size), torch.device("meta"), scatter=scatter)
+    return build_report(sync, device)

@@ -1,0 +1,126 @@
+"""The start-up report: what is compressed, what is not and why, bytes, memory, kernels."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+import torch
+
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.kernels import backends
+from lowbit_strategy.methods._base.base import Compressor, LanePair
+
+_LONGEST_PHASE = 1 << 20
+
+
+@dataclass(slots=True)
+class Group:
+    """Parameters that share a method and a reason."""
+
+    kind: str
+    method: str
+    reason: str
+    num_tensors: int = 0
+    numel: int = 0
+    sent_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank will send each step.
+
+    Args:
+        groups: Compressed, milder, exempt, largest first.
+        sent_nbytes: Bytes this rank hands to others, a step.
+        fp32_nbytes, bf16_nbytes: The same for an uncompressed ring of that type.
+        residual_nbytes: Memory for residuals on this rank.
+        kernels: Which implementation serves.
+        next_phase: Step in which the compressor goes on otherwise, a warm-up's end for example; None: it never does.
+    """
+
+    groups: list[Group] = field(default_factory=list)
+    sent_nbytes: int = 0
+    fp32_nbytes: int = 0
+    bf16_nbytes: int = 0
+    residual_nbytes: int = 0
+    kernels: str = ""
+    world_size: int = 1
+    scatter: bool = False
+    next_phase: int | None = None
+
+    def render(self) -> str:
+        what = "reduce-scatter" if self.scatter else "all-reduce"
+        lines = [f"lowbit_strategy: compressed gradient {what} over {self.world_size} ranks, kernels: {self.kernels}"]
+        for group in self.groups:
+            lines.append(
+                f"  {group.kind:<10} {group.num_tensors:>5} tensors {group.numel:>13,} elements"
+                f" {_size(group.sent_nbytes):>10}/step  {group.method} ({group.reason})"
+            )
+        if self.sent_nbytes:
+            ratio32, ratio16 = self.fp32_nbytes / self.sent_nbytes, self.bf16_nbytes / self.sent_nbytes
+            lines.append(
+                f"  sent by a rank {_size(self.sent_nbytes)}/step; fp32 {_size(self.fp32_nbytes)} ({ratio32:.1f}x),"
+                f" bf16 {_size(self.bf16_nbytes)} ({ratio16:.1f}x)"
+            )
+        else:
+            lines.append("  one rank: nothing is sent, so nothing is gained")
+        if self.next_phase is not None:
+            lines.append(f"  until step {self.next_phase}, where the compressor's next phase begins")
+        lines.append(f"  residual memory {_size(self.residual_nbytes)} a rank")
+        return "\n".join(lines)
+
+
+def build_report(sync: GradientSync, device: torch.device | None = None) -> Report:
+    """Args:
+    sync: The engine.
+    device: Where kernels will run, if not where the engine is.
+    """
+    groups: dict[tuple[str, str, str], Group] = {}
+    for name, assignment in sync.assignments.items():
+        method = assignment.method
+        label = method_label(method)
+        if isinstance(method, LanePair) and not sync.scatter and method.back.label != label:
+            label += f"; back {method.back.label}"
+        key = (assignment.kind, label, assignment.reason)
+        group = groups.setdefault(key, Group(*key))
+        group.num_tensors += 1
+        group.numel += sync.specs[name].numel
+        group.sent_nbytes += sync.sent_nbytes(name)
+    world_size = sync.comm.world_size
+    numel = sum(group.numel for group in groups.values())
+    ring = (1 if sync.scatter else 2) * (world_size - 1) * numel // world_size
+    return Report(
+        groups=sorted(groups.values(), key=lambda group: -group.numel),
+        sent_nbytes=sum(group.sent_nbytes for group in groups.values()),
+        fp32_nbytes=4 * ring,
+        bf16_nbytes=2 * ring,
+        residual_nbytes=sync.residual_nbytes,
+        kernels=backends.describe(device or sync.device),
+        world_size=world_size,
+        scatter=sync.scatter,
+        next_phase=_next_phase(sync.compressor, sync.step_index),
+    )
+
+
+def _next_phase(compressor: Compressor, step_index: int) -> int | None:
+    """The first step with another configuration, if there is one among the next million."""
+    now = compressor.at(step_index)
+    lengths = range(1, _LONGEST_PHASE)
+    at = bisect.bisect_left(lengths, True, key=lambda length: compressor.at(step_index + length) != now)
+    return step_index + lengths[at] if at < len(lengths) else None
+
+
+def method_label(method: object) -> str:
+    """A method in a few words: its lane on the way to the owner, or its name."""
+    if isinstance(method, LanePair):
+        return method.there.label
+    return getattr(method, "label", type(method).__name__)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    raise AssertionError

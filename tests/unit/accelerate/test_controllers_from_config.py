@@ -1,0 +1,123 @@
+"""Controllers and the monitor as files write them: what they become, and what is said about those that are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from lowbit_strategy import DGC, PRESETS, LoCo, TopK
+from lowbit_strategy.accelerate import CompressionMonitor, LowBitPlugin
+from lowbit_strategy.accelerate.config import plugin_from_section, read_section
+from lowbit_strategy.accelerate.controllers_from_config import controller_from, monitor_from
+from lowbit_strategy.control import (
+    Accordion,
+    AccordionBatch,
+    AdaQS,
+    Bounds,
+    Controller,
+    ErrorBudget,
+    GraVAC,
+    Guard,
+    Phase,
+    Schedule,
+    Static,
+    dgc_warmup,
+)
+
+LOCO2 = PRESETS["loco2"]
+EIGHT = LoCo(bits=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "controller"),
+    [
+        (
+            "{name: accordion, light: {compressor: loco, bits: 8}, heavy: loco2, interval: 5, unit: steps, eta: 3e-1}",
+            Accordion(light=EIGHT, heavy=LOCO2, interval=5, unit="steps", eta=0.3),
+        ),
+        ("{name: AccordionBatch, large: 4}", AccordionBatch(large=4)),
+        ("{name: accordion-batch, large: 4}", AccordionBatch(large=4)),
+        ("{name: adaqs, ladder: [loco, loco2]}", AdaQS(ladder=(LoCo(), LOCO2))),
+        (
+            "{name: gravac, candidates: [{compressor: topk, density: 0.1}, {compressor: topk, density: 0.01}]}",
+            GraVAC(candidates=(TopK(density=0.1), TopK(density=0.01))),
+        ),
+        ("{name: error_budget, choices: [loco, loco2], max_bits: 3}", ErrorBudget(choices=(LoCo(), LOCO2), max_bits=3)),
+        (
+            "{name: guard, inner: {name: static, level: loco2}, bounds: {max_error: 0.6}, fallback: loco}",
+            Guard(inner=Static(LOCO2), bounds=Bounds(max_error=0.6), fallback=LoCo()),
+        ),
+        (
+            "{name: schedule, phases: [{compressor: loco}, {compressor: loco2, start: 0.5, unit: fraction}]}",
+            Schedule([Phase(compressor=LoCo()), Phase(compressor=LOCO2, start=0.5, unit="fraction")]),
+        ),
+        ("{name: dgc_warmup, compressor: dgc, unit: step, every: 100}", dgc_warmup(DGC(), unit="step", every=100)),
+    ],
+)
+def test_every_controller_can_be_written(text: str, controller: Controller) -> None:
+    assert controller_from(yaml.safe_load(text)) == controller
+
+
+def test_the_monitor() -> None:
+    assert monitor_from(True) == CompressionMonitor()
+    assert monitor_from(False) is None
+    bounds = {"every_n_steps": 20, "group_by": "module", "bounds": {"max_residual": 3}}
+    expected = CompressionMonitor(every_n_steps=20, group_by="module", bounds=Bounds(max_residual=3))
+    assert monitor_from(bounds) == expected
+
+
+def test_in_a_section() -> None:
+    controller = {"name": "static", "level": "loco2"}
+    more = {"controller": controller, "monitor": {}, "record": "runs/1", "num_steps": 9, "steps_per_epoch": 3}
+    plugin = plugin_from_section({"compressor": "loco", "bits": 8, **more})
+    expected: dict[str, Any] = {"controller": Static(LOCO2), "monitor": CompressionMonitor()}
+    assert plugin == LowBitPlugin(EIGHT, record="runs/1", num_steps=9, steps_per_epoch=3, **expected)
+    assert plugin_from_section(more).compressor == LOCO2  # the controller's lightest level
+    assert read_section("{controller: {name: static, level: loco2}}") == {"controller": controller}
+
+
+TWO_LEVELS = {"light": "loco", "heavy": "loco2"}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"controller": "accordion"}, r"controller must be a mapping with a name \(accordion,"),
+        ({"controller": {"name": "acordion"}}, r"unknown controller 'acordion'; did you mean 'accordion'\?"),
+        ({"controller": {"name": "accordion", **TWO_LEVELS, "intervall": 3}}, r"did you mean 'interval'\?"),
+        ({"controller": {"name": "accordion", **TWO_LEVELS, "interval": 0}}, "interval must be a positive integer"),
+        (
+            {"controller": {"name": "accordion", **TWO_LEVELS, "interval": "ten"}},
+            "interval must be a number, got 'ten'",
+        ),
+        ({"controller": {"name": "accordion", **TWO_LEVELS, "eta": "much"}}, "eta must be a number, got 'much'"),
+        ({"controller": {"name": "accordion", **TWO_LEVELS, "unit": "step"}}, "unit must be 'epochs' or 'steps'"),
+        ({"controller": {"name": "accordion", "light": "loco2", "heavy": "loco"}}, "heavy must compress more than"),
+        ({"controller": {"name": "accordion", "light": "loco"}}, "controller accordion needs heavy"),
+        ({"controller": {"name": "accordion", "light": 8, "heavy": "loco2"}}, "light must be a compressor such as"),
+        ({"controller": {"name": "accordion", "light": "loca", "heavy": "loco2"}}, r"did you mean 'loco'\?"),
+        ({"controller": {"name": "adaqs", "ladder": "loco"}}, "ladder must be a list, got 'loco'"),
+        ({"controller": {"name": "guard", "inner": {"name": "statics"}, "bounds": {}}}, r"did you mean 'static'\?"),
+        (
+            {"controller": {"name": "schedule", "phases": [{"compressor": "loco", "begin": 0}]}},
+            r"phases\[0\] has no key",
+        ),
+        ({"controller": {"name": "schedule", "phases": ["loco"]}}, r"phases\[0\] must be a mapping"),
+        ({"controller": {"name": "accordion_batch"}}, "compressor is missing"),
+        ({"controler": {"name": "static"}}, r"compressor is missing; did you mean 'controller'\?"),
+        ({"compressor": "loco", "controler": {}}, r"unknown key 'controler'; did you mean 'controller'\?"),
+        ({"compressor": "loco", "monitor": 50}, "monitor must be true or a mapping such as"),
+        ({"compressor": "loco", "monitor": {"every_n_step": 5}}, r"did you mean 'every_n_steps'\?"),
+        ({"compressor": "loco", "monitor": {"every_n_steps": 0}}, "every_n_steps must be a positive integer"),
+        ({"compressor": "loco", "monitor": {"group_by": "kinds"}}, "group_by must be"),
+        ({"compressor": "loco", "monitor": {"bounds": {"max_err": 1}}}, r"did you mean 'max_error'\?"),
+        ({"compressor": "loco", "monitor": {"bounds": {}}}, "give max_error, max_residual or both"),
+        ({"compressor": "loco", "num_steps": 0}, "num_steps must be a positive integer"),
+        ({"compressor": "loco", "record": 3}, "record must be true, false or a folder"),
+    ],
+)
+def test_what_is_wrong_is_named(section: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plugin_from_section(section)

@@ -1,0 +1,45 @@
+"""One rank without processes: an engine, and a step of it on given gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+SPECS = (TensorSpec("blocks.0.weight", (48, 64)), TensorSpec("blocks.1.weight", (48, 64)), TensorSpec("bias", (37,)))
+Grads = dict[str, Tensor]
+
+
+def engine(
+    compressor: Compressor, specs: Sequence[TensorSpec] = SPECS, *, scatter: bool = False, **options: Any
+) -> GradientSync:
+    return GradientSync(compressor, specs, LocalComm(), torch.device("cpu"), scatter=scatter, **options)
+
+
+def gradients(step: int, specs: Sequence[TensorSpec] = SPECS, *, scale: float = 1.0) -> Grads:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return {spec.name: scale * torch.randn(spec.numel, generator=generator) for spec in specs}
+
+
+def reduce_step(sync: GradientSync, grads: Mapping[str, Tensor], *, end: bool = True) -> Grads:
+    """One bucket with everything; what came out, by name."""
+    x = torch.cat(list(grads.values()))
+    entries, at = [], 0
+    for name, values in grads.items():
+        entries.append(Entry(name, at))
+        at += values.numel()
+    out = torch.empty_like(x) if sync.scatter else x
+    for pending in sync.reduce(BucketLayout(tuple(entries), at if sync.scatter else None), x, out):
+        if pending is not None:
+            pending.wait()
+    if end:
+        sync.end_step()
+    return {e.name: out[e.offset : e.offset + grads[e.name].numel()].clone() for e in entries}

@@ -1,0 +1,116 @@
+"""Changing methods between steps: what a method owed is never lost, what stays keeps its state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit_strategy.checkpoint import capture
+from lowbit_strategy.control.levels import PerParameter
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.quantization.loco import LoCo
+from tests.unit.engine.single import SPECS, engine, gradients, reduce_step
+
+TWO = LoCo(bits=2, block_size=64, beta=0.0, residual="float32", reset_steps=None)
+FOUR = LoCo(bits=4, block_size=128, beta=0.5, residual="float32", reset_steps=None)
+WEIGHTS = ("blocks.0.weight", "blocks.1.weight")
+
+
+def test_what_is_owed_is_said_by_a_method_that_keeps_no_residual() -> None:
+    sync = engine(TWO)
+    into, out = (dict.fromkeys(WEIGHTS, torch.zeros(48 * 64)) for _ in range(2))
+    for step in range(9):
+        if step % 3 == 0:
+            sync.use((TWO, FOUR, Dense())[step // 3])
+        grads = gradients(step)
+        means = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
+        for name in WEIGHTS:
+            into[name], out[name] = into[name] + grads[name], out[name] + means[name]
+    for name in WEIGHTS:  # dense keeps nothing back, so all has been said
+        torch.testing.assert_close(out[name], into[name], rtol=1e-4, atol=1e-4)
+
+
+def test_an_idle_parameter_goes_on_owing() -> None:
+    sync = engine(TWO)
+    reduce_step(sync, gradients(0))
+    owed = sync.export_residual(WEIGHTS[0])
+    sync.use(Dense())
+    idle = gradients(1) | {WEIGHTS[0]: torch.zeros(48 * 64)}
+    assert not reduce_step(sync, idle)[WEIGHTS[0]].any()
+    torch.testing.assert_close(sync.owed.get(WEIGHTS[0]), owed)
+    sync.use(TWO)  # and takes it along
+    assert WEIGHTS[0] not in sync.owed
+    torch.testing.assert_close(sync.export_residual(WEIGHTS[0]), owed)
+
+
+def test_an_overflow_leaves_it_owed() -> None:
+    sync = engine(TWO, rollback=True)
+    reduce_step(sync, gradients(0))
+    owed = sync.export_residual(WEIGHTS[0]).clone()
+    sync.use(Dense())
+    bad = gradients(1)
+    bad["bias"][3] = torch.inf
+    reduce_step(sync, bad, end=False)
+    assert not sync.end_step()
+    torch.testing.assert_close(sync.owed.get(WEIGHTS[0]), owed)
+    grads = gradients(2)
+    means = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
+    torch.testing.assert_close(means[WEIGHTS[0]], grads[WEIGHTS[0]] + owed)
+
+
+def test_what_is_owed_is_saved() -> None:
+    sync, other = engine(TWO), engine(Dense())
+    reduce_step(sync, gradients(0))
+    sync.use(Dense())
+    saved = capture.capture(sync)
+    capture.restore(other, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+    grads = gradients(1)
+    means, again = (reduce_step(s, {name: g.clone() for name, g in grads.items()}) for s in (sync, other))
+    for name in WEIGHTS:
+        assert torch.equal(means[name], again[name])
+        assert not torch.equal(means[name], grads[name])
+
+
+@pytest.mark.parametrize("following", [TWO, Dense()])
+def test_resuming_with_another_method_is_as_switching_to_it(following: Compressor) -> None:
+    switched, resumed = engine(FOUR), engine(following)
+    for step in range(3):
+        reduce_step(switched, gradients(step))
+    saved = capture.capture(switched)
+    capture.restore(resumed, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+    switched.use(following)
+    for name in WEIGHTS:
+        want = switched.export_residual(name) if following is TWO else switched.owed.get(name)
+        have = resumed.export_residual(name) if following is TWO else resumed.owed.get(name)
+        assert want.any()
+        torch.testing.assert_close(have, want)
+
+
+def test_parameters_whose_method_stays_keep_every_bit() -> None:
+    """int8 residuals are copied, not read and written again."""
+    light, heavy = LoCo(bits=8), LoCo(bits=2)
+    names = [spec.name for spec in SPECS]
+    sync = engine(PerParameter.of((light, heavy), dict.fromkeys(names, 1)))
+    reduce_step(sync, gradients(0))
+    before = {key: value.clone() for key, value in sync.tensors(WEIGHTS[0]).items()}
+    sync.use(PerParameter.of((light, heavy), {WEIGHTS[0]: 1, WEIGHTS[1]: 0, "bias": 0}))
+    after = sync.tensors(WEIGHTS[0])
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert any(value.any() for value in before.values())
+
+
+def test_a_checkpoint_between_two_phases_continues_as_if_never_stopped() -> None:
+    compressor = LoCo(bits=1, levels="fitted", warmup_steps=2)
+    straight, saved = engine(compressor), engine(compressor)
+    for step in range(2):
+        reduce_step(straight, gradients(step))
+        reduce_step(saved, gradients(step))
+    resumed = engine(compressor)
+    state = capture.capture(saved)
+    capture.restore(resumed, state, load_rank=lambda rank: state, on_world_size_change="reset")
+    for step in range(2, 5):
+        want = reduce_step(straight, gradients(step))
+        for name, mean in reduce_step(resumed, gradients(step)).items():
+            assert torch.equal(mean, want[name]), (step, name)

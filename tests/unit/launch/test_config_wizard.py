@@ -1,0 +1,78 @@
+"""``lowbit config``: answers become a file that ``lowbit launch`` takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.utils import ComputeEnvironment, DistributedType
+from typer.testing import CliRunner
+
+from lowbit_strategy.cli import app
+from lowbit_strategy.launch import config_wizard
+
+BASE = "# ours\ndistributed_type: MULTI_GPU\nnum_processes: 2  # both\n"
+
+
+def test_an_existing_file_keeps_its_part_and_gets_the_section(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(BASE)
+    answers = 'loca\nloco\nbits=44\nbits=3\nexempt=["@vector", "*.gate.*"]\nseed=7\n\n'
+    result = CliRunner().invoke(app, ["config", "--config-file", str(path)], input=answers)
+    assert result.exit_code == 0, result.output
+    assert "did you mean 'loco'" in result.output
+    assert "bits must be an integer from 2 to 8" in result.output
+    assert path.read_text().startswith(BASE)
+    section = {"compressor": "loco", "bits": 3, "exempt": ["@vector", "*.gate.*"], "seed": 7}
+    assert yaml.safe_load(path.read_text())["lowbit_config"] == section
+
+
+def test_a_section_that_is_there_is_replaced() -> None:
+    text = "a: 1\nlowbit_config:\n  compressor: loco\n  exempt:\n  - '@vector'\n\n# more\nb: 2\n"
+    changed = config_wizard.with_section(text, {"compressor": "dense"})
+    assert yaml.safe_load(changed) == {"a": 1, "b": 2, "lowbit_config": {"compressor": "dense"}}
+
+
+def test_a_new_file_begins_with_accelerate_s_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ClusterConfig(
+        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
+        distributed_type=DistributedType.MULTI_GPU,
+        mixed_precision="bf16",
+        use_cpu=False,
+        debug=False,
+        num_processes=4,
+    )
+    monkeypatch.setattr(config_wizard, "get_user_input", lambda: config)
+    path = tmp_path / "job.yaml"
+    result = CliRunner().invoke(app, ["config", "--config-file", str(path)], input="loco\n\n")
+    assert result.exit_code == 0, result.output
+    written = yaml.safe_load(path.read_text())
+    assert written.pop("lowbit_config") == {"compressor": "loco"}
+    path.write_text(yaml.safe_dump(written))
+    assert ClusterConfig.from_yaml_file(str(path)).num_processes == 4
+
+
+@pytest.mark.parametrize(
+    ("base", "note"),
+    [
+        ("distributed_type: 'NO'\nnum_processes: 1\n", "one process sends no gradients"),
+        ("distributed_type: DEEPSPEED\nnum_processes: 8\n", "DEEPSPEED cannot be compressed"),
+        ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 1}\n", "set fsdp_version: 2"),
+        (BASE, ""),
+    ],
+)
+def test_what_would_not_be_compressed_is_said(tmp_path: Path, base: str, note: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(base)
+    result = CliRunner().invoke(app, ["config", "--config_file", str(path)], input="\n\n")
+    assert result.exit_code == 0, result.output
+    assert note in result.output
+    assert ("Note:" in result.output) == bool(note)
+
+
+def test_only_yaml_is_written(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["config", "--config-file", str(tmp_path / "job.json")])
+    assert result.exit_code == 2
+    assert "job.yaml" in result.output

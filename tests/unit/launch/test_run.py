@@ -1,0 +1,72 @@
+"""The run module: the script sees what it would see without it; training that goes past an Accelerator is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import run_script
+
+SECTION = "{compressor: loco, bits: 4}"
+RUN = ["-m", "lowbit_strategy.run"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, sys, pickle, helper\n"
+        "def f(): pass\n"
+        "pickle.dumps(f)\n"
+        "print(__name__, sys.argv[1:], os.path.basename(__file__), helper.__name__)\n"
+        "sys.exit(5)\n"
+    )
+    (tmp_path / "helper.py").write_text("")
+    return path
+
+
+def test_the_script_runs_as_it_would_alone(script: Path) -> None:
+    done = run_script([*RUN, "--lowbit_config", SECTION, script, "--lowbit_config", "its own"], check=False)
+    assert done.returncode == 5, done.stderr
+    assert done.stdout.split("\n")[0] == "__main__ ['--lowbit_config', 'its own'] train.py helper"
+
+
+def test_training_without_an_accelerator_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model(torch.ones(1, 2)).sum().backward()\n"
+        "optimizer.step()\n"
+        "print('trained')\n"
+    )
+    done = run_script([*RUN, tmp_path / "train.py"], env={"LOWBIT_CONFIG": SECTION}, check=False)
+    assert done.returncode == 1
+    assert "trains without an Accelerator" in done.stderr
+    assert "trained" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.py"], "no lowbit_config section: give --lowbit_config FILE, or set LOWBIT_CONFIG"),
+        (["--lowbit_config", "{compressor: loca}", "train.py"], "did you mean 'loco'"),
+        (["--lowbit_config", SECTION, "--lowbit_dry_run", "zero:2", "train.py"], "ddp:<processes> or fsdp:<processes>"),
+        (["--lowbit_config", SECTION, "missing.py"], "there is no script 'missing.py'"),
+    ],
+)
+def test_bad_input_ends_with_status_2(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lowbit_strategy.launch import run
+    from lowbit_strategy.launch.auto_attach import AutoAttach
+
+    monkeypatch.delenv("LOWBIT_CONFIG", raising=False)
+    monkeypatch.setattr(AutoAttach, "install", lambda self: None)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    with pytest.raises(SystemExit) as ended:
+        run.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""What configurations refuse, and how files and names give them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit_strategy
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.quantization.multiscale import MultiScale
+from lowbit_strategy.methods.quantization.naturalcompression import NaturalCompression
+from lowbit_strategy.methods.quantization.onebitsgd import OneBitSGD
+from lowbit_strategy.methods.quantization.qsgd import QSGD
+from lowbit_strategy.methods.quantization.sharedscale import SharedScale
+from lowbit_strategy.methods.quantization.signsgd import SignSGD
+from lowbit_strategy.methods.quantization.terngrad import TernGrad
+from lowbit_strategy.methods.registry import PRESETS, from_options
+from lowbit_strategy.methods.wrappers.ef21 import EF21
+from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
+from lowbit_strategy.methods.wrappers.partition import Partition
+from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from tests.unit.methods.world import OneTensor
+
+WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
+    (QSGD, {"bits": 1}, "bits must be an integer from 2 to 8, got 1"),
+    (QSGD, {"bits": 9}, "bits must be an integer from 2 to 8"),
+    (QSGD, {"bits": 4.0}, "bits must be an integer"),
+    (QSGD, {"return_bits": 0}, "return_bits must be an integer from 2 to 8"),
+    (QSGD, {"norm": "l1"}, "norm must be 'max' or 'l2'"),
+    (QSGD, {"block_size": 100}, "block_size must be a power of two"),
+    (QSGD, {"exempt": "@vector"}, "exempt must be a tuple"),
+    (TernGrad, {"scaler": "global"}, "scaler must be 'shared' or 'rank'"),
+    (TernGrad, {"clip_sigmas": 0.0}, "clip_sigmas must be positive or None"),
+    (TernGrad, {"block_size": 0}, "block_size must be a power of two"),
+    (SignSGD, {"scale": "two"}, "scale must be 'mean_abs' or 'one'"),
+    (SignSGD, {"block_size": 16}, "block_size must be a power of two"),
+    (EFSignSGD, {"residual": "int4"}, "residual must be 'float32' or 'int8'"),
+    (OneBitSGD, {"residual": "bf16"}, "residual must be 'float32' or 'int8'"),
+    (SharedScale, {"bits": 1}, "bits must be an integer from 2 to 8"),
+    (MultiScale, {"finer_bits": 0}, "finer_bits must be an integer from 1 to 8"),
+    (NaturalCompression, {"bits": 1}, "bits must be an integer from 2 to 8"),
+    (PowerSGD, {"rank": 0}, "rank must be a positive integer"),
+    (PowerSGD, {"start_step": -1}, "start_step must be 0 or a positive integer"),
+    (PowerSGD, {"min_compression_rate": 0.0}, "min_compression_rate must be positive"),
+    (PowerSGD, {"epsilon": -1.0}, "epsilon must not be negative"),
+    (ErrorFeedback, {"decay": 0.0}, r"decay must be in \(0, 1\]"),
+    (ErrorFeedback, {"compressor": "qsgd"}, "compressor must be a compressor's configuration"),
+    (EF21, {"compressor": None}, "compressor must be a compressor's configuration"),
+    (Partition, {"rules": (("layer.*", "qsgd"),)}, "rules are pairs of a selector and a compressor"),
+    (Partition, {"rules": (("@vectors", QSGD()),)}, "did you mean '@vector'"),
+    (WarmUp, {"steps": 0}, "steps must be a positive integer"),
+    (WarmUp, {"first": "dense"}, "first must be a compressor's configuration"),
+    (LoCo, {"bits": 1}, "or levels='fitted'"),
+    (LoCo, {"bits": 5, "levels": "fitted"}, "bits must be an integer from 1 to 4 with fitted levels"),
+    (LoCo, {"bits": 4, "levels": "ternary"}, "bits must be 2 with ternary levels"),
+    (LoCo, {"levels": "gaussian"}, "levels must be one of uniform, fitted, ternary"),
+    (LoCo, {"bits": 2, "levels": "fitted", "rounding": "stochastic"}, "rounding must be 'nearest' with fitted levels"),
+    (LoCo, {"beta": 1.0}, r"beta must be in \[0, 1\)"),
+    (LoCo, {"milder_bits": 9}, "milder_bits must be an integer from 2 to 8"),
+    (LoCo, {"return_bits": 1}, "return_bits must be an integer from 2 to 8"),
+    (LoCo, {"return_bits": 3}, "return_bits must be at least bits, 4, got 3"),
+    (LoCo, {"warmup_steps": -1}, "warmup_steps must be an integer, 0 for none, got -1"),
+    (LoCo, {"warmup_bits": 1}, "warmup_bits must be an integer from 2 to 8"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), WRONG)
+def test_wrong_options_say_what_to_change(kind: type[Compressor], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
+
+
+def test_a_rank_larger_than_every_matrix_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="rank 65 is larger than every matrix of this model: choose a rank of at most 64"
+    ):
+        OneTensor(PowerSGD(rank=65), (64, 200), 1)
+    with pytest.raises(ValueError, match="larger than every matrix"):  # also when it would start only later
+        OneTensor(WarmUp(compressor=PowerSGD(rank=65), steps=10), (64, 200), 1)
+
+
+def test_a_rank_larger_than_some_matrix_leaves_that_one_dense() -> None:
+    assignment = PowerSGD(rank=8).assign(TensorSpec("narrow", (4, 4000)))
+    assert assignment.kind == "exempt"
+    assert "would not make it much smaller" in assignment.reason
+    reducer = PowerSGD(rank=8).method(TensorSpec("narrow", (4, 4000)))
+    with pytest.raises(ValueError, match="rank 8 is larger than narrow allows, a matrix of 4 x 4000"):
+        reducer.init([TensorSpec("narrow", (4, 4000))], torch.device("cpu"))
+
+
+def test_powersgd_starts_dense() -> None:
+    compressor = PowerSGD(rank=2, start_step=3)
+    ranks = OneTensor(compressor, (64, 64), 1)
+    sync: GradientSync = ranks.syncs[0]
+    assert isinstance(compressor.at(2), Dense)
+    assert sync.assignments["p"].method == Dense().method(sync.specs["p"])
+
+
+def test_files_nest_compressors() -> None:
+    warm_up = from_options("warmup", {"steps": 5, "first": "dense", "compressor": {"compressor": "loco", "bits": 3}})
+    assert warm_up == WarmUp(steps=5, first=Dense(), compressor=LoCo(bits=3))
+    partition = from_options(
+        "partition", {"rules": [["a.*", "qsgd"], ["b.*", {"compressor": "topk"}]], "exempt": ["c"]}
+    )
+    assert isinstance(partition, Partition)
+    assert partition.rules == (("a.*", PRESETS["qsgd"]), ("b.*", PRESETS["topk"]))
+    assert partition.exempt == ("c",)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compressor": {"bits": 3}}, "needs its name under 'compressor'"),
+        ({"compressor": "locoo"}, "did you mean 'loco"),
+        ({"compressor": {"compressor": "loco", "bit": 3}}, "did you mean 'bits'"),
+        ({"compressor": 3}, "compressor must be a compressor's configuration"),
+    ],
+)
+def test_wrong_files_say_what_to_change(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_options("warmup", options)
+
+
+def test_every_configuration_is_exported() -> None:
+    for compressor in PRESETS.values():
+        name = type(compressor).__name__
+        assert getattr(lowbit_strategy, name) is type(compressor)
+        assert name in lowbit_strategy.__all__
+
+
+@pytest.mark.parametrize(("name", "bits"), [("loco", 4.125), ("loco2", 2.25), ("loco_ternary", 1.75), ("loco1", 1.25)])
+def test_bits_of_loco_with_scales(name: str, bits: float) -> None:
+    compressor = PRESETS[name]
+    assert isinstance(compressor, LoCo)
+    assert compressor.fmt.bits_per_element == bits
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_hashable_and_equal_to_themselves(name: str) -> None:
+    """Engines compare phases and handshakes compare their text."""
+    assert from_options(name, {}) == PRESETS[name]
+    assert hash(PRESETS[name]) == hash(from_options(name, {}))
+    assert name == name.lower()

@@ -1,0 +1,117 @@
+"""Sign methods against NumPy transcriptions of their definitions, step by step on several ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lowbit_strategy.kernels.reference.blocks import round_up_bfloat16
+from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
+from lowbit_strategy.methods.quantization.onebitsgd import OneBitSGD
+from lowbit_strategy.methods.quantization.signsgd import SignSGD
+from tests.unit.methods.world import OneTensor, gaussian
+
+BLOCK = 64
+SHAPE = (5, 40)
+
+
+def blocks(values: np.ndarray) -> list[np.ndarray]:
+    return [values[start : start + BLOCK] for start in range(0, values.size, BLOCK)]
+
+
+def up(value: float) -> np.float32:
+    """A scale as it travels: bfloat16, rounded up."""
+    return np.float32(round_up_bfloat16(torch.tensor(value, dtype=torch.float32)).item())
+
+
+def nearest(value: float) -> np.float32:
+    return np.float32(torch.tensor(value, dtype=torch.float32).bfloat16().item())
+
+
+def gradients(step: int, world_size: int) -> list[torch.Tensor]:
+    return [gaussian(SHAPE, 100 * step + rank) * (1 + rank) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_signsgd_is_the_sign_of_the_sum_of_signs(world_size: int) -> None:
+    ranks = OneTensor(SignSGD(block_size=BLOCK, exempt=()), SHAPE, world_size)
+    g = gradients(0, world_size)
+    result = ranks.step(g).numpy()
+    flat = np.stack([x.reshape(-1).numpy() for x in g])
+    votes = np.sign(np.where(flat >= 0, 1, -1).sum(0))
+    assert np.array_equal(np.sign(result), votes)
+    for k, vote in enumerate(blocks(votes)):
+        magnitude = np.mean([np.abs(blocks(x)[k]).mean() for x in flat])
+        said = result[k * BLOCK : k * BLOCK + vote.size]
+        assert np.allclose(said, vote * magnitude, rtol=2.0**-6)  # two scales, each rounded to bfloat16
+
+
+def test_signsgd_of_magnitude_one() -> None:
+    ranks = OneTensor(SignSGD(block_size=BLOCK, scale="one", exempt=()), SHAPE, 3)
+    g = gradients(0, 3)
+    votes = torch.stack([x.reshape(-1).sign() for x in g]).sum(0).sign()
+    assert torch.equal(ranks.step(g), votes)
+
+
+def test_signsgd_ranks_without_gradient_abstain() -> None:
+    ranks = OneTensor(SignSGD(block_size=BLOCK, scale="one", exempt=()), SHAPE, 3)
+    g = [-gaussian(SHAPE, 0).abs(), torch.zeros(SHAPE), torch.zeros(SHAPE)]
+    assert torch.equal(ranks.step(g), -torch.ones(200))
+
+
+def transcribed_feedback(quantize, world_size: int, steps: int) -> list[np.ndarray]:  # type: ignore[no-untyped-def]
+    """``p = g + e``, ``Q = quantize(p)``, ``e = p - Q`` on every rank and again at the owner, in float32."""
+    e = [np.zeros(200, np.float32) for _ in range(world_size)]
+    owner_e = np.zeros(200, np.float32)
+    results = []
+    for step in range(steps):
+        total = np.zeros(200, np.float32)
+        for rank, g in enumerate(gradients(step, world_size)):
+            p = g.reshape(-1).numpy() + e[rank]
+            said = np.concatenate([quantize(block) for block in blocks(p)])
+            e[rank] = p - said
+            total += said
+        p = total * np.float32(1.0 / world_size) + owner_e
+        said = np.concatenate([quantize(block) for block in blocks(p)])
+        owner_e = p - said
+        results.append(said)
+    return results
+
+
+def scaled_sign(p: np.ndarray) -> np.ndarray:
+    scale = up(np.abs(p).mean(dtype=np.float64))
+    return np.where(p > 0, scale, -scale).astype(np.float32)
+
+
+def two_means(p: np.ndarray) -> np.ndarray:
+    positive = p >= 0
+    means = [nearest(p[part].mean(dtype=np.float64)) if part.any() else np.float32(0) for part in (~positive, positive)]
+    return np.where(positive, means[1], means[0]).astype(np.float32)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_efsignsgd_is_its_definition(world_size: int) -> None:
+    """Blocks do not straddle owners, so the whole tensor can be transcribed as one."""
+    ranks = OneTensor(EFSignSGD(block_size=BLOCK, exempt=()), SHAPE, world_size)
+    for step, expected in enumerate(transcribed_feedback(scaled_sign, world_size, 6)):
+        result = ranks.step(gradients(step, world_size)).numpy()
+        assert np.allclose(result, expected, rtol=1e-6), f"step {step}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_onebitsgd_is_its_definition(world_size: int) -> None:
+    ranks = OneTensor(OneBitSGD(block_size=BLOCK, exempt=()), SHAPE, world_size)
+    for step, expected in enumerate(transcribed_feedback(two_means, world_size, 6)):
+        result = ranks.step(gradients(step, world_size)).numpy()
+        assert np.allclose(result, expected, rtol=1e-6), f"step {step}"
+
+
+@pytest.mark.parametrize("compressor", [SignSGD(), EFSignSGD(), OneBitSGD()])
+def test_bytes_are_an_eighth_of_a_byte_an_element_and_scales(compressor: SignSGD | EFSignSGD | OneBitSGD) -> None:
+    ranks = OneTensor(compressor, (64, 1024), 2)
+    per_element = ranks.syncs[0].sent_nbytes("p") / 65536
+    scale = {"signsgd": 2, "efsignsgd": 2, "onebitsgd": 4}[compressor.name] / compressor.block_size
+    there = (1 / 8 + scale) / 2  # half of the tensor goes to the other rank
+    back = (52 / 256 + 2 / 256) / 2 if compressor.name == "signsgd" else there
+    assert per_element == pytest.approx(there + back)

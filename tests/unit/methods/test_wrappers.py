@@ -1,0 +1,201 @@
+"""Feedback, EF21, rotation, partition and warm-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.rotate import RotatedCodec
+from lowbit_strategy.methods._base.base import Compressor, LanePair
+from lowbit_strategy.methods._base.feedback import FeedbackLane, FeedbackReducer
+from lowbit_strategy.methods._base.markov import MarkovLane
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.quantization.qsgd import QSGD
+from lowbit_strategy.methods.quantization.sharedscale import SharedScale
+from lowbit_strategy.methods.quantization.terngrad import TernGrad
+from lowbit_strategy.methods.wrappers.ef21 import EF21
+from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
+from lowbit_strategy.methods.wrappers.partition import Partition
+from lowbit_strategy.methods.wrappers.rotate import Rotate
+from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from tests.unit.methods.test_sign_methods import blocks, scaled_sign
+from tests.unit.methods.world import OneTensor, gaussian
+
+MATRIX = TensorSpec("layer.weight", (64, 64))
+VECTOR = TensorSpec("layer.bias", (64,))
+EMBEDDING = TensorSpec("embedding.weight", (64, 64), "embedding")
+
+
+def mean_of(compressor: Compressor, steps: int, world_size: int = 2) -> float:
+    """Relative error of the average of `steps` results for constant gradients."""
+    ranks = OneTensor(compressor, (32, 64), world_size)
+    g = [gaussian((32, 64), rank) for rank in range(world_size)]
+    average = sum(ranks.step(g) for _ in range(steps)) / steps
+    mean = torch.stack(g).mean(0).reshape(-1)
+    return float((average - mean).norm() / mean.norm())
+
+
+@pytest.mark.parametrize("inner", [QSGD(bits=3), TernGrad(), SharedScale(bits=3)])
+def test_feedback_makes_errors_vanish_as_one_over_steps(inner: Compressor) -> None:
+    plain, fed_back = mean_of(inner, 40), mean_of(ErrorFeedback(compressor=inner), 40)
+    assert fed_back < 0.5 * plain
+
+
+def test_feedback_with_loco_rule_equals_the_fused_kernel() -> None:
+    """The general lane with LoCo's beta and codec does what the kernel does, step by step."""
+    loco = LoCo(bits=4, block_size=64, residual="float32", reset_steps=None, return_beta=0.8)
+    pair = loco.method(MATRIX)
+    lane = FeedbackLane(codec=BlockCodec(pair.there.fmt), beta=0.8)  # type: ignore[attr-defined]
+    fused, general = OneTensor(loco, (16, 64), 2), OneTensor(_Fixed(lane=lane), (16, 64), 2)
+    for step in range(5):
+        g = [gaussian((16, 64), 10 * step + rank) for rank in range(2)]
+        assert torch.allclose(fused.step(g), general.step(g), atol=1e-6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fixed(Compressor):
+    """The same lane both ways for everything."""
+
+    name: ClassVar[str] = "fixed"
+
+    lane: FeedbackLane
+    exempt: tuple[str, ...] = ()
+
+    def method(self, spec: TensorSpec) -> LanePair:
+        return LanePair(self.lane, self.lane)
+
+
+def test_decay_forgets() -> None:
+    """Nothing but noise once the gradient is small: a decaying residual dies out, a full one is said in the end."""
+    totals = {}
+    for decay in (1.0, 0.5):
+        ranks = OneTensor(ErrorFeedback(compressor=QSGD(bits=2), decay=decay), (32, 64), 1)
+        totals[decay] = ranks.step([gaussian((32, 64), 0)])
+        residual = ranks.state(0)["there.residual"]
+        assert residual.norm() > 0
+        for _ in range(8):
+            totals[decay] = totals[decay] + ranks.step([torch.full((32, 64), 1e-6)])
+    target = gaussian((32, 64), 0).reshape(-1)
+    assert (totals[1.0] - target).norm() < (totals[0.5] - target).norm()
+
+
+def test_feedback_in_8_bits_costs_a_quarter_and_does_nearly_as_well() -> None:
+    wide, narrow = (ErrorFeedback(compressor=QSGD(bits=3), residual=r) for r in ("float32", "int8"))
+    memory = [OneTensor(c, (32, 64), 2).syncs[0].residual_nbytes for c in (wide, narrow)]
+    assert memory[1] < 0.27 * memory[0]
+    assert mean_of(narrow, 40) < 2 * mean_of(wide, 40)
+
+
+@pytest.mark.parametrize("compressor", [LoCo(), EFSignSGD(), PowerSGD(rank=1)])
+def test_feedback_twice_is_refused(compressor: Compressor) -> None:
+    with pytest.raises(ValueError, match=r"cannot be given error feedback|has error feedback of its own"):
+        ErrorFeedback(compressor=compressor).assign(MATRIX)
+
+
+def test_feedback_leaves_exempt_parameters_dense() -> None:
+    assert ErrorFeedback(compressor=QSGD()).assign(VECTOR).kind == "exempt"
+    assert ErrorFeedback(compressor=QSGD()).assign(EMBEDDING).kind == "milder"
+    assert ErrorFeedback(compressor=QSGD(), exempt=("layer.*",)).assign(MATRIX).kind == "exempt"
+
+
+def test_feedback_wraps_reducers() -> None:
+    assert isinstance(ErrorFeedback(compressor=TernGrad()).method(MATRIX), FeedbackReducer)
+    with pytest.raises(ValueError, match="leave residual='float32'"):
+        ErrorFeedback(compressor=TernGrad(), residual="int8").method(MATRIX)
+
+
+def test_ef21_is_its_definition() -> None:
+    """``c = C(g - ghat)``, ``ghat += c``, ``G = mean ghat``; the same once more on the way back. In NumPy."""
+    ranks = OneTensor(EF21(compressor=EFSignSGD(block_size=64)), (16, 64), 2)
+    ghat, gt = np.zeros((2, 1024), np.float32), np.zeros(1024, np.float32)
+    for step in range(6):
+        g = [gaussian((16, 64), 10 * step + rank) for rank in range(2)]
+        for rank in range(2):
+            ghat[rank] += scaled_signs(g[rank].reshape(-1).numpy() - ghat[rank])
+        gt += scaled_signs(ghat.sum(0) * np.float32(0.5) - gt)
+        assert np.allclose(ranks.step(g).numpy(), gt, atol=1e-6)
+
+
+def scaled_signs(x: np.ndarray) -> np.ndarray:
+    return np.concatenate([scaled_sign(block) for block in blocks(x)])
+
+
+def test_ef21_error_vanishes_for_a_constant_gradient() -> None:
+    """Not only on average: each single result approaches the mean, where feedback keeps oscillating."""
+    ranks = OneTensor(EF21(), (32, 64), 3)
+    g = [gaussian((32, 64), rank) for rank in range(3)]
+    mean = torch.stack(g).mean(0).reshape(-1)
+    for _ in range(150):
+        result = ranks.step(g)
+    assert (result - mean).norm() < 0.05 * mean.norm()
+
+
+def test_ef21_takes_only_quantizers() -> None:
+    assert isinstance(EF21(compressor=LoCo()).method(MATRIX).there, MarkovLane)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="EF21 needs a quantiser"):
+        EF21(compressor=PowerSGD(rank=1)).assign(MATRIX)
+
+
+def test_rotate_keeps_the_rule_and_turns_the_codec() -> None:
+    for inner in (QSGD(), LoCo(), ErrorFeedback(compressor=QSGD()), EF21()):
+        pair = Rotate(compressor=inner).method(MATRIX)
+        assert isinstance(pair, LanePair)
+        assert isinstance(pair.there.codec, RotatedCodec)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="Rotate needs a quantiser"):
+        Rotate(compressor=PowerSGD(rank=1)).assign(MATRIX)
+    with pytest.raises(ValueError, match="power of two that divides"):
+        Rotate(compressor=QSGD(), size=96).assign(MATRIX)
+
+
+def test_partition_takes_the_first_rule_that_matches() -> None:
+    partition = Partition(
+        rules=(("layer.*", QSGD(bits=2)), ("@embedding", LoCo(bits=3, milder=()))), default=LoCo(bits=4)
+    )
+    assert partition.method(MATRIX) == QSGD(bits=2).method(MATRIX)
+    assert partition.assign(VECTOR).kind == "exempt"  # as its compressor says
+    assert partition.method(EMBEDDING) == LoCo(bits=3).method(EMBEDDING)
+    other = TensorSpec("head.weight", (64, 64))
+    assert partition.method(other) == LoCo(bits=4).method(other)
+    assert "name matches layer.*" in partition.assign(MATRIX).reason
+
+
+def test_partition_follows_the_phases_of_its_compressors() -> None:
+    partition = Partition(rules=(("layer.*", WarmUp(compressor=QSGD(), steps=10)),))
+    assert partition.at(0).method(MATRIX) == Dense().method(MATRIX)
+    assert partition.at(10).method(MATRIX) == QSGD().method(MATRIX)
+    assert partition.at(0) == partition.at(5)
+
+
+def test_warm_up_is_followed_by_the_compressor_and_its_phases() -> None:
+    warm_up = WarmUp(compressor=WarmUp(compressor=QSGD(), steps=5, first=LoCo()), steps=10)
+    assert [type(warm_up.at(step)) for step in (0, 9, 10, 14, 15, 1000)] == [Dense, Dense, LoCo, LoCo, QSGD, QSGD]
+
+
+def test_residuals_of_the_warm_up_go_on() -> None:
+    ranks = OneTensor(WarmUp(compressor=LoCo(bits=2, residual="float32"), steps=2, first=LoCo(bits=8)), (32, 64), 2)
+    g = [gaussian((32, 64), rank) for rank in range(2)]
+    for _ in range(2):
+        ranks.step(g)
+    before = ranks.syncs[0].export_residual("p")
+    ranks.syncs[0].follow_phase()
+    after = ranks.syncs[0].export_residual("p")
+    assert before is not None
+    assert after is not None
+    assert torch.allclose(after[1024:], before[1024:], atol=1e-6)  # the first half also takes what the owner owed
+
+
+def test_loco_has_a_warm_up_of_its_own() -> None:
+    compressor = LoCo(bits=1, levels="fitted", warmup_steps=3, warmup_bits=5)
+    assert compressor.at(0) == compressor.at(2) == LoCo(bits=5, warmup_bits=5)
+    assert compressor.at(3) == LoCo(bits=1, levels="fitted", warmup_bits=5)
+    assert LoCo(bits=1, levels="fitted", warmup_steps=3, warmup_bits=3).at(0).fmt == LoCo(bits=3, levels="fitted").fmt
+    assert LoCo().at(0) == LoCo()

@@ -1,0 +1,196 @@
+"""The driver on one rank: what controllers are told, what is applied, what is saved."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from lowbit_strategy.checkpoint import capture
+from lowbit_strategy.control import (
+    Accordion,
+    AccordionBatch,
+    AdaQS,
+    Bounds,
+    Clock,
+    Controller,
+    Decision,
+    ErrorBudget,
+    GraVAC,
+    Guard,
+    Phase,
+    Schedule,
+    Static,
+    Telemetry,
+    Watch,
+)
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.telemetry import adaptive_driver
+from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
+from tests.unit.engine.single import engine, gradients, reduce_step
+
+EIGHT, FOUR, TWO = (LoCo(bits=bits, block_size=64, reset_steps=None) for bits in (8, 4, 2))
+WEIGHTS = ("blocks.0.weight", "blocks.1.weight")
+
+
+class Recorder(Controller):
+    """Asks for `watch` at every step and keeps what it is told."""
+
+    def __init__(self, watch: Watch, read_every: int = 0) -> None:
+        self.watch = watch
+        self.read_every = read_every
+        self.told: list[Telemetry] = []
+
+    @property
+    def levels(self) -> tuple[LoCo, ...]:
+        return (EIGHT, TWO)
+
+    def init(self, specs, world_size):
+        return {}
+
+    def reads_accumulated(self, clock, state):
+        return bool(self.read_every) and clock.step > 0 and clock.step % self.read_every == 0
+
+    def decide(self, telemetry, state):
+        self.told.append(telemetry)
+        return Decision(state=state, levels=dict.fromkeys((*WEIGHTS, "bias"), 1), watch=self.watch)
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("source", ["local", "mean"])
+def test_accumulated_norms(source: str, scatter: bool) -> None:
+    recorder = Recorder(Watch(accumulate=source), read_every=3)
+    sync = engine(Dense(), scatter=scatter)
+    AdaptiveDriver(recorder).attach(sync)
+    out = [reduce_step(sync, gradients(step)) for step in range(7)]
+    for first in (0, 3):
+        told = recorder.told[first + 3].accumulated_norm
+        for name in WEIGHTS:
+            terms = [out[first + at][name] if source == "mean" else gradients(first + at)[name] for at in range(3)]
+            assert told[name] == pytest.approx(float(sum(terms).norm()), rel=1e-5)
+    assert recorder.told[2].accumulated_norm == {}
+
+
+def test_energies_moments_and_time_are_those_of_the_step_before() -> None:
+    ticks = iter(range(100))
+    recorder = Recorder(Watch(moments=True, levels=(0, 1), seconds=True))
+    sync = engine(Dense())
+    AdaptiveDriver(recorder, timer=lambda: 0.5 * next(ticks)).attach(sync)
+    for step in range(3):
+        reduce_step(sync, gradients(step))
+    assert (recorder.told[0].energy, recorder.told[0].step_seconds) == ({}, None)
+    assert recorder.told[1].step_seconds is None  # no step before it
+    assert recorder.told[2].step_seconds == 0.5
+    told = recorder.told[1]
+    for name in WEIGHTS:
+        grad = gradients(0)[name]
+        assert told.mean_to_std[name] == pytest.approx(abs(float(grad.mean())) / float(grad.std()), rel=1e-3)
+        assert told.energy[0][name].compensated == pytest.approx(float(grad.square().sum()), rel=1e-5)
+        assert 0 < told.energy[0][name].error < 0.01 * told.energy[1][name].error
+        assert told.residual_norm[name] == 0
+    assert recorder.told[2].residual_norm[WEIGHTS[0]] > 0
+
+
+def test_nothing_is_measured_unless_asked() -> None:
+    recorder = Recorder(Watch())
+    sync = engine(Dense())
+    driver = AdaptiveDriver(recorder)
+    driver.attach(sync)
+    for step in range(3):
+        reduce_step(sync, gradients(step))
+    assert driver.state_dict()["sums"] == {}
+    assert all(replace(told, clock=Clock(step=0)) == Telemetry(clock=Clock(step=0)) for told in recorder.told)
+
+
+def test_decisions_are_applied_by_regrouping() -> None:
+    sync = engine(Dense())
+    driver = AdaptiveDriver(Schedule([Phase(compressor=EIGHT), Phase(compressor=TWO, start=2)]))
+    driver.attach(sync)
+    bits = []
+    for step in range(4):
+        reduce_step(sync, gradients(step))
+        bits.append(sync.assignments[WEIGHTS[0]].method.there.fmt.bits)
+    assert bits == [8, 8, 2, 2]
+    assert [(event.step, event.switch.after) for event in driver.events] == [
+        (0, "loco(bits=8, block_size=64, reset_steps=None)"),
+        (2, "loco(bits=2, block_size=64, reset_steps=None)"),
+    ]
+
+
+def test_an_overflowed_step_is_not_decided_twice_and_teaches_nothing() -> None:
+    recorder = Recorder(Watch(accumulate="local", levels=(0,)), read_every=2)
+    sync = engine(Dense(), rollback=True)
+    AdaptiveDriver(recorder).attach(sync)
+    reduce_step(sync, gradients(0))
+    bad = gradients(1)
+    bad[WEIGHTS[0]][5] = math.inf
+    reduce_step(sync, bad)
+    reduce_step(sync, gradients(1))
+    reduce_step(sync, gradients(2))
+    assert [told.clock.step for told in recorder.told] == [0, 1, 2]
+    assert all(math.isfinite(norm) for norm in recorder.told[2].accumulated_norm.values())
+    assert math.isfinite(recorder.told[2].energy[0][WEIGHTS[0]].error)
+
+
+CONTROLLERS: dict[str, Controller] = {
+    "accordion": Accordion(light=EIGHT, heavy=TWO, interval=3, unit="steps"),
+    "accordion-mean": Accordion(light=EIGHT, heavy=TWO, interval=3, unit="steps", gradient="mean"),
+    "batch": AccordionBatch(small=1, large=4, interval=3, unit="steps"),
+    "gravac": GraVAC(candidates=(EIGHT, FOUR, TWO), window=3),
+    "adaqs": AdaQS(ladder=(EIGHT, FOUR, TWO), interval=2, factor=0.9, ewma=1.0),
+    "schedule": Schedule([Phase(compressor=EIGHT), Phase(compressor=TWO, start=5)]),
+    "budget": ErrorBudget(choices=(EIGHT, FOUR, TWO), max_error=0.2, interval=3),
+    "guard": Guard(inner=Static(TWO), bounds=Bounds(max_error=0.3, patience=1), fallback=EIGHT, observe_every=2),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("stop", [4, 5, 7])
+def test_stop_and_resume_is_as_never_stopped(name: str, scatter: bool, stop: int) -> None:
+    def run(steps: range, saved: capture.Saved | None = None) -> tuple[list[object], capture.Saved]:
+        ticks = iter(range(len(steps) + 1))
+        sync = engine(Dense(), scatter=scatter, seed=5)
+        driver = AdaptiveDriver(CONTROLLERS[name], timer=lambda: float(next(ticks)))
+        driver.attach(sync)
+        if saved is not None:
+            capture.restore(sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+            driver.end_step(counted=False)  # the timer's first tick, as the step before would have made
+        history = []
+        for step in steps:
+            means = reduce_step(sync, gradients(step, scale=1.0 if step < 6 else 0.2))
+            history.append((step, dict(driver.levels), driver.accumulation, {k: v.tolist() for k, v in means.items()}))
+        return history, capture.capture(sync)
+
+    whole, _ = run(range(12))
+    first, saved = run(range(stop))
+    second, _ = run(range(stop, 12), saved)
+    assert [*first, *second] == whole
+
+
+def test_a_checkpoint_of_another_controller_is_not_taken() -> None:
+    sync, other_sync = engine(Dense()), engine(Dense())
+    driver, other = AdaptiveDriver(CONTROLLERS["schedule"]), AdaptiveDriver(CONTROLLERS["accordion"])
+    driver.attach(sync)
+    other.attach(other_sync)
+    reduce_step(sync, gradients(0))
+    state = other.state
+    with mock.patch.object(adaptive_driver._log, "warning") as warning:
+        other.load_state_dict(driver.state_dict())
+    assert other.state == state
+    assert "this one starts anew" in warning.call_args.args[0]
+
+
+def test_state_is_plain() -> None:
+    sync = engine(Dense())
+    AdaptiveDriver(CONTROLLERS["budget"]).attach(sync)
+    reduce_step(sync, gradients(0))
+    buffer = io.BytesIO()
+    torch.save(capture.capture(sync), buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=True)["extra"]["adaptive"]["controller"] == "ErrorBudget"

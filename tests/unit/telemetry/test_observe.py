@@ -1,0 +1,116 @@
+"""Observation of one rank against a computation of its own; nothing at all between observed steps."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.telemetry import observe
+from lowbit_strategy.telemetry.observe import Observer
+from tests.unit.engine.single import engine, gradients, reduce_step
+
+COMPRESSOR = LoCo(bits=2, block_size=64, residual="float32", beta=0.0, reset_steps=None)
+WEIGHTS = ("blocks.0.weight", "blocks.1.weight")
+
+
+def test_figures_against_an_independent_computation() -> None:
+    # One rank under FSDP2's layout: what comes out is exactly what was sent.
+    sync = engine(COMPRESSOR, scatter=True)
+    observer = Observer(sync, wants=lambda step: step == 3, group_by="parameter")
+    for step in range(4):
+        before = {name: sync.export_residual(name) for name in WEIGHTS}
+        grads = gradients(step)
+        sent = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
+    said = {name: grads[name] + before[name] for name in WEIGHTS} | {"bias": grads["bias"]}
+    observation = observer.last
+    assert observation is not None
+    assert observation.step == 3
+    for name, figures in observation.groups.items():
+        h, s = said[name].double(), sent[name].double()
+        assert figures.relative_error == pytest.approx(float((h - s).norm() / h.norm()), rel=1e-5)
+        assert figures.cosine == pytest.approx(float(h @ s / (h.norm() * s.norm())), rel=1e-5)
+        assert figures.gain == pytest.approx(float(s.square().sum() / h.square().sum()), rel=1e-5)
+        residual = before.get(name, torch.zeros(1))
+        assert figures.residual_norm == pytest.approx(float(residual.norm()), rel=1e-5)
+    everything = torch.cat([said[name] for name in sent]).double()
+    error = everything - torch.cat(list(sent.values())).double()
+    assert observation.total.relative_error == pytest.approx(float(error.norm() / everything.norm()), rel=1e-5)
+    assert observation.groups["bias"].relative_error == 0
+    assert observation.untold == ()
+    assert observation.codec_ms > 0
+
+
+def test_groups_by_kind() -> None:
+    sync = engine(COMPRESSOR)
+    observer = Observer(sync, wants=lambda step: True)
+    reduce_step(sync, gradients(0))
+    assert observer.last is not None
+    assert {group: figures.numel for group, figures in observer.last.groups.items()} == {
+        "blocks.*.weight": 2 * 48 * 64,
+        "bias": 37,
+    }
+
+
+def test_observing_changes_no_result() -> None:
+    plain, watched = engine(COMPRESSOR), engine(COMPRESSOR)
+    Observer(watched, wants=lambda step: step % 2 == 0)
+    for step in range(6):
+        means, again = (reduce_step(sync, gradients(step)) for sync in (plain, watched))
+        assert all(torch.equal(means[name], again[name]) for name in means)
+
+
+def test_nothing_at_all_between_observed_steps() -> None:
+    sync = engine(COMPRESSOR)
+    Observer(sync, wants=lambda step: step % 10 == 0)
+    with (
+        mock.patch.object(observe, "compensated", side_effect=AssertionError("measured")),
+        mock.patch.object(observe, "sum_over_ranks", side_effect=AssertionError("summed over ranks")),
+    ):
+        for step in range(1, 10):
+            sync.step_index = step
+            reduce_step(sync, gradients(step))
+            assert sync.taps == []
+            assert sync.said is None
+
+
+def test_an_overflowed_step_is_observed_when_it_comes_again() -> None:
+    sync = engine(COMPRESSOR, rollback=True)
+    seen = []
+    Observer(sync, wants=lambda step: step == 1, on_observation=seen.append)
+    reduce_step(sync, gradients(0))
+    bad = gradients(1)
+    bad["bias"][0] = math.nan
+    reduce_step(sync, bad)
+    assert seen == []
+    reduce_step(sync, gradients(1))
+    assert [observation.step for observation in seen] == [1]
+    assert math.isfinite(seen[0].total.relative_error)
+
+
+def test_norms_are_told_without_the_loss_scale() -> None:
+    norms = []
+    for scale in (1.0, 1024.0):
+        sync = engine(COMPRESSOR)
+        observer = Observer(sync, wants=lambda step: True)
+        sync.set_loss_scale(scale)
+        reduce_step(sync, gradients(0, scale=scale))
+        assert observer.last is not None
+        norms.append(observer.last.total.gradient_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_detach() -> None:
+    sync = engine(COMPRESSOR)
+    observer = Observer(sync, wants=lambda step: True)
+    observer.detach()
+    reduce_step(sync, gradients(0))
+    assert observer.last is None
+
+
+def test_unknown_grouping() -> None:
+    with pytest.raises(ValueError, match="group_by must be"):
+        Observer(engine(COMPRESSOR), wants=lambda step: True, group_by="layer")

@@ -1,0 +1,40 @@
+"""The start-up report of compressors with phases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.telemetry.dry_run_report import plan
+
+WARMED_UP = LoCo(bits=1, levels="fitted", warmup_steps=64)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "step"),
+    [
+        (LoCo(), None),
+        (WARMED_UP, 64),
+        (WarmUp(compressor=LoCo(), first=LoCo(), steps=9), None),
+        (WarmUp(compressor=WARMED_UP, steps=9), 9),
+        (PowerSGD(start_step=1000), 1000),
+    ],
+)
+def test_the_report_says_until_when_it_holds(compressor: Compressor, step: int | None) -> None:
+    report = plan(nn.Linear(256, 256), compressor, world_size=2, scatter=False, device=torch.device("cpu"))
+    assert report.next_phase == step
+    line = f"until step {step}, where the compressor's next phase begins"
+    assert (line in report.render()) == (step is not None)
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_hop_back_with_other_bits_is_told(scatter: bool) -> None:
+    compressor = LoCo(bits=2, levels="fitted", block_size=64, return_bits=4)
+    report = plan(nn.Linear(256, 256), compressor, world_size=2, scatter=scatter, device=torch.device("cpu"))
+    label = next(group.method for group in report.groups if group.kind == "compressed")
+    assert label == "loco 2-bit fitted, blocks of 64" + ("" if scatter else "; back loco 4-bit, blocks of 64")
