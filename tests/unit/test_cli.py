@@ -9,8 +9,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lowbit_strategy import PRESETS
-from lowbit_strategy.launch import doctor
 from lowbit_strategy.cli import app
+from lowbit_strategy.launch import doctor
 from lowbit_strategy.launch.arguments import launch_parser
 from lowbit_strategy.version import __version__
 
