@@ -32,7 +32,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_strategy.methods._base.base import Assignment, Compressor, LanePair, assign_all
+from lowbit_strategy.methods._base.base import Assignment, CodecPair, Compressor, assign_all
 from lowbit_strategy.methods.registry import PRESETS, from_options
 from lowbit_strategy.model.parameters import describe_parameters
 from recipes.gpt import GPT
@@ -115,9 +115,9 @@ def mean_codec_bits(run: Run) -> float:
 
 def _nbytes_a_hop(assignment: Assignment, spec: Any, layout: Layout, hops: float) -> float:
     method = assignment.method
-    if isinstance(method, LanePair):
-        lanes = method if layout == "ddp" else method[:1]
-        return statistics.mean(lane.wire_nbytes(spec.numel) for lane in lanes)
+    if isinstance(method, CodecPair):
+        codecs = method if layout == "ddp" else method[:1]
+        return statistics.mean(stateful.wire_nbytes(spec.numel) for stateful in codecs)
     return method.wire_nbytes(spec, WORLD_SIZE, scatter=layout == "fsdp") / hops
 
 

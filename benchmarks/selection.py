@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.select import top_k
@@ -66,7 +66,7 @@ def _entries(compressor: EntriesCompressor, spec: TensorSpec) -> tuple[Tensor, S
     reducer = cast(SparseReducer, compressor.method(spec))
     tensors = reducer.init([spec], _CPU)[spec.name]
     view = View(spec, flat_cut(spec.numel, 1, 1), tensors["residual"], tensors["residual"], False)
-    return tensors["residual"], lambda index: reducer.choose(view, tensors, Step(index, index, index)).indices
+    return tensors["residual"], lambda index: reducer.choose(view, tensors, StepContext(index, index, index)).indices
 
 
 def _exclusive(density: float, spec: TensorSpec) -> tuple[Tensor, Select]:
@@ -78,7 +78,7 @@ def _exclusive(density: float, spec: TensorSpec) -> tuple[Tensor, Select]:
     view = View(spec, flat_cut(spec.numel, 1, 1), residual, residual, False)
 
     def select(index: int) -> Tensor:
-        step = Step(index, index, index)
+        step = StepContext(index, index, index)
         model = _Model([view], [Condition.LIVE], state, cast(Comm, _Alone()), step)
         return _select_exclusive(reducer, model, control)
 

@@ -84,8 +84,8 @@ def methods(quick: bool) -> dict[tuple[str, float], Compressor]:
         for name, kind in {"top-k": TopK, "random-k": RandomK, "DGC": DGC, "ExDyna": ExDyna}.items():
             chosen[name, ratio] = kind(density=1 / ratio)
     for bits in (4,) if quick else BITS:
-        chosen["QSGD", 32 / bits] = QSGD(bits=bits, milder_bits=bits)
-        chosen["LoCo", 32 / bits] = LoCo(bits=bits, milder_bits=bits)
+        chosen["QSGD", 32 / bits] = QSGD(bits=bits, high_precision_bits=bits)
+        chosen["LoCo", 32 / bits] = LoCo(bits=bits, high_precision_bits=bits)
     return chosen
 
 

@@ -46,7 +46,7 @@ class Meter(L.Callback):
         self.monitor = monitor
         self.first_step = first_step
         self.times_s: list[float] = []
-        self.gains: list[float] = []
+        self.compression_gains: list[float] = []
         self._seen = -1
         self._last: float | None = None
 
@@ -57,7 +57,7 @@ class Meter(L.Callback):
         if observation is not None and observation.step != self._seen:
             self._seen = observation.step
             if judged:
-                self.gains.append(1 - observation.total.relative_error**2)
+                self.compression_gains.append(1 - observation.total.relative_error**2)
         elif judged and last is not None:  # a step that was observed is longer than the method makes it
             self.times_s.append(now - last)
         self._last = time.perf_counter()
@@ -102,7 +102,7 @@ def search(options: argparse.Namespace) -> dict[str, Any]:
         "settled": state["settled"],
         "candidate": labels[state["candidate"]],
         "scores": {labels[int(level)]: score for level, score in state["scores"].items()},
-        "gains": {labels[int(level)]: gain for level, gain in state["gains"].items()},
+        "gains": {labels[int(level)]: compression_gain for level, compression_gain in state["compression_gains"].items()},
     }
 
 
@@ -115,8 +115,8 @@ def alone(compressor: Compressor, options: argparse.Namespace) -> dict[str, floa
     times = torch.tensor(meter.times_s, dtype=torch.float64)
     dist.all_reduce(times)  # as the controller sees them: the ranks' mean
     seconds = float(times.median()) / dist.get_world_size()
-    gain = statistics.mean(meter.gains)
-    return {"seconds": seconds, "gain": gain, "score": gain / seconds}
+    compression_gain = statistics.mean(meter.compression_gains)
+    return {"seconds": seconds, "gain": compression_gain, "score": compression_gain / seconds}
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.accelerate.training_clock import TrainingClock
-from lowbit_strategy.control.base import Clock
+from lowbit_strategy.control.base import Progress
 from lowbit_strategy.hooks.attach import Attached
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.bounds import BoundsWatch
@@ -32,7 +32,7 @@ from lowbit_strategy.telemetry.observe import Observation, Observer
 from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord
 
 
-class Steering:
+class AdaptiveBinding:
     """What a binding tells of its moments; nothing happens without a controller or a monitor.
 
     Args:
@@ -52,7 +52,7 @@ class Steering:
         self.log: Callable[[dict[str, float], int], Any] = accelerator.log
         self.folder = _folder(plugin.record, accelerator.logging_dir)
         self.accumulates = False  # the loop uses `accelerator.accumulate`
-        self._steered: WeakKeyDictionary[Attached, SteeredModel] = WeakKeyDictionary()
+        self._controlled: WeakKeyDictionary[Attached, ModelControl] = WeakKeyDictionary()
 
     def attach(self, attached: Attached, number: int, *, alone: bool) -> None:
         """A model has been prepared; before a checkpoint is loaded.
@@ -73,22 +73,22 @@ class Steering:
                 f"{type(plugin.controller).__name__} changes gradient accumulation, which all models of an Accelerator"
                 " share: use it with one model, or give each model an Accelerator of its own"
             )
-        self._steered[attached] = SteeredModel(self, attached, number)
+        self._controlled[attached] = ModelControl(self, attached, number)
         self._follow()
 
     def driver(self, attached: Attached) -> AdaptiveDriver | None:
-        model = self._steered.get(attached)
+        model = self._controlled.get(attached)
         return None if model is None else model.driver
 
     def before_backward(self, loss: Any, attachments: Iterable[Attached]) -> None:
         """Raises:
         ValueError: Training begins, and the controller needs what cannot be known or done here.
         """
-        if not self._steered:
+        if not self._controlled:
             return
         self.clock.batch()
         for attached in attachments:
-            model = self._steered[attached]
+            model = self._controlled[attached]
             model.loss = loss.detach() if isinstance(loss, Tensor) else None
             if not model.begun:
                 self._check()
@@ -107,19 +107,19 @@ class Steering:
 
     def after_step(self, attached: Attached) -> None:
         """The optimizer of `attached` has stepped, and the step is over."""
-        if (model := self._steered.get(attached)) is not None:
+        if (model := self._controlled.get(attached)) is not None:
             model.tell_decisions()
             self._follow()
 
     def after_load(self) -> None:
         """A checkpoint has been loaded."""
-        for model in self._steered.values():
+        for model in self._controlled.values():
             model.begun = False
         self._follow()
 
     def _follow(self) -> None:
         """Accumulate as many batches as the controller wants, from the next one on."""
-        for model in self._steered.values():
+        for model in self._controlled.values():
             wanted = None if model.driver is None else model.driver.accumulation
             if wanted is not None and wanted != self.accelerator.gradient_accumulation_steps:
                 self.accelerator.gradient_accumulation_steps = wanted
@@ -129,7 +129,7 @@ class Steering:
     def scaled(self, optimizer: Optimizer) -> Iterator[None]:
         """The controller's factor on learning rates, while the optimizer steps."""
         factor = 1.0
-        for attached, model in self._steered.items():
+        for attached, model in self._controlled.items():
             if model.driver is not None and attached.owns(optimizer):
                 factor = model.factor
         if factor == 1.0:
@@ -145,12 +145,12 @@ class Steering:
                 group["lr"] = rate
 
 
-class SteeredModel:
+class ModelControl:
     """One prepared model's controller, monitor and record."""
 
-    def __init__(self, steering: Steering, attached: Attached, number: int) -> None:
-        plugin = steering.plugin
-        self.steering = steering
+    def __init__(self, adaptive: AdaptiveBinding, attached: Attached, number: int) -> None:
+        plugin = adaptive.plugin
+        self.adaptive = adaptive
         self.begun = False
         self.sync = attached.sync
         self.number = number
@@ -163,7 +163,7 @@ class SteeredModel:
         self._bounds: BoundsWatch | None = None
         if plugin.controller is not None:
             self.driver = adapt(self.sync, plugin.controller, self._clock)
-            self.sync.extra_state["clock"] = steering.clock
+            self.sync.extra_state["clock"] = adaptive.clock
         if (monitor := plugin.monitor) is not None:
             every = monitor.every_n_steps
             self.observer = Observer(
@@ -171,20 +171,20 @@ class SteeredModel:
             )
             self._bounds = BoundsWatch(self.sync, monitor.bounds) if monitor.bounds is not None else None
 
-    def _clock(self, step: int) -> Clock:
-        attached, optimizers = self._attached(), self.steering.accelerator._optimizers
+    def _clock(self, step: int) -> Progress:
+        attached, optimizers = self._attached(), self.adaptive.accelerator._optimizers
         own = next((each for each in optimizers if attached is not None and attached.owns(each)), None)
-        return self.steering.clock.at(step, own)
+        return self.adaptive.clock.at(step, own)
 
     def begin(self) -> None:
         """Training begins, or goes on after a checkpoint has been loaded."""
-        folder, monitor = self.steering.folder, self.steering.plugin.monitor
+        folder, monitor = self.adaptive.folder, self.adaptive.plugin.monitor
         self.begun, self._told = True, False
         self.factor = 1.0 if self.driver is None else self.driver.learning_rate_factor
         if folder is not None and self.sync.comm.rank == 0:
             self._record = RunRecord((folder if self.number == 0 else folder / f"model_{self.number}") / FILE_NAME)
             every = monitor.every_n_steps if monitor is not None else 0
-            num_steps = self.steering.clock.num_steps
+            num_steps = self.adaptive.clock.num_steps
             self._record.write("start", self.sync.step_index, num_steps=num_steps, **start_fields(self.sync, every))
 
     def tell_decisions(self) -> None:
@@ -199,7 +199,7 @@ class SteeredModel:
         events, driver.events = driver.events, []
         warnings, driver.warnings = driver.warnings, []
         step = events[-1].step if events else max(driver.sync.step_index - 1, 0)
-        accumulation = float(driver.accumulation or self.steering.accelerator.gradient_accumulation_steps)
+        accumulation = float(driver.accumulation or self.adaptive.accelerator.gradient_accumulation_steps)
         self._log(
             {
                 **levels_to_log(driver),
@@ -227,7 +227,7 @@ class SteeredModel:
     def _log(self, figures: dict[str, float], step: int) -> None:
         """A second model's figures have its number in their names."""
         prefix = metric_name("") if self.number == 0 else f"{metric_name('')}_{self.number}"
-        self.steering.log({prefix + name.removeprefix(metric_name("")): value for name, value in figures.items()}, step)
+        self.adaptive.log({prefix + name.removeprefix(metric_name("")): value for name, value in figures.items()}, step)
 
 
 def _folder(record: bool | str | Path, default: str | None) -> Path | None:

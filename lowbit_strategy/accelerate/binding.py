@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.accelerate import checkpoint_folder
-from lowbit_strategy.accelerate.adaptive_binding import Steering
+from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.accelerate.support import check_accelerator, keep_fsdp_on_cpu
 from lowbit_strategy.control.levels import labels
@@ -69,7 +69,7 @@ class Binding:
         check_accelerator(accelerator)
         self.plugin = plugin
         self.accelerator = accelerator
-        self.steering = Steering(plugin, accelerator)
+        self.adaptive = AdaptiveBinding(plugin, accelerator)
         self.attachments: list[Attached] = []
         self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
         self._numbers: WeakKeyDictionary[Attached, int] = WeakKeyDictionary()  # checkpoints know models by order
@@ -91,23 +91,23 @@ class Binding:
     @property
     def driver(self) -> AdaptiveDriver | None:
         """The first prepared model's controller at work: levels in force, state."""
-        return self.steering.driver(self.attachments[0]) if self.attachments else None
+        return self.adaptive.driver(self.attachments[0]) if self.attachments else None
 
     @property
     def epoch(self) -> int | None:
         """Set it in the loop where nothing else says what epoch it is; for controllers that count in epochs."""
-        return self.steering.clock.epoch
+        return self.adaptive.clock.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self.steering.clock.epoch = epoch
+        self.adaptive.clock.epoch = epoch
 
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Called by the prepared optimizers."""
         for attached in self.attachments:
             if attached.sync.in_step and attached.owns(optimizer):
                 attached.end_step()
-                self.steering.after_step(attached)
+                self.adaptive.after_step(attached)
 
     def save(self, folder: str) -> None:
         """Put residuals into a checkpoint's folder; on all ranks."""
@@ -119,7 +119,7 @@ class Binding:
     def load(self, folder: str, *, compressed: bool = False) -> None:
         """Restore what `save` wrote; on all ranks. `compressed`: it is an error if there is nothing."""
         checkpoint_folder.load(folder, self.attachments, compressed=compressed)
-        self.steering.after_load()
+        self.adaptive.after_load()
 
     # -- the accelerator's moments ------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Binding:
         module.__dict__[_SLOT] = _OnModule(attached)  # lives as long as the module
         self._modules.add(module)
         self._numbers[attached] = len(self._numbers)
-        self.steering.attach(attached, self._numbers[attached], alone=not self.attachments)
+        self.adaptive.attach(attached, self._numbers[attached], alone=not self.attachments)
         if isinstance(module, DistributedDataParallel):
             weakref.finalize(module, attached.close)  # its thread ends with it
         self._revive(attached)
@@ -219,11 +219,11 @@ class Binding:
         return optimizer
 
     def _accumulate(self, original: Callable[..., Any], *models: Any) -> Any:
-        self.steering.accumulates = True
+        self.adaptive.accumulates = True
         return original(*models)
 
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
-        self.steering.before_backward(loss, self.attachments)
+        self.adaptive.before_backward(loss, self.attachments)
         for attached in self.attachments:
             if attached.newly_trainable():
                 self._on_unfrozen(attached)
@@ -281,7 +281,7 @@ class SteppingOptimizer(AcceleratedOptimizer):
         if self.lowbit is None:
             super().step(closure)
             return
-        with self.lowbit.steering.scaled(self):
+        with self.lowbit.adaptive.scaled(self):
             super().step(closure)
         if self.gradient_state.sync_gradients:
             self.lowbit.end_step(self)

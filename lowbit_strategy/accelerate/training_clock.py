@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch.optim import Optimizer
 
-from lowbit_strategy.control.base import Clock, Controller
+from lowbit_strategy.control.base import Controller, Progress
 
 
 class TrainingClock:
@@ -49,8 +49,8 @@ class TrainingClock:
             self._passes += 1
         self._over, self._iteration, self._seen = over, iteration, True
 
-    def at(self, step: int, optimizer: Optimizer | None) -> Clock:
-        return Clock(
+    def at(self, step: int, optimizer: Optimizer | None) -> Progress:
+        return Progress(
             step=step,
             epoch=self._epoch(step),
             num_steps=self.num_steps,

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.engine.engine import GradientSync, gain_of
-from lowbit_strategy.methods._base.base import LanePair
+from lowbit_strategy.engine.engine import GradientSync, residual_gain_of
+from lowbit_strategy.methods._base.base import CodecPair
 from lowbit_strategy.methods._base.stateful_codec import read_residual
 
 FORMAT = 2
@@ -46,11 +46,11 @@ def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _capture_parameter(sync: GradientSync, name: str) -> Saved:
     saved: Saved = {"shape": list(sync.specs[name].shape), "tensors": _copy(sync.tensors(name))}
-    saved["gain"] = gain_of(sync.assignments[name].method)
-    if (store := sync.lane_store(name)) is not None:
+    saved["residual_gain"] = residual_gain_of(sync.assignments[name].method)
+    if (store := sync.codec_store(name)) is not None:
         saved["row_numel"] = store.cuts[name].row_numel
-        saved["block_size"] = store.pair.there.block_size
-        saved["owner_gain"] = gain_of(store.pair, back=True)
+        saved["block_size"] = store.pair.uplink.block_size
+        saved["downlink_residual_gain"] = residual_gain_of(store.pair, downlink=True)
     return saved
 
 
@@ -94,9 +94,9 @@ def restore(
 def _check_model(sync: GradientSync, saved: Saved) -> None:
     """What is trained here but was not when the state was saved starts from zero; anything else must fit."""
     here = {name: list(spec.shape) for name, spec in sync.specs.items()}
-    there = {name: entry["shape"] for name, entry in saved["parameters"].items()}
-    unknown = sorted(there.keys() - here.keys())
-    changed = sorted(name for name in here.keys() & there.keys() if here[name] != there[name])
+    uplink = {name: entry["shape"] for name, entry in saved["parameters"].items()}
+    unknown = sorted(uplink.keys() - here.keys())
+    changed = sorted(name for name in here.keys() & uplink.keys() if here[name] != uplink[name])
     parts = [
         f"{what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
         for what, names in (("not in the model", unknown), ("of another shape", changed))
@@ -122,42 +122,42 @@ def _copy_into(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> bo
 
 def _restore_parameter(sync: GradientSync, name: str, entry: Saved) -> None:
     method = sync.assignments[name].method
-    same_grid = not isinstance(method, LanePair) or (
-        entry.get("block_size") == method.there.block_size
-        and entry.get("row_numel") == sync.lanes[method].cuts[name].row_numel
+    same_grid = not isinstance(method, CodecPair) or (
+        entry.get("block_size") == method.uplink.block_size
+        and entry.get("row_numel") == sync.codecs[method].cuts[name].row_numel
     )
     if same_grid and _copy_into(sync.tensors(name), entry["tensors"]):
         return
-    owed = _saved_residual(entry)  # another method or layout: what is owed passes to it
+    carryover = _saved_residual(entry)  # another method or layout: what is owed passes to it
     if (owner := _saved_owner_residual(entry, sync.comm.rank)) is not None:
-        owed = torch.zeros(sync.specs[name].numel) if owed is None else owed
+        carryover = torch.zeros(sync.specs[name].numel) if carryover is None else carryover
         start = sync.comm.rank * entry["row_numel"]
-        owed[start : start + owner.numel()] += sync.comm.world_size * owner  # the owner owes the mean
-    if owed is not None:
-        sync.owe_(name, owed.to(sync.device))
+        carryover[start : start + owner.numel()] += sync.comm.world_size * owner  # the owner owes the mean
+    if carryover is not None:
+        sync.carry_over_(name, carryover.to(sync.device))
 
 
 def _saved_residual(entry: Saved) -> Tensor | None:
     """What a saved parameter owed, in units of its gradient: float32 ``[numel]``; None if nothing kept it."""
     tensors, numel = entry["tensors"], torch.Size(entry["shape"]).numel()
     if "residual" in tensors:
-        return tensors["residual"].float().view(-1) / entry["gain"]
-    there = {key.removeprefix("there."): value for key, value in tensors.items() if key.startswith("there.")}
-    values = read_residual(there, entry.get("block_size", 1))
+        return tensors["residual"].float().view(-1) / entry["residual_gain"]
+    uplink = {key.removeprefix("uplink."): value for key, value in tensors.items() if key.startswith("uplink.")}
+    values = read_residual(uplink, entry.get("block_size", 1))
     if values is None:
         return None
     row_numel = entry["row_numel"]
     row_state = -(-row_numel // entry["block_size"]) * entry["block_size"]
-    return values.view(-1, row_state)[:, :row_numel].reshape(-1)[:numel] / entry["gain"]
+    return values.view(-1, row_state)[:, :row_numel].reshape(-1)[:numel] / entry["residual_gain"]
 
 
 def _saved_owner_residual(entry: Saved, rank: int) -> Tensor | None:
-    back = {key.removeprefix("back."): value for key, value in entry["tensors"].items() if key.startswith("back.")}
-    values = read_residual(back, entry.get("block_size", 1))
+    downlink = {key.removeprefix("downlink."): value for key, value in entry["tensors"].items() if key.startswith("downlink.")}
+    values = read_residual(downlink, entry.get("block_size", 1))
     if values is None:
         return None
     numel, row_numel = torch.Size(entry["shape"]).numel(), entry["row_numel"]
-    return values[: max(0, min(row_numel, numel - rank * row_numel))] / entry["owner_gain"]
+    return values[: max(0, min(row_numel, numel - rank * row_numel))] / entry["downlink_residual_gain"]
 
 
 def _change_world_size(
@@ -178,10 +178,10 @@ def _change_world_size(
             if (values := _saved_owner_residual(entry, rank)) is not None:
                 owners.setdefault(name, []).append(values)
     for name, total in totals.items():
-        sync.owe_(name, (total / old).to(sync.device))
+        sync.carry_over_(name, (total / old).to(sync.device))
     for name, chunks in owners.items():
-        if (store := sync.lane_store(name)) is not None:
-            cut, gain = store.cuts[name], gain_of(store.pair, back=True)
+        if (store := sync.codec_store(name)) is not None:
+            cut, residual_gain = store.cuts[name], residual_gain_of(store.pair, downlink=True)
             start = cut.row_numel * sync.comm.rank
-            owed = torch.cat(chunks)[start : start + cut.row_length(sync.comm.rank)]
-            store.import_owner_residual_(name, gain * owed)
+            carryover = torch.cat(chunks)[start : start + cut.row_length(sync.comm.rank)]
+            store.import_owner_residual_(name, residual_gain * carryover)

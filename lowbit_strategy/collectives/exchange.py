@@ -31,7 +31,7 @@ _MAGIC = 0x4C4F5742  # "LOWB"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepContext:
     """What a method may know of time and chance.
 
     Args:
@@ -48,21 +48,23 @@ class Step:
 State = dict[str, Tensor]
 
 
-class Lane(Protocol):
+class StatefulCodec(Protocol):
     """A codec and its residual rule, for one hop."""
 
     @property
     def block_size(self) -> int: ...
     def wire_nbytes(self, numel: int) -> int: ...
-    def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None: ...
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+    ) -> None: ...
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None: ...
-    def said_(self, wire: Tensor, out: Tensor, segments: Segments, state: State) -> None: ...
+    def decode_sent_(self, wire: Tensor, out: Tensor, segments: Segments, state: State) -> None: ...
 
 
 class Hop(NamedTuple):
     """A lane on one hop with the state that its segments' ``state_offset`` point into."""
 
-    lane: Lane
+    stateful: StatefulCodec
     state: State
 
 
@@ -73,8 +75,8 @@ class Route(NamedTuple):
     in those that hold only the own chunk.
     """
 
-    there: Hop
-    back: Hop
+    uplink: Hop
+    downlink: Hop
     slots: tuple[Slot, ...]
     full_offset: Mapping[str, int]
     shard_offset: Mapping[str, int]
@@ -84,15 +86,15 @@ class _Place(NamedTuple):
     """Where one parameter stands in the two messages and in the buffer of owned means."""
 
     slot: Slot
-    there: int
-    back: int
+    uplink: int
+    downlink: int
     shard: int
 
 
 class _Tables(NamedTuple):
     send: Segments
     own: Segments
-    back: Segments
+    downlink: Segments
     gather: Segments
 
 
@@ -117,38 +119,38 @@ class Exchange:
         self.routes = tuple(routes)
         self.comm = comm
         self.scatter = scatter
-        self.there_nbytes = self.back_nbytes = HEADER_NBYTES
+        self.uplink_nbytes = self.downlink_nbytes = HEADER_NBYTES
         shard_numel = 0
         placed: list[list[_Place]] = []
         for route in self.routes:
             placed.append([])
             for slot in route.slots:
-                placed[-1].append(_Place(slot, self.there_nbytes, self.back_nbytes, shard_numel))
-                self.there_nbytes += round_up(route.there.lane.wire_nbytes(slot.cut.row_numel), ALIGNMENT)
-                self.back_nbytes += round_up(route.back.lane.wire_nbytes(slot.cut.row_numel), ALIGNMENT)
+                placed[-1].append(_Place(slot, self.uplink_nbytes, self.downlink_nbytes, shard_numel))
+                self.uplink_nbytes += round_up(route.uplink.stateful.wire_nbytes(slot.cut.row_numel), ALIGNMENT)
+                self.downlink_nbytes += round_up(route.downlink.stateful.wire_nbytes(slot.cut.row_numel), ALIGNMENT)
                 shard_numel += round_up(slot.cut.row_numel, ALIGNMENT)
         self._tables = [self._tabulate(route, places) for route, places in zip(self.routes, placed, strict=True)]
 
         world_size = comm.world_size
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self._send = empty_wire(world_size, self.there_nbytes, device)
-        self._recv = empty_wire(world_size, self.there_nbytes, device)
-        layout = repr([(r.there.lane, r.back.lane, r.slots) for r in self.routes]).encode()
+        self._send = empty_wire(world_size, self.uplink_nbytes, device)
+        self._recv = empty_wire(world_size, self.uplink_nbytes, device)
+        layout = repr([(r.uplink.stateful, r.downlink.stateful, r.slots) for r in self.routes]).encode()
         self._header = struct.pack("<II", _MAGIC, zlib.crc32(layout)).ljust(HEADER_NBYTES, b"\0")
         self._send[:, :HEADER_NBYTES] = torch.frombuffer(bytearray(self._header), dtype=torch.uint8).to(device)
         self._layout_checked = False
         if not scatter:
             self._shard = torch.zeros(shard_numel, dtype=torch.float32, device=device)
-            self._back = empty_wire(1, self.back_nbytes, device)[0]
-            self._gathered = empty_wire(world_size, self.back_nbytes, device)
+            self._back = empty_wire(1, self.downlink_nbytes, device)[0]
+            self._gathered = empty_wire(world_size, self.downlink_nbytes, device)
 
     @property
     def sent_nbytes(self) -> int:
         """Bytes this rank puts on the wire for one reduction."""
-        row = self.there_nbytes + (0 if self.scatter else self.back_nbytes)
+        row = self.uplink_nbytes + (0 if self.scatter else self.downlink_nbytes)
         return row * (self.comm.world_size - 1)
 
-    def run(self, x: Tensor, out: Tensor, step: Step) -> Iterator[Pending]:
+    def run(self, x: Tensor, out: Tensor, step: StepContext) -> Iterator[Pending]:
         """Reduce `x` into `out`; yields whenever bytes travel, for the caller to wait or to start another bucket.
 
         Args:
@@ -162,27 +164,27 @@ class Exchange:
         self._check_layout()
         shard, alpha = (out, 1.0) if self.scatter else (self._shard, 1.0 / self.comm.world_size)
         for route, tables in zip(self.routes, self._tables, strict=True):
-            route.there.lane.decode_sum_(self._recv, shard, tables.own, route.there.state, alpha)
+            route.uplink.stateful.decode_sum_(self._recv, shard, tables.own, route.uplink.state, alpha)
         if self.scatter:
             return
         for route, tables in zip(self.routes, self._tables, strict=True):
-            route.back.lane.encode_(shard, self._back, tables.back, route.back.state, step, self.flag)
+            route.downlink.stateful.encode_(shard, self._back, tables.downlink, route.downlink.state, step, self.flag)
         yield self.comm.all_gather(self._gathered, self._back)
         flat = self._gathered.view(1, -1)
         for route, tables in zip(self.routes, self._tables, strict=True):
-            route.back.lane.decode_sum_(flat, out, tables.gather, route.back.state, 1.0)
+            route.downlink.stateful.decode_sum_(flat, out, tables.gather, route.downlink.state, 1.0)
 
-    def encode_(self, x: Tensor, step: Step) -> None:
+    def encode_(self, x: Tensor, step: StepContext) -> None:
         """Fill the messages to all owners; residuals move on."""
         wire = self._send.view(-1)
         for route, tables in zip(self.routes, self._tables, strict=True):
-            route.there.lane.encode_(x, wire, tables.send, route.there.state, step, self.flag)
+            route.uplink.stateful.encode_(x, wire, tables.send, route.uplink.state, step, self.flag)
 
     def sent_(self, out: Tensor) -> None:
         """What the others decode of this rank's last messages, at the places of the bucket. For monitors."""
         wire = self._send.view(-1)
         for route, tables in zip(self.routes, self._tables, strict=True):
-            route.there.lane.said_(wire, out, tables.send, route.there.state)
+            route.uplink.stateful.decode_sent_(wire, out, tables.send, route.uplink.state)
 
     def _check_layout(self) -> None:
         """Every rank sent the header that this rank would have sent. Once on CUDA, where looking makes the host wait.
@@ -204,19 +206,19 @@ class Exchange:
 
     def _tabulate(self, route: Route, places: Sequence[_Place]) -> _Tables:
         world_size, rank = self.comm.world_size, self.comm.rank
-        send, own, back, gather = [], [], [], []
-        for slot, there, back_at, shard_at in places:
+        send, own, downlink, gather = [], [], [], []
+        for slot, uplink, downlink_at, shard_at in places:
             cut = slot.cut
             full, shard = route.full_offset[slot.name], route.shard_offset[slot.name]
-            row_state = round_up(cut.row_numel, route.there.lane.block_size)
+            row_state = round_up(cut.row_numel, route.uplink.stateful.block_size)
             for r in range(world_size):
                 if length := cut.row_length(r):
                     x_at, state_at = slot.x_offset + r * slot.x_stride, full + r * row_state
                     salt = _salt(slot.name, r)
-                    send.append(Segment(x_at, length, state_at, r * self.there_nbytes + there, salt))
-                    gather.append(Segment(x_at, length, state_at, r * self.back_nbytes + back_at, salt))
+                    send.append(Segment(x_at, length, state_at, r * self.uplink_nbytes + uplink, salt))
+                    gather.append(Segment(x_at, length, state_at, r * self.downlink_nbytes + downlink_at, salt))
             if length := cut.row_length(rank):
                 out_at = slot.out_offset if self.scatter else shard_at
-                own.append(Segment(out_at, length, shard, there, _salt(slot.name, rank)))
-                back.append(Segment(out_at, length, shard, back_at, _salt(slot.name, world_size + rank)))
-        return _Tables(Segments(send), Segments(own), Segments(back), Segments(gather))
+                own.append(Segment(out_at, length, shard, uplink, _salt(slot.name, rank)))
+                downlink.append(Segment(out_at, length, shard, downlink_at, _salt(slot.name, world_size + rank)))
+        return _Tables(Segments(send), Segments(own), Segments(downlink), Segments(gather))

@@ -2,7 +2,7 @@
 
 from lowbit_strategy.control.accordion import Accordion, AccordionBatch
 from lowbit_strategy.control.adaqs import AdaQS
-from lowbit_strategy.control.base import Clock, Controller, Decision, Energy, State, Switch, Telemetry, Watch
+from lowbit_strategy.control.base import Controller, Decision, Energy, Probe, Progress, State, Switch, Telemetry
 from lowbit_strategy.control.budget import ErrorBudget
 from lowbit_strategy.control.gravac import GraVAC
 from lowbit_strategy.control.groups import group_of
@@ -15,7 +15,6 @@ __all__ = [
     "AccordionBatch",
     "AdaQS",
     "Bounds",
-    "Clock",
     "Controller",
     "Decision",
     "Energy",
@@ -23,12 +22,13 @@ __all__ = [
     "GraVAC",
     "Guard",
     "Phase",
+    "Probe",
+    "Progress",
     "Schedule",
     "State",
     "Static",
     "Switch",
     "Telemetry",
-    "Watch",
     "dgc_warmup",
     "group_of",
 ]

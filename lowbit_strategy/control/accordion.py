@@ -9,13 +9,13 @@ from typing import Literal
 
 from lowbit_strategy.control.base import (
     Accumulate,
-    Clock,
     Controller,
     Decision,
+    Probe,
+    Progress,
     State,
     Switch,
     Telemetry,
-    Watch,
     describe_switches,
 )
 from lowbit_strategy.control.critical import CriticalRegimes, Unit
@@ -93,8 +93,8 @@ class Accordion(Controller):
             "judged": [spec.name for spec in specs if spec.ndim > 1],
         }
 
-    def reads_accumulated(self, clock: Clock, state: State) -> bool:
-        return self.regimes.closes(clock, state["regimes"])
+    def reads_accumulated(self, progress: Progress, state: State) -> bool:
+        return self.regimes.closes(progress, state["regimes"])
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         judged = state["judged"]
@@ -112,7 +112,7 @@ class Accordion(Controller):
         return Decision(
             state={"regimes": finding.state, "levels": levels, "judged": judged},
             levels=levels,
-            watch=Watch(accumulate=self.regimes.accumulate(telemetry.clock)),
+            probe=Probe(accumulate=self.regimes.accumulate(telemetry.progress)),
             switches=describe_switches(before, levels, labels(self.levels), reasons),
         )
 
@@ -168,8 +168,8 @@ class AccordionBatch(Controller):
         judged = [spec.name for spec in specs if spec.ndim > 1]
         return {"regimes": self.regimes.init(), "accumulation": self.small, "judged": judged}
 
-    def reads_accumulated(self, clock: Clock, state: State) -> bool:
-        return self.regimes.closes(clock, state["regimes"])
+    def reads_accumulated(self, progress: Progress, state: State) -> bool:
+        return self.regimes.closes(progress, state["regimes"])
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         norms = {name: telemetry.accumulated_norm.get(name, 0.0) for name in state["judged"]}
@@ -185,7 +185,7 @@ class AccordionBatch(Controller):
                 switches = (Switch("batch", f"x{before}", f"x{accumulation}", finding.reasons[MODEL]),)
         return Decision(
             state={"regimes": finding.state, "accumulation": accumulation, "judged": state["judged"]},
-            watch=Watch(accumulate=self.regimes.accumulate(telemetry.clock)),
+            probe=Probe(accumulate=self.regimes.accumulate(telemetry.progress)),
             switches=switches,
             accumulation=accumulation,
             learning_rate_factor=accumulation / self.small,

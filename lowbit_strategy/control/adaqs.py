@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lowbit_strategy.control.base import Controller, Decision, State, Telemetry, Watch, describe_switches
+from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, describe_switches
 from lowbit_strategy.control.levels import check_order, labels
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -86,7 +86,7 @@ class AdaQS(Controller):
         return Decision(
             state=new,
             levels=new["levels"],
-            watch=Watch(moments=telemetry.clock.step % self.interval == 0),
+            probe=Probe(moments=telemetry.progress.step % self.interval == 0),
             switches=describe_switches(before, new["levels"], labels(self.ladder), reasons),
         )
 

@@ -20,7 +20,7 @@ Accumulate = Literal["local", "mean"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Clock:
+class Progress:
     """Where training stands when a step begins; the same on all ranks.
 
     Args:
@@ -59,7 +59,7 @@ class Telemetry:
         step_seconds: Wall time of the last step, mean over ranks; None if it was not asked for or not yet known.
     """
 
-    clock: Clock
+    progress: Progress
     accumulated_norm: Mapping[str, float] = field(default_factory=dict)
     mean_to_std: Mapping[str, float] = field(default_factory=dict)
     energy: Mapping[int, Mapping[str, Energy]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Telemetry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Watch:
+class Probe:
     """What a controller wants measured in the step that begins; everything is off by default and then costs nothing.
 
     Args:
@@ -101,7 +101,7 @@ class Decision:
     Args:
         state: The controller's next state.
         levels: Index into the controller's levels for every parameter. Empty: leave methods alone.
-        watch: What to measure.
+        probe: What to measure.
         switches: What changed and why.
         warnings: For people, said once each time they are given.
         accumulation: Batches accumulated into one optimizer step; None leaves them alone.
@@ -110,7 +110,7 @@ class Decision:
 
     state: State
     levels: Mapping[str, int] = field(default_factory=dict)
-    watch: Watch = Watch()
+    probe: Probe = Probe()
     switches: tuple[Switch, ...] = ()
     warnings: tuple[str, ...] = ()
     accumulation: int | None = None
@@ -141,7 +141,7 @@ class Controller(ABC):
             ValueError: The configuration cannot serve this model.
         """
 
-    def reads_accumulated(self, clock: Clock, state: State) -> bool:
+    def reads_accumulated(self, progress: Progress, state: State) -> bool:
         """Whether this step's telemetry must have ``accumulated_norm`` (the sums start again from zero then)."""
         return False
 

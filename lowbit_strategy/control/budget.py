@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.control.base import Controller, Decision, Energy, State, Telemetry, Watch, describe_switches
+from lowbit_strategy.control.base import Controller, Decision, Energy, Probe, State, Telemetry, describe_switches
 from lowbit_strategy.control.groups import GroupBy, check_group_by, grouped
 from lowbit_strategy.control.levels import check_order, labels, level_nbytes
 from lowbit_strategy.methods._base.base import Compressor
@@ -118,11 +118,11 @@ class ErrorBudget(Controller):
             for group, level in zip(groups, solution.levels, strict=True):
                 levels.update(dict.fromkeys(group.names, level))
         reasons = dict.fromkeys(levels, f"budget solved again: {self._bound()}")
-        due = telemetry.clock.step % self.interval == 0
+        due = telemetry.progress.step % self.interval == 0
         return Decision(
             state=dict(state, levels=levels, solved=solved),
             levels=levels,
-            watch=Watch(levels=tuple(range(len(self.choices))) if due else ()),
+            probe=Probe(levels=tuple(range(len(self.choices))) if due else ()),
             switches=describe_switches(before, levels, labels(self.choices), reasons),
             warnings=warnings,
         )

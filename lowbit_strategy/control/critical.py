@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from lowbit_strategy.control.base import Accumulate, Clock, State, Telemetry
+from lowbit_strategy.control.base import Accumulate, Progress, State, Telemetry
 
 Unit = Literal["epochs", "steps"]
 
@@ -53,31 +53,31 @@ class CriticalRegimes:
     def init(self) -> State:
         return {"window": None, "norms": {}, "learning_rate": None}
 
-    def window(self, clock: Clock) -> int | None:
+    def window(self, progress: Progress) -> int | None:
         """Number of the window that a step belongs to; None between windows."""
         if self.unit == "steps":
-            return clock.step // self.interval
-        return clock.epoch if clock.epoch % self.interval == 0 else None
+            return progress.step // self.interval
+        return progress.epoch if progress.epoch % self.interval == 0 else None
 
-    def closes(self, clock: Clock, state: State) -> bool:
-        return state["window"] is not None and state["window"] != self.window(clock)
+    def closes(self, progress: Progress, state: State) -> bool:
+        return state["window"] is not None and state["window"] != self.window(progress)
 
-    def accumulate(self, clock: Clock) -> Accumulate | None:
-        return self.gradient if self.window(clock) is not None else None
+    def accumulate(self, progress: Progress) -> Accumulate | None:
+        return self.gradient if self.window(progress) is not None else None
 
     def update(self, telemetry: Telemetry, norms: Mapping[str, float], state: State) -> Finding:
         """`norms`: of what is asked about, by name; only looked at when a window closes."""
-        clock = telemetry.clock
+        progress = telemetry.progress
         critical: dict[str, bool] | None = None
         reasons: dict[str, str] = {}
-        following = dict(state, window=self.window(clock), learning_rate=clock.learning_rate)
-        if self.closes(clock, state):
+        following = dict(state, window=self.window(progress), learning_rate=progress.learning_rate)
+        if self.closes(progress, state):
             critical = {}
             for name, norm in norms.items():
                 critical[name], reasons[name] = self._judge(state["norms"].get(name), norm)
             following["norms"] = dict(norms)
-        if self._fell(state["learning_rate"], clock.learning_rate):
-            reason = f"the learning rate fell from {state['learning_rate']:.3g} to {clock.learning_rate:.3g}"
+        if self._fell(state["learning_rate"], progress.learning_rate):
+            reason = f"the learning rate fell from {state['learning_rate']:.3g} to {progress.learning_rate:.3g}"
             critical = dict.fromkeys(norms, True)
             reasons = dict.fromkeys(norms, reason)
         return Finding(critical, reasons, following)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowbit_strategy.control.base import Controller, Decision, State, Telemetry, Watch, describe_switches
+from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, describe_switches
 from lowbit_strategy.control.levels import check_order, labels
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -125,8 +125,8 @@ class GraVAC(Controller):
             "in_force": 1,
             "settled": False,
             "turn_start": 0,
-            "gains": {},
-            "own_gains": [],  # of the candidate in this turn, while it is sent and judged
+            "compression_gains": {},
+            "own_compression_gains": [],  # of the candidate in this turn, while it is sent and judged
             "seconds": [],  # likewise
             "fresh": True,  # the step after a switch is slower than the level is
             "refused": False,  # the candidate was not good enough in this turn
@@ -135,8 +135,8 @@ class GraVAC(Controller):
         }
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
-        step = telemetry.clock.step
-        new = dict(state, gains=dict(state["gains"]))
+        step = telemetry.progress.step
+        new = dict(state, compression_gains=dict(state["compression_gains"]))
         if not state["started"]:
             new["turn_start"] = step
         self._learn(telemetry, new)
@@ -154,37 +154,46 @@ class GraVAC(Controller):
         return Decision(
             state=new,
             levels=levels,
-            watch=Watch(levels=self._watched(new, step), seconds=not new["settled"]),
+            probe=Probe(levels=self._probed(new, step), seconds=not new["settled"]),
             switches=describe_switches(before, levels, labels(self.levels), reasons),
         )
 
     def _learn(self, telemetry: Telemetry, new: State) -> None:
         """Take in what the step before has shown; changes `new`."""
         searched = not new["settled"] and new["in_force"] == new["candidate"]
-        judged = searched and telemetry.clock.step - new["turn_start"] > self.settle_steps
+        judged = searched and telemetry.progress.step - new["turn_start"] > self.settle_steps
         for level, energies in telemetry.energy.items():
             compensated = sum(energy.compensated for energy in energies.values())
             if compensated <= 0:
                 continue
-            gain = max(0.0, 1 - sum(energy.error for energy in energies.values()) / compensated)
+            compression_gain = max(0.0, 1 - sum(energy.error for energy in energies.values()) / compensated)
             is_own = searched and level == new["candidate"]
-            old = new["gains"].get(str(level))
-            if is_own and not new["own_gains"]:
+            old = new["compression_gains"].get(str(level))
+            if is_own and not new["own_compression_gains"]:
                 old = None  # so far the gains of a residual that was not its own: nothing to average with
-            new["gains"][str(level)] = gain if old is None else (1 - self.ewma) * old + self.ewma * gain
+            new["compression_gains"][str(level)] = (
+                compression_gain if old is None else (1 - self.ewma) * old + self.ewma * compression_gain
+            )
             if is_own and judged:
-                new["own_gains"] = [*new["own_gains"], gain]
+                new["own_compression_gains"] = [*new["own_compression_gains"], compression_gain]
         if telemetry.step_seconds is not None and judged and not new["fresh"]:
             new["seconds"] = [*new["seconds"], telemetry.step_seconds]
 
     def _end_turn(self, new: State, step: int) -> str:
         """Score the candidate, then go on or settle; changes `new`. Returns why, for the log."""
         candidate, scores = new["candidate"], dict(new["scores"])
-        gains, seconds = new["own_gains"], new["seconds"]
-        good = not new["refused"] and bool(gains) and bool(seconds) and sum(gains) / len(gains) >= self.epsilon
+        compression_gains, seconds = new["own_compression_gains"], new["seconds"]
+        good = (
+            not new["refused"]
+            and bool(compression_gains)
+            and bool(seconds)
+            and sum(compression_gains) / len(compression_gains) >= self.epsilon
+        )
         if good:
-            scores[str(candidate)] = sum(gains) / len(gains) / sorted(seconds)[len(seconds) // 2]
-        new.update(scores=scores, own_gains=[], seconds=[], refused=False, turn_start=step)
+            scores[str(candidate)] = (
+                sum(compression_gains) / len(compression_gains) / sorted(seconds)[len(seconds) // 2]
+            )
+        new.update(scores=scores, own_compression_gains=[], seconds=[], refused=False, turn_start=step)
         best, saturated = self._best(scores)
         if good and not saturated and candidate < len(self.candidates):
             new["candidate"] = candidate + 1
@@ -207,18 +216,18 @@ class GraVAC(Controller):
         return ranked[0], False
 
     def _admissible(self, state: State) -> tuple[int, str]:
-        candidate, gains = state["candidate"], state["gains"]
-        gain = gains.get(str(candidate))
-        if not state["refused"] and (gain is None or gain >= self.epsilon):
-            return candidate, "to be measured" if gain is None else f"gain at least {self.epsilon:g}"
-        lightest = gains.get("1")
+        candidate, compression_gains = state["candidate"], state["compression_gains"]
+        compression_gain = compression_gains.get(str(candidate))
+        if not state["refused"] and (compression_gain is None or compression_gain >= self.epsilon):
+            return candidate, "to be measured" if compression_gain is None else f"gain at least {self.epsilon:g}"
+        lightest = compression_gains.get("1")
         if candidate != 1 and (lightest is None or lightest >= self.epsilon):
             return 1, f"gain of the candidate below {self.epsilon:g}"
         return _DENSE, f"gain of the lightest candidate below {self.epsilon:g}"
 
-    def _watched(self, state: State, step: int) -> tuple[int, ...]:
+    def _probed(self, state: State, step: int) -> tuple[int, ...]:
         """The candidate, and the lightest one while the candidate is not good enough."""
         candidate = state["candidate"]
         levels = (candidate,) if state["in_force"] == candidate else tuple(sorted({1, candidate}))
-        due = step % self.measure_every == 0 or any(str(level) not in state["gains"] for level in levels)
+        due = step % self.measure_every == 0 or any(str(level) not in state["compression_gains"] for level in levels)
         return levels if due else ()

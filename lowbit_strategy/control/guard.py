@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lowbit_strategy.control.base import Clock, Controller, Decision, State, Telemetry, describe_switches
+from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry, describe_switches
 from lowbit_strategy.control.groups import GroupBy, check_group_by, group_of, grouped
 from lowbit_strategy.control.levels import describe, labels, reference_nbytes
 from lowbit_strategy.methods._base.base import Compressor
@@ -134,8 +134,8 @@ class Guard(Controller):
     def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
         return {"inner": self.inner.init(specs, world_size), "bounds": self.bounds.init(), "levels": {}, "wanted": {}}
 
-    def reads_accumulated(self, clock: Clock, state: State) -> bool:
-        return self.inner.reads_accumulated(clock, state["inner"])
+    def reads_accumulated(self, progress: Progress, state: State) -> bool:
+        return self.inner.reads_accumulated(progress, state["inner"])
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         inner = self.inner.decide(telemetry, state["inner"])
@@ -157,8 +157,10 @@ class Guard(Controller):
             labels(self.levels),
             reasons,
         )
-        observed = tuple(sorted(set(inner.levels.values()))) if telemetry.clock.step % self.observe_every == 0 else ()
-        watch = replace(inner.watch, levels=tuple(sorted({*inner.watch.levels, *observed})))
+        observed = (
+            tuple(sorted(set(inner.levels.values()))) if telemetry.progress.step % self.observe_every == 0 else ()
+        )
+        probe = replace(inner.probe, levels=tuple(sorted({*inner.probe.levels, *observed})))
         return replace(
             inner,
             state={
@@ -168,7 +170,7 @@ class Guard(Controller):
                 "wanted": dict(inner.levels) if observed else {},
             },
             levels=levels,
-            watch=watch,
+            probe=probe,
             switches=(*inner.switches, *own),
             warnings=(*inner.warnings, *self._warnings(verdict)),
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from lowbit_strategy.collectives.layout import dim0_cut, flat_cut
-from lowbit_strategy.methods._base.base import Assignment, Compressor, LanePair, Method
+from lowbit_strategy.methods._base.base import Assignment, CodecPair, Compressor, Method
 from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
@@ -20,11 +20,11 @@ _STRENGTHS = ("bits", "density", "rank")
 
 def method_nbytes(method: Method, spec: TensorSpec, world_size: int, *, scatter: bool = False) -> int:
     """Bytes one rank hands to others for one reduction of `spec`."""
-    if not isinstance(method, LanePair):
+    if not isinstance(method, CodecPair):
         return method.wire_nbytes(spec, world_size, scatter=scatter)
-    cut = dim0_cut(spec.shape, world_size) if scatter else flat_cut(spec.numel, world_size, method.there.block_size)
-    hops = (method.there,) if scatter else (method.there, method.back)
-    return sum(lane.wire_nbytes(cut.row_numel) for lane in hops) * (world_size - 1)
+    cut = dim0_cut(spec.shape, world_size) if scatter else flat_cut(spec.numel, world_size, method.uplink.block_size)
+    hops = (method.uplink,) if scatter else (method.uplink, method.downlink)
+    return sum(stateful.wire_nbytes(cut.row_numel) for stateful in hops) * (world_size - 1)
 
 
 def level_nbytes(level: Compressor, spec: TensorSpec, world_size: int, *, scatter: bool = False) -> int:
@@ -57,7 +57,7 @@ def describe(level: Compressor) -> str:
     options = []
     for entry in dataclasses.fields(level):
         value = getattr(level, entry.name)
-        if entry.name in _STRENGTHS or (entry.name not in ("exempt", "milder") and value != entry.default):
+        if entry.name in _STRENGTHS or (entry.name not in ("exempt", "high_precision") and value != entry.default):
             options.append(f"{entry.name}={value:.6g}" if isinstance(value, float) else f"{entry.name}={value!r}")
     return f"{level.name}({', '.join(options)})"
 
@@ -82,7 +82,7 @@ class PerParameter(Compressor):
     levels: tuple[Compressor, ...]
     choice: tuple[tuple[str, int], ...] = ()
     exempt: tuple[Selector, ...] = ()
-    milder: tuple[Selector, ...] = ()
+    high_precision: tuple[Selector, ...] = ()
     _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -109,8 +109,8 @@ class PerParameter(Compressor):
     def method(self, spec: TensorSpec) -> Method:
         return self.level(spec).method(spec)
 
-    def milder_method(self, spec: TensorSpec) -> Method | None:
-        return self.level(spec).milder_method(spec)
+    def high_precision_method(self, spec: TensorSpec) -> Method | None:
+        return self.level(spec).high_precision_method(spec)
 
     def assign(self, spec: TensorSpec) -> Assignment:
         return self.level(spec).assign(spec)

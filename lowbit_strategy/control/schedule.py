@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from lowbit_strategy.control.base import Clock, Controller, Decision, State, Telemetry, describe_switches
+from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry, describe_switches
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -52,31 +52,31 @@ class Phase:
                         f"{name} must be a whole number of {self.unit}s, got {value!r}: or unit='fraction'"
                     )
 
-    def first_step(self, clock: Clock) -> float:
-        return _in_steps(self.start, self.unit, clock)
+    def first_step(self, progress: Progress) -> float:
+        return _in_steps(self.start, self.unit, progress)
 
-    def end_step(self, clock: Clock) -> float | None:
-        return None if self.end is None else _in_steps(self.end, self.unit, clock)
+    def end_step(self, progress: Progress) -> float | None:
+        return None if self.end is None else _in_steps(self.end, self.unit, progress)
 
 
-def _in_steps(value: float, unit: PhaseUnit, clock: Clock) -> float:
+def _in_steps(value: float, unit: PhaseUnit, progress: Progress) -> float:
     if unit == "step":
         return value
     if unit == "fraction":
-        if clock.num_steps is None:
+        if progress.num_steps is None:
             raise ValueError(
                 "a phase in fractions needs the number of steps: set max_steps, or max_epochs with a sized"
                 " data loader, or give the phase in steps"
             )
-        return math.ceil(value * clock.num_steps)
+        return math.ceil(value * progress.num_steps)
     if value == 0:
         return 0
-    if clock.steps_per_epoch is None:
+    if progress.steps_per_epoch is None:
         raise ValueError(
             "phases in epochs beside others need the number of steps in an epoch, which is not known:"
             " give all phases in one unit"
         )
-    return value * clock.steps_per_epoch
+    return value * progress.steps_per_epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ class Schedule(Controller):
         return {"names": [spec.name for spec in specs], "phase": None}
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
-        clock = telemetry.clock
-        at = self._phase_at(clock) if state["phase"] is not None else self._first(clock)
+        progress = telemetry.progress
+        at = self._phase_at(progress) if state["phase"] is not None else self._first(progress)
         names = state["names"]
         before = {} if state["phase"] is None else {name: int(state["phase"]) for name in names}
         levels = dict.fromkeys(names, at)
@@ -132,17 +132,19 @@ class Schedule(Controller):
             switches=describe_switches(before, levels, labels(self.levels), reasons),
         )
 
-    def _first(self, clock: Clock) -> int:
+    def _first(self, progress: Progress) -> int:
         """As `_phase_at`, after a check of all phases against each other now that units can be compared."""
         if len({phase.unit for phase in self.phases}) > 1:
             for at, (phase, following) in enumerate(pairwise(self.phases)):
-                _check_neighbours(at, phase.first_step(clock), phase.end_step(clock), following.first_step(clock))
-        return self._phase_at(clock)
+                _check_neighbours(
+                    at, phase.first_step(progress), phase.end_step(progress), following.first_step(progress)
+                )
+        return self._phase_at(progress)
 
-    def _phase_at(self, clock: Clock) -> int:
+    def _phase_at(self, progress: Progress) -> int:
         if all(phase.unit == "epoch" for phase in self.phases):
-            return max(at for at, phase in enumerate(self.phases) if phase.start <= clock.epoch)
-        return max(at for at, phase in enumerate(self.phases) if phase.first_step(clock) <= clock.step)
+            return max(at for at, phase in enumerate(self.phases) if phase.start <= progress.epoch)
+        return max(at for at, phase in enumerate(self.phases) if phase.first_step(progress) <= progress.step)
 
 
 def _check_neighbours(at: int, start: float, end: float | None, following: float) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Pending
-from lowbit_strategy.collectives.exchange import Exchange, Step
+from lowbit_strategy.collectives.exchange import Exchange, StepContext
 from lowbit_strategy.collectives.layout import Slot
-from lowbit_strategy.methods._base.base import LanePair, Reducer, ReducerState, View
+from lowbit_strategy.methods._base.base import CodecPair, Reducer, ReducerState, View
 
 if TYPE_CHECKING:
     from lowbit_strategy.engine.engine import GradientSync
@@ -41,10 +41,10 @@ class BucketLayout:
     last: bool = True
 
 
-class Tap(Protocol):
+class BucketObserver(Protocol):
     """Someone who looks at every bucket of one step."""
 
-    def watch(
+    def observe(
         self, bucket: Bucket, x: Tensor, out: Tensor, stages: Iterator[Pending | None]
     ) -> Iterator[Pending | None]:
         """Yield from `stages`, looking at `x` before they start and at what they left behind."""
@@ -57,19 +57,19 @@ class Bucket:
         self.sync = sync
         self.layout = layout
         self.slots: list[Slot] = []
-        by_lane: dict[LanePair, list[Slot]] = {}
+        by_codec: dict[CodecPair, list[Slot]] = {}
         self.by_reducer: dict[Reducer, list[Slot]] = {method: [] for method in sync.reducers if method.whole_model}
         for name, offset in layout.entries:
             method = sync.assignments[name].method
-            cut = sync.cut(name, method.there.block_size if isinstance(method, LanePair) else 1)
+            cut = sync.cut(name, method.uplink.block_size if isinstance(method, CodecPair) else 1)
             stride = cut.row_numel if layout.row_numel is None else layout.row_numel
             slot = Slot(name, offset, stride, offset, cut)
             self.slots.append(slot)
-            if isinstance(method, LanePair):
-                by_lane.setdefault(method, []).append(slot)
+            if isinstance(method, CodecPair):
+                by_codec.setdefault(method, []).append(slot)
             else:
                 self.by_reducer.setdefault(method, []).append(slot)
-        routes = [sync.lanes[method].route(slots) for method, slots in by_lane.items()]
+        routes = [sync.codecs[method].route(slots) for method, slots in by_codec.items()]
         self.exchange = Exchange(routes, sync.comm, sync.device, scatter=sync.scatter) if routes else None
         if self.exchange is not None:
             sync.add_flag(self.exchange.flag)
@@ -77,16 +77,16 @@ class Bucket:
             self.reducer_flag = torch.zeros(1, dtype=torch.int32, device=sync.device)
             sync.add_flag(self.reducer_flag)
 
-    def run(self, x: Tensor, out: Tensor, step: Step) -> Iterator[Pending | None]:
+    def run(self, x: Tensor, out: Tensor, step: StepContext) -> Iterator[Pending | None]:
         stages = self._stages(x, out, step)
-        for tap in self.sync.taps:
-            stages = tap.watch(self, x, out, stages)
+        for observer in self.sync.bucket_observers:
+            stages = observer.observe(self, x, out, stages)
         return stages
 
-    def _stages(self, x: Tensor, out: Tensor, step: Step) -> Iterator[Pending | None]:
+    def _stages(self, x: Tensor, out: Tensor, step: StepContext) -> Iterator[Pending | None]:
         for slot in self.slots:
-            if slot.name in self.sync.owed:
-                self.sync.owed.say_(self.view(slot, x, out))
+            if slot.name in self.sync.carryover:
+                self.sync.carryover.say_(self.view(slot, x, out))
         if self.exchange is not None:
             yield from self.exchange.run(x, out, step)
         for method, slots in self.by_reducer.items():
@@ -98,14 +98,16 @@ class Bucket:
                 yield from self._reduce(method, views, state, step)
 
     def _reduce(
-        self, method: Reducer, views: Sequence[View], state: ReducerState, step: Step
+        self, method: Reducer, views: Sequence[View], state: ReducerState, step: StepContext
     ) -> Iterator[Pending | None]:
         yield from method.reduce(views, state, self.sync.comm, step)
         if self.sync.rollback:
             for view in views:
                 self.reducer_flag |= (~view.out.isfinite().all()).to(torch.int32)
 
-    def _collect(self, method: Reducer, views: list[View], state: ReducerState, step: Step) -> Iterator[Pending | None]:
+    def _collect(
+        self, method: Reducer, views: list[View], state: ReducerState, step: StepContext
+    ) -> Iterator[Pending | None]:
         """Whole-model methods: wait for the last bucket of the step, which reduces for all."""
         sync = self.sync
         sync.collected.setdefault(method, []).append(views)

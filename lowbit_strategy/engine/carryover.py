@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit_strategy.methods._base.base import View
 
 
-class Owed:
+class CarryOver:
     """Leftover residuals by parameter name, float32 ``[numel]`` in units of the gradient.
 
     Each is added once to a gradient that is not idle. If that step overflows it is owed again.

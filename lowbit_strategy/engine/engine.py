@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.layout import Cut, dim0_cut, flat_cut
-from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Tap
-from lowbit_strategy.engine.carryover import Owed
-from lowbit_strategy.engine.residual_store import LaneStore
+from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver
+from lowbit_strategy.engine.carryover import CarryOver
+from lowbit_strategy.engine.residual_store import CodecStore
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.base import (
     Assignment,
+    CodecPair,
     Compressor,
-    LanePair,
     Method,
     Reducer,
     ReducerState,
@@ -54,13 +54,17 @@ class _Carried(NamedTuple):
     """One parameter's state on its way to another grouping: as it lies, or, for another method, what is still owed."""
 
     tensors: dict[str, Tensor]
-    owed: Tensor | None
+    carryover: Tensor | None
 
 
-def gain_of(method: Method, *, back: bool = False) -> float:
+def residual_gain_of(method: Method, *, downlink: bool = False) -> float:
     """Residual per unit that is owed; 1 where a method gives no law."""
-    gain = (method.back if back else method.there).gain if isinstance(method, LanePair) else method.gain
-    return 1.0 if gain is None or math.isinf(gain) else gain
+    residual_gain = (
+        (method.downlink if downlink else method.uplink).residual_gain
+        if isinstance(method, CodecPair)
+        else method.residual_gain
+    )
+    return 1.0 if residual_gain is None or math.isinf(residual_gain) else residual_gain
 
 
 class GradientSync:
@@ -103,10 +107,10 @@ class GradientSync:
         self._asked_scale: float | None = None
         self._entered: set[BucketLayout] = set()
         self.collected: dict[Reducer, list[list[View]]] = {}  # whole-model methods: the views of each bucket so far
-        self.owed = Owed(comm.world_size)
-        self.extra_state: dict[str, Stateful] = {"owed": self.owed}  # what is saved beside methods' own state
+        self.carryover = CarryOver(comm.world_size)
+        self.extra_state: dict[str, Stateful] = {"carryover": self.carryover}  # what is saved beside methods' own state
         self.listeners: list[Listener] = []
-        self.taps: list[Tap] = []  # of the step under way
+        self.bucket_observers: list[BucketObserver] = []  # of the step under way
         self.said: dict[str, View] | None = None  # while set, reducers tell what they said in views kept here
         self.use(compressor)
 
@@ -128,7 +132,7 @@ class GradientSync:
 
     def forget(self) -> None:
         """All state as at the start; methods stay. Between steps only."""
-        self.owed.forget()
+        self.carryover.forget()
         self._group(self.assignments)
 
     def assign(self, assignments: Mapping[str, Assignment]) -> None:
@@ -152,12 +156,12 @@ class GradientSync:
         groups: dict[object, list[str]] = {}
         for name, assignment in assignments.items():
             groups.setdefault(assignment.method, []).append(name)
-        self.lanes: dict[LanePair, LaneStore] = {}
+        self.codecs: dict[CodecPair, CodecStore] = {}
         self.reducers: dict[Reducer, ReducerState] = {}
         for method, names in groups.items():
-            if isinstance(method, LanePair):
-                cuts = {name: self.cut(name, method.there.block_size) for name in names}
-                self.lanes[method] = LaneStore(method, cuts, self.comm.rank, self.device, scatter=self.scatter)
+            if isinstance(method, CodecPair):
+                cuts = {name: self.cut(name, method.uplink.block_size) for name in names}
+                self.codecs[method] = CodecStore(method, cuts, self.comm.rank, self.device, scatter=self.scatter)
             elif isinstance(method, Reducer):
                 self.reducers[method] = method.init([self.specs[name] for name in names], self.device)
         self._buckets: dict[BucketLayout, Bucket] = {}
@@ -170,31 +174,33 @@ class GradientSync:
         successor = following.method
         if successor == method or (isinstance(successor, Reducer) and successor.continues(method)):
             return _Carried({key: value.clone() for key, value in self.tensors(name).items()}, None)
-        owed = self.export_residual(name)
-        if owed is not None:
-            owed /= gain_of(method)
-        if isinstance(method, LanePair) and (owner := self.export_owner_residual(name)) is not None:
-            cut = self.cut(name, method.there.block_size)
+        carryover = self.export_residual(name)
+        if carryover is not None:
+            carryover /= residual_gain_of(method)
+        if isinstance(method, CodecPair) and (owner := self.export_owner_residual(name)) is not None:
+            cut = self.cut(name, method.uplink.block_size)
             start = self.comm.rank * cut.row_numel  # the owner owes the mean, a sender a W-th of what it says
-            owed = torch.zeros(cut.numel, device=self.device) if owed is None else owed
-            owed[start : start + owner.numel()] += owner * (cut.world_size / gain_of(method, back=True))
-        if (leftover := self.owed.release(name)) is not None:
-            owed = leftover if owed is None else owed.add_(leftover)
-        return _Carried({}, owed)
+            carryover = torch.zeros(cut.numel, device=self.device) if carryover is None else carryover
+            carryover[start : start + owner.numel()] += owner * (
+                cut.world_size / residual_gain_of(method, downlink=True)
+            )
+        if (leftover := self.carryover.release(name)) is not None:
+            carryover = leftover if carryover is None else carryover.add_(leftover)
+        return _Carried({}, carryover)
 
     def _take_over_(self, name: str, carried: _Carried) -> None:
         for key, value in self.tensors(name).items():
             if key in carried.tensors:
                 value.copy_(carried.tensors[key])
-        if carried.owed is not None:
-            self.owe_(name, carried.owed)
+        if carried.carryover is not None:
+            self.carry_over_(name, carried.carryover)
 
-    def owe_(self, name: str, owed: Tensor) -> None:
+    def carry_over_(self, name: str, carryover: Tensor) -> None:
         """Make `owed`, in units of the gradient, the parameter's residual, or say it with the next gradient."""
         if self.export_residual(name) is None:
-            self.owed.keep(name, owed)
+            self.carryover.keep(name, carryover)
         else:
-            self.import_residual_(name, owed * gain_of(self.assignments[name].method))
+            self.import_residual_(name, carryover * residual_gain_of(self.assignments[name].method))
 
     def cut(self, name: str, block_size: int) -> Cut:
         spec = self.specs[name]
@@ -202,29 +208,29 @@ class GradientSync:
             return dim0_cut(spec.shape, self.comm.world_size)
         return flat_cut(spec.numel, self.comm.world_size, block_size)
 
-    def lane_store(self, name: str) -> LaneStore | None:
+    def codec_store(self, name: str) -> CodecStore | None:
         method = self.assignments[name].method
-        return self.lanes[method] if isinstance(method, LanePair) else None
+        return self.codecs[method] if isinstance(method, CodecPair) else None
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """All state of one parameter, as views."""
         method = self.assignments[name].method
-        if isinstance(method, LanePair):
-            return self.lanes[method].tensors(name)
+        if isinstance(method, CodecPair):
+            return self.codecs[method].tensors(name)
         return self.reducers[method].get(name, {})
 
     def export_residual(self, name: str) -> Tensor | None:
-        if (store := self.lane_store(name)) is not None:
+        if (store := self.codec_store(name)) is not None:
             return store.export_residual(name)
         residual = self.tensors(name).get("residual")
         return None if residual is None else residual.float().clone()
 
     def export_owner_residual(self, name: str) -> Tensor | None:
-        store = self.lane_store(name)
+        store = self.codec_store(name)
         return None if store is None else store.export_owner_residual(name)
 
     def import_residual_(self, name: str, values: Tensor) -> None:
-        if (store := self.lane_store(name)) is not None:
+        if (store := self.codec_store(name)) is not None:
             store.import_residual_(name, values)
         elif "residual" in (tensors := self.tensors(name)):
             tensors["residual"].copy_(values)
@@ -248,9 +254,9 @@ class GradientSync:
         self._entered.add(layout)
         return self.bucket(layout).run(x, out, self.step())
 
-    def step(self) -> Step:
+    def step(self) -> StepContext:
         shared = hash32(hash32(self.seed) + self.step_index)
-        return Step(self.step_index, hash32(shared + GOLDEN * (self.comm.rank + 1)), shared)
+        return StepContext(self.step_index, hash32(shared + GOLDEN * (self.comm.rank + 1)), shared)
 
     # -- time ---------------------------------------------------------------------------------------------------
 
@@ -302,11 +308,11 @@ class GradientSync:
             counted = False
         for flag in self._flags:
             flag.zero_()
-        self.owed.settle(counted=counted)
+        self.carryover.settle(counted=counted)
         entered, self._entered = self._entered, set()
         if entered or self.comm.world_size == 1:  # a second optimizer may have stepped; FSDP2 skips us on one rank
             self.step_index += counted
-        self.taps = []
+        self.bucket_observers = []
         if entered:
             for listener in reversed(self.listeners):  # who came last measures what the others add
                 listener.end_step(counted=counted)
@@ -321,16 +327,16 @@ class GradientSync:
         self._flags.append(flag)
 
     def state_tensors(self) -> list[Tensor]:
-        lanes = [arena for store in self.lanes.values() for arena in store.arenas()]
-        return lanes + [t for state in self.reducers.values() for tensors in state.values() for t in tensors.values()]
+        codecs = [arena for store in self.codecs.values() for arena in store.arenas()]
+        return codecs + [t for state in self.reducers.values() for tensors in state.values() for t in tensors.values()]
 
     def _scale_residuals_(self, factor: float) -> None:
-        for store in self.lanes.values():
+        for store in self.codecs.values():
             for arena in store.residual_arenas():
                 arena.mul_(factor)
         for method, state in self.reducers.items():
             method.rescale_(state, factor)
-        self.owed.rescale_(factor)
+        self.carryover.rescale_(factor)
 
     # -- accounting ---------------------------------------------------------------------------------------------
 
@@ -343,6 +349,6 @@ class GradientSync:
         method, spec, world_size = self.assignments[name].method, self.specs[name], self.comm.world_size
         if isinstance(method, Reducer):
             return method.wire_nbytes(spec, world_size, scatter=self.scatter)
-        row = self.cut(name, method.there.block_size).row_numel
-        hops = (method.there,) if self.scatter else (method.there, method.back)
-        return sum(lane.wire_nbytes(row) for lane in hops) * (world_size - 1)
+        row = self.cut(name, method.uplink.block_size).row_numel
+        hops = (method.uplink,) if self.scatter else (method.uplink, method.downlink)
+        return sum(stateful.wire_nbytes(row) for stateful in hops) * (world_size - 1)

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.exchange import Hop, Route, State
 from lowbit_strategy.collectives.layout import Cut, Slot, round_up
-from lowbit_strategy.methods._base.base import LanePair
-from lowbit_strategy.methods._base.stateful_codec import Lane, read_residual, write_residual_
+from lowbit_strategy.methods._base.base import CodecPair
+from lowbit_strategy.methods._base.stateful_codec import StatefulCodec, read_residual, write_residual_
 
 
 @dataclass(frozen=True, slots=True)
 class HopStore:
     """One lane's arenas on one hop, and how many elements each parameter takes in them."""
 
-    lane: Lane
+    stateful: StatefulCodec
     state: State
     offsets: Mapping[str, int]  # of each parameter, in arenas of the sender's extent
     lengths: Mapping[str, int]
@@ -32,64 +32,64 @@ class HopStore:
     def tensors(self, name: str) -> State:
         """Views of one parameter's state."""
         views: State = {}
-        arenas = self.lane.arenas()
+        arenas = self.stateful.arenas()
         for key in self.state:
             arena = arenas[key]
             sender = arena.extent == "sender"
             start = (self.offsets if sender else self.receiver_offsets)[name]
             length = (self.lengths if sender else self.receiver_lengths)[name]
-            unit = self.lane.block_size if arena.per_block else 1
+            unit = self.stateful.block_size if arena.per_block else 1
             views[key] = self.state[key][start // unit : (start + length) // unit]
         return views
 
 
-class LaneStore:
+class CodecStore:
     """State of all parameters that one pair of lanes carries; `scatter`: nothing travels back, so nothing is kept."""
 
     def __init__(
-        self, pair: LanePair, cuts: Mapping[str, Cut], rank: int, device: torch.device, *, scatter: bool
+        self, pair: CodecPair, cuts: Mapping[str, Cut], rank: int, device: torch.device, *, scatter: bool
     ) -> None:
-        if pair.there.block_size != pair.back.block_size:
+        if pair.uplink.block_size != pair.downlink.block_size:
             raise ValueError("both lanes of a pair must have the same block size")
         self.pair = pair
         self.cuts = dict(cuts)
         self.rank = rank
-        block = pair.there.block_size
+        block = pair.uplink.block_size
         full = {name: round_up(cut.row_numel, block) * cut.world_size for name, cut in cuts.items()}
         shard = {name: round_up(cut.row_numel, block) for name, cut in cuts.items()}
         full_at, shard_at = _starts(full), _starts(shard)
         sizes = {"full": sum(full.values()), "shard": sum(shard.values())}
-        self.there = HopStore(
-            pair.there, _arenas(pair.there, sizes["full"], sizes["shard"], device), full_at, full, shard_at, shard
+        self.uplink = HopStore(
+            pair.uplink, _arenas(pair.uplink, sizes["full"], sizes["shard"], device), full_at, full, shard_at, shard
         )
-        back_state = {} if scatter else _arenas(pair.back, sizes["shard"], sizes["full"], device)
-        self.back = HopStore(pair.back, back_state, shard_at, shard, full_at, full)
+        downlink_state = {} if scatter else _arenas(pair.downlink, sizes["shard"], sizes["full"], device)
+        self.downlink = HopStore(pair.downlink, downlink_state, shard_at, shard, full_at, full)
 
     def route(self, slots: Iterable[Slot]) -> Route:
         return Route(
-            Hop(self.pair.there, self.there.state),
-            Hop(self.pair.back, self.back.state),
+            Hop(self.pair.uplink, self.uplink.state),
+            Hop(self.pair.downlink, self.downlink.state),
             tuple(slots),
-            self.there.offsets,
-            self.back.offsets,
+            self.uplink.offsets,
+            self.downlink.offsets,
         )
 
     def tensors(self, name: str) -> State:
-        """Views of one parameter's state on both hops, keys ``there.*`` and ``back.*``."""
-        there = {f"there.{key}": value for key, value in self.there.tensors(name).items()}
-        return there | {f"back.{key}": value for key, value in self.back.tensors(name).items()}
+        """Views of one parameter's state on both hops, keys ``uplink.*`` and ``downlink.*``."""
+        uplink = {f"uplink.{key}": value for key, value in self.uplink.tensors(name).items()}
+        return uplink | {f"downlink.{key}": value for key, value in self.downlink.tensors(name).items()}
 
     def arenas(self) -> list[Tensor]:
-        return [*self.there.state.values(), *self.back.state.values()]
+        return [*self.uplink.state.values(), *self.downlink.state.values()]
 
     def residual_arenas(self) -> list[Tensor]:
         """Tensors that scale with the loss scale: float residuals, or the scales of int8 ones."""
-        states = (self.there.state, self.back.state)
+        states = (self.uplink.state, self.downlink.state)
         return [value for state in states for value in state.values() if value.is_floating_point()]
 
     def export_residual(self, name: str) -> Tensor | None:
         """float32 ``[numel]``, flat in the parameter's own order; None where the lane keeps no residual."""
-        values = read_residual(self.there.tensors(name), self.pair.there.block_size)
+        values = read_residual(self.uplink.tensors(name), self.pair.uplink.block_size)
         if values is None:
             return None
         cut = self.cuts[name]
@@ -97,27 +97,27 @@ class LaneStore:
 
     def import_residual_(self, name: str, values: Tensor) -> None:
         """Store float32 ``[numel]`` in whatever form the lane keeps; nothing to do for a lane without residual."""
-        tensors = self.there.tensors(name)
+        tensors = self.uplink.tensors(name)
         if "residual" not in tensors:
             return
         cut = self.cuts[name]
         padded = torch.nn.functional.pad(values, (0, cut.row_numel * cut.world_size - cut.numel))
         rows = padded.view(cut.world_size, cut.row_numel)
-        row_state = self.there.lengths[name] // cut.world_size
+        row_state = self.uplink.lengths[name] // cut.world_size
         rows = torch.nn.functional.pad(rows, (0, row_state - cut.row_numel)).to(tensors["residual"].device)
-        write_residual_(tensors, self.pair.there.block_size, rows.reshape(-1))
+        write_residual_(tensors, self.pair.uplink.block_size, rows.reshape(-1))
 
     def export_owner_residual(self, name: str) -> Tensor | None:
         """float32, the own chunk without padding."""
-        values = read_residual(self.back.tensors(name), self.pair.back.block_size)
+        values = read_residual(self.downlink.tensors(name), self.pair.downlink.block_size)
         return None if values is None else values[: self.cuts[name].row_length(self.rank)].clone()
 
     def import_owner_residual_(self, name: str, values: Tensor) -> None:
-        tensors = self.back.tensors(name)
+        tensors = self.downlink.tensors(name)
         if "residual" not in tensors:
             return
-        padded = torch.nn.functional.pad(values, (0, self.back.lengths[name] - values.numel()))
-        write_residual_(tensors, self.pair.back.block_size, padded.to(tensors["residual"].device))
+        padded = torch.nn.functional.pad(values, (0, self.downlink.lengths[name] - values.numel()))
+        write_residual_(tensors, self.pair.downlink.block_size, padded.to(tensors["residual"].device))
 
 
 def _starts(lengths: Mapping[str, int]) -> dict[str, int]:
@@ -128,9 +128,11 @@ def _starts(lengths: Mapping[str, int]) -> dict[str, int]:
     return starts
 
 
-def _arenas(lane: Lane, sender: int, receiver: int, device: torch.device) -> State:
+def _arenas(stateful: StatefulCodec, sender: int, receiver: int, device: torch.device) -> State:
     state: State = {}
-    for key, arena in lane.arenas().items():
+    for key, arena in stateful.arenas().items():
         numel = sender if arena.extent == "sender" else receiver
-        state[key] = torch.zeros(numel // (lane.block_size if arena.per_block else 1), dtype=arena.dtype, device=device)
+        state[key] = torch.zeros(
+            numel // (stateful.block_size if arena.per_block else 1), dtype=arena.dtype, device=device
+        )
     return state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from lowbit_strategy.control.base import Clock, Controller
+from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.lightning.run_folder import Where, listen, log_metrics, open_record
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
@@ -46,10 +46,10 @@ class AdaptiveCompressionMixin(_Base):
         self.driver.attach(sync)
         sync.listeners.append(_AfterStep(self))
 
-    def _clock(self, step: int) -> Clock:
+    def _clock(self, step: int) -> Progress:
         trainer = self._trainer
         optimizers = trainer.optimizers
-        return Clock(
+        return Progress(
             step=step,
             epoch=trainer.current_epoch,
             num_steps=self._num_steps,

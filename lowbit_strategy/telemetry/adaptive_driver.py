@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Pending
-from lowbit_strategy.control.base import Clock, Controller, Decision, Energy, State, Switch, Telemetry, Watch
+from lowbit_strategy.control.base import Controller, Decision, Energy, Probe, Progress, State, Switch, Telemetry
 from lowbit_strategy.control.levels import PerParameter, labels
 from lowbit_strategy.engine.bucket import Bucket
 from lowbit_strategy.engine.engine import GradientSync
@@ -53,11 +53,11 @@ class AdaptiveDriver:
     def __init__(
         self,
         controller: Controller,
-        clock: Callable[[int], Clock] | None = None,
+        clock: Callable[[int], Progress] | None = None,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.controller = controller
-        self.clock = clock or (lambda step: Clock(step=step))
+        self.clock = clock or (lambda step: Progress(step=step))
         self.timer = timer
         self.labels = labels(controller.levels)
         self.events: list[Event] = []
@@ -67,7 +67,7 @@ class AdaptiveDriver:
         self.levels: Mapping[str, int] = {}
         self.state: State = {}
         self._decided_step: int | None = None
-        self._watch = Watch()
+        self._probe = Probe()
         self._shown: dict[str, Any] = {}  # Telemetry fields of the last step
         self._sums: dict[str, Tensor] = {}
         self._measured: dict[int, dict[str, Tensor]] = {}
@@ -108,57 +108,57 @@ class AdaptiveDriver:
     def begin_step(self) -> None:
         sync = self.sync
         if self._decided_step != sync.step_index:  # a step that overflowed comes again: what was decided stands
-            clock = self.clock(sync.step_index)
+            progress = self.clock(sync.step_index)
             shown, self._shown = self._shown, {}
             if self._names != tuple(sync.specs):  # parameters have been unfrozen
                 self.state = _extended(self._initial_state(), self.state)
-            if self.controller.reads_accumulated(clock, self.state):
+            if self.controller.reads_accumulated(progress, self.state):
                 shown["accumulated_norm"] = self._read_sums()
-            self._apply(self.controller.decide(Telemetry(clock=clock, **shown), self.state), clock)
-        watch = self._watch
-        self._measured, self._moments, self._residuals = {level: {} for level in watch.levels}, {}, {}
-        if watch.accumulate or watch.moments or watch.levels:
-            self.sync.taps.append(self)
+            self._apply(self.controller.decide(Telemetry(progress=progress, **shown), self.state), progress)
+        probe = self._probe
+        self._measured, self._moments, self._residuals = {level: {} for level in probe.levels}, {}, {}
+        if probe.accumulate or probe.moments or probe.levels:
+            self.sync.bucket_observers.append(self)
 
-    def _apply(self, decision: Decision, clock: Clock) -> None:
+    def _apply(self, decision: Decision, progress: Progress) -> None:
         self.state = decision.state
-        self._decided_step = clock.step
+        self._decided_step = progress.step
         if decision.levels and decision.levels != self.levels:
             self.levels = dict(decision.levels)
             self.sync.use(PerParameter.of(self.controller.levels, self.levels))
         self.accumulation = decision.accumulation
         self.learning_rate_factor = decision.learning_rate_factor
-        self._watch = decision.watch
-        self.events += [Event(clock.step, clock.epoch, switch) for switch in decision.switches]
+        self._probe = decision.probe
+        self.events += [Event(progress.step, progress.epoch, switch) for switch in decision.switches]
         self.warnings += decision.warnings
         if self.sync.comm.rank == 0:
             for switch in decision.switches:
-                _log.info("step %d: %s: %s -> %s (%s)", clock.step, *switch)
+                _log.info("step %d: %s: %s -> %s (%s)", progress.step, *switch)
             for warning in decision.warnings:
-                _log.warning("step %d: %s", clock.step, warning)
+                _log.warning("step %d: %s", progress.step, warning)
 
-    def watch(
+    def observe(
         self, bucket: Bucket, x: Tensor, out: Tensor, stages: Iterator[Pending | None]
     ) -> Iterator[Pending | None]:
-        sync, watch = self.sync, self._watch
+        sync, probe = self.sync, self._probe
         views = [bucket.view(slot, x, out) for slot in bucket.slots]
         scale = 1.0 / (sync.loss_scale or 1.0)
-        if watch.accumulate == "local":
+        if probe.accumulate == "local":
             for view in views:
                 self._add_(view.spec.name, view.flat(), scale)
-        if watch.moments:
+        if probe.moments:
             for view in views:
                 flat = view.flat().float()
                 self._moments[view.spec.name] = torch.stack([flat.mean(), flat.square().mean()])
-        if watch.levels:
+        if probe.levels:
             said = {view.spec.name: compensated(sync, view) for view in views}
             self._residuals |= {name: part.residual_square for name, part in said.items()}
             values = {name: part.values for name, part in said.items()}
-            for level in watch.levels:
+            for level in probe.levels:
                 configuration = self.controller.levels[level].at(sync.step_index)
                 self._measured[level] |= try_level(configuration, values, sync.specs, sync.step().seed)
         yield from stages
-        if watch.accumulate == "mean":
+        if probe.accumulate == "mean":
             for view in views:
                 # Shards add up to the whole; whole means are W times the same, and it is squares that are added.
                 share = sync.comm.world_size if sync.scatter else sync.comm.world_size**0.5
@@ -188,14 +188,14 @@ class AdaptiveDriver:
         return {name: float(square) ** 0.5 for name, square in zip(names, total.view(-1), strict=True)}
 
     def _summarize(self, now: float) -> dict[str, Any]:
-        watch, comm = self._watch, self.sync.comm
+        probe, comm = self._probe, self.sync.comm
         shown: dict[str, Any] = {}
-        seconds = now - self._last_end if watch.seconds and self._last_end is not None else None
-        if not (watch.levels or watch.moments or seconds is not None):
+        seconds = now - self._last_end if probe.seconds and self._last_end is not None else None
+        if not (probe.levels or probe.moments or seconds is not None):
             return shown
         names, device = list(self.sync.specs), self.sync.device
         residuals = {name: square.view(1) for name, square in self._residuals.items()}
-        parts = [table(self._measured[level], names, 4, device)[:, :3] for level in watch.levels]
+        parts = [table(self._measured[level], names, 4, device)[:, :3] for level in probe.levels]
         columns = torch.cat([*parts, table(residuals, names, 1, device), self._ratios(names)], dim=1)
         last = torch.zeros(1, columns.shape[1], dtype=torch.float64, device=device)
         last[0, 0] = seconds or 0.0
@@ -203,13 +203,13 @@ class AdaptiveDriver:
         rows = total[:-1]
         if seconds is not None:
             shown["step_seconds"] = float(total[-1, 0]) / comm.world_size
-        if watch.moments:
+        if probe.moments:
             shown["mean_to_std"] = dict(zip(names, (rows[:, -1] / comm.world_size).tolist(), strict=True))
-        if watch.levels and bool(rows.isfinite().all()):  # nothing can be learnt from an overflow
+        if probe.levels and bool(rows.isfinite().all()):  # nothing can be learnt from an overflow
             rows = rows / (self.sync.loss_scale or 1.0) ** 2
             shown["energy"] = {
                 level: {name: Energy(*row) for name, row in zip(names, part.tolist(), strict=True)}
-                for level, part in zip(watch.levels, rows[:, :-2].split(3, dim=1), strict=True)
+                for level, part in zip(probe.levels, rows[:, :-2].split(3, dim=1), strict=True)
             }
             shown["residual_norm"] = dict(zip(names, rows[:, -2].sqrt().tolist(), strict=True))
         return shown

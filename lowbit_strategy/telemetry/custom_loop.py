@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowbit_strategy.control.base import Clock, Controller
+from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.control.groups import GroupBy, check_group_by
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
@@ -42,8 +42,8 @@ class LoopClock:
         self.steps_per_epoch = steps_per_epoch
         self.epoch = 0
 
-    def __call__(self, step: int) -> Clock:
-        return Clock(
+    def __call__(self, step: int) -> Progress:
+        return Progress(
             step=step,
             epoch=step // self.steps_per_epoch if self.steps_per_epoch is not None else self.epoch,
             num_steps=self.num_steps,
@@ -52,7 +52,7 @@ class LoopClock:
         )
 
 
-def adapt(sync: GradientSync, controller: Controller, clock: Callable[[int], Clock] | None = None) -> AdaptiveDriver:
+def adapt(sync: GradientSync, controller: Controller, clock: Callable[[int], Progress] | None = None) -> AdaptiveDriver:
     """Let a controller choose compressors from the next step on; before a checkpoint is loaded.
 
     What a controller wants beside compressors is in the driver's ``accumulation`` and ``learning_rate_factor``, for

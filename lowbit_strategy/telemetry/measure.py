@@ -43,7 +43,7 @@ def compensated(sync: GradientSync, view: View) -> Compensated:
     values = view.flat().to(torch.float32, copy=True)
     residual = sync.export_residual(view.spec.name)
     if residual is None:
-        residual = sync.owed.get(view.spec.name)
+        residual = sync.carryover.get(view.spec.name)
     if residual is None:
         return Compensated(values, torch.zeros((), device=values.device))
     return Compensated(values.add_(residual), torch.dot(residual, residual))

@@ -15,7 +15,7 @@ from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.control.groups import GroupBy, check_group_by, grouped
 from lowbit_strategy.engine.bucket import Bucket
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.base import LanePair, Reducer
+from lowbit_strategy.methods._base.base import CodecPair, Reducer
 from lowbit_strategy.telemetry.measure import compensated, energies, sum_over_ranks, table
 from lowbit_strategy.telemetry.startup_report import method_label
 
@@ -42,7 +42,7 @@ class Figures:
     numel: int
     relative_error: float
     cosine: float
-    gain: float
+    sent_energy_ratio: float
     residual_norm: float
     gradient_norm: float
     bits_per_element: float
@@ -160,14 +160,14 @@ class Observer:
         self._waiting: dict[str, Tensor] = {}  # squares of residuals of whole-model methods' parameters
         self._sent_before = self.sync.comm.sent_nbytes
         self.sync.said = {}
-        self.sync.taps.insert(0, self)  # innermost: what other taps do is none of the methods' time
+        self.sync.bucket_observers.insert(0, self)  # innermost: what other taps do is none of the methods' time
 
-    def watch(
+    def observe(
         self, bucket: Bucket, x: Tensor, out: Tensor, stages: Iterator[Pending | None]
     ) -> Iterator[Pending | None]:
         sync = self.sync
-        lanes = [slot for slot in bucket.slots if isinstance(sync.assignments[slot.name].method, LanePair)]
-        said = {slot.name: compensated(sync, bucket.view(slot, x, out)) for slot in lanes}
+        codecs = [slot for slot in bucket.slots if isinstance(sync.assignments[slot.name].method, CodecPair)]
+        said = {slot.name: compensated(sync, bucket.view(slot, x, out)) for slot in codecs}
         others = [slot.name for slot in bucket.slots if slot.name not in said]
         for name in others:
             residual = sync.export_residual(name)
@@ -176,7 +176,7 @@ class Observer:
         if bucket.exchange is not None:
             sent = torch.zeros_like(x, dtype=torch.float32)
             bucket.exchange.sent_(sent)
-            for slot in lanes:
+            for slot in codecs:
                 values, residual_square = said[slot.name]
                 heard = bucket.view(slot, sent, out).flat()
                 self._rows[slot.name] = torch.cat([energies(values, heard), residual_square.view(1)])
@@ -262,7 +262,7 @@ class Observer:
             numel=numel,
             relative_error=math.sqrt(error / said) if said > 0 else 0.0 * said,
             cosine=product / math.sqrt(said * sent) if said * sent > 0 else 1.0 + 0.0 * said,
-            gain=sent / said if said > 0 else 1.0 + 0.0 * said,
+            sent_energy_ratio=sent / said if said > 0 else 1.0 + 0.0 * said,
             residual_norm=math.sqrt(residual),
             gradient_norm=math.sqrt(said),
             bits_per_element=8 * nbytes / traffic if traffic else 0.0,

@@ -9,7 +9,7 @@ import torch
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.methods._base.base import Compressor, LanePair
+from lowbit_strategy.methods._base.base import CodecPair, Compressor
 
 _LONGEST_PHASE = 1 << 20
 
@@ -80,8 +80,8 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
     for name, assignment in sync.assignments.items():
         method = assignment.method
         label = method_label(method)
-        if isinstance(method, LanePair) and not sync.scatter and method.back.label != label:
-            label += f"; back {method.back.label}"
+        if isinstance(method, CodecPair) and not sync.scatter and method.downlink.label != label:
+            label += f"; back {method.downlink.label}"
         key = (assignment.kind, label, assignment.reason)
         group = groups.setdefault(key, Group(*key))
         group.num_tensors += 1
@@ -113,8 +113,8 @@ def _next_phase(compressor: Compressor, step_index: int) -> int | None:
 
 def method_label(method: object) -> str:
     """A method in a few words: its lane on the way to the owner, or its name."""
-    if isinstance(method, LanePair):
-        return method.there.label
+    if isinstance(method, CodecPair):
+        return method.uplink.label
     return getattr(method, "label", type(method).__name__)
 
 

@@ -39,17 +39,17 @@ class ResidualCallback(TrainerCallback):
         folder = get_last_checkpoint(args.output_dir) if self.resume_from is True else self.resume_from
         if folder:
             binding.load(folder, compressed=_MARK in _marks(state))
-        self._steer(binding, args, state)
+        self._control(binding, args, state)
         if binding.attachments and self._saves(args, state):
             _marks(state)[_MARK] = {}
 
-    def _steer(self, binding: Binding, args: TrainingArguments, state: TrainerState) -> None:
-        steering, sync = binding.steering, binding.sync
-        steering.log = lambda figures, step: self._log(dict(figures))  # the Trainer's own step is the same
+    def _control(self, binding: Binding, args: TrainingArguments, state: TrainerState) -> None:
+        adaptive, sync = binding.adaptive, binding.sync
+        adaptive.log = lambda figures, step: self._log(dict(figures))  # the Trainer's own step is the same
         if binding.plugin.record is True:
-            steering.folder = Path(str(args.output_dir))
+            adaptive.folder = Path(str(args.output_dir))
         if binding.plugin.num_steps is None and sync is not None:
-            steering.clock.num_steps = sync.step_index + state.max_steps - state.global_step
+            adaptive.clock.num_steps = sync.step_index + state.max_steps - state.global_step
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         binding = self._binding()

@@ -17,7 +17,7 @@ from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.observe import Observer
-from tests.invariants.kit import SPECS, Kit
+from tests.invariants.harness import SPECS, InvariantHarness
 from tests.scenarios import Facts, scenarios
 from tests.traffic import count_traffic
 
@@ -29,14 +29,14 @@ METHODS = {"loco": EXACT, "topk": TopK(density=0.1)}
 def observing(folder: Path, layout: str, method: str) -> Facts:
     """Three steps, the last one observed; beside it the same figures from residuals and from counted traffic."""
     comm = Comm(dist.new_group())
-    kit = Kit("dense", layout, comm)
-    sync = kit.sync(METHODS[method])
+    harness = InvariantHarness("dense", layout, comm)
+    sync = harness.sync(METHODS[method])
     observer = Observer(sync, wants=lambda step: step == 2, group_by="parameter")
     for step in range(3):
         before = {spec.name: sync.export_residual(spec.name) for spec in SPECS}
-        grads = kit.grads(step)
+        grads = harness.grads(step)
         with count_traffic() as traffic:
-            kit.reduce(sync, [list(grads)], grads, torch.float32)
+            harness.reduce(sync, [list(grads)], grads, torch.float32)
         sync.end_step()
     said, left = {}, {}
     for spec in SPECS:
@@ -99,15 +99,15 @@ CONTROLLERS: dict[str, Any] = {
 
 def deciding(folder: Path, layout: str, controller: str, num_steps: int | None = None) -> Facts:
     """Ranks with gradients and step times of their own."""
-    kit = Kit("dense", layout, Comm(dist.new_group()))
-    sync = kit.sync()
+    harness = InvariantHarness("dense", layout, Comm(dist.new_group()))
+    sync = harness.sync()
     chosen, usual_steps = CONTROLLERS[controller]
-    driver = AdaptiveDriver(chosen, timer=lambda: time.perf_counter() * (1 + kit.comm.rank))
+    driver = AdaptiveDriver(chosen, timer=lambda: time.perf_counter() * (1 + harness.comm.rank))
     driver.attach(sync)
     levels = []
     for step in range(num_steps or usual_steps):
-        grads = kit.grads(step % 7)
-        kit.run(sync, grads)
+        grads = harness.grads(step % 7)
+        harness.run(sync, grads)
         levels.append(tuple(driver.levels.values()))
     return {"levels": levels, "state": driver.state}
 

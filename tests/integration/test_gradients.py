@@ -26,7 +26,7 @@ from tests.training import KINDS, MIN_SHARD_NUMEL, WIDTH, Kind, full, full_param
 
 Grads = dict[str, Tensor]
 CPU = torch.device("cpu")
-EVERYTHING = LoCo(block_size=32, exempt=("@vector",), milder=())
+EVERYTHING = LoCo(block_size=32, exempt=("@vector",), high_precision=())
 EXACT = replace(EVERYTHING, residual="float32", reset_steps=None)
 
 
@@ -60,20 +60,20 @@ class Bench:
         params = self.net.named_parameters()
         return {name: torch.zeros(full(p).shape) if p.grad is None else full(p.grad) for name, p in params}
 
-    def owed(self) -> Grads:
+    def carryover(self) -> Grads:
         """What all ranks and owners together have not said yet, of the mean."""
-        owed = {}
+        carryover = {}
         for name, spec in self.sync.specs.items():
             total = torch.zeros(spec.numel)
             method = self.sync.assignments[name].method
             if (residual := self.sync.export_residual(name)) is not None:
-                total = mean(residual) / method.there.gain
+                total = mean(residual) / method.uplink.residual_gain
             if not self.sync.scatter and (owner := self.sync.export_owner_residual(name)) is not None:
                 parts: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(parts, owner)
-                total = total + torch.cat(parts) / method.back.gain
-            owed[name] = total.view(spec.shape)
-        return owed
+                total = total + torch.cat(parts) / method.downlink.residual_gain
+            carryover[name] = total.view(spec.shape)
+        return carryover
 
 
 def mean(x: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def conservation(folder: Path, kind: Kind, net: str) -> Facts:
         bench.attached.end_step()
         prints.append({name: value.tolist() for name, value in bench.grads().items()})
     without = worst(said, came)
-    add_(said, bench.owed())
+    add_(said, bench.carryover())
     return {"error": worst(said, came), "without": without, "prints": prints, "steps": bench.sync.step_index}
 
 
@@ -260,7 +260,7 @@ def loss_scaling(folder: Path, kind: Kind, what: str) -> Facts:
         )
         seen["finite"] = all(bool(grad.isfinite().all()) for grad in grads.values())
         seen["step"] = step
-    add_(said, {name: owed / bench.sync.loss_scale for name, owed in bench.owed().items()})
+    add_(said, {name: carryover / bench.sync.loss_scale for name, carryover in bench.carryover().items()})
     clean = all(bool(tensor.isfinite().all()) for tensor in bench.sync.state_tensors())
     return seen | {"error": worst(said, came), "scales": scales, "clean": clean, "skipped": bench.sync.num_skipped}
 

@@ -11,7 +11,7 @@ import functools
 import pytest
 
 from tests.distributed import run_ranks
-from tests.invariants.kit import CONFIGURATIONS, LAYOUTS
+from tests.invariants.harness import CONFIGURATIONS, LAYOUTS
 from tests.invariants.run import CASES, Job, Report, run_jobs
 
 WORLD_SIZES = (1, 2, 3, 5)

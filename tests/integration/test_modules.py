@@ -176,7 +176,7 @@ def test_parameters_of_every_shape(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["still"] == []
     assert facts[0]["tied"]
-    assert facts[0]["kinds"]["embedding.weight"] == "milder"
+    assert facts[0]["kinds"]["embedding.weight"] == "high_precision"
     assert facts[0]["kinds"]["grid"] == "compressed"
     assert facts[0]["kinds"]["cube"] == facts[0]["kinds"]["one"] == "exempt"
 

@@ -37,7 +37,7 @@ from lowbit_strategy.model.parameters import describe_parameters
 from tests.distributed import run_ranks
 
 _CPU = torch.device("cpu")
-_ALL = {"exempt": (), "milder": ()}
+_ALL = {"exempt": (), "high_precision": ()}
 
 TRAINED: dict[str, Compressor] = {
     "topk": TopK(density=0.05),
@@ -160,7 +160,7 @@ DEFINED: dict[str, Compressor] = {
     "scalecom_filtered": ScaleCom(density=0.07, beta=0.3, selection="chunk", **_ALL),
     "topk": TopK(density=0.07, **_ALL),
     "dgc": DGC(density=0.04, momentum=0.9, clip_norm=5.0, warmup_steps=2, warmup_densities=(0.09,), **_ALL),
-    "dgc_nesterov": DGC(density=0.07, momentum=0.9, nesterov=True, exempt=("vector",), milder=()),
+    "dgc_nesterov": DGC(density=0.07, momentum=0.9, nesterov=True, exempt=("vector",), high_precision=()),
 }
 
 

@@ -155,10 +155,10 @@ def another_configuration(folder: Path, kind: Kind) -> Facts:
     """What one configuration owes is owed by another: ``residual / (1 - beta)``, and what the owner has not said."""
     made = fit(kind, ByStep(), options={"compressor": LoCo(block_size=32, beta=0.5, residual="float32")}, max_steps=4)
     sync = made.strategy.sync
-    owed = sync.export_residual("net.2.weight") / (1 - 0.5)
+    carryover = sync.export_residual("net.2.weight") / (1 - 0.5)
     if (owner := sync.export_owner_residual("net.2.weight")) is not None:
         start = sync.comm.rank * sync.cut("net.2.weight", 32).row_numel
-        owed[start : start + owner.numel()] += 2 * owner  # of the mean of two
+        carryover[start : start + owner.numel()] += 2 * owner  # of the mean of two
     made.save_checkpoint(folder / "one.ckpt")
 
     class Look(L.Callback):
@@ -168,7 +168,7 @@ def another_configuration(folder: Path, kind: Kind) -> Facts:
     look = Look()
     made = trainer(strategy(kind, LoCo(bits=3, beta=0.8, block_size=64)), max_steps=5, callbacks=[look])
     made.fit(ByStep(), loader(), ckpt_path=folder / "one.ckpt")
-    return {"error": ((look.residual / (1 - 0.8) - owed).norm() / owed.norm()).item()}
+    return {"error": ((look.residual / (1 - 0.8) - carryover).norm() / carryover.norm()).item()}
 
 
 @scenarios(another_configuration, kind=KINDS)
@@ -185,7 +185,7 @@ def frozen_since(folder: Path, kind: Kind) -> Facts:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     made = fit(kind, All(), max_steps=4)
-    owed = made.strategy.sync.export_residual("net.2.weight")
+    carryover = made.strategy.sync.export_residual("net.2.weight")
     made.save_checkpoint(folder / "all.ckpt")
     model = All()
     model.net[2].requires_grad_(False)
@@ -195,7 +195,7 @@ def frozen_since(folder: Path, kind: Kind) -> Facts:
     made.save_checkpoint(folder / "part.ckpt")
     made = trainer(strategy(kind), max_steps=8)
     made.fit(All(), loader(), ckpt_path=folder / "part.ckpt")
-    return {"kept": bool(owed.any()) and torch.equal(owed, kept), "steps": made.strategy.sync.step_index}
+    return {"kept": bool(carryover.any()) and torch.equal(carryover, kept), "steps": made.strategy.sync.step_index}
 
 
 @scenarios(frozen_since, kind=KINDS)

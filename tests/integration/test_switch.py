@@ -39,12 +39,12 @@ class Buckets(L.Callback):
 
     def begin_step(self) -> None:
         self.steps.append([])
-        self.sync.taps.append(self)
+        self.sync.bucket_observers.append(self)
 
     def end_step(self, *, counted: bool) -> None:
         self.graphs.append(counters["stats"]["unique_graphs"])
 
-    def watch(
+    def observe(
         self, bucket: Bucket, x: Tensor, out: Tensor, stages: Iterator[Pending | None]
     ) -> Iterator[Pending | None]:
         where = x.data_ptr() if not self.sync.scatter else 0  # FSDP2 takes fresh memory for every bucket

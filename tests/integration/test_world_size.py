@@ -95,10 +95,10 @@ def test_reset_starts_from_zero(folder: Path, before: int, after: int, kind: Kin
 def test_fold_keeps_what_is_owed(folder: Path, before: int, after: int, kind: Kind) -> None:
     firsts, seconds = _change(folder, before, after)
     for name in NAMES:
-        owed = torch.stack([rank[kind, "reset"].end[name][0] for rank in firsts]).mean(0)
+        carryover = torch.stack([rank[kind, "reset"].end[name][0] for rank in firsts]).mean(0)
         now = torch.stack([rank[kind, "fold"].start[name][0] for rank in seconds]).mean(0)
-        assert owed.any()
-        torch.testing.assert_close(now, owed)
+        assert carryover.any()
+        torch.testing.assert_close(now, carryover)
         if kind == "ddp":
             by_owners = torch.cat([rank[kind, "reset"].end[name][1] for rank in firsts])
             assert torch.equal(torch.cat([rank[kind, "fold"].start[name][1] for rank in seconds]), by_owners)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm
 from tests.invariants import state, sums
-from tests.invariants.kit import GROUP_TIMEOUT, Case, Evidence, Kit, LayoutName
+from tests.invariants.harness import GROUP_TIMEOUT, Case, Evidence, InvariantHarness, LayoutName
 
 CASES = sums.CASES | state.CASES
 
@@ -31,28 +31,28 @@ def run_jobs(rank: int, world_size: int, jobs: Sequence[Job]) -> Report:
     comm = Comm(dist.new_group(timeout=GROUP_TIMEOUT))
     collects = list(dict.fromkeys(case.collect for case in CASES.values()))
     for job in jobs:
-        kit = Kit(job.preset, job.layout, comm)
+        harness = InvariantHarness(job.preset, job.layout, comm)
         for collect in collects:
-            evidence = _gather(_attempt(collect, kit))
+            evidence = _gather(_attempt(collect, harness))
             raised = [f"rank {r} raised\n{e}" for r, e in enumerate(evidence) if isinstance(e, str)]
             for name, case in CASES.items():
                 if case.collect is collect and rank == 0:
-                    report[job.preset, job.layout, name] = raised[:1] or _judge(case, evidence, kit)
+                    report[job.preset, job.layout, name] = raised[:1] or _judge(case, evidence, harness)
             if raised:
-                comm = kit.comm = Comm(dist.new_group(timeout=GROUP_TIMEOUT))
+                comm = harness.comm = Comm(dist.new_group(timeout=GROUP_TIMEOUT))
     return report
 
 
-def _attempt(collect: Callable[[Kit], Evidence], kit: Kit) -> Evidence | str:
+def _attempt(collect: Callable[[InvariantHarness], Evidence], harness: InvariantHarness) -> Evidence | str:
     try:
-        return collect(kit)
+        return collect(harness)
     except Exception:
         return traceback.format_exc()
 
 
-def _judge(case: Case, evidence: Sequence[Evidence], kit: Kit) -> list[str]:
+def _judge(case: Case, evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
     try:
-        return case.check(evidence, kit)
+        return case.check(evidence, harness)
     except Exception:
         return [traceback.format_exc()]
 

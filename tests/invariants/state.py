@@ -7,35 +7,35 @@ from collections.abc import Sequence
 
 import torch
 
-from lowbit_strategy.methods._base.base import LanePair
+from lowbit_strategy.methods._base.base import CodecPair
 from lowbit_strategy.methods.quantization.loco import LoCo
-from tests.invariants.kit import SPECS, Case, Evidence, Kit, fingerprint
+from tests.invariants.harness import SPECS, Case, Evidence, InvariantHarness, fingerprint
 from tests.invariants.sums import add, check_conservation, settle
 
 _POISON = (("matrix", float("inf")), ("tall", float("nan")), ("odd", float("-inf")), ("scalar", float("nan")))
 
 
-def collect_nonfinite(kit: Kit) -> Evidence:
+def collect_nonfinite(harness: InvariantHarness) -> Evidence:
     """One rank's gradients hold inf and NaN in the second step."""
-    sync = kit.sync()
-    kit.run(sync, kit.grads(0))
-    poisoned = kit.grads(1)
-    if kit.comm.rank == kit.world_size - 1:
+    sync = harness.sync()
+    harness.run(sync, harness.grads(0))
+    poisoned = harness.grads(1)
+    if harness.comm.rank == harness.world_size - 1:
         for name, value in _POISON:
             poisoned[name][poisoned[name].numel() // 2] = value
-    means = kit.run(sync, poisoned)
+    means = harness.run(sync, poisoned)
     bad = {name for name, _ in _POISON if name in means and not means[name].isfinite().all()}
     dirty = sum(not tensor.isfinite().all() for tensor in sync.state_tensors() if tensor.is_floating_point())
-    after = kit.run(sync, kit.grads(2))
+    after = harness.run(sync, harness.grads(2))
     still = [name for name, mean in after.items() if not mean.isfinite().all()]
     return {"bad": bad, "dirty": dirty, "still": still}
 
 
-def check_nonfinite(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
+def check_nonfinite(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
     failures = []
     for name, _ in _POISON:
         reached = [name in e["bad"] for e in evidence]
-        if not (all(reached) if kit.layout == "ddp" else any(reached)):
+        if not (all(reached) if harness.layout == "ddp" else any(reached)):
             failures.append(f"{name}: a non-finite gradient did not reach the results (ranks: {reached})")
     for rank, e in enumerate(evidence):
         if e["dirty"]:
@@ -45,22 +45,22 @@ def check_nonfinite(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
     return failures
 
 
-def collect_rollback(kit: Kit) -> Evidence:
+def collect_rollback(harness: InvariantHarness) -> Evidence:
     """A loss scaler's overflow on one rank: everything is as before the step, on all ranks."""
-    sync = kit.sync(rollback=True)
-    kit.run(sync, kit.grads(0))
+    sync = harness.sync(rollback=True)
+    harness.run(sync, harness.grads(0))
     sync.follow_phase()
     before, step_index = fingerprint(sync.state_tensors()), sync.step_index
-    poisoned = kit.grads(1)
-    if kit.comm.rank == 0:
+    poisoned = harness.grads(1)
+    if harness.comm.rank == 0:
         poisoned["cube"][7] = float("inf")
-    kit.reduce(sync, [list(poisoned)], poisoned, torch.float32)
+    harness.reduce(sync, [list(poisoned)], poisoned, torch.float32)
     counted = sync.end_step()
     same = fingerprint(sync.state_tensors()) == before and sync.step_index == step_index
     return {"counted": counted, "same": same}
 
 
-def check_rollback(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
+def check_rollback(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
     failures = []
     for rank, e in enumerate(evidence):
         if e["counted"]:
@@ -70,29 +70,29 @@ def check_rollback(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
     return failures
 
 
-def collect_resume(kit: Kit) -> Evidence:
+def collect_resume(harness: InvariantHarness) -> Evidence:
     """Five steps at a stretch, five again, and three with the state of the first two: the same bits."""
-    first, saved, sync = [], None, kit.sync()
+    first, saved, sync = [], None, harness.sync()
     for step in range(5):
         if step == 2:
             sync.follow_phase()  # as checkpoints do
             saved = [tensor.clone() for tensor in sync.state_tensors()]
-        first.append(fingerprint(kit.run(sync, kit.grads(step))))
+        first.append(fingerprint(harness.run(sync, harness.grads(step))))
     first.append(fingerprint(sync.state_tensors()))
-    sync = kit.sync()
-    again = [fingerprint(kit.run(sync, kit.grads(step))) for step in range(5)]
+    sync = harness.sync()
+    again = [fingerprint(harness.run(sync, harness.grads(step))) for step in range(5)]
     again.append(fingerprint(sync.state_tensors()))
-    sync = kit.sync()
+    sync = harness.sync()
     sync.step_index = 2
     sync.follow_phase()
     for tensor, values in zip(sync.state_tensors(), saved, strict=True):
         tensor.copy_(values)
-    resumed = [fingerprint(kit.run(sync, kit.grads(step))) for step in range(2, 5)]
+    resumed = [fingerprint(harness.run(sync, harness.grads(step))) for step in range(2, 5)]
     resumed.append(fingerprint(sync.state_tensors()))
     return {"again": again == first, "resumed": resumed == first[2:]}
 
 
-def check_resume(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
+def check_resume(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
     failures = []
     for rank, e in enumerate(evidence):
         if not e["again"]:
@@ -102,48 +102,48 @@ def check_resume(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
     return failures
 
 
-def collect_buckets(kit: Kit) -> Evidence:
+def collect_buckets(harness: InvariantHarness) -> Evidence:
     """One bucket, then three in another order."""
     names = [spec.name for spec in SPECS]
     shuffled = [[*names[6:]][::-1], [*names[3:6]], [*names[:3]][::-1]]
     results = []
     for buckets in ([names], shuffled):
-        sync = kit.sync()
+        sync = harness.sync()
         for step in range(3):
-            means = kit.reduce(sync, buckets, kit.grads(step), torch.float32)
+            means = harness.reduce(sync, buckets, harness.grads(step), torch.float32)
             sync.end_step()
         results.append({name: means[name].clone() for name in sorted(means)})
     differing = [name for name in results[0] if fingerprint([results[0][name]]) != fingerprint([results[1][name]])]
     return {"differing": differing, "whole_model": any(m.whole_model for m in sync.reducers)}
 
 
-def check_buckets(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
-    if kit.layout == "fsdp" and evidence[0]["whole_model"]:
+def check_buckets(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
+    if harness.layout == "fsdp" and evidence[0]["whole_model"]:
         return []  # there each module is a model of its own
     differing = sorted({name for e in evidence for name in e["differing"]})
     return [f"other buckets give other bits: {differing}"] if differing else []
 
 
-def collect_zero(kit: Kit) -> Evidence:
+def collect_zero(harness: InvariantHarness) -> Evidence:
     """Nothing but zeros, then a step in which one rank's gradient of one parameter is all zero."""
-    sync = kit.sync()
+    sync = harness.sync()
     zeros = {spec.name: torch.zeros(spec.numel) for spec in SPECS}
-    means = kit.run(sync, zeros)
+    means = harness.run(sync, zeros)
     nonzero = [name for name, mean in means.items() if mean.count_nonzero()]
     for step in range(2):
-        kit.run(sync, kit.grads(step))
-    idle = kit.grads(2)
+        harness.run(sync, harness.grads(step))
+    idle = harness.grads(2)
     idle["matrix"].zero_()
     method = sync.assignments["matrix"].method
-    keeps = isinstance(method, LanePair) and method.there.gain is not None
-    before = {key: t.clone() for key, t in sync.tensors("matrix").items() if key.startswith("there.")}
-    kit.run(sync, idle)
+    keeps = isinstance(method, CodecPair) and method.uplink.residual_gain is not None
+    before = {key: t.clone() for key, t in sync.tensors("matrix").items() if key.startswith("uplink.")}
+    harness.run(sync, idle)
     after = sync.tensors("matrix")
     moved = [key for key, value in before.items() if not torch.equal(value, after[key])]
     return {"nonzero": nonzero, "moved": moved if keeps else []}
 
 
-def check_zero(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
+def check_zero(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
     failures = []
     for rank, e in enumerate(evidence):
         if e["nonzero"]:
@@ -153,26 +153,30 @@ def check_zero(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
     return failures
 
 
-def collect_regroup(kit: Kit) -> Evidence:
+def collect_regroup(harness: InvariantHarness) -> Evidence:
     """Two steps, another method with another block size for two, and back for two: nothing is lost on the way."""
-    own = kit.compressor.conserving()
-    other = LoCo(bits=4, block_size=64, beta=0.5, residual="float32", reset_steps=None, exempt=(), milder=())
-    sync = kit.sync(own)
+    own = harness.compressor.conserving()
+    other = LoCo(bits=4, block_size=64, beta=0.5, residual="float32", reset_steps=None, exempt=(), high_precision=())
+    sync = harness.sync(own)
     total_in, total_out = {}, {}
     for step in range(6):
         if step in (2, 4):
             sync.use(other if step == 2 else own)
-        grads = kit.grads(step)
+        grads = harness.grads(step)
         add(total_in, grads)
-        add(total_out, kit.run(sync, grads))
+        add(total_out, harness.run(sync, grads))
     return settle(sync, total_in, total_out)
 
 
-def check_regroup(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
+def check_regroup(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
     # A method that keeps no residual has nowhere to put what the other one owes.
-    if any(gain is None or math.isinf(gain) for gains in evidence[0]["gains"].values() for gain in gains):
+    if any(
+        residual_gain is None or math.isinf(residual_gain)
+        for residual_gains in evidence[0]["gains"].values()
+        for residual_gain in residual_gains
+    ):
         return []
-    return check_conservation(evidence, kit)
+    return check_conservation(evidence, harness)
 
 
 CASES: dict[str, Case] = {

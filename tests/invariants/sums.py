@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.base import LanePair
-from tests.invariants.kit import SPECS, Case, Evidence, Grads, Kit, fingerprint, relative
+from lowbit_strategy.methods._base.base import CodecPair
+from tests.invariants.harness import SPECS, Case, Evidence, Grads, InvariantHarness, fingerprint, relative
 from tests.traffic import count_traffic
 
 
-def collect_conservation(kit: Kit) -> Evidence:
+def collect_conservation(harness: InvariantHarness) -> Evidence:
     """Six steps of differing gradients: sums of what went in and out, what is owed at the end, bytes."""
-    sync = kit.sync(kit.compressor.conserving())
+    sync = harness.sync(harness.compressor.conserving())
     total_in, total_out, prints, traffic = {}, {}, [], []
     for step in range(6):
-        grads = kit.grads(step)
-        before = kit.comm.sent_nbytes
+        grads = harness.grads(step)
+        before = harness.comm.sent_nbytes
         with count_traffic() as counted:
-            means = kit.run(sync, grads)
-        traffic.append((kit.comm.sent_nbytes - before, counted.nbytes, _account(sync)))
+            means = harness.run(sync, grads)
+        traffic.append((harness.comm.sent_nbytes - before, counted.nbytes, _account(sync)))
         prints.append(fingerprint(means))
         add(total_in, grads)
         add(total_out, means)
@@ -38,53 +38,55 @@ def add(total: Grads, values: Grads) -> None:
 
 def settle(sync: GradientSync, total_in: Grads, total_out: Grads) -> Evidence:
     """What went in, what came out and what is still owed, for each parameter."""
-    owed, owner_owed, gains = {}, {}, {}
+    carryover, owner_carryover, residual_gains = {}, {}, {}
     for name, assignment in sync.assignments.items():
-        gains[name] = _gains(assignment.method, sync.scatter)
-        if None not in gains[name]:
-            owed[name] = _owed(sync.export_residual(name), gains[name][0])
-            back = sync.export_owner_residual(name) if len(gains[name]) > 1 else None
-            owner_owed[name] = _owed(back, gains[name][-1])
-    return {"in": total_in, "out": total_out, "owed": owed, "owner_owed": owner_owed, "gains": gains}
+        residual_gains[name] = _residual_gains(assignment.method, sync.scatter)
+        if None not in residual_gains[name]:
+            carryover[name] = _carryover(sync.export_residual(name), residual_gains[name][0])
+            downlink = sync.export_owner_residual(name) if len(residual_gains[name]) > 1 else None
+            owner_carryover[name] = _carryover(downlink, residual_gains[name][-1])
+    return {"in": total_in, "out": total_out, "owed": carryover, "owner_owed": owner_carryover, "gains": residual_gains}
 
 
-def _gains(method: object, scatter: bool) -> tuple[float | None, ...]:
-    if isinstance(method, LanePair):
-        return (method.there.gain,) if scatter else (method.there.gain, method.back.gain)
-    return (method.gain,)  # type: ignore[attr-defined]
+def _residual_gains(method: object, scatter: bool) -> tuple[float | None, ...]:
+    if isinstance(method, CodecPair):
+        return (
+            (method.uplink.residual_gain,) if scatter else (method.uplink.residual_gain, method.downlink.residual_gain)
+        )
+    return (method.residual_gain,)  # type: ignore[attr-defined]
 
 
-def _owed(residual: Tensor | None, gain: float) -> Tensor | None:
-    return None if residual is None else residual.double() / gain
+def _carryover(residual: Tensor | None, residual_gain: float) -> Tensor | None:
+    return None if residual is None else residual.double() / residual_gain
 
 
 def _account(sync: GradientSync) -> dict[str, Any]:
     """Bytes a step by the methods' own accounting: exact ones, bounds of their padding, and whether all is exact."""
-    lanes, padding, reducers, exact = 0, 0, 0, True
+    codecs, padding, reducers, exact = 0, 0, 0, True
     others = sync.comm.world_size - 1
     hops = 1 if sync.scatter else 2
     for name, assignment in sync.assignments.items():
-        if isinstance(assignment.method, LanePair):
-            lanes += sync.sent_nbytes(name)
+        if isinstance(assignment.method, CodecPair):
+            codecs += sync.sent_nbytes(name)
             padding += 15 * hops * others
         else:
             reducers += sync.sent_nbytes(name)
             padding += 32 * others  # reducers cut a bucket, not a parameter: rounding of rows to whole bytes
             exact = exact and assignment.method.fixed_size
-    has_lanes = bool(sync.lanes)
+    has_codecs = bool(sync.codecs)
     return {
-        "low": lanes + reducers + (16 * hops * others if has_lanes else 0) - (padding if reducers else 0),
-        "high": lanes + reducers + (16 * hops * others if has_lanes else 0) + padding,
+        "low": codecs + reducers + (16 * hops * others if has_codecs else 0) - (padding if reducers else 0),
+        "high": codecs + reducers + (16 * hops * others if has_codecs else 0) + padding,
         "exact": exact,
     }
 
 
-def check_conservation(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
+def check_conservation(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
     failures = []
     world_size = len(evidence)
-    out = kit.join([e["out"] for e in evidence]) if kit.layout == "fsdp" else evidence[0]["out"]
-    for name, gains in evidence[0]["gains"].items():
-        if None in gains or not out[name].numel():
+    out = harness.join([e["out"] for e in evidence]) if harness.layout == "fsdp" else evidence[0]["out"]
+    for name, residual_gains in evidence[0]["gains"].items():
+        if None in residual_gains or not out[name].numel():
             continue
         total = sum(e["in"][name] for e in evidence) / world_size
         said = out[name]
@@ -97,13 +99,13 @@ def check_conservation(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
     return failures
 
 
-def check_agreement(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
-    if kit.layout == "ddp" and any(e["prints"] != evidence[0]["prints"] for e in evidence):
+def check_agreement(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
+    if harness.layout == "ddp" and any(e["prints"] != evidence[0]["prints"] for e in evidence):
         return ["ranks hold different bits"]
     return []
 
 
-def check_bytes(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
+def check_bytes(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
     failures = []
     for rank, e in enumerate(evidence):
         for step, (claimed, counted, account) in enumerate(e["traffic"]):
@@ -118,21 +120,21 @@ def check_bytes(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
 MEAN_STEPS = 48
 
 
-def collect_mean(kit: Kit) -> Evidence:
+def collect_mean(harness: InvariantHarness) -> Evidence:
     """The same gradients step after step, default exemptions: the average of the results."""
-    sync = kit.sync(kit.preset)
-    grads = kit.grads(0)
+    sync = harness.sync(harness.preset)
+    grads = harness.grads(0)
     total: Grads = {}
     first: Grads = {}
-    steps = MEAN_STEPS if kit.world_size in (2, 3) else MEAN_STEPS // 4
+    steps = MEAN_STEPS if harness.world_size in (2, 3) else MEAN_STEPS // 4
     for step in range(steps):
-        means = kit.run(sync, dict(grads))
+        means = harness.run(sync, dict(grads))
         if step == 0:
             first = {name: mean.clone() for name, mean in means.items()}
         for name, mean in means.items():
             total[name] = total.get(name, 0) + mean.double() / steps
     exempt = [name for name, assignment in sync.assignments.items() if assignment.kind == "exempt"]
-    remembers = [name for name, a in sync.assignments.items() if None not in _gains(a.method, sync.scatter)]
+    remembers = [name for name, a in sync.assignments.items() if None not in _residual_gains(a.method, sync.scatter)]
     return {
         "grads": grads,
         "average": total,
@@ -143,9 +145,9 @@ def collect_mean(kit: Kit) -> Evidence:
     }
 
 
-def check_mean(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
+def check_mean(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
     failures = []
-    average, first = kit.join([e["average"] for e in evidence]), kit.join([e["first"] for e in evidence])
+    average, first = harness.join([e["average"] for e in evidence]), harness.join([e["first"] for e in evidence])
     for name in average:
         mean = sum(e["grads"][name] for e in evidence) / len(evidence)
         if not mean.numel():
@@ -156,7 +158,7 @@ def check_mean(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
             continue
         scale = float(average[name] @ mean.double() / mean.double().square().sum())
         error = relative(average[name] - mean, mean)
-        if not kit.compressor.approaches_mean:
+        if not harness.compressor.approaches_mean:
             if not 0.02 < scale < 3.0:  # sparse methods leave most in the residual for long
                 failures.append(
                     f"{name}: {scale:.2f} times the mean: compressed and exempt tensors are scaled differently"
@@ -173,12 +175,12 @@ def check_mean(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
     return failures
 
 
-def collect_dtypes(kit: Kit) -> Evidence:
+def collect_dtypes(harness: InvariantHarness) -> Evidence:
     prints, problems = [], []
     for dtype in (torch.bfloat16, torch.float16):
-        sync = kit.sync()
+        sync = harness.sync()
         for step in range(2):
-            means = kit.run(sync, kit.grads(step), dtype=dtype)
+            means = harness.run(sync, harness.grads(step), dtype=dtype)
             prints.append(fingerprint(means))
             for name, mean in means.items():
                 if mean.dtype != dtype or not mean.isfinite().all():
@@ -186,8 +188,8 @@ def collect_dtypes(kit: Kit) -> Evidence:
     return {"prints": prints, "problems": problems}
 
 
-def check_dtypes(evidence: Sequence[Evidence], kit: Kit) -> list[str]:
-    return check_agreement(evidence, kit) + [problem for e in evidence for problem in e["problems"]][:3]
+def check_dtypes(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
+    return check_agreement(evidence, harness) + [problem for e in evidence for problem in e["problems"]][:3]
 
 
 CASES: dict[str, Case] = {

@@ -27,7 +27,7 @@ class TileShape(NamedTuple):
 
     rows: int
     vector: int
-    lanes: int
+    codecs: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,18 +17,18 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.layout import Cut
 from lowbit_strategy.methods._base.parameter_selectors import Selector, describe, matching, validate_selectors
-from lowbit_strategy.methods._base.stateful_codec import CodecLane, Lane
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec, StatefulCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
-class LanePair(NamedTuple):
+class CodecPair(NamedTuple):
     """The lane to the owner and the lane back from it."""
 
-    there: Lane
-    back: Lane
+    uplink: StatefulCodec
+    downlink: StatefulCodec
 
 
 class View(NamedTuple):
@@ -87,7 +87,7 @@ class Reducer(ABC):
     fixed_size: ClassVar[bool] = False  # bytes never depend on values: `wire_nbytes` is exact
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         """As `Lane.gain`: all that was sent plus ``residual / gain`` is all that came in; None: no such law."""
         return None
 
@@ -108,7 +108,7 @@ class Reducer(ABC):
         """
 
     @abstractmethod
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         """Write every view's mean; yield whenever bytes travel. All ranks call with the same parameters in order."""
 
     def continues(self, earlier: Method) -> bool:
@@ -126,8 +126,8 @@ class Reducer(ABC):
         """Bytes this rank hands to others for one reduction of `spec`, exact or, for data-dependent sizes, expected."""
 
 
-Method = LanePair | Reducer
-AssignmentKind = Literal["compressed", "milder", "exempt"]
+Method = CodecPair | Reducer
+AssignmentKind = Literal["compressed", "high_precision", "exempt"]
 
 
 class Assignment(NamedTuple):
@@ -145,24 +145,24 @@ class Compressor(ABC):
     Args:
         exempt: Parameters that stay dense: names with wildcards (``"*.gate.*"``), the predicates ``"@vector"``
             (fewer than two dims), ``"@small"``, ``"@embedding"``, ``"@head"``, or functions of a `TensorSpec`.
-        milder: Parameters that get the milder method, likewise. Exemption goes first.
+        high_precision: Parameters that get the milder method, likewise. Exemption goes first.
     """
 
     name: ClassVar[str]
     approaches_mean: ClassVar[bool] = True  # results for one gradient, averaged over many steps, approach the true mean
 
     exempt: tuple[Selector, ...] = ("@vector", "@small")
-    milder: tuple[Selector, ...] = ("@embedding", "@head")
+    high_precision: tuple[Selector, ...] = ("@embedding", "@head")
 
     def __post_init__(self) -> None:
         validate_selectors("exempt", self.exempt)
-        validate_selectors("milder", self.milder)
+        validate_selectors("high_precision", self.high_precision)
 
     @abstractmethod
     def method(self, spec: TensorSpec) -> Method:
         """The method of a parameter that is neither exempt nor milder."""
 
-    def milder_method(self, spec: TensorSpec) -> Method | None:
+    def high_precision_method(self, spec: TensorSpec) -> Method | None:
         """The method of embeddings and heads; None where the compressor has no milder level."""
         return None
 
@@ -190,16 +190,16 @@ class Compressor(ABC):
     def assign(self, spec: TensorSpec) -> Assignment:
         if (assignment := self.exempted(spec)) is not None:
             return assignment
-        selector, method = matching(self.milder, spec), self.milder_method(spec)
+        selector, method = matching(self.high_precision, spec), self.high_precision_method(spec)
         if selector is not None and method is not None:
-            return Assignment(method, "milder", describe(selector))
+            return Assignment(method, "high_precision", describe(selector))
         return Assignment(self.method(spec), "compressed", self.name)
 
 
-def dense_method() -> LanePair:
+def dense_method() -> CodecPair:
     """Exempt tensors: float32 through the shared messages."""
-    lane = CodecLane(DenseCodec("float32"))
-    return LanePair(lane, lane)
+    stateful = PlainCodec(DenseCodec("float32"))
+    return CodecPair(stateful, stateful)
 
 
 def assign_all(compressor: Compressor, specs: Sequence[TensorSpec]) -> Mapping[str, Assignment]:

@@ -13,21 +13,21 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import State, Step
+from lowbit_strategy.collectives.exchange import State, StepContext
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.base import Reducer, ReducerState, View
-from lowbit_strategy.methods._base.stateful_codec import Arena, CodecLane, Lane
+from lowbit_strategy.methods._base.stateful_codec import Arena, PlainCodec, StatefulCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.quantization.loco import LoCoLane
+from lowbit_strategy.methods.quantization.loco import LoCoCodec
 
 ResidualDtype = Literal["float32", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FeedbackLane(Lane):
+class FeedbackCodec(StatefulCodec):
     """A codec with a residual, on every piece of a bucket at once:
 
     1. ``h = g + e``
@@ -58,7 +58,7 @@ class FeedbackLane(Lane):
         return self.codec.block_size
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         return 1.0 - self.beta if self.decay == 1.0 else None
 
     def arenas(self) -> dict[str, Arena]:
@@ -69,7 +69,9 @@ class FeedbackLane(Lane):
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(numel)
 
-    def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None:
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+    ) -> None:
         if not segments.rows:
             return
         packed = pack_segments(segments, self.block_size)
@@ -94,7 +96,7 @@ class FeedbackLane(Lane):
         scale_K = packed.collect_state(state["residual_scale"], self.block_size).float()
         return (e.view(-1, self.block_size).float() * scale_K[:, None]).view(-1)
 
-    def _write_(self, packed: Packed, state: State, e: Tensor, keep: Tensor, step: Step) -> None:
+    def _write_(self, packed: Packed, state: State, e: Tensor, keep: Tensor, step: StepContext) -> None:
         if self.residual == "float32":
             packed.store_state_(state["residual"], e)
             return
@@ -136,7 +138,7 @@ class FeedbackReducer(Reducer):
         return f"{self.inner.label}, error feedback"
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         return 1.0 if self.decay == 1.0 else None
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
@@ -146,7 +148,7 @@ class FeedbackReducer(Reducer):
             state.setdefault(spec.name, {})["residual"] = residual
         return state
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         inner_views, idles = [], []
         for view in views:
             g = view.flat().float()
@@ -170,17 +172,17 @@ class FeedbackReducer(Reducer):
         return self.inner.wire_nbytes(spec, world_size, scatter=scatter)
 
 
-def codec_of(lane: Lane) -> Codec:
+def codec_of(stateful: StatefulCodec) -> Codec:
     """The codec of a lane, whatever residual it keeps.
 
     Raises:
         ValueError: The lane has no codec that could serve alone.
     """
-    if isinstance(lane, (CodecLane, FeedbackLane)):
-        return lane.codec
-    if isinstance(lane, LoCoLane):
-        return BlockCodec(lane.fmt, lane.rounding)
-    raise ValueError(f"{lane.label!r} has no codec of its own: wrap a quantiser such as QSGD, LoCo or OneBitSGD")
+    if isinstance(stateful, (PlainCodec, FeedbackCodec)):
+        return stateful.codec
+    if isinstance(stateful, LoCoCodec):
+        return BlockCodec(stateful.fmt, stateful.rounding)
+    raise ValueError(f"{stateful.label!r} has no codec of its own: wrap a quantiser such as QSGD, LoCo or OneBitSGD")
 
 
 def check_decay(decay: float) -> None:

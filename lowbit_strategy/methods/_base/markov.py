@@ -9,13 +9,13 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.collectives.exchange import State, Step
+from lowbit_strategy.collectives.exchange import State, StepContext
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.stateful_codec import Arena, Lane
+from lowbit_strategy.methods._base.stateful_codec import Arena, StatefulCodec
 
 
 @dataclass(frozen=True, slots=True)
-class MarkovLane(Lane):
+class MarkovCodec(StatefulCodec):
     """The sender says ``c = C(g - estimate)`` and both add c to what they know.
 
     1. sender: ``c_r = C(g_r - estimate_r)``, ``estimate_r += c_r``
@@ -44,7 +44,9 @@ class MarkovLane(Lane):
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(numel)
 
-    def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None:
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+    ) -> None:
         if not segments.rows:
             return
         packed = pack_segments(segments, self.block_size)
@@ -66,7 +68,7 @@ class MarkovLane(Lane):
         packed.store_state_(state["total"], total)
         packed.spread_(torch.where(bad, torch.nan, total * alpha), out)
 
-    def said_(self, wire: Tensor, out: Tensor, segments: Segments, state: State) -> None:
+    def decode_sent_(self, wire: Tensor, out: Tensor, segments: Segments, state: State) -> None:
         packed = pack_segments(segments, self.block_size)
         packed.spread_(packed.collect_state(state["estimate"]), out)
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.collectives.exchange import State, Step
+from lowbit_strategy.collectives.exchange import State, StepContext
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.stateful_codec import Arena, Lane
+from lowbit_strategy.methods._base.stateful_codec import Arena, StatefulCodec
 
 
 def add_momentum(momentum: Tensor, gradient: Tensor, factor: float, *, nesterov: bool) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def add_momentum(momentum: Tensor, gradient: Tensor, factor: float, *, nesterov:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MomentumLane(Lane):
+class MomentumCodec(StatefulCodec):
     """Floats with momentum: for parameters that stay dense while the optimizer leaves momentum to DGC."""
 
     momentum: float
@@ -44,7 +44,9 @@ class MomentumLane(Lane):
     def wire_nbytes(self, numel: int) -> int:
         return DenseCodec().wire_nbytes(numel)
 
-    def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None:
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+    ) -> None:
         if not segments.rows:
             return
         packed = pack_segments(segments, 1)

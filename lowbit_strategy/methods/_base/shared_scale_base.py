@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.kernels.reference.blocks import to_blocks
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
 from lowbit_strategy.methods._base.base import View
@@ -25,7 +25,7 @@ class SharedViews:
     Blocks are counted from a parameter's first element, whatever the layout and the world size.
     """
 
-    def __init__(self, views: Sequence[View], comm: Comm, step: Step, block_size: int) -> None:
+    def __init__(self, views: Sequence[View], comm: Comm, step: StepContext, block_size: int) -> None:
         self.views = [view for view in views if view.spec.numel]
         self.comm = comm
         self.step = step

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.exchange import State, Step
+from lowbit_strategy.collectives.exchange import State, StepContext
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.segments import Segments
@@ -32,7 +32,7 @@ class Arena(NamedTuple):
     per_block: bool = False
 
 
-class Lane(ABC):
+class StatefulCodec(ABC):
     """A codec with a residual rule, for one hop. A frozen dataclass; its state is arenas passed in, changed in place.
 
     Segments' ``state_offset`` point into the arenas in elements; per-block arenas are indexed by
@@ -50,7 +50,7 @@ class Lane(ABC):
         """A few words for reports: method, bits, block size."""
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         """The law of conservation that the lane keeps: all that was sent plus ``residual / gain`` is all that came in.
 
         1 for plain error feedback, ``1 - beta`` for LoCo, infinity where nothing is ever left unsaid; None: no law,
@@ -66,20 +66,22 @@ class Lane(ABC):
     def wire_nbytes(self, numel: int) -> int: ...
 
     @abstractmethod
-    def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None:
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+    ) -> None:
         """Write what is to be said of `x` into `wire`, and keep what was not said in `state`."""
 
     @abstractmethod
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
         """``out = alpha * sum`` of what the W rows say."""
 
-    def said_(self, wire: Tensor, out: Tensor, segments: Segments, state: State) -> None:
+    def decode_sent_(self, wire: Tensor, out: Tensor, segments: Segments, state: State) -> None:
         """What the others make of this rank's last message, `state` being the sender's. For monitors."""
         self.decode_sum_(wire.view(1, -1), out, segments, state, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class CodecLane(Lane):
+class PlainCodec(StatefulCodec):
     """A codec without memory: what it does not say is lost (nothing, for an identity codec)."""
 
     codec: Codec
@@ -89,7 +91,7 @@ class CodecLane(Lane):
         return self.codec.label
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         return math.inf if self.codec == DenseCodec("float32") else None
 
     @property
@@ -102,7 +104,9 @@ class CodecLane(Lane):
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(numel)
 
-    def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None:
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+    ) -> None:
         self.codec.encode_segments_(x, wire, segments, seed=step.seed, flag=flag)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:

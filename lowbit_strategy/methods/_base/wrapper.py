@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lowbit_strategy.methods._base.base import Assignment, Compressor, LanePair, Method, Reducer
+from lowbit_strategy.methods._base.base import Assignment, CodecPair, Compressor, Method, Reducer
 from lowbit_strategy.methods._base.parameter_selectors import Selector
-from lowbit_strategy.methods._base.stateful_codec import Lane
+from lowbit_strategy.methods._base.stateful_codec import StatefulCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
@@ -19,12 +19,12 @@ class Wrapper(Compressor):
     Args:
         compressor: The wrapped one.
         exempt: Parameters that are exempt besides.
-        milder: Not used: what is milder is for the wrapped one to say.
+        high_precision: Not used: what is milder is for the wrapped one to say.
     """
 
     compressor: Compressor
     exempt: tuple[Selector, ...] = ()
-    milder: tuple[Selector, ...] = ()
+    high_precision: tuple[Selector, ...] = ()
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
@@ -55,12 +55,12 @@ class Wrapper(Compressor):
         return replace(self, compressor=self.compressor.conserving())
 
     def wrap(self, method: Method) -> Method:
-        if isinstance(method, LanePair):
-            return LanePair(self.wrap_lane(method.there), self.wrap_lane(method.back))
+        if isinstance(method, CodecPair):
+            return CodecPair(self.wrap_codec(method.uplink), self.wrap_codec(method.downlink))
         return self.wrap_reducer(method)
 
     @abstractmethod
-    def wrap_lane(self, lane: Lane) -> Lane: ...
+    def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec: ...
 
     @abstractmethod
     def wrap_reducer(self, reducer: Reducer) -> Reducer: ...

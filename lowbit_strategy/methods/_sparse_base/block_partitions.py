@@ -46,10 +46,10 @@ def balanced(sizes: Sequence[int], loads: Sequence[float], minimum: int) -> list
     if mean == 0:
         return sizes
     for i in range(len(sizes) - 1):
-        here, there = loads[i] / mean, loads[i + 1] / mean
-        if here > 1.05 and there < 0.952 and sizes[i] > minimum:
+        here, uplink = loads[i] / mean, loads[i + 1] / mean
+        if here > 1.05 and uplink < 0.952 and sizes[i] > minimum:
             sizes[i], sizes[i + 1] = sizes[i] - 1, sizes[i + 1] + 1
-        elif there > 1.05 and here < 0.952 and sizes[i + 1] > minimum:
+        elif uplink > 1.05 and here < 0.952 and sizes[i + 1] > minimum:
             sizes[i], sizes[i + 1] = sizes[i] + 1, sizes[i + 1] - 1
     return sizes
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse import sum_values, sum_values_nbytes
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.methods._base.base import Reducer, ReducerState, TensorState, View
@@ -36,7 +36,7 @@ class CommonPositionsReducer(Reducer):
     density: float
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         return 1.0
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
@@ -50,7 +50,7 @@ class CommonPositionsReducer(Reducer):
 
     @abstractmethod
     def positions(
-        self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step
+        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
         """Of each view, ascending, int64, the same on all ranks; may communicate."""
 
@@ -60,7 +60,7 @@ class CommonPositionsReducer(Reducer):
         tensors["residual"].index_fill_(0, indices, 0.0)
         return values
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         if not views:
             return
         found = self.accumulate_(views, state)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse import sum_values, sum_values_nbytes
 from lowbit_strategy.collectives.sparse_layout import (
     BLOCK_BITS,
@@ -82,7 +82,7 @@ class ExclusiveReducer(Reducer):
         return f"{'exdyna' if self.adjust else 'micro'} {self.density:g}"
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         return 1.0
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
@@ -105,7 +105,7 @@ class ExclusiveReducer(Reducer):
             tensors["residual"].mul_(factor)
             tensors["threshold"].mul_(factor)
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         if not views:
             return
         order = {name: i for i, name in enumerate(state)}  # buckets come in any order
@@ -169,7 +169,7 @@ class _Model:
     """The views of one step as one flat model."""
 
     def __init__(
-        self, views: Sequence[View], found: Sequence[Condition], state: ReducerState, comm: Comm, step: Step
+        self, views: Sequence[View], found: Sequence[Condition], state: ReducerState, comm: Comm, step: StepContext
     ) -> None:
         self.views, self.found, self.comm, self.step = views, found, comm, step
         self.residuals = [state[view.spec.name]["residual"] for view in views]

@@ -27,7 +27,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse import sum_entries, sum_entries_nbytes
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
 from lowbit_strategy.kernels.format import uniform
@@ -162,7 +162,7 @@ class SparseReducer(Reducer):
     same_counts: ClassVar[bool] = False  # every rank sends `num_kept` entries, whatever its gradient
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         return 1.0
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
@@ -176,13 +176,13 @@ class SparseReducer(Reducer):
         return accumulate_(views, state)
 
     @abstractmethod
-    def choose(self, view: View, tensors: TensorState, step: Step) -> Chosen:
+    def choose(self, view: View, tensors: TensorState, step: StepContext) -> Chosen:
         """Entries of ``tensors["residual"]`` to send: ascending positions."""
 
     def taken_out_(self, tensors: TensorState, chosen: Chosen) -> None:
         """Whatever else must follow once entries have been sent."""
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         if not views:
             return
         found = self.accumulate_(views, state, comm)
@@ -201,7 +201,7 @@ class SparseReducer(Reducer):
         total = yield from sum_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
         write_sums_(views, total, layout, comm.world_size)
 
-    def _choose(self, view: View, tensors: TensorState, condition: Condition, step: Step) -> Chosen:
+    def _choose(self, view: View, tensors: TensorState, condition: Condition, step: StepContext) -> Chosen:
         spec = view.spec
         if condition is Condition.LIVE:
             return self.choose(view, tensors, step)

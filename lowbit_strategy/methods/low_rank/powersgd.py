@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
 from lowbit_strategy.methods._base.base import (
     Assignment,
@@ -51,7 +51,7 @@ class PowerSGDReducer(Reducer):
         return f"rank {self.rank}"
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         return 1.0 if self.feedback else None
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
@@ -68,7 +68,7 @@ class PowerSGDReducer(Reducer):
                 state[spec.name]["residual"] = torch.zeros(spec.numel, dtype=torch.float32, device=device)
         return state
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         matrices, qs = [], []
         for view in views:
             tensors = state[view.spec.name]
@@ -155,7 +155,7 @@ class PowerSGD(Compressor):
         feedback: Keep the error. Without it what a low rank cannot say is lost.
         epsilon: Added to norms in the orthonormalisation of one or two columns (Gram-Schmidt; more: QR).
         exempt: Parameters that stay dense; see `Compressor`.
-        milder: Not used: there is no milder level.
+        high_precision: Not used: there is no milder level.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.
@@ -174,7 +174,7 @@ class PowerSGD(Compressor):
     warm_start: bool = True
     feedback: bool = True
     epsilon: float = 1e-8
-    milder: tuple[Selector, ...] = ()
+    high_precision: tuple[Selector, ...] = ()
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)

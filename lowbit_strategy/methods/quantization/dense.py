@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.methods._base.base import Compressor, LanePair
+from lowbit_strategy.methods._base.base import CodecPair, Compressor
 from lowbit_strategy.methods._base.parameter_selectors import Selector
-from lowbit_strategy.methods._base.stateful_codec import CodecLane
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
@@ -24,12 +24,12 @@ class Dense(Compressor):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     exempt: tuple[Selector, ...] = ()
-    milder: tuple[Selector, ...] = ()
+    high_precision: tuple[Selector, ...] = ()
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         DenseCodec(self.dtype)
 
-    def method(self, spec: TensorSpec) -> LanePair:
-        lane = CodecLane(DenseCodec(self.dtype))
-        return LanePair(lane, lane)
+    def method(self, spec: TensorSpec) -> CodecPair:
+        stateful = PlainCodec(DenseCodec(self.dtype))
+        return CodecPair(stateful, stateful)

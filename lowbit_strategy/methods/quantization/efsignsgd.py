@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lowbit_strategy.kernels.format import BlockFormat, uniform
-from lowbit_strategy.methods._base.base import Compressor, LanePair
+from lowbit_strategy.methods._base.base import CodecPair, Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size, check_choice
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.quantization.loco import LoCoLane, ResidualDtype
+from lowbit_strategy.methods.quantization.loco import LoCoCodec, ResidualDtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +28,8 @@ class EFSignSGD(Compressor):
         block_size: Elements that share a magnitude, a power of two; the publication has one a layer. Smaller: less
             error, 16 / block_size bits more.
         residual: ``float32`` costs 4 bytes a parameter and keeps the error exactly; ``int8`` costs 1.
-        milder_bits: Of embeddings and output heads.
-        exempt, milder: Which parameters; see `Compressor`.
+        high_precision_bits: Of embeddings and output heads.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.
@@ -43,19 +43,19 @@ class EFSignSGD(Compressor):
 
     block_size: int = 256
     residual: ResidualDtype = "float32"
-    milder_bits: int = 8
+    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_block_size(self.block_size)
         check_choice("residual", self.residual, ("float32", "int8"))
-        check_bits("milder_bits", self.milder_bits)
+        check_bits("high_precision_bits", self.high_precision_bits)
 
     def conserving(self) -> EFSignSGD:
         return replace(self, residual="float32")
 
-    def _lanes(self, fmt: BlockFormat) -> LanePair:
-        lane = LoCoLane(
+    def _codecs(self, fmt: BlockFormat) -> CodecPair:
+        stateful = LoCoCodec(
             fmt=fmt,
             beta=0.0,
             reset_steps=None,
@@ -63,11 +63,11 @@ class EFSignSGD(Compressor):
             rounding="nearest",
             residual_rounding="stochastic",
         )
-        return LanePair(lane, lane)
+        return CodecPair(stateful, stateful)
 
-    def method(self, spec: TensorSpec) -> LanePair:
+    def method(self, spec: TensorSpec) -> CodecPair:
         signs = BlockFormat(bits=1, block_size=self.block_size, scale_rule="mean_abs", levels=(-1.0, 1.0))
-        return self._lanes(signs)
+        return self._codecs(signs)
 
-    def milder_method(self, spec: TensorSpec) -> LanePair:
-        return self._lanes(uniform(self.milder_bits, self.block_size))
+    def high_precision_method(self, spec: TensorSpec) -> CodecPair:
+        return self._codecs(uniform(self.high_precision_bits, self.block_size))

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.block import Rounding
-from lowbit_strategy.collectives.exchange import State, Step
+from lowbit_strategy.collectives.exchange import State, StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_
 from lowbit_strategy.kernels.codebooks import fitted, ternary
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.base import Compressor, LanePair
+from lowbit_strategy.methods._base.base import CodecPair, Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits
-from lowbit_strategy.methods._base.stateful_codec import Arena, Lane
+from lowbit_strategy.methods._base.stateful_codec import Arena, StatefulCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 ResidualDtype = Literal["int8", "float32"]
@@ -26,7 +26,7 @@ _BITS = {"uniform": range(2, 9), "fitted": range(1, 5), "ternary": range(2, 3)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoCoLane(Lane):
+class LoCoCodec(StatefulCodec):
     """Block codes with LoCo's residual: the fused kernel and its arenas. Fields as in `LoCo`."""
 
     fmt: BlockFormat
@@ -46,7 +46,7 @@ class LoCoLane(Lane):
         return self.fmt.block_size
 
     @property
-    def gain(self) -> float:
+    def residual_gain(self) -> float:
         return 1.0 - self.beta
 
     def arenas(self) -> dict[str, Arena]:
@@ -57,7 +57,9 @@ class LoCoLane(Lane):
     def wire_nbytes(self, numel: int) -> int:
         return self.fmt.wire_nbytes(numel)
 
-    def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None:
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+    ) -> None:
         loco_encode_(
             x,
             state["residual"],
@@ -108,11 +110,11 @@ class LoCo(Compressor):
         return_bits: Of an even code on the way back, at least `bits`; where what goes there has more bits (milder
             parameters, the warm-up) so has this. None for the same code. What is lost on that way is lost for all ranks
             alike: no other rank's noise evens it out.
-        milder_bits: Of embeddings and output heads, which carry most of the error.
+        high_precision_bits: Of embeddings and output heads, which carry most of the error.
         warmup_steps: For so many optimizer steps `warmup_bits`, whose residual then goes on: at the start of training
             gradients turn fastest, and below 4 bits most of what is lost is lost there.
         warmup_bits: Of a code during the warm-up; below 4 at fitted levels, else at even ones.
-        exempt, milder: Which parameters; see `Compressor`.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.
@@ -135,14 +137,14 @@ class LoCo(Compressor):
     residual_rounding: Rounding = "nearest"
     return_beta: float = 0.0
     return_bits: int | None = None
-    milder_bits: int = 8
+    high_precision_bits: int = 8
     warmup_steps: int = 0
     warmup_bits: int = 4
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         self._check_levels()
-        check_bits("milder_bits", self.milder_bits)
+        check_bits("high_precision_bits", self.high_precision_bits)
         check_bits("warmup_bits", self.warmup_bits)
         if self.return_bits is not None:
             check_bits("return_bits", self.return_bits)
@@ -189,14 +191,14 @@ class LoCo(Compressor):
         if step_index >= self.warmup_steps:
             return replace(self, warmup_steps=0)
         levels: Levels = "fitted" if self.warmup_bits < 4 else "uniform"
-        back = None if self.return_bits is None else max(self.return_bits, self.warmup_bits)
-        return replace(self, bits=self.warmup_bits, levels=levels, return_bits=back, warmup_steps=0)
+        downlink = None if self.return_bits is None else max(self.return_bits, self.warmup_bits)
+        return replace(self, bits=self.warmup_bits, levels=levels, return_bits=downlink, warmup_steps=0)
 
     def conserving(self) -> LoCo:
         return replace(self, residual="float32", reset_steps=None)
 
-    def _lanes(self, fmt: BlockFormat) -> LanePair:
-        there = LoCoLane(
+    def _codecs(self, fmt: BlockFormat) -> CodecPair:
+        uplink = LoCoCodec(
             fmt=fmt,
             beta=self.beta,
             reset_steps=self.reset_steps,
@@ -204,11 +206,11 @@ class LoCo(Compressor):
             rounding=self.rounding,
             residual_rounding=self.residual_rounding,
         )
-        back_fmt = fmt if self.return_bits is None else uniform(max(self.return_bits, fmt.bits), self.block_size)
-        return LanePair(there, replace(there, fmt=back_fmt, beta=self.return_beta))
+        downlink_fmt = fmt if self.return_bits is None else uniform(max(self.return_bits, fmt.bits), self.block_size)
+        return CodecPair(uplink, replace(uplink, fmt=downlink_fmt, beta=self.return_beta))
 
-    def method(self, spec: TensorSpec) -> LanePair:
-        return self._lanes(self.fmt)
+    def method(self, spec: TensorSpec) -> CodecPair:
+        return self._codecs(self.fmt)
 
-    def milder_method(self, spec: TensorSpec) -> LanePair:
-        return self._lanes(uniform(max(self.bits, self.milder_bits), self.block_size))
+    def high_precision_method(self, spec: TensorSpec) -> CodecPair:
+        return self._codecs(uniform(max(self.bits, self.high_precision_bits), self.block_size))

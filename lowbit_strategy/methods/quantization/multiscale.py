@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.integers import all_of_bits, sum_integers, sum_nbytes
 from lowbit_strategy.methods._base.base import Compressor, Reducer, ReducerState, View
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
@@ -42,7 +42,7 @@ class MultiScaleReducer(Reducer):
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         return {}
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         shared = SharedViews(views, comm, step, self.block_size)
         if not shared.views:
             return
@@ -94,8 +94,8 @@ class MultiScale(Compressor):
         bits: Of a code, 2 to 8; two more go into the agreement.
         finer_bits: log2 of how much finer the second step is, 1 to 8.
         block_size: Elements that share w, a power of two.
-        milder_bits: Of embeddings and output heads, with one scale.
-        exempt, milder: Which parameters; see `Compressor`.
+        high_precision_bits: Of embeddings and output heads, with one scale.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.
@@ -109,12 +109,12 @@ class MultiScale(Compressor):
     bits: int = 4
     finer_bits: int = 3
     block_size: int = 512
-    milder_bits: int = 8
+    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_bits("bits", self.bits)
-        check_bits("milder_bits", self.milder_bits)
+        check_bits("high_precision_bits", self.high_precision_bits)
         check_block_size(self.block_size)
         if not isinstance(self.finer_bits, int) or not 1 <= self.finer_bits <= 8:
             raise ValueError(f"finer_bits must be an integer from 1 to 8, got {self.finer_bits!r}")
@@ -122,6 +122,6 @@ class MultiScale(Compressor):
     def method(self, spec: TensorSpec) -> MultiScaleReducer:
         return MultiScaleReducer(limit=2 ** (self.bits - 1) - 1, ratio=2**self.finer_bits, block_size=self.block_size)
 
-    def milder_method(self, spec: TensorSpec) -> SharedScaleReducer:
-        bits = max(self.bits, self.milder_bits)
+    def high_precision_method(self, spec: TensorSpec) -> SharedScaleReducer:
+        bits = max(self.bits, self.high_precision_bits)
         return SharedScaleReducer(limit=2 ** (bits - 1) - 1, block_size=self.block_size)

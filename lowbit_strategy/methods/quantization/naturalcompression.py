@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lowbit_strategy.codecs.natural import NaturalCodec
-from lowbit_strategy.methods._base.base import Compressor, LanePair
+from lowbit_strategy.methods._base.base import CodecPair, Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.parameter_selectors import Selector
-from lowbit_strategy.methods._base.stateful_codec import CodecLane
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
@@ -28,7 +28,7 @@ class NaturalCompression(Compressor):
     Args:
         bits: Of a code, 2 to 8.
         block_size: Elements that share the byte of the largest exponent, a power of two.
-        exempt, milder: Which parameters; see `Compressor`. There is no milder level.
+        exempt, high_precision: Which parameters; see `Compressor`. There is no milder level.
 
     Raises:
         ValueError: A field is out of range.
@@ -41,13 +41,13 @@ class NaturalCompression(Compressor):
 
     bits: int = 8
     block_size: int = 512
-    milder: tuple[Selector, ...] = ()
+    high_precision: tuple[Selector, ...] = ()
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_bits("bits", self.bits)
         check_block_size(self.block_size)
 
-    def method(self, spec: TensorSpec) -> LanePair:
-        lane = CodecLane(NaturalCodec(self.bits, self.block_size))
-        return LanePair(lane, lane)
+    def method(self, spec: TensorSpec) -> CodecPair:
+        stateful = PlainCodec(NaturalCodec(self.bits, self.block_size))
+        return CodecPair(stateful, stateful)

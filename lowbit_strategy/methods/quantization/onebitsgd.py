@@ -9,8 +9,8 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.onebit import TwoMeansCodec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.base import Compressor, LanePair
-from lowbit_strategy.methods._base.feedback import FeedbackLane, ResidualDtype
+from lowbit_strategy.methods._base.base import CodecPair, Compressor
+from lowbit_strategy.methods._base.feedback import FeedbackCodec, ResidualDtype
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size, check_choice
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
@@ -28,8 +28,8 @@ class OneBitSGD(Compressor):
     Args:
         block_size: Elements that share two means (bfloat16), a power of two; the publication has two a column.
         residual: ``float32`` costs 4 bytes a parameter and keeps the error exactly; ``int8`` costs 1.
-        milder_bits: Of embeddings and output heads.
-        exempt, milder: Which parameters; see `Compressor`.
+        high_precision_bits: Of embeddings and output heads.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.
@@ -43,23 +43,23 @@ class OneBitSGD(Compressor):
 
     block_size: int = 512
     residual: ResidualDtype = "float32"
-    milder_bits: int = 8
+    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_block_size(self.block_size)
         check_choice("residual", self.residual, ("float32", "int8"))
-        check_bits("milder_bits", self.milder_bits)
+        check_bits("high_precision_bits", self.high_precision_bits)
 
     def conserving(self) -> OneBitSGD:
         return replace(self, residual="float32")
 
-    def _lanes(self, codec: Codec) -> LanePair:
-        lane = FeedbackLane(codec=codec, residual=self.residual)
-        return LanePair(lane, lane)
+    def _codecs(self, codec: Codec) -> CodecPair:
+        stateful = FeedbackCodec(codec=codec, residual=self.residual)
+        return CodecPair(stateful, stateful)
 
-    def method(self, spec: TensorSpec) -> LanePair:
-        return self._lanes(TwoMeansCodec(self.block_size))
+    def method(self, spec: TensorSpec) -> CodecPair:
+        return self._codecs(TwoMeansCodec(self.block_size))
 
-    def milder_method(self, spec: TensorSpec) -> LanePair:
-        return self._lanes(BlockCodec(uniform(self.milder_bits, self.block_size)))
+    def high_precision_method(self, spec: TensorSpec) -> CodecPair:
+        return self._codecs(BlockCodec(uniform(self.high_precision_bits, self.block_size)))

@@ -9,9 +9,9 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.qsgd import L2Codec, Norm
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.base import Compressor, LanePair
+from lowbit_strategy.methods._base.base import CodecPair, Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits
-from lowbit_strategy.methods._base.stateful_codec import CodecLane
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
@@ -31,8 +31,8 @@ class QSGD(Compressor):
         block_size: Elements of a bucket, a power of two. Smaller: less variance, 16 / block_size bits more.
         norm: ``max``: least variance in practice; ``l2``: the publication's, sparser codes.
         return_bits: Of the way back; None takes `bits`.
-        milder_bits: Of embeddings and output heads.
-        exempt, milder: Which parameters; see `Compressor`.
+        high_precision_bits: Of embeddings and output heads.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.
@@ -48,12 +48,12 @@ class QSGD(Compressor):
     block_size: int = 128
     norm: Norm = "max"
     return_bits: int | None = None
-    milder_bits: int = 8
+    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_bits("bits", self.bits)
-        check_bits("milder_bits", self.milder_bits)
+        check_bits("high_precision_bits", self.high_precision_bits)
         if self.return_bits is not None:
             check_bits("return_bits", self.return_bits)
         if self.norm not in ("max", "l2"):
@@ -65,9 +65,9 @@ class QSGD(Compressor):
             return L2Codec(bits, self.block_size)
         return BlockCodec(uniform(bits, self.block_size), "stochastic")
 
-    def method(self, spec: TensorSpec) -> LanePair:
-        return LanePair(CodecLane(self.codec(self.bits)), CodecLane(self.codec(self.return_bits or self.bits)))
+    def method(self, spec: TensorSpec) -> CodecPair:
+        return CodecPair(PlainCodec(self.codec(self.bits)), PlainCodec(self.codec(self.return_bits or self.bits)))
 
-    def milder_method(self, spec: TensorSpec) -> LanePair:
-        lane = CodecLane(self.codec(max(self.bits, self.milder_bits)))
-        return LanePair(lane, lane)
+    def high_precision_method(self, spec: TensorSpec) -> CodecPair:
+        stateful = PlainCodec(self.codec(max(self.bits, self.high_precision_bits)))
+        return CodecPair(stateful, stateful)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.codecs.ternary import clipped_absmax
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.integers import sum_integers, sum_nbytes
 from lowbit_strategy.methods._base.base import Compressor, Reducer, ReducerState, View
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
@@ -50,7 +50,7 @@ class SharedScaleReducer(Reducer):
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         return {}
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         shared = SharedViews(views, comm, step, self.block_size)
         if not shared.views:
             return
@@ -93,8 +93,8 @@ class SharedScale(Compressor):
     Args:
         bits: Of a code, 2 to 8.
         block_size: Elements that share w, a power of two; the publication has one a tensor.
-        milder_bits: Of embeddings and output heads.
-        exempt, milder: Which parameters; see `Compressor`.
+        high_precision_bits: Of embeddings and output heads.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.
@@ -107,17 +107,17 @@ class SharedScale(Compressor):
 
     bits: int = 4
     block_size: int = 512
-    milder_bits: int = 8
+    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_bits("bits", self.bits)
-        check_bits("milder_bits", self.milder_bits)
+        check_bits("high_precision_bits", self.high_precision_bits)
         check_block_size(self.block_size)
 
     def method(self, spec: TensorSpec) -> SharedScaleReducer:
         return SharedScaleReducer(limit=2 ** (self.bits - 1) - 1, block_size=self.block_size)
 
-    def milder_method(self, spec: TensorSpec) -> SharedScaleReducer:
-        bits = max(self.bits, self.milder_bits)
+    def high_precision_method(self, spec: TensorSpec) -> SharedScaleReducer:
+        bits = max(self.bits, self.high_precision_bits)
         return SharedScaleReducer(limit=2 ** (bits - 1) - 1, block_size=self.block_size)

@@ -12,13 +12,13 @@ from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.collectives.exchange import State, Step
+from lowbit_strategy.collectives.exchange import State, StepContext
 from lowbit_strategy.kernels.format import SCALE_NBYTES, BlockFormat, uniform
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.base import Compressor, LanePair
+from lowbit_strategy.methods._base.base import CodecPair, Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size, check_choice
-from lowbit_strategy.methods._base.stateful_codec import Arena, CodecLane, Lane
+from lowbit_strategy.methods._base.stateful_codec import Arena, PlainCodec, StatefulCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 VoteScale = Literal["mean_abs", "one"]
@@ -45,7 +45,7 @@ class SignCodec(BlockwiseCodec):
 
 
 @dataclass(frozen=True, slots=True)
-class VoteLane(Lane):
+class VoteCodec(StatefulCodec):
     """Signs to the owner, which takes the sign of their sum; blocks that are all zero abstain."""
 
     codec: SignCodec
@@ -65,7 +65,9 @@ class VoteLane(Lane):
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(numel)
 
-    def encode_(self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: Step, flag: Tensor) -> None:
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+    ) -> None:
         self.codec.encode_segments_(x, wire, segments, seed=step.seed, flag=flag)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
@@ -98,8 +100,8 @@ class SignSGD(Compressor):
     Args:
         block_size: Elements that share a magnitude, a power of two.
         scale: ``mean_abs`` or ``one``.
-        milder_bits: Of embeddings and output heads, quantised without bias.
-        exempt, milder: Which parameters; see `Compressor`.
+        high_precision_bits: Of embeddings and output heads, quantised without bias.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.
@@ -114,18 +116,18 @@ class SignSGD(Compressor):
 
     block_size: int = 256
     scale: VoteScale = "mean_abs"
-    milder_bits: int = 8
+    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_block_size(self.block_size)
         check_choice("scale", self.scale, ("mean_abs", "one"))
-        check_bits("milder_bits", self.milder_bits)
+        check_bits("high_precision_bits", self.high_precision_bits)
 
-    def method(self, spec: TensorSpec) -> LanePair:
+    def method(self, spec: TensorSpec) -> CodecPair:
         three_values = BlockFormat(bits=2, block_size=self.block_size, scale_rule="ternary", levels=(-1.0, 0.0, 1.0))
-        return LanePair(VoteLane(SignCodec(self.block_size), self.scale), CodecLane(BlockCodec(three_values)))
+        return CodecPair(VoteCodec(SignCodec(self.block_size), self.scale), PlainCodec(BlockCodec(three_values)))
 
-    def milder_method(self, spec: TensorSpec) -> LanePair:
-        lane = CodecLane(BlockCodec(uniform(self.milder_bits, self.block_size), "stochastic"))
-        return LanePair(lane, lane)
+    def high_precision_method(self, spec: TensorSpec) -> CodecPair:
+        stateful = PlainCodec(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
+        return CodecPair(stateful, stateful)

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.ternary import TernaryCodec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.base import Compressor, LanePair, Method
+from lowbit_strategy.methods._base.base import CodecPair, Compressor, Method
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size, check_choice
-from lowbit_strategy.methods._base.stateful_codec import CodecLane
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.sharedscale import SharedScaleReducer
 
@@ -36,8 +36,8 @@ class TernGrad(Compressor):
         clip_sigmas: Smaller: less variance, more bias. None does not clip.
         scaler: ``shared`` or each ``rank`` its own.
         return_bits: Of the way back with a scaler a rank (DDP), 2 to 8.
-        milder_bits: Of embeddings and output heads.
-        exempt, milder: Which parameters; see `Compressor`.
+        high_precision_bits: Of embeddings and output heads.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.
@@ -53,13 +53,13 @@ class TernGrad(Compressor):
     clip_sigmas: float | None = 2.5
     scaler: Scaler = "shared"
     return_bits: int = 8
-    milder_bits: int = 8
+    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_block_size(self.block_size)
         check_bits("return_bits", self.return_bits)
-        check_bits("milder_bits", self.milder_bits)
+        check_bits("high_precision_bits", self.high_precision_bits)
         check_choice("scaler", self.scaler, ("shared", "rank"))
         if self.clip_sigmas is not None and not self.clip_sigmas > 0:
             raise ValueError(f"clip_sigmas must be positive or None, got {self.clip_sigmas!r}")
@@ -69,9 +69,9 @@ class TernGrad(Compressor):
             return SharedScaleReducer(
                 limit=1, block_size=self.block_size, clip_sigmas=self.clip_sigmas, title="shared trits"
             )
-        back = BlockCodec(uniform(self.return_bits, self.block_size), "stochastic")
-        return LanePair(CodecLane(TernaryCodec(self.block_size, self.clip_sigmas)), CodecLane(back))
+        downlink = BlockCodec(uniform(self.return_bits, self.block_size), "stochastic")
+        return CodecPair(PlainCodec(TernaryCodec(self.block_size, self.clip_sigmas)), PlainCodec(downlink))
 
-    def milder_method(self, spec: TensorSpec) -> LanePair:
-        lane = CodecLane(BlockCodec(uniform(self.milder_bits, self.block_size), "stochastic"))
-        return LanePair(lane, lane)
+    def high_precision_method(self, spec: TensorSpec) -> CodecPair:
+        stateful = PlainCodec(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
+        return CodecPair(stateful, stateful)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.methods._base.base import Compressor, TensorState, View
@@ -44,7 +44,7 @@ class AdaCompReducer(SparseReducer):
     def num_kept(self, spec: TensorSpec) -> int:
         return min(spec.numel, _EXPECTED_PER_BIN * -(-spec.numel // self.bin_size))
 
-    def choose(self, view: View, tensors: TensorState, step: Step) -> Chosen:
+    def choose(self, view: View, tensors: TensorState, step: StepContext) -> Chosen:
         residual = tensors["residual"]
         indices = select_in_bins(residual, view.flat().float(), self.bin_size)
         return Chosen(indices, residual.index_select(0, indices))
@@ -66,7 +66,7 @@ class AdaComp(Compressor):
         bin_size: Elements of a bin in matrices. Larger: fewer are sent.
         conv_bin_size: The same in tensors of three and more dims.
         values: How values travel: ``signs``, or as in `TopK`.
-        exempt, milder: Which parameters; see `Compressor`.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.

@@ -13,12 +13,12 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
-from lowbit_strategy.methods._base.base import Assignment, LanePair, Method, ReducerState, TensorState, View
-from lowbit_strategy.methods._base.momentum import MomentumLane, add_momentum
-from lowbit_strategy.methods._base.stateful_codec import CodecLane
+from lowbit_strategy.methods._base.base import Assignment, CodecPair, Method, ReducerState, TensorState, View
+from lowbit_strategy.methods._base.momentum import MomentumCodec, add_momentum
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
@@ -72,7 +72,7 @@ class DGCReducer(SparseReducer):
         return f"dgc {self.density:g}, {self.codec.label}"
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         return 1.0 if self.momentum == 0.0 else None
 
     def continues(self, earlier: Method) -> bool:
@@ -117,7 +117,7 @@ class DGCReducer(SparseReducer):
             momentum.copy_(updated)
         return True
 
-    def choose(self, view: View, tensors: TensorState, step: Step) -> Chosen:
+    def choose(self, view: View, tensors: TensorState, step: StepContext) -> Chosen:
         return select_by_sample(tensors["residual"], self.num_kept(view.spec), seed=step.seed)
 
     def taken_out_(self, tensors: TensorState, chosen: Chosen) -> None:
@@ -133,10 +133,10 @@ class ClippedDGCReducer(DGCReducer):
     whole_model: ClassVar[bool] = True
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         return None
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         order = {name: i for i, name in enumerate(state)}  # buckets come in any order, sums of norms must not
         return DGCReducer.reduce(self, sorted(views, key=lambda view: order[view.spec.name]), state, comm, step)
 
@@ -174,7 +174,7 @@ class DGC(EntriesCompressor):
             units of scaled gradients.
         warmup_steps: Optimizer steps of each stage of the warm-up, about an epoch; 0: none.
         warmup_densities: Of the stages; those below `density` are skipped.
-        exempt, milder: Which parameters; see `Compressor`.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.
@@ -229,5 +229,5 @@ class DGC(EntriesCompressor):
         assignment = EntriesCompressor.exempted(self, spec)
         if assignment is None or self.momentum == 0.0:
             return assignment
-        there = MomentumLane(momentum=self.momentum, nesterov=self.nesterov)
-        return assignment._replace(method=LanePair(there, CodecLane(DenseCodec("float32"))))
+        uplink = MomentumCodec(momentum=self.momentum, nesterov=self.nesterov)
+        return assignment._replace(method=CodecPair(uplink, PlainCodec(DenseCodec("float32"))))

@@ -33,7 +33,7 @@ class ExDyna(SparseCompressor):
 
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
-        exempt, milder: Which parameters; see `Compressor`.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse_layout import (
     COUNT_NBYTES,
     Chosen,
@@ -59,13 +59,13 @@ class GTopKReducer(Reducer):
         return f"global top-k {self.density:g}"
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         return 1.0
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         return zero_residuals(specs, device)
 
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step) -> Iterator[Pending]:
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         if not views:
             return
         found = accumulate_(views, state)
@@ -168,7 +168,7 @@ class GTopK(SparseCompressor):
 
     Args:
         density: Share of each parameter's elements in the result, in (0, 1].
-        exempt, milder: Which parameters; see `Compressor`.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.

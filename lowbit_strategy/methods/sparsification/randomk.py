@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.kernels.reference.select import sample_positions
 from lowbit_strategy.methods._base.base import ReducerState, TensorState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -31,7 +31,7 @@ class RandomKReducer(CommonPositionsReducer):
         return f"random-k {self.density:g}{', scaled' if self.scale else ''}"
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         return None if self.scale else 1.0
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
@@ -41,7 +41,7 @@ class RandomKReducer(CommonPositionsReducer):
         return conditions([view.x for view in views]) if self.scale else accumulate_(views, state)
 
     def positions(
-        self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step
+        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
         chosen = []
         for view in views:
@@ -72,7 +72,7 @@ class RandomK(SparseCompressor):
     Args:
         density: Share of each parameter's elements that is sent, in (0, 1].
         scale: Send ``g / chance`` instead, without residual: unbiased, with n / k times the variance.
-        exempt, milder: Which parameters; see `Compressor`.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.

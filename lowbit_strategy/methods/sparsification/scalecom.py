@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse import sum_values_nbytes
 from lowbit_strategy.collectives.sparse_layout import (
     COUNT_NBYTES,
@@ -48,7 +48,7 @@ class ScaleComReducer(CommonPositionsReducer):
         return f"scalecom {self.density:g}"
 
     @property
-    def gain(self) -> float | None:
+    def residual_gain(self) -> float | None:
         return self.beta
 
     def num_kept(self, spec: TensorSpec) -> int:
@@ -66,7 +66,7 @@ class ScaleComReducer(CommonPositionsReducer):
         return largest_of_chunks(tensors["residual"], self._chunk)
 
     def positions(
-        self, views: Sequence[View], state: ReducerState, comm: Comm, step: Step
+        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
         leader = step.index % comm.world_size
         names, cuts = tuple(view.spec.name for view in views), tuple(view.cut for view in views)
@@ -123,7 +123,7 @@ class ScaleCom(SparseCompressor):
         beta: Of the low-pass filter, in (0, 1]: 1 is plain error feedback; 0.1 to 0.3 for large learning rates, where
             the ranks' residuals otherwise drift apart.
         selection: ``exact``: the k largest; ``chunk``: the largest of every ``1 / density`` neighbours, in one pass.
-        exempt, milder: Which parameters; see `Compressor`.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.

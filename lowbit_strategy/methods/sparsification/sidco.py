@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import sample_magnitudes, select_above
 from lowbit_strategy.methods._base.base import ReducerState, TensorState, View
@@ -63,7 +63,7 @@ class SIDCoReducer(SparseReducer):
             tensors["sense"] = torch.ones(1)
         return state
 
-    def choose(self, view: View, tensors: TensorState, step: Step) -> Chosen:
+    def choose(self, view: View, tensors: TensorState, step: StepContext) -> Chosen:
         h = tensors["residual"]
         wanted = self.num_kept(view.spec)
         num = max(_SAMPLE_NUMEL, math.ceil(_SAMPLE_KEPT / self.density))
@@ -124,7 +124,7 @@ class SIDCo(EntriesCompressor):
         values: How values travel: ``float32``, ``bfloat16``, ``int8``, ``int4`` or any codec.
         distribution: ``pareto``: counts were nearest to the target in tests, whatever the true distribution;
             ``gamma`` (then Pareto): as near, the slowest fit; ``exponential``: the fastest, off by up to a fifth.
-        exempt, milder: Which parameters; see `Compressor`.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.

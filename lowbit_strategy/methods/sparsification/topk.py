@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.collectives.exchange import Step
+from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.base import TensorState, View
@@ -26,7 +26,7 @@ class TopKReducer(SparseReducer):
     def label(self) -> str:
         return f"top-k {self.density:g}, {self.codec.label}"
 
-    def choose(self, view: View, tensors: TensorState, step: Step) -> Chosen:
+    def choose(self, view: View, tensors: TensorState, step: StepContext) -> Chosen:
         return Chosen(*top_k(tensors["residual"], self.num_kept(view.spec)))
 
 
@@ -47,7 +47,7 @@ class TopK(EntriesCompressor):
         density: Share of each parameter's elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
         values: How they travel: ``float32``, ``bfloat16``, ``int8``, ``int4`` (blocks with a scale) or any codec. What
             a coarser one does not say stays in the residual.
-        exempt, milder: Which parameters; see `Compressor`.
+        exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
         ValueError: A field is out of range.

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from lowbit_strategy.methods._base.base import Compressor, Reducer
 from lowbit_strategy.methods._base.feedback import codec_of
-from lowbit_strategy.methods._base.markov import MarkovLane
-from lowbit_strategy.methods._base.stateful_codec import Lane
+from lowbit_strategy.methods._base.markov import MarkovCodec
+from lowbit_strategy.methods._base.stateful_codec import StatefulCodec
 from lowbit_strategy.methods._base.wrapper import Wrapper
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 
@@ -46,8 +46,8 @@ class EF21(Wrapper):
     def approaches_mean(self) -> bool:  # type: ignore[override]
         return True
 
-    def wrap_lane(self, lane: Lane) -> Lane:
-        return MarkovLane(codec_of(lane).nearest())
+    def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec:
+        return MarkovCodec(codec_of(stateful).nearest())
 
     def wrap_reducer(self, reducer: Reducer) -> Reducer:
         raise ValueError(f"EF21 needs a quantiser (LoCo, QSGD, EFSignSGD, OneBitSGD ...), not {reducer.label!r}")

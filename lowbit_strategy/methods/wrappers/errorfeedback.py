@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.methods._base.base import Compressor, Reducer
-from lowbit_strategy.methods._base.feedback import FeedbackLane, FeedbackReducer, ResidualDtype, check_decay
+from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer, ResidualDtype, check_decay
 from lowbit_strategy.methods._base.option_checks import check_choice
-from lowbit_strategy.methods._base.stateful_codec import CodecLane, Lane
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec, StatefulCodec
 from lowbit_strategy.methods._base.wrapper import Wrapper
 from lowbit_strategy.methods.quantization.qsgd import QSGD
 
@@ -57,15 +57,17 @@ class ErrorFeedback(Wrapper):
     def conserving(self) -> ErrorFeedback:
         return replace(self, compressor=self.compressor.conserving(), decay=1.0, residual="float32")
 
-    def wrap_lane(self, lane: Lane) -> Lane:
-        if not isinstance(lane, CodecLane):
-            raise ValueError(f"{lane.label!r} cannot be given error feedback: it has its own, or none that would help")
-        if isinstance(lane.codec, DenseCodec):
-            return lane
-        return FeedbackLane(codec=lane.codec.nearest(), decay=self.decay, residual=self.residual)
+    def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec:
+        if not isinstance(stateful, PlainCodec):
+            raise ValueError(
+                f"{stateful.label!r} cannot be given error feedback: it has its own, or none that would help"
+            )
+        if isinstance(stateful.codec, DenseCodec):
+            return stateful
+        return FeedbackCodec(codec=stateful.codec.nearest(), decay=self.decay, residual=self.residual)
 
     def wrap_reducer(self, reducer: Reducer) -> Reducer:
-        if reducer.gain is not None:
+        if reducer.residual_gain is not None:
             raise ValueError(f"{reducer.label!r} has error feedback of its own: use it without the wrapper")
         if self.residual != "float32":
             raise ValueError(f"{reducer.label!r} keeps its residual in float32: leave residual='float32'")

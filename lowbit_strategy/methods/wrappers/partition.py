@@ -24,7 +24,7 @@ class Partition(Compressor):
         rules: Pairs of a selector (a name with wildcards, a predicate, a function; see `Compressor`) and a compressor.
         default: For everything else.
         exempt: Parameters that are exempt whatever the rules say.
-        milder: Not used: what is milder is for the chosen compressor to say.
+        high_precision: Not used: what is milder is for the chosen compressor to say.
 
     Raises:
         ValueError: A rule is not a selector and a compressor.
@@ -35,7 +35,7 @@ class Partition(Compressor):
     rules: tuple[Rule, ...] = ()
     default: Compressor = field(default_factory=LoCo)
     exempt: tuple[Selector, ...] = ()
-    milder: tuple[Selector, ...] = ()
+    high_precision: tuple[Selector, ...] = ()
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)

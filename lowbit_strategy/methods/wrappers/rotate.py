@@ -9,11 +9,11 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.methods._base.base import Compressor, Reducer
-from lowbit_strategy.methods._base.feedback import FeedbackLane, codec_of
-from lowbit_strategy.methods._base.markov import MarkovLane
-from lowbit_strategy.methods._base.stateful_codec import CodecLane, Lane
+from lowbit_strategy.methods._base.feedback import FeedbackCodec, codec_of
+from lowbit_strategy.methods._base.markov import MarkovCodec
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec, StatefulCodec
 from lowbit_strategy.methods._base.wrapper import Wrapper
-from lowbit_strategy.methods.quantization.loco import LoCoLane
+from lowbit_strategy.methods.quantization.loco import LoCoCodec
 from lowbit_strategy.methods.quantization.qsgd import QSGD
 
 
@@ -47,12 +47,14 @@ class Rotate(Wrapper):
     compressor: Compressor = field(default_factory=QSGD)
     size: int | None = None
 
-    def wrap_lane(self, lane: Lane) -> Lane:
-        if isinstance(lane, LoCoLane):
-            return FeedbackLane(codec=self._rotated(codec_of(lane)), beta=lane.beta, residual=lane.residual)
-        if isinstance(lane, (CodecLane, FeedbackLane, MarkovLane)):
-            return replace(lane, codec=self._rotated(lane.codec))
-        raise ValueError(f"{lane.label!r} cannot be rotated: wrap a quantiser such as QSGD or LoCo")
+    def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec:
+        if isinstance(stateful, LoCoCodec):
+            return FeedbackCodec(
+                codec=self._rotated(codec_of(stateful)), beta=stateful.beta, residual=stateful.residual
+            )
+        if isinstance(stateful, (PlainCodec, FeedbackCodec, MarkovCodec)):
+            return replace(stateful, codec=self._rotated(stateful.codec))
+        raise ValueError(f"{stateful.label!r} cannot be rotated: wrap a quantiser such as QSGD or LoCo")
 
     def _rotated(self, codec: Codec) -> Codec:
         return codec if isinstance(codec, DenseCodec) else RotatedCodec(codec, self.size)

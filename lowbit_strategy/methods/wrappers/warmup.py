@@ -25,7 +25,7 @@ class WarmUp(Compressor):
         compressor: After the warm-up.
         steps: Its length in optimizer steps.
         first: During it; uncompressed by default.
-        exempt, milder: Not used: that is for the two compressors to say.
+        exempt, high_precision: Not used: that is for the two compressors to say.
 
     Raises:
         ValueError: `steps` is not positive, or a field is not a compressor.
@@ -37,7 +37,7 @@ class WarmUp(Compressor):
     steps: int = 100
     first: Compressor = field(default_factory=Dense)
     exempt: tuple[Selector, ...] = ()
-    milder: tuple[Selector, ...] = ()
+    high_precision: tuple[Selector, ...] = ()
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)

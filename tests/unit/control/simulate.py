@@ -7,27 +7,27 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lowbit_strategy.control import Clock, Controller, Decision, Telemetry
+from lowbit_strategy.control import Controller, Decision, Progress, Telemetry
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
-Measure = Callable[[Clock, Decision], Mapping[str, Any]]
+Measure = Callable[[Progress, Decision], Mapping[str, Any]]
 
 
 def matrices(*names: str) -> list[TensorSpec]:
     return [TensorSpec(name, (64, 64)) for name in names]
 
 
-def nothing(clock: Clock, decision: Decision) -> dict[str, Any]:
+def nothing(progress: Progress, decision: Decision) -> dict[str, Any]:
     return {}
 
 
 def run(
     controller: Controller,
     specs: Iterable[TensorSpec],
-    clocks: Iterable[Clock],
+    progresses: Iterable[Progress],
     *,
     measure: Measure = nothing,
-    norms: Callable[[Clock], Mapping[str, float]] | None = None,
+    norms: Callable[[Progress], Mapping[str, float]] | None = None,
     restart_at: int | None = None,
 ) -> list[Decision]:
     """The decision of every step.
@@ -35,7 +35,7 @@ def run(
     Args:
         controller: Under test.
         specs: The model.
-        clocks: One a step.
+        progresses: One a step.
         measure: What a step with this decision shows to the next one, as `Telemetry` fields.
         norms: Accumulated norms, given whenever the controller reads them.
         restart_at: Before this step the state goes through JSON, as through a checkpoint.
@@ -43,15 +43,15 @@ def run(
     state = controller.init(list(specs), 4)
     shown: Mapping[str, Any] = {}
     decisions = []
-    for clock in clocks:
-        if clock.step == restart_at:
+    for progress in progresses:
+        if progress.step == restart_at:
             state = json.loads(json.dumps(state))
-        telemetry = replace(Telemetry(clock=clock), **shown)
-        if controller.reads_accumulated(clock, state):
+        telemetry = replace(Telemetry(progress=progress), **shown)
+        if controller.reads_accumulated(progress, state):
             assert norms is not None
-            telemetry = replace(telemetry, accumulated_norm=norms(clock))
+            telemetry = replace(telemetry, accumulated_norm=norms(progress))
         decision = controller.decide(telemetry, state)
         state = decision.state
-        shown = measure(clock, decision)
+        shown = measure(progress, decision)
         decisions.append(decision)
     return decisions

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lowbit_strategy.control import Accordion, AccordionBatch, Clock
+from lowbit_strategy.control import Accordion, AccordionBatch, Progress
 from lowbit_strategy.control.critical import CriticalRegimes
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCo
@@ -31,42 +31,44 @@ def norms_by_window(critical: set[int]) -> list[float]:
 SERIES = {name: norms_by_window(critical) for name, critical in REGIMES.items()}
 
 
-def clocks(num_steps: int, **options: float) -> list[Clock]:
-    return [Clock(step=step, epoch=step // 5, **options) for step in range(num_steps)]
+def progresses(num_steps: int, **options: float) -> list[Progress]:
+    return [Progress(step=step, epoch=step // 5, **options) for step in range(num_steps)]
 
 
-def window_closed_at(clock: Clock) -> dict[str, float]:
-    return {name: series[clock.step // INTERVAL - 1] for name, series in SERIES.items()}
+def window_closed_at(progress: Progress) -> dict[str, float]:
+    return {name: series[progress.step // INTERVAL - 1] for name, series in SERIES.items()}
 
 
 @pytest.mark.parametrize("gradient", ["local", "mean"])
 def test_detects_every_regime_within_an_interval_and_nothing_else(gradient: str) -> None:
     controller = Accordion(light=LIGHT, heavy=HEAVY, interval=INTERVAL, unit="steps", gradient=gradient)
-    decisions = run(controller, matrices("a", "b", "c"), clocks(NUM_WINDOWS * INTERVAL), norms=window_closed_at)
+    decisions = run(controller, matrices("a", "b", "c"), progresses(NUM_WINDOWS * INTERVAL), norms=window_closed_at)
     for name, critical in REGIMES.items():
         for step, decision in enumerate(decisions):
             window = step // INTERVAL  # decided by the window that closed when this one opened
             light = window <= 1 or window - 1 in critical
             assert decision.levels[name] == (0 if light else 1), (name, step)
-    assert all(decision.watch.accumulate == gradient for decision in decisions)
+    assert all(decision.probe.accumulate == gradient for decision in decisions)
 
 
 def test_as_published_in_epochs() -> None:
     """Windows are whole epochs, one in `interval`; light until two of them can be compared."""
     controller = Accordion(light=LIGHT, heavy=HEAVY, interval=4)
     norm_of_epoch = {0: 10.0, 4: 9.0, 8: 4.0, 12: 4.1}
-    all_clocks = [Clock(step=3 * epoch + at, epoch=epoch) for epoch in range(16) for at in range(3)]
-    decisions = run(controller, matrices("a"), all_clocks, norms=lambda clock: {"a": norm_of_epoch[clock.epoch - 1]})
-    for clock, decision in zip(all_clocks, decisions, strict=True):
-        light = clock.epoch <= 4 or 9 <= clock.epoch <= 12
-        assert decision.levels["a"] == (0 if light else 1), clock
-        assert (decision.watch.accumulate is not None) == (clock.epoch % 4 == 0)
+    all_progresses = [Progress(step=3 * epoch + at, epoch=epoch) for epoch in range(16) for at in range(3)]
+    decisions = run(
+        controller, matrices("a"), all_progresses, norms=lambda progress: {"a": norm_of_epoch[progress.epoch - 1]}
+    )
+    for progress, decision in zip(all_progresses, decisions, strict=True):
+        light = progress.epoch <= 4 or 9 <= progress.epoch <= 12
+        assert decision.levels["a"] == (0 if light else 1), progress
+        assert (decision.probe.accumulate is not None) == (progress.epoch % 4 == 0)
 
 
 def test_light_at_once_when_the_learning_rate_falls_until_the_next_detection() -> None:
     controller = Accordion(light=LIGHT, heavy=HEAVY, interval=INTERVAL, unit="steps")
-    all_clocks = [Clock(step=step, learning_rate=0.1 if step < 33 else 0.01) for step in range(60)]
-    decisions = run(controller, matrices("a"), all_clocks, norms=lambda clock: {"a": 1.0})
+    all_progresses = [Progress(step=step, learning_rate=0.1 if step < 33 else 0.01) for step in range(60)]
+    decisions = run(controller, matrices("a"), all_progresses, norms=lambda progress: {"a": 1.0})
     light = [step for step, decision in enumerate(decisions) if decision.levels["a"] == 0]
     assert light == [*range(20), *range(33, 40)]
     assert "learning rate fell from 0.1 to 0.01" in decisions[33].switches[0].reason
@@ -75,15 +77,17 @@ def test_light_at_once_when_the_learning_rate_falls_until_the_next_detection() -
 def test_a_smooth_schedule_and_a_warm_up_are_no_decay() -> None:
     controller = Accordion(light=LIGHT, heavy=HEAVY, interval=INTERVAL, unit="steps")
     rates = [min(step + 1, 10) / 10 * (1 + math.cos(math.pi * step / 400)) for step in range(200)]
-    all_clocks = [Clock(step=step, learning_rate=rate) for step, rate in enumerate(rates)]
-    decisions = run(controller, matrices("a"), all_clocks, norms=lambda clock: {"a": 1.0})
+    all_progresses = [Progress(step=step, learning_rate=rate) for step, rate in enumerate(rates)]
+    decisions = run(controller, matrices("a"), all_progresses, norms=lambda progress: {"a": 1.0})
     assert all(decision.levels["a"] == 1 for decision in decisions[20:])
 
 
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
 def test_a_norm_without_ratio_is_light(bad: float) -> None:
     controller = Accordion(light=LIGHT, heavy=HEAVY, interval=INTERVAL, unit="steps")
-    decisions = run(controller, matrices("a"), clocks(40), norms=lambda clock: {"a": bad if clock.step == 20 else 1.0})
+    decisions = run(
+        controller, matrices("a"), progresses(40), norms=lambda progress: {"a": bad if progress.step == 20 else 1.0}
+    )
     assert [decisions[step].levels["a"] for step in (15, 25, 35)] == [0, 0, 0]
 
 
@@ -94,8 +98,8 @@ def test_whole_model_is_judged_by_its_total_norm() -> None:
     decisions = run(
         controller,
         matrices("a", "b"),
-        clocks(40),
-        norms=lambda clock: dict(zip("ab", series[clock.step // INTERVAL - 1], strict=True)),
+        progresses(40),
+        norms=lambda progress: dict(zip("ab", series[progress.step // INTERVAL - 1], strict=True)),
     )
     assert [decisions[step].levels for step in (15, 25, 35)] == [{"a": 0, "b": 0}, {"a": 1, "b": 1}, {"a": 0, "b": 0}]
     assert decisions[20].switches[0].what == "all parameters"
@@ -104,13 +108,13 @@ def test_whole_model_is_judged_by_its_total_norm() -> None:
 def test_vectors_follow_no_detection() -> None:
     controller = Accordion(light=LIGHT, heavy=HEAVY, interval=INTERVAL, unit="steps")
     specs = [*matrices("a"), TensorSpec("bias", (64,))]
-    decisions = run(controller, specs, clocks(40), norms=lambda clock: {"a": 1.0, "bias": 1.0})
+    decisions = run(controller, specs, progresses(40), norms=lambda progress: {"a": 1.0, "bias": 1.0})
     assert decisions[-1].levels == {"a": 1, "bias": 0}
 
 
 def test_a_restart_changes_nothing() -> None:
     controller = Accordion(light=LIGHT, heavy=HEAVY, interval=INTERVAL, unit="steps")
-    arguments = (controller, matrices("a", "b", "c"), clocks(NUM_WINDOWS * INTERVAL))
+    arguments = (controller, matrices("a", "b", "c"), progresses(NUM_WINDOWS * INTERVAL))
     assert run(*arguments, norms=window_closed_at, restart_at=47) == run(*arguments, norms=window_closed_at)
 
 
@@ -118,19 +122,19 @@ def test_batch_grows_outside_critical_regimes_and_never_shrinks() -> None:
     controller = AccordionBatch(small=2, large=16, interval=INTERVAL, unit="steps")
     accumulation = 2
 
-    def norms(clock: Clock) -> dict[str, float]:
+    def norms(progress: Progress) -> dict[str, float]:
         # The same gradient; the sum over a window of larger steps has fewer terms.
-        base = {1: 10.0, 2: 4.0, 3: 3.9, 4: 4.0, 5: 1.0, 6: 1.0}[clock.step // INTERVAL]
+        base = {1: 10.0, 2: 4.0, 3: 3.9, 4: 4.0, 5: 1.0, 6: 1.0}[progress.step // INTERVAL]
         return {"a": base / decisions_so_far[-1]}
 
     decisions_so_far = [accumulation]
     state = controller.init(matrices("a"), 4)
     from lowbit_strategy.control import Telemetry
 
-    for clock in clocks(70):
-        telemetry = Telemetry(clock=clock)
-        if controller.reads_accumulated(clock, state):
-            telemetry = Telemetry(clock=clock, accumulated_norm=norms(clock))
+    for progress in progresses(70):
+        telemetry = Telemetry(progress=progress)
+        if controller.reads_accumulated(progress, state):
+            telemetry = Telemetry(progress=progress, accumulated_norm=norms(progress))
         decision = controller.decide(telemetry, state)
         state = decision.state
         decisions_so_far.append(decision.accumulation)
@@ -143,7 +147,9 @@ def test_batch_grows_outside_critical_regimes_and_never_shrinks() -> None:
 def test_batch_may_shrink_if_asked() -> None:
     controller = AccordionBatch(small=1, large=8, interval=INTERVAL, unit="steps", only_grows=False)
     base = {1: 8.0, 2: 8.0, 3: 0.1}
-    decisions = run(controller, matrices("a"), clocks(40), norms=lambda clock: {"a": base[clock.step // INTERVAL]})
+    decisions = run(
+        controller, matrices("a"), progresses(40), norms=lambda progress: {"a": base[progress.step // INTERVAL]}
+    )
     assert [decisions[step].accumulation for step in (5, 15, 25, 35)] == [1, 1, 8, 1]
 
 
@@ -173,4 +179,4 @@ def test_bad_batch_options(options: dict[str, int]) -> None:
 
 def test_first_window_is_critical() -> None:
     regimes = CriticalRegimes(eta=0.5, interval=1, unit="steps", learning_rate_drop=0.1, gradient="local")
-    assert not regimes.closes(Clock(step=0), regimes.init())
+    assert not regimes.closes(Progress(step=0), regimes.init())

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from lowbit_strategy.control import Clock, Decision, Energy, ErrorBudget
+from lowbit_strategy.control import Decision, Energy, ErrorBudget, Progress
 from lowbit_strategy.control.budget import cheapest
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCo
@@ -49,12 +49,12 @@ def test_equal_options_are_decided_the_same_way_everywhere() -> None:
 
 
 def show(weights: dict[str, float]) -> object:
-    def measure(clock: Clock, decision: Decision) -> dict[str, object]:
+    def measure(progress: Progress, decision: Decision) -> dict[str, object]:
         energy = {
             level: {
                 name: Energy(weight, weight, weight * ERRORS[CHOICES[level].bits]) for name, weight in weights.items()
             }
-            for level in decision.watch.levels
+            for level in decision.probe.levels
         }
         return {"energy": energy}
 
@@ -66,24 +66,24 @@ def relative_error(levels: dict[str, int], weights: dict[str, float]) -> float:
     return math.sqrt(error / sum(weights.values()))
 
 
-def clocks(count: int) -> list[Clock]:
-    return [Clock(step=step) for step in range(count)]
+def progresses(count: int) -> list[Progress]:
+    return [Progress(step=step) for step in range(count)]
 
 
 def test_keeps_the_error_bound_and_spends_it_on_what_matters_little() -> None:
     weights = {"loud": 100.0, "middle": 5.0, "quiet": 0.1}
     controller = ErrorBudget(choices=CHOICES, max_error=0.1, interval=50)
-    decisions = run(controller, matrices(*weights), clocks(120), measure=show(weights))
+    decisions = run(controller, matrices(*weights), progresses(120), measure=show(weights))
     assert decisions[0].levels == {"loud": 0, "middle": 0, "quiet": 0}
     assert decisions[1].levels == {"loud": 1, "middle": 2, "quiet": 2}
     assert relative_error(decisions[1].levels, weights) <= 0.1
-    assert [step for step, decision in enumerate(decisions) if decision.watch.levels] == [0, 50, 100]
+    assert [step for step, decision in enumerate(decisions) if decision.probe.levels] == [0, 50, 100]
 
 
 def test_keeps_the_byte_bound_and_gives_the_bits_to_what_matters() -> None:
     weights = {"loud": 100.0, "middle": 5.0, "quiet": 0.1}
     controller = ErrorBudget(choices=CHOICES, max_bits=5.0, interval=50)
-    decisions = run(controller, matrices(*weights), clocks(3), measure=show(weights))
+    decisions = run(controller, matrices(*weights), progresses(3), measure=show(weights))
     levels = decisions[-1].levels
     assert levels == {"loud": 0, "middle": 1, "quiet": 2}
     bits = sum(CHOICES[level].bits + 16 / 128 for level in levels.values()) / 3
@@ -93,7 +93,7 @@ def test_keeps_the_byte_bound_and_gives_the_bits_to_what_matters() -> None:
 def test_groups_share_a_level() -> None:
     weights = {"blocks.0.a": 10.0, "blocks.1.a": 0.1, "blocks.0.b": 0.1, "blocks.1.b": 0.1}
     controller = ErrorBudget(choices=CHOICES, max_error=0.1, group_by="kind", interval=50)
-    levels = run(controller, matrices(*weights), clocks(2), measure=show(weights))[-1].levels
+    levels = run(controller, matrices(*weights), progresses(2), measure=show(weights))[-1].levels
     assert levels["blocks.0.a"] == levels["blocks.1.a"] != levels["blocks.0.b"] == levels["blocks.1.b"]
 
 
@@ -101,7 +101,7 @@ def test_exempt_parameters_count_for_nothing() -> None:
     weights = {"a": 1.0, "bias": 1e6}
     specs = [*matrices("a"), TensorSpec("bias", (64,))]
     controller = ErrorBudget(choices=CHOICES, max_error=0.09, interval=50)
-    levels = run(controller, specs, clocks(2), measure=show(weights))[-1].levels
+    levels = run(controller, specs, progresses(2), measure=show(weights))[-1].levels
     assert levels == {"a": 1, "bias": 0}
 
 
@@ -113,12 +113,12 @@ def test_impossible_bytes_are_refused_when_training_starts() -> None:
 def test_impossible_error_is_refused_at_the_first_solution_and_told_later() -> None:
     controller = ErrorBudget(choices=CHOICES, max_error=1e-4, interval=50)
     with pytest.raises(ValueError, match="raise max_error or add a lighter choice"):
-        run(controller, matrices("a"), clocks(2), measure=show({"a": 1.0}))
+        run(controller, matrices("a"), progresses(2), measure=show({"a": 1.0}))
     state = dict(controller.init(matrices("a"), 4), solved=True)
     from lowbit_strategy.control import Telemetry
 
     energy = {level: {"a": Energy(1.0, 1.0, ERRORS[choice.bits])} for level, choice in enumerate(CHOICES)}
-    decision = controller.decide(Telemetry(clock=Clock(step=51), energy=energy), state)
+    decision = controller.decide(Telemetry(progress=Progress(step=51), energy=energy), state)
     assert decision.levels == {"a": 0}
     assert "cannot be met" in decision.warnings[0]
 
@@ -126,7 +126,7 @@ def test_impossible_error_is_refused_at_the_first_solution_and_told_later() -> N
 def test_a_restart_changes_nothing() -> None:
     weights = {"loud": 100.0, "middle": 5.0, "quiet": 0.1}
     controller = ErrorBudget(choices=CHOICES, max_error=0.09, interval=10)
-    arguments = (controller, matrices(*weights), clocks(40))
+    arguments = (controller, matrices(*weights), progresses(40))
     assert run(*arguments, measure=show(weights), restart_at=15) == run(*arguments, measure=show(weights))
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from lowbit_strategy.control import Clock, Decision, Energy, GraVAC
+from lowbit_strategy.control import Decision, Energy, GraVAC, Progress
 from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.unit.control.simulate import matrices, run
 
@@ -19,25 +19,25 @@ NAMES = ("a", "b")
 class Link:
     """Every level has a gain and a step time; ranks differ in what they measure, the sums over ranks do not."""
 
-    def __init__(self, gains: list[float], seconds: list[float]) -> None:
-        self.gains = gains
+    def __init__(self, compression_gains: list[float], seconds: list[float]) -> None:
+        self.compression_gains = compression_gains
         self.seconds = seconds
 
-    def __call__(self, clock: Clock, decision: Decision) -> dict[str, object]:
+    def __call__(self, progress: Progress, decision: Decision) -> dict[str, object]:
         energy = {
-            level: {name: Energy(2.0, 3.0, 2.0 * (1 - self.gain(level, clock))) for name in NAMES}
-            for level in decision.watch.levels
+            level: {name: Energy(2.0, 3.0, 2.0 * (1 - self.compression_gain(level, progress))) for name in NAMES}
+            for level in decision.probe.levels
         }
         in_force = decision.levels["a"]
-        seconds = self.seconds[in_force] if decision.watch.seconds else None
+        seconds = self.seconds[in_force] if decision.probe.seconds else None
         return {"energy": energy, "step_seconds": seconds}
 
-    def gain(self, level: int, clock: Clock) -> float:
-        return self.gains[level]
+    def compression_gain(self, level: int, progress: Progress) -> float:
+        return self.compression_gains[level]
 
 
-def steps(count: int) -> list[Clock]:
-    return [Clock(step=step) for step in range(count)]
+def steps(count: int) -> list[Progress]:
+    return [Progress(step=step) for step in range(count)]
 
 
 def chosen(controller: GraVAC, link: Link, count: int = 300, **options: int) -> list[int]:
@@ -49,7 +49,7 @@ def test_settles_on_the_best_throughput_times_gain() -> None:
     link = Link([1.0, 0.99, 0.98, 0.95, 0.85, 0.76], [10.0, 4.0, 3.0, 2.0, 1.9, 1.85])
     controller = GraVAC(candidates=CANDIDATES, omega=0.0)
     levels = chosen(controller, link)
-    scores = [link.gains[level] / link.seconds[level] for level in range(1, 6)]
+    scores = [link.compression_gains[level] / link.seconds[level] for level in range(1, 6)]
     assert levels[-1] == 1 + scores.index(max(scores)) == 3
     assert levels[: 5 * TURN : TURN] == [1, 2, 3, 4, 5]  # each had its turn, from light to heavy
 
@@ -72,28 +72,30 @@ def test_a_candidate_with_too_little_gain_is_not_sent_and_ends_the_search() -> N
 class Residuals(Link):
     """The gain begins at 1 when a level comes and sinks to what it will be, with a time constant of 1 / that."""
 
-    def __call__(self, clock: Clock, decision: Decision) -> dict[str, object]:
+    def __call__(self, progress: Progress, decision: Decision) -> dict[str, object]:
         in_force = decision.levels["a"]
         if in_force != getattr(self, "in_force", None):
-            self.in_force, self.since = in_force, clock.step
-        return super().__call__(clock, decision)
+            self.in_force, self.since = in_force, progress.step
+        return super().__call__(progress, decision)
 
-    def gain(self, level: int, clock: Clock) -> float:
-        age = clock.step - self.since if level == self.in_force else 0
-        return self.gains[level] + (1 - self.gains[level]) * math.exp(-age * self.gains[level])
+    def compression_gain(self, level: int, progress: Progress) -> float:
+        age = progress.step - self.since if level == self.in_force else 0
+        return self.compression_gains[level] + (1 - self.compression_gains[level]) * math.exp(
+            -age * self.compression_gains[level]
+        )
 
 
 @pytest.mark.parametrize("measure_every", [1, 4])
 def test_a_candidate_is_judged_by_a_residual_of_its_own(measure_every: int) -> None:
-    gains, seconds = [1.0, 0.9, 0.44, 0.2], [10.0, 1.0, 0.28, 0.15]  # 1 / s: 0.9, 1.57, 1.33
+    compression_gains, seconds = [1.0, 0.9, 0.44, 0.2], [10.0, 1.0, 0.28, 0.15]  # 1 / s: 0.9, 1.57, 1.33
     controller = GraVAC(candidates=CANDIDATES[:3], omega=0.0, epsilon=0.15, measure_every=measure_every)
-    decisions = run(controller, matrices(*NAMES), steps(300), measure=Residuals(gains, seconds))
+    decisions = run(controller, matrices(*NAMES), steps(300), measure=Residuals(compression_gains, seconds))
     scores = decisions[-1].state["scores"]
     assert decisions[-1].levels["a"] == 2
     for level in (1, 2, 3):
-        assert scores[str(level)] == pytest.approx(gains[level] / seconds[level], rel=0.05)
+        assert scores[str(level)] == pytest.approx(compression_gains[level] / seconds[level], rel=0.05)
     hasty = dataclasses.replace(controller, settle=0, window=10)
-    assert chosen(hasty, Residuals(gains, seconds))[-1] == 3
+    assert chosen(hasty, Residuals(compression_gains, seconds))[-1] == 3
 
 
 def test_a_candidate_that_is_found_wanting_stays_out_of_its_turn() -> None:
@@ -112,8 +114,8 @@ def test_settling_lasts_three_time_constants(epsilon: float, settle: int | None,
 
 def test_falls_back_to_dense_and_returns() -> None:
     class Varying(Link):
-        def gain(self, level: int, clock: Clock) -> float:
-            return 0.5 if 100 <= clock.step < 150 else self.gains[level]
+        def compression_gain(self, level: int, progress: Progress) -> float:
+            return 0.5 if 100 <= progress.step < 150 else self.compression_gains[level]
 
     link = Varying([1.0, 0.99, 0.95, 0.9, 0.85, 0.8], [10.0, 4.0, 3.0, 2.5, 2.4, 2.3])
     levels = chosen(GraVAC(candidates=CANDIDATES[:2], ewma=1.0, window=10, omega=0.0), link)
@@ -127,7 +129,7 @@ def test_measures_only_now_and_then_if_asked() -> None:
     controller = GraVAC(candidates=CANDIDATES, omega=0.0, measure_every=10)
     decisions = run(controller, matrices(*NAMES), steps(300), measure=link)
     assert decisions[-1].levels["a"] == 3
-    assert sum(bool(decision.watch.levels) for decision in decisions) < 40
+    assert sum(bool(decision.probe.levels) for decision in decisions) < 40
 
 
 @pytest.mark.parametrize("restart_at", [13, 60, 200])

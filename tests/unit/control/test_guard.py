@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lowbit_strategy.control import AdaQS, Bounds, Clock, Decision, Energy, Guard, Phase, Schedule, Static, group_of
+from lowbit_strategy.control import AdaQS, Bounds, Decision, Energy, Guard, Phase, Progress, Schedule, Static, group_of
 from lowbit_strategy.control.guard import Reading
 from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.unit.control.simulate import matrices, run
@@ -14,16 +14,16 @@ from tests.unit.control.simulate import matrices, run
 TWO, FOUR, EIGHT = LoCo(bits=2), LoCo(bits=4), LoCo(bits=8)
 
 
-def clocks(count: int) -> list[Clock]:
-    return [Clock(step=step) for step in range(count)]
+def progresses(count: int) -> list[Progress]:
+    return [Progress(step=step) for step in range(count)]
 
 
 def bad_between(first: int, last: int, *, residual: float = 0.0) -> object:
     """Group ``x`` has a relative error of 0.9 in these steps, 0.3 otherwise; group ``y`` is always fine."""
 
-    def measure(clock: Clock, decision: Decision) -> dict[str, object]:
-        error = {"x.0": 0.81 if first <= clock.step < last else 0.09, "y": 0.09}
-        energy = {level: {name: Energy(1.0, 1.0, error[name]) for name in error} for level in decision.watch.levels}
+    def measure(progress: Progress, decision: Decision) -> dict[str, object]:
+        error = {"x.0": 0.81 if first <= progress.step < last else 0.09, "y": 0.09}
+        energy = {level: {name: Energy(1.0, 1.0, error[name]) for name in error} for level in decision.probe.levels}
         return {"energy": energy, "residual_norm": dict.fromkeys(error, residual)}
 
     return measure
@@ -31,12 +31,12 @@ def bad_between(first: int, last: int, *, residual: float = 0.0) -> object:
 
 def test_falls_back_after_patience_and_returns_after_patience() -> None:
     guard = Guard(inner=Static(TWO), bounds=Bounds(max_error=0.5, patience=3), fallback=EIGHT, observe_every=10)
-    decisions = run(guard, matrices("x.0", "y"), clocks(200), measure=bad_between(50, 100))
+    decisions = run(guard, matrices("x.0", "y"), progresses(200), measure=bad_between(50, 100))
     # Observed at 50, 60, 70: falls back at the step after the third; good again at 100, 110, 120.
     held = [step for step, decision in enumerate(decisions) if decision.levels["x.0"] == 1]
     assert held == list(range(71, 121))
     assert all(decision.levels["y"] == 0 for decision in decisions)
-    assert [step for step, decision in enumerate(decisions) if decision.watch.levels] == list(range(0, 200, 10))
+    assert [step for step, decision in enumerate(decisions) if decision.probe.levels] == list(range(0, 200, 10))
     told = {step: decision.switches for step, decision in enumerate(decisions) if decision.switches}
     assert [(step, switch.what, switch.before, switch.after) for step in told for switch in told[step]] == [
         (71, "x.0", "loco(bits=2)", "loco(bits=8)"),
@@ -49,14 +49,14 @@ def test_falls_back_after_patience_and_returns_after_patience() -> None:
 
 def test_only_warns_without_a_fallback() -> None:
     guard = Guard(inner=Static(TWO), bounds=Bounds(max_error=0.5, patience=2), observe_every=10)
-    decisions = run(guard, matrices("x.0", "y"), clocks(100), measure=bad_between(50, 100))
+    decisions = run(guard, matrices("x.0", "y"), progresses(100), measure=bad_between(50, 100))
     assert all(decision.levels == {"x.0": 0, "y": 0} for decision in decisions)
     assert [step for step, decision in enumerate(decisions) if decision.warnings] == [61]
 
 
 def test_residual_bound() -> None:
     guard = Guard(inner=Static(TWO), bounds=Bounds(max_residual=2.0, patience=1), fallback=EIGHT, observe_every=10)
-    decisions = run(guard, matrices("x.0", "y"), clocks(20), measure=bad_between(0, 0, residual=3.0))
+    decisions = run(guard, matrices("x.0", "y"), progresses(20), measure=bad_between(0, 0, residual=3.0))
     assert decisions[1].levels == {"x.0": 1, "y": 1}
     assert "residual 3 > 2" in decisions[1].warnings[0]
 
@@ -64,7 +64,7 @@ def test_residual_bound() -> None:
 def test_inner_decisions_go_on_underneath() -> None:
     inner = Schedule([Phase(compressor=TWO), Phase(compressor=FOUR, start=80)])
     guard = Guard(inner=inner, bounds=Bounds(max_error=0.5, patience=1), fallback=EIGHT, observe_every=10)
-    decisions = run(guard, matrices("x.0", "y"), clocks(120), measure=bad_between(50, 100))
+    decisions = run(guard, matrices("x.0", "y"), progresses(120), measure=bad_between(50, 100))
     assert decisions[60].levels == {"x.0": 2, "y": 0}
     assert decisions[85].levels == {"x.0": 2, "y": 1}
     assert decisions[105].levels == {"x.0": 1, "y": 1}
@@ -78,7 +78,7 @@ def test_not_a_number_is_out_of_bounds() -> None:
 @pytest.mark.parametrize("restart_at", [65, 95])
 def test_a_restart_changes_nothing(restart_at: int) -> None:
     guard = Guard(inner=Static(TWO), bounds=Bounds(max_error=0.5), fallback=EIGHT, observe_every=10)
-    arguments = (guard, matrices("x.0", "y"), clocks(200))
+    arguments = (guard, matrices("x.0", "y"), progresses(200))
     measure = bad_between(50, 100)
     assert run(*arguments, measure=measure, restart_at=restart_at) == run(*arguments, measure=measure)
 
@@ -97,15 +97,15 @@ def test_bad_guards() -> None:
         Bounds(max_error=0.0)
 
 
-def falling_ratio(clock: Clock, decision: Decision) -> dict[str, object]:
-    if not decision.watch.moments:
+def falling_ratio(progress: Progress, decision: Decision) -> dict[str, object]:
+    if not decision.probe.moments:
         return {}
-    return {"mean_to_std": {"a": 1.0 if clock.step < 100 else 0.4, "b": 1.0}}
+    return {"mean_to_std": {"a": 1.0 if progress.step < 100 else 0.4, "b": 1.0}}
 
 
 def test_adaqs_steps_lighter_when_the_ratio_has_fallen() -> None:
     controller = AdaQS(ladder=(EIGHT, FOUR, TWO), interval=10, ewma=1.0, per="parameter")
-    decisions = run(controller, matrices("a", "b"), clocks(200), measure=falling_ratio)
+    decisions = run(controller, matrices("a", "b"), progresses(200), measure=falling_ratio)
     assert [decisions[step].levels for step in (0, 100, 101, 199)] == [
         {"a": 2, "b": 2},
         {"a": 2, "b": 2},
@@ -116,7 +116,7 @@ def test_adaqs_steps_lighter_when_the_ratio_has_fallen() -> None:
 
 def test_adaqs_on_the_whole_model_and_after_a_restart() -> None:
     controller = AdaQS(ladder=(EIGHT, FOUR, TWO), interval=10, ewma=0.5, factor=0.9)
-    arguments = (controller, matrices("a", "b"), clocks(200))
+    arguments = (controller, matrices("a", "b"), progresses(200))
     decisions = run(*arguments, measure=falling_ratio, restart_at=111)
     assert decisions[-1].levels == {"a": 0, "b": 0} or decisions[-1].levels == {"a": 1, "b": 1}
     assert decisions == run(*arguments, measure=falling_ratio)

@@ -7,15 +7,15 @@ from typing import ClassVar
 
 import pytest
 
-from lowbit_strategy.control import Clock, Phase, Schedule, dgc_warmup
+from lowbit_strategy.control import Phase, Progress, Schedule, dgc_warmup
 from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.unit.control.simulate import matrices, run
 
 EIGHT, FOUR = LoCo(bits=8), LoCo(bits=4)
 
 
-def in_force(schedule: Schedule, clocks: list[Clock], **options: int) -> list[object]:
-    decisions = run(schedule, matrices("a"), clocks, **options)
+def in_force(schedule: Schedule, progresses: list[Progress], **options: int) -> list[object]:
+    decisions = run(schedule, matrices("a"), progresses, **options)
     return [schedule.levels[decision.levels["a"]] for decision in decisions]
 
 
@@ -27,27 +27,27 @@ def test_eight_bits_then_four_then_eight_for_the_last_five_percent() -> None:
             Phase(compressor=EIGHT, start=0.95, unit="fraction"),
         ]
     )
-    clocks = [Clock(step=step, num_steps=2000) for step in range(2000)]
-    assert in_force(schedule, clocks) == [EIGHT] * 500 + [FOUR] * 1400 + [EIGHT] * 100
+    progresses = [Progress(step=step, num_steps=2000) for step in range(2000)]
+    assert in_force(schedule, progresses) == [EIGHT] * 500 + [FOUR] * 1400 + [EIGHT] * 100
 
 
 def test_epochs_need_no_step_counts() -> None:
     schedule = Schedule([Phase(compressor=EIGHT, end=2, unit="epoch"), Phase(compressor=FOUR, start=2, unit="epoch")])
-    clocks = [Clock(step=step, epoch=step // 3) for step in range(12)]
-    assert in_force(schedule, clocks) == [EIGHT] * 6 + [FOUR] * 6
+    progresses = [Progress(step=step, epoch=step // 3) for step in range(12)]
+    assert in_force(schedule, progresses) == [EIGHT] * 6 + [FOUR] * 6
 
 
 def test_epochs_beside_steps() -> None:
     schedule = Schedule([Phase(compressor=EIGHT), Phase(compressor=FOUR, start=2, unit="epoch")])
-    clocks = [Clock(step=step, epoch=step // 5, steps_per_epoch=5) for step in range(20)]
-    assert in_force(schedule, clocks) == [EIGHT] * 10 + [FOUR] * 10
+    progresses = [Progress(step=step, epoch=step // 5, steps_per_epoch=5) for step in range(20)]
+    assert in_force(schedule, progresses) == [EIGHT] * 10 + [FOUR] * 10
     with pytest.raises(ValueError, match="number of steps in an epoch"):
-        in_force(schedule, [Clock(step=0)])
+        in_force(schedule, [Progress(step=0)])
 
 
 def test_switches_are_told_once_with_their_reason() -> None:
     schedule = Schedule([Phase(compressor=EIGHT), Phase(compressor=FOUR, start=5)])
-    decisions = run(schedule, matrices("a", "b"), [Clock(step=step) for step in range(10)])
+    decisions = run(schedule, matrices("a", "b"), [Progress(step=step) for step in range(10)])
     told = [(step, switch) for step, decision in enumerate(decisions) for switch in decision.switches]
     assert [(step, *switch) for step, switch in told] == [
         (0, "all parameters", "start", "loco(bits=8)", "phase 1 of 2, from step 0"),
@@ -57,8 +57,8 @@ def test_switches_are_told_once_with_their_reason() -> None:
 
 def test_a_restart_changes_nothing() -> None:
     schedule = Schedule([Phase(compressor=EIGHT), Phase(compressor=FOUR, start=5)])
-    clocks = [Clock(step=step) for step in range(10)]
-    assert in_force(schedule, clocks, restart_at=7) == in_force(schedule, clocks)
+    progresses = [Progress(step=step) for step in range(10)]
+    assert in_force(schedule, progresses, restart_at=7) == in_force(schedule, progresses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +72,8 @@ class Sparse(LoCo):
 
 def test_density_warm_up() -> None:
     schedule = dgc_warmup(Sparse())
-    clocks = [Clock(step=step, epoch=step // 2) for step in range(14)]
-    densities = [compressor.density for compressor in in_force(schedule, clocks)[::2]]
+    progresses = [Progress(step=step, epoch=step // 2) for step in range(14)]
+    densities = [compressor.density for compressor in in_force(schedule, progresses)[::2]]
     assert densities == [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001, 0.001]
 
 
@@ -120,9 +120,9 @@ def test_phases_in_different_units_are_compared_when_training_starts(
 ) -> None:
     schedule = Schedule(phases(*entries))
     with pytest.raises(ValueError, match=message):
-        in_force(schedule, [Clock(step=0, num_steps=1000)])
+        in_force(schedule, [Progress(step=0, num_steps=1000)])
 
 
 def test_fractions_need_an_end() -> None:
     with pytest.raises(ValueError, match="set max_steps"):
-        in_force(Schedule(phases((0, None, "step"), (0.5, None, "fraction"))), [Clock(step=0)])
+        in_force(Schedule(phases((0, None, "step"), (0.5, None, "fraction"))), [Progress(step=0)])

@@ -64,7 +64,7 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (LoCo, {"levels": "gaussian"}, "levels must be one of uniform, fitted, ternary"),
     (LoCo, {"bits": 2, "levels": "fitted", "rounding": "stochastic"}, "rounding must be 'nearest' with fitted levels"),
     (LoCo, {"beta": 1.0}, r"beta must be in \[0, 1\)"),
-    (LoCo, {"milder_bits": 9}, "milder_bits must be an integer from 2 to 8"),
+    (LoCo, {"high_precision_bits": 9}, "high_precision_bits must be an integer from 2 to 8"),
     (LoCo, {"return_bits": 1}, "return_bits must be an integer from 2 to 8"),
     (LoCo, {"return_bits": 3}, "return_bits must be at least bits, 4, got 3"),
     (LoCo, {"warmup_steps": -1}, "warmup_steps must be an integer, 0 for none, got -1"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit_strategy.kernels.reference.select import top_k
-from lowbit_strategy.methods._base.momentum import MomentumLane
+from lowbit_strategy.methods._base.momentum import MomentumCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.sparsification.dgc import DGC, select_by_sample
 
@@ -52,8 +52,8 @@ def test_warm_up_goes_through_its_stages() -> None:
 
 def test_exempt_parameters_get_the_momentum_too() -> None:
     vector = TensorSpec("bias", (2000,))
-    assert isinstance(DGC(momentum=0.9).assign(vector).method.there, MomentumLane)
-    assert not isinstance(DGC().assign(vector).method.there, MomentumLane)
+    assert isinstance(DGC(momentum=0.9).assign(vector).method.uplink, MomentumCodec)
+    assert not isinstance(DGC().assign(vector).method.uplink, MomentumCodec)
 
 
 @pytest.mark.parametrize(

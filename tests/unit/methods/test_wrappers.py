@@ -11,9 +11,9 @@ import torch
 
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.rotate import RotatedCodec
-from lowbit_strategy.methods._base.base import Compressor, LanePair
-from lowbit_strategy.methods._base.feedback import FeedbackLane, FeedbackReducer
-from lowbit_strategy.methods._base.markov import MarkovLane
+from lowbit_strategy.methods._base.base import CodecPair, Compressor
+from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer
+from lowbit_strategy.methods._base.markov import MarkovCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.dense import Dense
@@ -54,8 +54,8 @@ def test_feedback_with_loco_rule_equals_the_fused_kernel() -> None:
     """The general lane with LoCo's beta and codec does what the kernel does, step by step."""
     loco = LoCo(bits=4, block_size=64, residual="float32", reset_steps=None, return_beta=0.8)
     pair = loco.method(MATRIX)
-    lane = FeedbackLane(codec=BlockCodec(pair.there.fmt), beta=0.8)  # type: ignore[attr-defined]
-    fused, general = OneTensor(loco, (16, 64), 2), OneTensor(_Fixed(lane=lane), (16, 64), 2)
+    stateful = FeedbackCodec(codec=BlockCodec(pair.uplink.fmt), beta=0.8)  # type: ignore[attr-defined]
+    fused, general = OneTensor(loco, (16, 64), 2), OneTensor(_Fixed(stateful=stateful), (16, 64), 2)
     for step in range(5):
         g = [gaussian((16, 64), 10 * step + rank) for rank in range(2)]
         assert torch.allclose(fused.step(g), general.step(g), atol=1e-6)
@@ -67,11 +67,11 @@ class _Fixed(Compressor):
 
     name: ClassVar[str] = "fixed"
 
-    lane: FeedbackLane
+    stateful: FeedbackCodec
     exempt: tuple[str, ...] = ()
 
-    def method(self, spec: TensorSpec) -> LanePair:
-        return LanePair(self.lane, self.lane)
+    def method(self, spec: TensorSpec) -> CodecPair:
+        return CodecPair(self.stateful, self.stateful)
 
 
 def test_decay_forgets() -> None:
@@ -80,7 +80,7 @@ def test_decay_forgets() -> None:
     for decay in (1.0, 0.5):
         ranks = OneTensor(ErrorFeedback(compressor=QSGD(bits=2), decay=decay), (32, 64), 1)
         totals[decay] = ranks.step([gaussian((32, 64), 0)])
-        residual = ranks.state(0)["there.residual"]
+        residual = ranks.state(0)["uplink.residual"]
         assert residual.norm() > 0
         for _ in range(8):
             totals[decay] = totals[decay] + ranks.step([torch.full((32, 64), 1e-6)])
@@ -103,7 +103,7 @@ def test_feedback_twice_is_refused(compressor: Compressor) -> None:
 
 def test_feedback_leaves_exempt_parameters_dense() -> None:
     assert ErrorFeedback(compressor=QSGD()).assign(VECTOR).kind == "exempt"
-    assert ErrorFeedback(compressor=QSGD()).assign(EMBEDDING).kind == "milder"
+    assert ErrorFeedback(compressor=QSGD()).assign(EMBEDDING).kind == "high_precision"
     assert ErrorFeedback(compressor=QSGD(), exempt=("layer.*",)).assign(MATRIX).kind == "exempt"
 
 
@@ -140,7 +140,7 @@ def test_ef21_error_vanishes_for_a_constant_gradient() -> None:
 
 
 def test_ef21_takes_only_quantizers() -> None:
-    assert isinstance(EF21(compressor=LoCo()).method(MATRIX).there, MarkovLane)  # type: ignore[union-attr]
+    assert isinstance(EF21(compressor=LoCo()).method(MATRIX).uplink, MarkovCodec)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="EF21 needs a quantiser"):
         EF21(compressor=PowerSGD(rank=1)).assign(MATRIX)
 
@@ -148,8 +148,8 @@ def test_ef21_takes_only_quantizers() -> None:
 def test_rotate_keeps_the_rule_and_turns_the_codec() -> None:
     for inner in (QSGD(), LoCo(), ErrorFeedback(compressor=QSGD()), EF21()):
         pair = Rotate(compressor=inner).method(MATRIX)
-        assert isinstance(pair, LanePair)
-        assert isinstance(pair.there.codec, RotatedCodec)  # type: ignore[attr-defined]
+        assert isinstance(pair, CodecPair)
+        assert isinstance(pair.uplink.codec, RotatedCodec)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="Rotate needs a quantiser"):
         Rotate(compressor=PowerSGD(rank=1)).assign(MATRIX)
     with pytest.raises(ValueError, match="power of two that divides"):
@@ -158,7 +158,7 @@ def test_rotate_keeps_the_rule_and_turns_the_codec() -> None:
 
 def test_partition_takes_the_first_rule_that_matches() -> None:
     partition = Partition(
-        rules=(("layer.*", QSGD(bits=2)), ("@embedding", LoCo(bits=3, milder=()))), default=LoCo(bits=4)
+        rules=(("layer.*", QSGD(bits=2)), ("@embedding", LoCo(bits=3, high_precision=()))), default=LoCo(bits=4)
     )
     assert partition.method(MATRIX) == QSGD(bits=2).method(MATRIX)
     assert partition.assign(VECTOR).kind == "exempt"  # as its compressor says

@@ -23,7 +23,7 @@ def figures(error: float, *, compressed: bool = True, numel: int = 1000) -> dict
         "numel": numel,
         "relative_error": error,
         "cosine": 1 - error,
-        "gain": 0.9,
+        "sent_energy_ratio": 0.9,
         "residual_norm": 0.5,
         "gradient_norm": 2.0,
         "bits_per_element": 4.125,

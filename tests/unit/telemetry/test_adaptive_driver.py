@@ -16,17 +16,17 @@ from lowbit_strategy.control import (
     AccordionBatch,
     AdaQS,
     Bounds,
-    Clock,
     Controller,
     Decision,
     ErrorBudget,
     GraVAC,
     Guard,
     Phase,
+    Probe,
+    Progress,
     Schedule,
     Static,
     Telemetry,
-    Watch,
 )
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
@@ -41,8 +41,8 @@ WEIGHTS = ("blocks.0.weight", "blocks.1.weight")
 class Recorder(Controller):
     """Asks for `watch` at every step and keeps what it is told."""
 
-    def __init__(self, watch: Watch, read_every: int = 0) -> None:
-        self.watch = watch
+    def __init__(self, probe: Probe, read_every: int = 0) -> None:
+        self.probe = probe
         self.read_every = read_every
         self.told: list[Telemetry] = []
 
@@ -53,18 +53,18 @@ class Recorder(Controller):
     def init(self, specs, world_size):
         return {}
 
-    def reads_accumulated(self, clock, state):
-        return bool(self.read_every) and clock.step > 0 and clock.step % self.read_every == 0
+    def reads_accumulated(self, progress, state):
+        return bool(self.read_every) and progress.step > 0 and progress.step % self.read_every == 0
 
     def decide(self, telemetry, state):
         self.told.append(telemetry)
-        return Decision(state=state, levels=dict.fromkeys((*WEIGHTS, "bias"), 1), watch=self.watch)
+        return Decision(state=state, levels=dict.fromkeys((*WEIGHTS, "bias"), 1), probe=self.probe)
 
 
 @pytest.mark.parametrize("scatter", [False, True])
 @pytest.mark.parametrize("source", ["local", "mean"])
 def test_accumulated_norms(source: str, scatter: bool) -> None:
-    recorder = Recorder(Watch(accumulate=source), read_every=3)
+    recorder = Recorder(Probe(accumulate=source), read_every=3)
     sync = engine(Dense(), scatter=scatter)
     AdaptiveDriver(recorder).attach(sync)
     out = [reduce_step(sync, gradients(step)) for step in range(7)]
@@ -78,7 +78,7 @@ def test_accumulated_norms(source: str, scatter: bool) -> None:
 
 def test_energies_moments_and_time_are_those_of_the_step_before() -> None:
     ticks = iter(range(100))
-    recorder = Recorder(Watch(moments=True, levels=(0, 1), seconds=True))
+    recorder = Recorder(Probe(moments=True, levels=(0, 1), seconds=True))
     sync = engine(Dense())
     AdaptiveDriver(recorder, timer=lambda: 0.5 * next(ticks)).attach(sync)
     for step in range(3):
@@ -97,14 +97,16 @@ def test_energies_moments_and_time_are_those_of_the_step_before() -> None:
 
 
 def test_nothing_is_measured_unless_asked() -> None:
-    recorder = Recorder(Watch())
+    recorder = Recorder(Probe())
     sync = engine(Dense())
     driver = AdaptiveDriver(recorder)
     driver.attach(sync)
     for step in range(3):
         reduce_step(sync, gradients(step))
     assert driver.state_dict()["sums"] == {}
-    assert all(replace(told, clock=Clock(step=0)) == Telemetry(clock=Clock(step=0)) for told in recorder.told)
+    assert all(
+        replace(told, progress=Progress(step=0)) == Telemetry(progress=Progress(step=0)) for told in recorder.told
+    )
 
 
 def test_decisions_are_applied_by_regrouping() -> None:
@@ -114,7 +116,7 @@ def test_decisions_are_applied_by_regrouping() -> None:
     bits = []
     for step in range(4):
         reduce_step(sync, gradients(step))
-        bits.append(sync.assignments[WEIGHTS[0]].method.there.fmt.bits)
+        bits.append(sync.assignments[WEIGHTS[0]].method.uplink.fmt.bits)
     assert bits == [8, 8, 2, 2]
     assert [(event.step, event.switch.after) for event in driver.events] == [
         (0, "loco(bits=8, block_size=64, reset_steps=None)"),
@@ -123,7 +125,7 @@ def test_decisions_are_applied_by_regrouping() -> None:
 
 
 def test_an_overflowed_step_is_not_decided_twice_and_teaches_nothing() -> None:
-    recorder = Recorder(Watch(accumulate="local", levels=(0,)), read_every=2)
+    recorder = Recorder(Probe(accumulate="local", levels=(0,)), read_every=2)
     sync = engine(Dense(), rollback=True)
     AdaptiveDriver(recorder).attach(sync)
     reduce_step(sync, gradients(0))
@@ -132,7 +134,7 @@ def test_an_overflowed_step_is_not_decided_twice_and_teaches_nothing() -> None:
     reduce_step(sync, bad)
     reduce_step(sync, gradients(1))
     reduce_step(sync, gradients(2))
-    assert [told.clock.step for told in recorder.told] == [0, 1, 2]
+    assert [told.progress.step for told in recorder.told] == [0, 1, 2]
     assert all(math.isfinite(norm) for norm in recorder.told[2].accumulated_norm.values())
     assert math.isfinite(recorder.told[2].energy[0][WEIGHTS[0]].error)
 

@@ -33,7 +33,7 @@ def test_figures_against_an_independent_computation() -> None:
         h, s = said[name].double(), sent[name].double()
         assert figures.relative_error == pytest.approx(float((h - s).norm() / h.norm()), rel=1e-5)
         assert figures.cosine == pytest.approx(float(h @ s / (h.norm() * s.norm())), rel=1e-5)
-        assert figures.gain == pytest.approx(float(s.square().sum() / h.square().sum()), rel=1e-5)
+        assert figures.sent_energy_ratio == pytest.approx(float(s.square().sum() / h.square().sum()), rel=1e-5)
         residual = before.get(name, torch.zeros(1))
         assert figures.residual_norm == pytest.approx(float(residual.norm()), rel=1e-5)
     everything = torch.cat([said[name] for name in sent]).double()
@@ -73,7 +73,7 @@ def test_nothing_at_all_between_observed_steps() -> None:
         for step in range(1, 10):
             sync.step_index = step
             reduce_step(sync, gradients(step))
-            assert sync.taps == []
+            assert sync.bucket_observers == []
             assert sync.said is None
 
 

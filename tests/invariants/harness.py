@@ -77,7 +77,7 @@ CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, 
 
 def everything(compressor: Compressor) -> Compressor:
     """The same compressor with no parameter exempt or milder, also in the compressors that it wraps."""
-    changes: dict[str, Any] = {"exempt": (), "milder": ()}
+    changes: dict[str, Any] = {"exempt": (), "high_precision": ()}
     for field in dataclasses.fields(compressor):
         value = getattr(compressor, field.name)
         if isinstance(value, Compressor):
@@ -95,7 +95,7 @@ def gradient(name: str, shape: Sequence[int], rank: int, step: int) -> Tensor:
     return values * (1.0 + rank + step % 3)
 
 
-class Kit:
+class InvariantHarness:
     """One method under one layout on one rank."""
 
     def __init__(self, name: str, layout: LayoutName, comm: Comm) -> None:
@@ -205,5 +205,5 @@ def relative(error: Tensor, reference: Tensor) -> float:
 
 
 class Case(NamedTuple):
-    collect: Callable[[Kit], Evidence]
-    check: Callable[[Sequence[Evidence], Kit], list[str]]
+    collect: Callable[[InvariantHarness], Evidence]
+    check: Callable[[Sequence[Evidence], InvariantHarness], list[str]]
