@@ -1,4 +1,4 @@
-"""Metrics of what was to be said and what was: sums of squares, so that ranks and steps add up exactly.
+"""Metrics of what should have been sent and what was: sums of squares, so that ranks and steps add up exactly.
 
 States are float64 sums with ``dist_reduce_fx="sum"``: over several updates, several ranks or both, the result is that
 of all the tensors put together.
@@ -18,27 +18,27 @@ def _square(x: Tensor) -> Tensor:
 
 
 class _Pair(Metric):
-    """Squares of what was to be said, of what was said, and of the difference; and their product."""
+    """Squares of the compensated gradient, of what was sent and of the difference; and their product."""
 
     is_differentiable = False
     full_state_update = False
 
-    said: Tensor
+    compensated: Tensor
     sent: Tensor
     error: Tensor
     product: Tensor
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        for name in ("said", "sent", "error", "product"):
+        for name in ("compensated", "sent", "error", "product"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, compensated: Tensor, sent: Tensor) -> None:
         """Add one tensor.
 
         Args:
-            compensated: What was to be said: gradient plus residual, any shape.
-            sent: What was said, as the others decode it; the same shape.
+            compensated: The gradient plus the residual, any shape.
+            sent: What the other ranks decode; the same shape.
 
         Raises:
             ValueError: The shapes differ.
@@ -47,15 +47,15 @@ class _Pair(Metric):
             raise ValueError(
                 f"compensated and sent must have one shape, got {tuple(compensated.shape)} and {tuple(sent.shape)}"
             )
-        said, heard = compensated.detach().to(torch.float64), sent.detach().to(torch.float64)
-        self.said += said.square().sum()
-        self.sent += heard.square().sum()
-        self.error += (said - heard).square().sum()
-        self.product += (said * heard).sum()
+        compensated, sent = compensated.detach().to(torch.float64), sent.detach().to(torch.float64)
+        self.compensated += compensated.square().sum()
+        self.sent += sent.square().sum()
+        self.error += (compensated - sent).square().sum()
+        self.product += (compensated * sent).sum()
 
 
 class CompressionRelativeError(_Pair):
-    """``||h - sent|| / ||h||`` with h the gradient plus the residual; 0 where nothing was to be said.
+    """``||h - sent|| / ||h||`` with h the gradient plus the residual; 0 where the compensated gradient is zero.
 
     Example:
         >>> metric = CompressionRelativeError()
@@ -67,26 +67,26 @@ class CompressionRelativeError(_Pair):
     higher_is_better = False
 
     def compute(self) -> Tensor:
-        return torch.where(self.said == 0, self.said, (self.error / self.said).sqrt())
+        return torch.where(self.compensated == 0, self.compensated, (self.error / self.compensated).sqrt())
 
 
 class CompressionCosineSimilarity(_Pair):
-    """Cosine of the angle between h and what was sent; 1 where nothing was to be said."""
+    """Cosine of the angle between h and what was sent; 1 where the compensated gradient is zero."""
 
     higher_is_better = True
 
     def compute(self) -> Tensor:
-        norms = (self.said * self.sent).sqrt()
-        return torch.where(norms == 0, torch.where(self.said == 0, 1.0, 0.0).to(norms), self.product / norms)
+        norms = (self.compensated * self.sent).sqrt()
+        return torch.where(norms == 0, torch.where(self.compensated == 0, 1.0, 0.0).to(norms), self.product / norms)
 
 
 class CompressionGain(_Pair):
-    """``||sent||^2 / ||h||^2``, the share of the energy that was said; 1 where nothing was to be said."""
+    """``||sent||^2 / ||h||^2``, the share of the energy that was sent; 1 where the compensated gradient is zero."""
 
     higher_is_better = True
 
     def compute(self) -> Tensor:
-        return torch.where(self.said == 0, torch.ones_like(self.said), self.sent / self.said)
+        return torch.where(self.compensated == 0, torch.ones_like(self.compensated), self.sent / self.compensated)
 
 
 class ResidualNorm(Metric):

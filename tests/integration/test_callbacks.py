@@ -78,15 +78,15 @@ def overhead(folder: Path, kind: str) -> Facts:
         model = Regression()
         with torch.random.fork_rng():
             made = trainer(strategy(kind), callbacks=callbacks, max_steps=8)
-            original = Observer.watch
+            original = Observer.observe
 
             def counted(self: Observer, *args: Any, original: Any = original) -> Any:
                 calls.append(self.sync.step_index)
                 return original(self, *args)
 
-            Observer.watch = counted
+            Observer.observe = counted
             made.fit(model, loader())
-            Observer.watch = original
+            Observer.observe = original
         losses.append(model.losses)
     return {"losses": losses, "steps": sorted(set(calls)), "files": [path.name for path in folder.iterdir()]}
 

@@ -91,10 +91,10 @@ def store_once(pointer, at, value, mask, shape: tl.constexpr):
     LLVM folds). `pointer` must not be known to be aligned.
     """
     K: tl.constexpr = shape.rows
-    LANES: tl.constexpr = shape.codecs
-    stateful = tl.arange(0, LANES)[None, :]
-    place = pointer + ((at * 3 - at * 2)[:, None] + stateful)
-    tl.store(place, tl.broadcast_to(value[:, None], [K, LANES]), mask=mask[:, None] & (stateful == 0))
+    LANES: tl.constexpr = shape.lanes
+    lane = tl.arange(0, LANES)[None, :]
+    place = pointer + ((at * 3 - at * 2)[:, None] + lane)
+    tl.store(place, tl.broadcast_to(value[:, None], [K, LANES]), mask=mask[:, None] & (lane == 0))
 
 
 @triton.jit

@@ -27,7 +27,7 @@ class TileShape(NamedTuple):
 
     rows: int
     vector: int
-    codecs: int
+    lanes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
