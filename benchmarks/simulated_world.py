@@ -33,12 +33,8 @@ class SimulatedComm(Comm):
     """One rank of a `SimulatedWorld`, with the counters of the real communicator."""
 
     def __init__(self, world: SimulatedWorld, rank: int) -> None:
+        super().__init__(rank, world.size)
         self.world = world
-        self.group = None
-        self.world_size = world.size
-        self.rank = rank
-        self.is_gloo = False
-        self.sent_nbytes = 0
 
     def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
         self.sent_nbytes += x_WB[0].nbytes * (self.world_size - 1)

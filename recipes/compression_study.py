@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_strategy import DGC, QSGD, Compressor, Dense, ExDyna, LoCo, RandomK, TopK
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.parameters import describe_parameters
@@ -171,7 +171,7 @@ def work(rank: int, workers: int, store: str, steps: int, seed: int, quick: bool
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers)
     for (name, ratio), compressor in methods(quick).items():
-        comm = Comm(dist.new_group())
+        comm = GroupComm(dist.new_group())
         worker = Worker(compressor, comm, steps, seed)
         worker.train()
         if rank == 0:

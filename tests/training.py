@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lowbit_strategy import LoCo
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
 
 Kind = Literal["ddp", "fsdp"]
@@ -158,11 +158,11 @@ def listen() -> Iterator[list[str]]:
 def count_exchanges() -> Iterator[list[int]]:
     """The sizes of the compressed messages that this rank sends, one entry an exchange."""
     sizes: list[int] = []
-    original = Comm.all_to_all
+    original = GroupComm.all_to_all
 
     def counted(self: Comm, out_WB: Tensor, x_WB: Tensor) -> Any:
         sizes.append(x_WB.numel())
         return original(self, out_WB, x_WB)
 
-    with mock.patch.object(Comm, "all_to_all", counted):
+    with mock.patch.object(GroupComm, "all_to_all", counted):
         yield sizes

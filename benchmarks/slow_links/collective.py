@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -37,7 +37,7 @@ def compressed(name: str, x: Tensor, out: Tensor, *, scatter: bool) -> Callable[
     world_size = dist.get_world_size()
     row_numel = x.numel() // world_size
     spec = TensorSpec("gradient", (world_size, row_numel))
-    sync = GradientSync(preset(name), [spec], Comm(dist.group.WORLD), torch.device("cpu"), scatter=scatter)
+    sync = GradientSync(preset(name), [spec], GroupComm(dist.group.WORLD), torch.device("cpu"), scatter=scatter)
     layout = BucketLayout((Entry(spec.name, 0),), row_numel=row_numel if scatter else None)
 
     def run() -> None:

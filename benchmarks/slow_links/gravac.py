@@ -102,7 +102,9 @@ def search(options: argparse.Namespace) -> dict[str, Any]:
         "settled": state["settled"],
         "candidate": labels[state["candidate"]],
         "scores": {labels[int(level)]: score for level, score in state["scores"].items()},
-        "gains": {labels[int(level)]: compression_gain for level, compression_gain in state["compression_gains"].items()},
+        "gains": {
+            labels[int(level)]: compression_gain for level, compression_gain in state["compression_gains"].items()
+        },
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -33,7 +33,7 @@ def measure(variant: str, numel: int, steps: int) -> dict[str, float]:
     rows = ROWS * world_size
     spec = TensorSpec("gradient", (rows, numel // rows))
     row_numel = spec.numel // world_size
-    comm = Comm(dist.group.WORLD)
+    comm = GroupComm(dist.group.WORLD)
     sync = GradientSync(preset(name), [spec], comm, torch.device("cpu"), scatter=scatter)
     sync.step_index = LATE
     sync.follow_phase()

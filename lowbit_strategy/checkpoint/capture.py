@@ -1,7 +1,8 @@
 """What survives a restart: residuals, thresholds, counters, per rank, keyed by parameter name.
 
 State is tensors, numbers, strings and dicts, so it loads with ``weights_only=True``. A parameter's tensors are saved
-as they lie in memory (an exact copy when nothing has changed) with the numbers needed to read them in another layout.
+as they lie in memory (an exact copy when nothing has changed) with the numbers needed to read what they have not sent
+yet in another layout, under another method or on another number of ranks.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from lowbit_strategy.engine.engine import GradientSync, residual_gain_of
-from lowbit_strategy.methods._base.base import CodecPair
-from lowbit_strategy.methods._base.stateful_codec import read_residual
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.method import unsent_part
 
-FORMAT = 2
+FORMAT = 3
 OnWorldSizeChange = Literal["reset", "fold"]
 Saved = dict[str, Any]
 
@@ -25,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def capture(sync: GradientSync) -> Saved:
-    """All state of this rank, on the CPU, detached from the arenas. Between steps only."""
+    """All state of this rank, on the CPU, detached from the engine's own. Between steps only."""
     sync.follow_phase()  # a new phase begins with the next step, and that is where a restored engine begins
     return {
         "format": FORMAT,
@@ -35,7 +34,7 @@ def capture(sync: GradientSync) -> Saved:
         "num_skipped": sync.num_skipped,
         "loss_scale": sync.loss_scale,
         "parameters": {name: _capture_parameter(sync, name) for name in sync.specs},
-        "methods": {repr(method): _copy(state.get("", {})) for method, state in sync.reducers.items()},
+        "methods": {repr(method): _copy(store.shared) for method, store in sync.stores.items() if store.shared},
         "extra": {name: part.state_dict() for name, part in sync.extra_state.items()},
     }
 
@@ -45,13 +44,13 @@ def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _capture_parameter(sync: GradientSync, name: str) -> Saved:
-    saved: Saved = {"shape": list(sync.specs[name].shape), "tensors": _copy(sync.tensors(name))}
-    saved["residual_gain"] = residual_gain_of(sync.assignments[name].method)
-    if (store := sync.codec_store(name)) is not None:
-        saved["row_numel"] = store.cuts[name].row_numel
-        saved["block_size"] = store.pair.uplink.block_size
-        saved["downlink_residual_gain"] = residual_gain_of(store.pair, downlink=True)
-    return saved
+    leftover = sync.carryover.get(name)
+    return {
+        "shape": list(sync.specs[name].shape),
+        "tensors": _copy(sync.tensors(name)),
+        "numbers": sync.store(name).numbers(name),
+        "carryover": None if leftover is None else leftover.cpu().clone(),
+    }
 
 
 def restore(
@@ -63,12 +62,17 @@ def restore(
 ) -> None:
     """Put saved state back.
 
+    1. counters, controllers and other state beside the methods'
+    2. on as many ranks: a parameter whose method and layout are those that were saved gets its state back exactly;
+       any other gets what its old method had not sent yet
+    3. on another number of ranks: `on_world_size_change`
+
     Args:
         sync: The engine of the model that was saved; its compressor may have changed.
         saved: This rank's state, or any rank's if the world size has changed.
         load_rank: State of another rank of the run that saved, for folding.
-        on_world_size_change: ``reset``: residuals start from zero; ``fold``: every rank gets the mean of the saved
-            ranks' residuals, so that what was held back is still said.
+        on_world_size_change: ``reset``: residuals start from zero; ``fold``: every rank gets the mean of what the saved
+            ranks had not sent yet, so that nothing is lost.
 
     Raises:
         ValueError: The state is of another model or of an unknown format.
@@ -82,11 +86,12 @@ def restore(
     for name, part in sync.extra_state.items():
         if name in saved["extra"]:
             part.load_state_dict(saved["extra"][name])
+    sync.forget()
     if saved["world_size"] != sync.comm.world_size:
         _change_world_size(sync, saved, load_rank, on_world_size_change)
         return
-    for method, state in sync.reducers.items():
-        _copy_into(state.get("", {}), saved["methods"].get(repr(method), {}))
+    for method, store in sync.stores.items():
+        _copy_into(store.shared, saved["methods"].get(repr(method), {}))
     for name, entry in saved["parameters"].items():
         _restore_parameter(sync, name, entry)
 
@@ -94,9 +99,9 @@ def restore(
 def _check_model(sync: GradientSync, saved: Saved) -> None:
     """What is trained here but was not when the state was saved starts from zero; anything else must fit."""
     here = {name: list(spec.shape) for name, spec in sync.specs.items()}
-    uplink = {name: entry["shape"] for name, entry in saved["parameters"].items()}
-    unknown = sorted(uplink.keys() - here.keys())
-    changed = sorted(name for name in here.keys() & uplink.keys() if here[name] != uplink[name])
+    there = {name: entry["shape"] for name, entry in saved["parameters"].items()}
+    unknown = sorted(there.keys() - here.keys())
+    changed = sorted(name for name in here.keys() & there.keys() if here[name] != there[name])
     parts = [
         f"{what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
         for what, names in (("not in the model", unknown), ("of another shape", changed))
@@ -121,43 +126,20 @@ def _copy_into(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> bo
 
 
 def _restore_parameter(sync: GradientSync, name: str, entry: Saved) -> None:
-    method = sync.assignments[name].method
-    same_grid = not isinstance(method, CodecPair) or (
-        entry.get("block_size") == method.uplink.block_size
-        and entry.get("row_numel") == sync.codecs[method].cuts[name].row_numel
-    )
-    if same_grid and _copy_into(sync.tensors(name), entry["tensors"]):
-        return
-    carryover = _saved_residual(entry)  # another method or layout: what is owed passes to it
-    if (owner := _saved_owner_residual(entry, sync.comm.rank)) is not None:
-        carryover = torch.zeros(sync.specs[name].numel) if carryover is None else carryover
-        start = sync.comm.rank * entry["row_numel"]
-        carryover[start : start + owner.numel()] += sync.comm.world_size * owner  # the owner owes the mean
-    if carryover is not None:
-        sync.carry_over_(name, carryover.to(sync.device))
+    same_numbers = entry["numbers"] == sync.store(name).numbers(name)
+    if same_numbers and _copy_into(sync.tensors(name), entry["tensors"]):
+        if entry["carryover"] is not None:
+            sync.carryover.keep(name, entry["carryover"])
+    elif (unsent := _unsent(entry)) is not None:
+        sync.carry_over_(name, unsent.to(sync.device))
 
 
-def _saved_residual(entry: Saved) -> Tensor | None:
-    """What a saved parameter owed, in units of its gradient: float32 ``[numel]``; None if nothing kept it."""
-    tensors, numel = entry["tensors"], torch.Size(entry["shape"]).numel()
-    if "residual" in tensors:
-        return tensors["residual"].float().view(-1) / entry["residual_gain"]
-    uplink = {key.removeprefix("uplink."): value for key, value in tensors.items() if key.startswith("uplink.")}
-    values = read_residual(uplink, entry.get("block_size", 1))
-    if values is None:
-        return None
-    row_numel = entry["row_numel"]
-    row_state = -(-row_numel // entry["block_size"]) * entry["block_size"]
-    return values.view(-1, row_state)[:, :row_numel].reshape(-1)[:numel] / entry["residual_gain"]
-
-
-def _saved_owner_residual(entry: Saved, rank: int) -> Tensor | None:
-    downlink = {key.removeprefix("downlink."): value for key, value in entry["tensors"].items() if key.startswith("downlink.")}
-    values = read_residual(downlink, entry.get("block_size", 1))
-    if values is None:
-        return None
-    numel, row_numel = torch.Size(entry["shape"]).numel(), entry["row_numel"]
-    return values[: max(0, min(row_numel, numel - rank * row_numel))] / entry["downlink_residual_gain"]
+def _unsent(entry: Saved) -> Tensor | None:
+    """What one saved rank had not sent yet of a parameter, in units of the gradient."""
+    unsent, leftover = unsent_part(entry["tensors"], entry["numbers"]), entry["carryover"]
+    if leftover is None or unsent is None:
+        return leftover if unsent is None else unsent
+    return unsent + leftover
 
 
 def _change_world_size(
@@ -165,23 +147,14 @@ def _change_world_size(
 ) -> None:
     old, new = saved["world_size"], sync.comm.world_size
     if sync.comm.rank == 0:
-        what = "are forgotten" if policy == "reset" else "are averaged over the old ranks"
-        _log.warning("world size changed from %d to %d: compression residuals %s", old, new, what)
+        what = "start from zero" if policy == "reset" else "are averaged over the old ranks"
+        _log.warning("the number of ranks changed from %d to %d: compression residuals %s", old, new, what)
     if policy == "reset":
         return
     totals: dict[str, Tensor] = {}
-    owners: dict[str, list[Tensor]] = {}
     for rank in range(old):
         for name, entry in load_rank(rank)["parameters"].items():
-            if (values := _saved_residual(entry)) is not None:
-                totals[name] = totals[name] + values if name in totals else values.clone()
-            if (values := _saved_owner_residual(entry, rank)) is not None:
-                owners.setdefault(name, []).append(values)
+            if (unsent := _unsent(entry)) is not None:
+                totals[name] = totals[name].add_(unsent) if name in totals else unsent.clone()
     for name, total in totals.items():
         sync.carry_over_(name, (total / old).to(sync.device))
-    for name, chunks in owners.items():
-        if (store := sync.codec_store(name)) is not None:
-            cut, residual_gain = store.cuts[name], residual_gain_of(store.pair, downlink=True)
-            start = cut.row_numel * sync.comm.rank
-            carryover = torch.cat(chunks)[start : start + cut.row_length(sync.comm.rank)]
-            store.import_owner_residual_(name, residual_gain * carryover)

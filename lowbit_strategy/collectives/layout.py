@@ -44,20 +44,29 @@ def dim0_cut(shape: tuple[int, ...], world_size: int) -> Cut:
     return Cut(numel, -(-dim0 // world_size) * per_row, world_size)
 
 
+def cut_of(shape: tuple[int, ...], world_size: int, block_size: int, *, scatter: bool) -> Cut:
+    """A parameter's cut under FSDP2 (`scatter`) or DDP."""
+    if scatter:
+        return dim0_cut(shape, world_size)
+    numel = 1
+    for size in shape:
+        numel *= size
+    return flat_cut(numel, world_size, block_size)
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """One parameter inside one bucket.
 
     Args:
         name: The parameter.
-        x_offset: First element of the chunk of rank 0 in the bucket buffer.
-        x_stride: Elements from one rank's chunk to the next: ``row_numel`` under DDP, the bucket's row under FSDP2.
-        out_offset: First element of the own chunk in the output buffer (FSDP2 only).
+        offset: First element of the chunk of rank 0 in the bucket buffer; under FSDP2 also of the own chunk in the
+            output buffer.
+        stride: Elements from one rank's chunk to the next: ``row_numel`` under DDP, the bucket's row under FSDP2.
         cut: The parameter's cut.
     """
 
     name: str
-    x_offset: int
-    x_stride: int
-    out_offset: int
+    offset: int
+    stride: int
     cut: Cut

@@ -1,4 +1,4 @@
-"""A world of one rank without a process group: to try a method on a tensor, and to hear what it says of it."""
+"""A world of one rank without a process group: to try a method on a tensor, and to see what it sends of it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ class LocalComm(Comm):
     """Rank 0 of 1. Every collective is done when it returns, and nothing is sent."""
 
     def __init__(self) -> None:
-        self.group = None
-        self.world_size = 1
-        self.rank = 0
-        self.is_gloo = False
-        self.sent_nbytes = 0
+        super().__init__(rank=0, world_size=1)
 
     def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
         out_WB.copy_(x_WB)

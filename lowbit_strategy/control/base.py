@@ -56,6 +56,8 @@ class Telemetry:
         mean_to_std: |mean| / standard deviation of the elements of the last step's local gradients, mean over ranks.
         energy: For each level that was watched in the last step.
         residual_norm: Over ranks, before the last step, for the parameters that `energy` is about.
+        end_to_end_error: ``||result - mean|| / ||mean||`` of the last step, both hops, with what was in force; mean is
+            the true mean over ranks. Estimated from a sample.
         step_seconds: Wall time of the last step, mean over ranks; None if it was not asked for or not yet known.
     """
 
@@ -64,6 +66,7 @@ class Telemetry:
     mean_to_std: Mapping[str, float] = field(default_factory=dict)
     energy: Mapping[int, Mapping[str, Energy]] = field(default_factory=dict)
     residual_norm: Mapping[str, float] = field(default_factory=dict)
+    end_to_end_error: Mapping[str, float] = field(default_factory=dict)
     step_seconds: float | None = None
 
 
@@ -76,12 +79,14 @@ class Probe:
             of one whole model) or the mean over ranks (``mean``; under FSDP2 only the own shard is kept).
         moments: Mean and standard deviation of the local gradients.
         levels: Levels to try on this step's gradients, whatever is in force: each costs an encode and a decode.
+        end_to_end: The error of the whole reduction, from a sample of a few kilobytes per parameter.
         seconds: Wall time.
     """
 
     accumulate: Accumulate | None = None
     moments: bool = False
     levels: tuple[int, ...] = ()
+    end_to_end: bool = False
     seconds: bool = False
 
 

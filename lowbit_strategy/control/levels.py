@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from lowbit_strategy.collectives.layout import dim0_cut, flat_cut
-from lowbit_strategy.methods._base.base import Assignment, CodecPair, Compressor, Method
+from lowbit_strategy.methods._base.base import Assignment, Compressor
+from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
@@ -18,23 +18,14 @@ _REFERENCE_WORLD_SIZE = 4
 _STRENGTHS = ("bits", "density", "rank")
 
 
-def method_nbytes(method: Method, spec: TensorSpec, world_size: int, *, scatter: bool = False) -> int:
-    """Bytes one rank hands to others for one reduction of `spec`."""
-    if not isinstance(method, CodecPair):
-        return method.wire_nbytes(spec, world_size, scatter=scatter)
-    cut = dim0_cut(spec.shape, world_size) if scatter else flat_cut(spec.numel, world_size, method.uplink.block_size)
-    hops = (method.uplink,) if scatter else (method.uplink, method.downlink)
-    return sum(stateful.wire_nbytes(cut.row_numel) for stateful in hops) * (world_size - 1)
-
-
 def level_nbytes(level: Compressor, spec: TensorSpec, world_size: int, *, scatter: bool = False) -> int:
-    """As `method_nbytes`, for the method that the level gives to `spec`, exempt parameters included."""
-    return method_nbytes(level.assign(spec).method, spec, world_size, scatter=scatter)
+    """Bytes one rank hands to others for one reduction of `spec`, exempt or not, under the level."""
+    return level.assign(spec).method.wire_nbytes(spec, world_size, scatter=scatter)
 
 
 def reference_nbytes(level: Compressor) -> int:
     """Bytes for a matrix of 1024 x 1024 that is neither exempt nor milder, over four ranks."""
-    return method_nbytes(level.method(_REFERENCE), _REFERENCE, _REFERENCE_WORLD_SIZE)
+    return level.method(_REFERENCE).wire_nbytes(_REFERENCE, _REFERENCE_WORLD_SIZE, scatter=False)
 
 
 def check_order(levels: Sequence[Compressor], names: Sequence[str]) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Pending
-from lowbit_strategy.collectives.exchange import Exchange, StepContext
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.exchange import Exchange, Route
 from lowbit_strategy.collectives.layout import Slot
-from lowbit_strategy.methods._base.base import CodecPair, Reducer, ReducerState, View
-
-if TYPE_CHECKING:
-    from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.step_flags import StepFlags, note_overflow
+from lowbit_strategy.collectives.wire_buffers import WireBuffers
+from lowbit_strategy.engine.carryover import CarryOver
+from lowbit_strategy.engine.whole_model import Collector
+from lowbit_strategy.methods._base.codec_pair import CodecStore
+from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
+from lowbit_strategy.methods._base.reducer import ReducerStore, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
 class Entry(NamedTuple):
@@ -33,7 +37,7 @@ class BucketLayout:
     Args:
         entries: Parameters and their places.
         row_numel: FSDP2: elements of one rank's row; the input is ``[W * row_numel]``. None under DDP.
-        last: DDP: the last bucket of the step, on which whole-model methods reduce.
+        last: DDP: the last bucket of the backward pass, on which whole-model methods reduce.
     """
 
     entries: tuple[Entry, ...]
@@ -41,99 +45,192 @@ class BucketLayout:
     last: bool = True
 
 
-class BucketObserver(Protocol):
-    """Someone who looks at every bucket of one step."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketContext:
+    """What all buckets of a model share while the parameters keep their methods.
 
-    def observe(
-        self, bucket: Bucket, x: Tensor, out: Tensor, stages: Iterator[Pending | None]
-    ) -> Iterator[Pending | None]:
-        """Yield from `stages`, looking at `x` before they start and at what they left behind."""
+    Args:
+        specs: All parameters.
+        methods: The method of each parameter.
+        stores: The state of each method.
+        comm: Group to reduce over.
+        placement: Where state lives.
+        buffers: Memory for messages.
+        flags: What this rank notices.
+        carryover: Leftover residuals of replaced methods.
+        collector: Brings the buckets of whole-model methods together.
+        notes_overflow: Whether results that are not finite are noted, for a rollback.
+    """
+
+    specs: Mapping[str, TensorSpec]
+    methods: Mapping[str, Method]
+    stores: Mapping[Method, MethodStore]
+    comm: Comm
+    placement: Placement
+    buffers: WireBuffers
+    flags: StepFlags
+    carryover: CarryOver
+    collector: Collector
+    notes_overflow: bool
+
+
+Stages = Iterator[Pending | None]
+
+
+class BucketObserver(Protocol):
+    """Looks at every bucket of one step.
+
+    Attributes:
+        traces: Whether `trace` is wanted; it costs a decode of each message and a float32 copy of the bucket.
+    """
+
+    traces: bool
+
+    def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
+        """Yield from `stages`, looking at `x` before they start and at `out` after they have ended."""
+
+    def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
+        """One parameter, float32 ``[numel]``: gradient plus residual, and what the others decode of it.
+
+        Blocks whose gradient is all zero wait for another step; they are zero in both.
+        """
 
 
 class Bucket:
-    """One bucket's plan: the shared exchanges of its lanes, and its reducers. Made once per layout."""
+    """One bucket's plan: the exchange that its codecs share, and its reducers. Made once per layout."""
 
-    def __init__(self, sync: GradientSync, layout: BucketLayout) -> None:
-        self.sync = sync
+    def __init__(self, context: BucketContext, layout: BucketLayout) -> None:
+        self.context = context
         self.layout = layout
-        self.slots: list[Slot] = []
-        by_codec: dict[CodecPair, list[Slot]] = {}
-        self.by_reducer: dict[Reducer, list[Slot]] = {method: [] for method in sync.reducers if method.whole_model}
-        for name, offset in layout.entries:
-            method = sync.assignments[name].method
-            cut = sync.cut(name, method.uplink.block_size if isinstance(method, CodecPair) else 1)
-            stride = cut.row_numel if layout.row_numel is None else layout.row_numel
-            slot = Slot(name, offset, stride, offset, cut)
-            self.slots.append(slot)
-            if isinstance(method, CodecPair):
-                by_codec.setdefault(method, []).append(slot)
-            else:
-                self.by_reducer.setdefault(method, []).append(slot)
-        routes = [sync.codecs[method].route(slots) for method, slots in by_codec.items()]
-        self.exchange = Exchange(routes, sync.comm, sync.device, scatter=sync.scatter) if routes else None
-        if self.exchange is not None:
-            sync.add_flag(self.exchange.flag)
-        if self.by_reducer:
-            self.reducer_flag = torch.zeros(1, dtype=torch.int32, device=sync.device)
-            sync.add_flag(self.reducer_flag)
+        self.slots = [self._slot(entry) for entry in layout.entries]
+        by_method: dict[Method, list[Slot]] = {method: [] for method in context.stores if method.whole_model}
+        for slot in self.slots:
+            by_method.setdefault(context.methods[slot.name], []).append(slot)
+        routes: list[Route] = []
+        self._exchanged: list[Slot] = []
+        self._reducers: list[tuple[ReducerStore, list[Slot]]] = []
+        for method, slots in by_method.items():
+            store = context.stores[method]
+            if isinstance(store, ReducerStore):
+                self._reducers.append((store, slots))
+            elif slots:
+                assert isinstance(store, CodecStore)
+                routes.append(store.route(slots))
+                self._exchanged += slots
+        placement = context.placement
+        self.exchange = (
+            Exchange(
+                routes,
+                context.comm,
+                placement.device,
+                scatter=placement.scatter,
+                buffers=context.buffers,
+                flags=context.flags,
+            )
+            if routes
+            else None
+        )
 
-    def run(self, x: Tensor, out: Tensor, step: StepContext) -> Iterator[Pending | None]:
-        stages = self._stages(x, out, step)
-        for observer in self.sync.bucket_observers:
+    def _slot(self, entry: Entry) -> Slot:
+        cut = self.context.placement.cut(self.context.specs[entry.name], self.context.methods[entry.name].block_size)
+        stride = cut.row_numel if self.layout.row_numel is None else self.layout.row_numel
+        return Slot(entry.name, entry.offset, stride, cut)
+
+    def run(self, x: Tensor, out: Tensor, step: StepContext, observers: Sequence[BucketObserver]) -> Stages:
+        """Reduce `x` into `out`; yields while bytes travel (None: waiting for the pass's other buckets).
+
+        Args:
+            x: The bucket, 1-D contiguous.
+            out: DDP: as `x`, may be `x` itself; the mean. FSDP2: the own row, ``[row_numel]``; the sum.
+            step: Counter and seeds.
+            observers: The innermost first.
+        """
+        stages = self._stages(x, out, step, [observer for observer in observers if observer.traces])
+        for observer in observers:
             stages = observer.observe(self, x, out, stages)
         return stages
 
-    def _stages(self, x: Tensor, out: Tensor, step: StepContext) -> Iterator[Pending | None]:
+    def _stages(self, x: Tensor, out: Tensor, step: StepContext, tracers: Sequence[BucketObserver]) -> Stages:
         for slot in self.slots:
-            if slot.name in self.sync.carryover:
-                self.sync.carryover.say_(self.view(slot, x, out))
+            if slot.name in self.context.carryover:
+                self.context.carryover.add_to_(self.view(slot, x, out))
         if self.exchange is not None:
-            yield from self.exchange.run(x, out, step)
-        for method, slots in self.by_reducer.items():
-            views = [self._open(self.view(slot, x, out)) for slot in slots]
-            state = self.sync.reducers[method]
-            if method.whole_model and not self.sync.scatter:
-                yield from self._collect(method, views, state, step)
+            yield from self._exchange(self.exchange, x, out, step, tracers)
+        for store, slots in self._reducers:
+            views = [self._view_to_trace(slot, x, out) if tracers else self.view(slot, x, out) for slot in slots]
+            if store.method.whole_model and not self.context.placement.scatter:
+                yield from self._collect(store, views, step, tracers)
             else:
-                yield from self._reduce(method, views, state, step)
+                yield from self._reduce(store, views, step, tracers)
+
+    def _exchange(
+        self, exchange: Exchange, x: Tensor, out: Tensor, step: StepContext, tracers: Sequence[BucketObserver]
+    ) -> Stages:
+        if not tracers:
+            yield from exchange.run(x, out, step)
+            return
+        compensated = {slot.name: self.compensated(slot, x, out) for slot in self._exchanged}
+        sent = torch.zeros_like(x, dtype=torch.float32)
+        yield from exchange.run(x, out, step, sent)
+        for slot in self._exchanged:
+            values = self.view(slot, sent, out).flat()
+            for tracer in tracers:
+                tracer.trace(slot.name, compensated[slot.name], values)
 
     def _reduce(
-        self, method: Reducer, views: Sequence[View], state: ReducerState, step: StepContext
-    ) -> Iterator[Pending | None]:
-        yield from method.reduce(views, state, self.sync.comm, step)
-        if self.sync.rollback:
-            for view in views:
-                self.reducer_flag |= (~view.out.isfinite().all()).to(torch.int32)
+        self, store: ReducerStore, views: Sequence[View], step: StepContext, tracers: Sequence[BucketObserver]
+    ) -> Stages:
+        yield from store.method.reduce(views, store.state, self.context.comm, step)
+        for view in views:
+            if self.context.notes_overflow:
+                note_overflow(self.context.flags.overflow, view.out)
+            for tracer in tracers:
+                assert view.compensated is not None
+                assert view.sent is not None
+                tracer.trace(view.spec.name, view.compensated, view.sent)
 
     def _collect(
-        self, method: Reducer, views: list[View], state: ReducerState, step: StepContext
-    ) -> Iterator[Pending | None]:
-        """Whole-model methods: wait for the last bucket of the step, which reduces for all."""
-        sync = self.sync
-        sync.collected.setdefault(method, []).append(views)
-        if self.layout.last:
-            while len(sync.collected[method]) < sync.num_buckets:
-                yield None  # this bucket may get here before an earlier one has come so far
-            arrived = [view for bucket_views in sync.collected[method] for view in bucket_views]
-            yield from self._reduce(method, arrived, state, step)
-            del sync.collected[method]  # only now are the other buckets done
+        self, store: ReducerStore, views: list[View], step: StepContext, tracers: Sequence[BucketObserver]
+    ) -> Stages:
+        """Whole-model methods: wait for the last bucket of the pass, which reduces for all."""
+        method, collector = store.method, self.context.collector
+        collector.arrive(method, views)
+        if not self.layout.last:
+            while collector.waits(method):
+                yield None
             return
-        while method in sync.collected:
+        while collector.misses(method):
             yield None
-
-    def _open(self, view: View) -> View:
-        """Give the method room to tell what it says, if someone wants to know; NaN stands for what it did not tell."""
-        if self.sync.said is None:
-            return view
-        said = [torch.full((view.spec.numel,), math.nan, device=self.sync.device) for _ in range(2)]
-        view = self.sync.said[view.spec.name] = view._replace(compensated=said[0], sent=said[1])
-        return view
+        yield from self._reduce(store, collector.views(method), step, tracers)
+        collector.finish(method)
 
     def view(self, slot: Slot, x: Tensor, out: Tensor) -> View:
         """One parameter's part of the bucket."""
-        spec, cut = self.sync.specs[slot.name], slot.cut
-        if self.sync.scatter:
-            rows = x.view(self.sync.comm.world_size, -1)[:, slot.x_offset : slot.x_offset + cut.row_numel]
-            return View(spec, cut, rows, out[slot.out_offset : slot.out_offset + cut.row_numel], True)
-        where = slice(slot.x_offset, slot.x_offset + spec.numel)
-        return View(spec, cut, x[where], out[where], False)
+        spec, cut, scatter = self.context.specs[slot.name], slot.cut, self.context.placement.scatter
+        if scatter:
+            rows = x.view(self.context.comm.world_size, -1)[:, slot.offset : slot.offset + cut.row_numel]
+            return View(spec, cut, rows, out[slot.offset : slot.offset + cut.row_numel], scatter)
+        where = slice(slot.offset, slot.offset + spec.numel)
+        return View(spec, cut, x[where], out[where], scatter)
+
+    def _view_to_trace(self, slot: Slot, x: Tensor, out: Tensor) -> View:
+        view = self.view(slot, x, out)
+        compensated, sent = torch.zeros(2, view.spec.numel, dtype=torch.float32, device=x.device)
+        return view._replace(compensated=compensated, sent=sent)
+
+    def compensated(self, slot: Slot, x: Tensor, out: Tensor) -> Tensor:
+        """float32 ``[numel]``: gradient plus residual, a copy; zero in blocks whose gradient is all zero.
+
+        Such a block is idle: it sends nothing, and its residual waits.
+        """
+        view, method = self.view(slot, x, out), self.context.methods[slot.name]
+        gradient = view.flat().to(torch.float32, copy=True)
+        residual = self.context.stores[method].residual(slot.name)
+        if residual is None:
+            leftover = self.context.carryover.get(slot.name)
+            return gradient if leftover is None else gradient.add_(leftover)
+        rows_WN = view.rows(gradient)
+        padded_WN = torch.nn.functional.pad(rows_WN, (0, -rows_WN.shape[1] % method.block_size))
+        active_WK = (padded_WN.view(rows_WN.shape[0], -1, method.block_size) != 0).any(-1)
+        active_WN = active_WK.repeat_interleave(method.block_size, dim=1)[:, : rows_WN.shape[1]]
+        return torch.where(active_WN.reshape(-1)[: gradient.numel()], gradient + residual, 0.0)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.checkpoint import capture, residual_files
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange, Saved
 from lowbit_strategy.checkpoint.resume import OnMissingResidual, Stamp, resume
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
@@ -107,9 +107,13 @@ class Attached:
         self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
 
     def set_loss_scale(self, scaler: Any) -> None:
-        """Before backward: tell the residuals what the coming gradients are multiplied by (None: nothing)."""
+        """Before backward: tell the residuals what the coming gradients are multiplied by (None: nothing).
+
+        The step begins here, on the thread and stream of training: controllers decide, parameters are regrouped.
+        """
         if scaler is not None and scaler.is_enabled():
             self.sync.set_loss_scale(float(scaler.get_scale()))
+        self.sync.begin_step()
 
     def end_step(self) -> bool:
         """After every optimizer step, skipped ones too. Returns whether the step counted."""
@@ -213,7 +217,7 @@ def attach_ddp(
     if device.type == "cpu":
         timeout = group._get_backend(device).options._timeout
         group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout)
-    sync = _engine(prepared, Comm(group), device, has_scaler)
+    sync = _engine(prepared, GroupComm(group), device, has_scaler)
     return Attached(sync, model.module, prepared.options, DDPHook(model, sync))
 
 
@@ -230,7 +234,7 @@ def attach_fsdp(
     Raises:
         ValueError: `module` has no FSDP2 module, or is sharded in a way that cannot be compressed.
     """
-    sync = _engine(prepared, Comm(group), device, has_scaler)
+    sync = _engine(prepared, GroupComm(group), device, has_scaler)
     if fsdp.install(module, sync) == 0:
         raise ValueError("no module is sharded with fully_shard: nothing to compress")
     return Attached(sync, module, prepared.options, None)

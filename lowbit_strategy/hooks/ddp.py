@@ -3,18 +3,18 @@
 # No postponed annotations here: DDP compares the annotations of a hook with the types themselves.
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.collectives.comm import Pending
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.bucket import BucketLayout, Entry, Stages
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.bucket_schedule import BucketSchedule
 from lowbit_strategy.hooks.worker import BucketWorker
 from lowbit_strategy.model.parameters import canonical_name
 
@@ -43,8 +43,7 @@ class DDPHook:
         self._names = {id(p): canonical_name(name) for name, p in model.module.named_parameters()}
         on_cpu = sync.device.type == "cpu"
         self._worker = BucketWorker() if on_cpu else None
-        self._stream = None if on_cpu else torch.cuda.Stream(sync.device)
-        self._held: list[_Held] = []  # CUDA: buckets that wait for the last one
+        self._side = None if on_cpu else _SideStream(sync.device)
         model.register_comm_hook(self, _reduce_bucket)
 
     def layout(self, bucket: dist.GradBucket) -> BucketLayout:
@@ -60,38 +59,32 @@ class DDPHook:
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         stages = self.sync.reduce(self.layout(bucket), buffer, buffer)
-        if self._worker is not None:
-            return self._worker.submit(stages, buffer, last=bucket.is_last())
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self.sync.device))
-        held = _Held(stages, buffer, torch.futures.Future(devices=[self.sync.device]))
-        self._held.append(held)
-        with torch.cuda.stream(self._stream):
-            buffer.record_stream(self._stream)
-            for each in [held, *self._held[:-1]] if bucket.is_last() else [held]:
-                if _run(each.stages):
-                    each.future.set_result(each.buffer)
-                    self._held = [other for other in self._held if other is not each]
-        return held.future
+        side = self._worker if self._worker is not None else self._side
+        assert side is not None
+        return side.submit(stages, buffer, last=bucket.is_last())
 
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
 
 
-class _Held(NamedTuple):
-    stages: Iterator[Pending | None]
-    buffer: Tensor
-    future: torch.futures.Future[Tensor]
+class _SideStream:
+    """CUDA: buckets are reduced on a stream of high priority, in the same order as on CPU; no thread is needed."""
 
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device(device.type, index)  # futures take no device without an index
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._schedule = BucketSchedule()
 
-def _run(stages: Iterator[Pending | None]) -> bool:
-    """Whether the bucket is done; not so if it waits for the step's other buckets."""
-    for pending in stages:
-        if pending is None:
-            return False
-        pending.wait()
-    return True
+    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> torch.futures.Future[Tensor]:
+        """As `BucketWorker.submit`."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            result.record_stream(self._stream)
+            self._schedule.start(stages, result, future, last=last)
+        return future
 
 
 def _reduce_bucket(hook: DDPHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

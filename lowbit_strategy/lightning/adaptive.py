@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.lightning.run_folder import Where, listen, log_metrics, open_record
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.custom_loop import metric_name
@@ -44,7 +45,7 @@ class AdaptiveCompressionMixin(_Base):
     def _attach(self, sync: GradientSync) -> None:
         assert self.driver is not None
         self.driver.attach(sync)
-        sync.listeners.append(_AfterStep(self))
+        sync.subscribe(_AfterStep(self), StepPhase.RECORD)
 
     def _clock(self, step: int) -> Progress:
         trainer = self._trainer

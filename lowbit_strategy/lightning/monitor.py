@@ -123,7 +123,7 @@ class CompressionMonitorMixin(_Base):
 
 
 def _reading(figures: Figures) -> Reading:
-    ratio = figures.residual_norm / figures.gradient_norm if figures.gradient_norm > 0 else 0.0
+    ratio = figures.residual_norm / figures.compensated_norm if figures.compensated_norm > 0 else 0.0
     return Reading(figures.relative_error, ratio)
 
 

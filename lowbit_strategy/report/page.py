@@ -125,7 +125,7 @@ def _group_rows(run: Run) -> list[dict[str, Any]]:
     rows = []
     for name, figures in sorted(groups.items(), key=lambda item: -item[1]["numel"]):
         share = figures["wire_nbytes"] / total
-        gradient, residual = figures["gradient_norm"], figures["residual_norm"]
+        gradient, residual = figures["compensated_norm"], figures["residual_norm"]
         rows.append(
             {
                 "name": name,

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.control.base import Controller, Decision, Energy, Probe, Progress, State, Switch, Telemetry
 from lowbit_strategy.control.levels import PerParameter, labels
-from lowbit_strategy.engine.bucket import Bucket
+from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.telemetry.measure import compensated, sum_over_ranks, table, try_level
+from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.telemetry.end_to_end import NUM_SUMS, MeanSample
+from lowbit_strategy.telemetry.measure import sum_over_ranks, table, try_level
 
 EXTRA_STATE_KEY = "adaptive"
 
@@ -35,7 +36,7 @@ class AdaptiveDriver:
 
     1. what the last step has shown (already summed over ranks, so the same on all of them) goes to the controller
     2. its decision is applied: parameters whose level changes are regrouped, residuals are carried over
-    3. a tap measures what it wants to know of this step
+    3. what it wants to know of this step is measured
 
     Args:
         controller: Decides.
@@ -49,6 +50,8 @@ class AdaptiveDriver:
         accumulation: Batches in one optimizer step, if the controller says; for the framework's adapter to apply.
         learning_rate_factor: On top of the scheduler's learning rate; likewise.
     """
+
+    traces = False
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class AdaptiveDriver:
         self._measured: dict[int, dict[str, Tensor]] = {}
         self._residuals: dict[str, Tensor] = {}
         self._moments: dict[str, Tensor] = {}
+        self._end_to_end: dict[str, Tensor] = {}
         self._last_end: float | None = None
 
     def attach(self, sync: GradientSync) -> None:
@@ -85,7 +89,7 @@ class AdaptiveDriver:
         self.state = self._initial_state()
         self.accumulation = self.controller.initial_accumulation
         self.levels = {}
-        sync.listeners.insert(0, self)
+        sync.subscribe(self, StepPhase.DECIDE)
         sync.extra_state[EXTRA_STATE_KEY] = self
         if sync.device.type == "cuda":
             self._compile_kernels()
@@ -105,7 +109,7 @@ class AdaptiveDriver:
 
     # -- the step -----------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> AdaptiveDriver | None:
         sync = self.sync
         if self._decided_step != sync.step_index:  # a step that overflowed comes again: what was decided stands
             progress = self.clock(sync.step_index)
@@ -117,8 +121,8 @@ class AdaptiveDriver:
             self._apply(self.controller.decide(Telemetry(progress=progress, **shown), self.state), progress)
         probe = self._probe
         self._measured, self._moments, self._residuals = {level: {} for level in probe.levels}, {}, {}
-        if probe.accumulate or probe.moments or probe.levels:
-            self.sync.bucket_observers.append(self)
+        self._end_to_end = {}
+        return self if probe.accumulate or probe.moments or probe.levels or probe.end_to_end else None
 
     def _apply(self, decision: Decision, progress: Progress) -> None:
         self.state = decision.state
@@ -137,9 +141,7 @@ class AdaptiveDriver:
             for warning in decision.warnings:
                 _log.warning("step %d: %s", progress.step, warning)
 
-    def observe(
-        self, bucket: Bucket, x: Tensor, out: Tensor, stages: Iterator[Pending | None]
-    ) -> Iterator[Pending | None]:
+    def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         sync, probe = self.sync, self._probe
         views = [bucket.view(slot, x, out) for slot in bucket.slots]
         scale = 1.0 / (sync.loss_scale or 1.0)
@@ -151,18 +153,33 @@ class AdaptiveDriver:
                 flat = view.flat().float()
                 self._moments[view.spec.name] = torch.stack([flat.mean(), flat.square().mean()])
         if probe.levels:
-            said = {view.spec.name: compensated(sync, view) for view in views}
-            self._residuals |= {name: part.residual_square for name, part in said.items()}
-            values = {name: part.values for name, part in said.items()}
-            for level in probe.levels:
-                configuration = self.controller.levels[level].at(sync.step_index)
-                self._measured[level] |= try_level(configuration, values, sync.specs, sync.step().seed)
-        yield from stages
+            self._try_levels(bucket, x, out)
+        if probe.end_to_end:
+            sample = MeanSample(views, sync.comm, sync.step_context().shared_seed)
+            yield from sample.exchange()
+            yield from stages
+            self._end_to_end |= sample.sums()
+        else:
+            yield from stages
         if probe.accumulate == "mean":
             for view in views:
                 # Shards add up to the whole; whole means are W times the same, and it is squares that are added.
                 share = sync.comm.world_size if sync.scatter else sync.comm.world_size**0.5
                 self._add_(view.spec.name, view.out, scale / share)
+
+    def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
+        """Not asked for: levels are tried on gradients, whatever is in force."""
+
+    def _try_levels(self, bucket: Bucket, x: Tensor, out: Tensor) -> None:
+        sync, values = self.sync, {}
+        for slot in bucket.slots:
+            values[slot.name] = bucket.compensated(slot, x, out)
+            residual = sync.store(slot.name).residual(slot.name)
+            if residual is not None:
+                self._residuals[slot.name] = torch.dot(residual, residual)
+        for level in self._probe.levels:
+            configuration = self.controller.levels[level].at(sync.step_index)
+            self._measured[level] |= try_level(configuration, values, sync.specs, sync.step_context().seed)
 
     def _add_(self, name: str, gradient: Tensor, factor: float) -> None:
         if name not in self._sums:
@@ -191,12 +208,13 @@ class AdaptiveDriver:
         probe, comm = self._probe, self.sync.comm
         shown: dict[str, Any] = {}
         seconds = now - self._last_end if probe.seconds and self._last_end is not None else None
-        if not (probe.levels or probe.moments or seconds is not None):
+        if not (probe.levels or probe.moments or probe.end_to_end or seconds is not None):
             return shown
         names, device = list(self.sync.specs), self.sync.device
         residuals = {name: square.view(1) for name, square in self._residuals.items()}
         parts = [table(self._measured[level], names, 4, device)[:, :3] for level in probe.levels]
-        columns = torch.cat([*parts, table(residuals, names, 1, device), self._ratios(names)], dim=1)
+        both_hops = table(self._end_to_end, names, NUM_SUMS, device)
+        columns = torch.cat([*parts, both_hops, table(residuals, names, 1, device), self._ratios(names)], dim=1)
         last = torch.zeros(1, columns.shape[1], dtype=torch.float64, device=device)
         last[0, 0] = seconds or 0.0
         total = sum_over_ranks(torch.cat([columns, last]), comm)
@@ -205,11 +223,17 @@ class AdaptiveDriver:
             shown["step_seconds"] = float(total[-1, 0]) / comm.world_size
         if probe.moments:
             shown["mean_to_std"] = dict(zip(names, (rows[:, -1] / comm.world_size).tolist(), strict=True))
+        if probe.end_to_end:
+            errors, means = rows[:, -2 - NUM_SUMS : -2].T.tolist()
+            shown["end_to_end_error"] = {
+                name: (error / mean) ** 0.5 if mean > 0 else 0.0
+                for name, error, mean in zip(names, errors, means, strict=True)
+            }
         if probe.levels and bool(rows.isfinite().all()):  # nothing can be learnt from an overflow
             rows = rows / (self.sync.loss_scale or 1.0) ** 2
             shown["energy"] = {
                 level: {name: Energy(*row) for name, row in zip(names, part.tolist(), strict=True)}
-                for level, part in zip(probe.levels, rows[:, :-2].split(3, dim=1), strict=True)
+                for level, part in zip(probe.levels, rows[:, : -2 - NUM_SUMS].split(3, dim=1), strict=True)
             }
             shown["residual_norm"] = dict(zip(names, rows[:, -2].sqrt().tolist(), strict=True))
         return shown

@@ -31,7 +31,7 @@ class BoundsWatch:
         """A sentence for each group that leaves its bounds or is within them again; warned of on rank 0."""
         readings = {}
         for group, figures in observation.groups.items():
-            ratio = figures.residual_norm / figures.gradient_norm if figures.gradient_norm > 0 else 0.0
+            ratio = figures.residual_norm / figures.compensated_norm if figures.compensated_norm > 0 else 0.0
             readings[group] = Reading(figures.relative_error, ratio)
         verdict = self._bounds.update(readings, self._state)
         self._state = verdict.state

@@ -12,6 +12,7 @@ import torch
 from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.control.groups import GroupBy, check_group_by
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.observe import Observation, Observer
 from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord
@@ -95,7 +96,7 @@ def monitor(
     rank = sync.comm.rank
     writer = RunRecord(Path(record) / FILE_NAME) if record is not None and rank == 0 else None
     if writer is not None:
-        sync.listeners.append(_Opening(sync, writer, start_fields(sync, every_n_steps)))
+        sync.subscribe(_Opening(sync, writer, start_fields(sync, every_n_steps)), StepPhase.RECORD)
 
     def take(observation: Observation) -> None:
         log(figures_to_log(observation), observation.step)

@@ -5,22 +5,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.telemetry.startup_report import Report, build_report
 
 
-class _Absent(Comm):
+class _Absent(LocalComm):
     """Stands for a group of ranks that nobody has started: good for counting, not for communication."""
 
     def __init__(self, world_size: int) -> None:
-        self.group = None
+        super().__init__()
         self.world_size = world_size
-        self.rank = 0
-        self.is_gloo = True
-        self.sent_nbytes = 0
 
 
 def plan(module: nn.Module, compressor: Compressor, *, world_size: int, scatter: bool, device: torch.device) -> Report:

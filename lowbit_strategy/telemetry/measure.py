@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +11,10 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.base import Compressor, View
+from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
+NUM_ENERGIES = 4
 _WARM_ROUNDS = 3  # a method that starts warm (PowerSGD) is judged after it has seen the tensor before
 
 
@@ -31,34 +31,17 @@ def sum_over_ranks(values: Tensor, comm: Comm) -> Tensor:
     return total.view(values.shape)
 
 
-class Compensated(NamedTuple):
-    """What is to be said of one parameter, float32 ``[numel]``, and the squared norm of the residual in it."""
-
-    values: Tensor
-    residual_square: Tensor
-
-
-def compensated(sync: GradientSync, view: View) -> Compensated:
-    """Gradient plus residual; a copy. Call before the bucket's stages start."""
-    values = view.flat().to(torch.float32, copy=True)
-    residual = sync.export_residual(view.spec.name)
-    if residual is None:
-        residual = sync.carryover.get(view.spec.name)
-    if residual is None:
-        return Compensated(values, torch.zeros((), device=values.device))
-    return Compensated(values.add_(residual), torch.dot(residual, residual))
-
-
-def energies(said: Tensor, sent: Tensor) -> Tensor:
-    """float32 [4]: squares of what was to be said, of what was said and of the difference; and their dot product."""
-    error = said - sent
-    return torch.stack([torch.dot(said, said), torch.dot(sent, sent), torch.dot(error, error), torch.dot(said, sent)])
+def energies(compensated: Tensor, sent: Tensor) -> Tensor:
+    """float32 [4]: squares of the compensated gradient, of what was sent, of the difference; and their dot product."""
+    error = compensated - sent
+    pairs = ((compensated, compensated), (sent, sent), (error, error), (compensated, sent))
+    return torch.stack([torch.dot(a, b) for a, b in pairs])
 
 
 def try_level(
     level: Compressor, values: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], seed: int
 ) -> dict[str, Tensor]:
-    """`energies` of each tensor if `level` had to say it: the method runs in a world of one rank, its state is new."""
+    """`energies` of each tensor if `level` had to send it: the method runs in a world of one rank, its state is new."""
     chosen = [specs[name] for name in values if specs[name].numel]
     if not chosen:
         return {}
@@ -81,14 +64,16 @@ def try_level(
 
 
 def _starts_warm(sync: GradientSync) -> bool:
-    return any(key != "residual" for state in sync.reducers.values() for tensors in state.values() for key in tensors)
+    """Whether a method with communication of its own keeps more than residuals."""
+    keys = {key for name in sync.specs for key in sync.tensors(name)}
+    return any("residual" not in key and "." not in key for key in keys)
 
 
 def _forget_residuals_(sync: GradientSync) -> None:
-    for state in sync.reducers.values():
-        for tensors in state.values():
-            if "residual" in tensors:
-                tensors["residual"].zero_()
+    for name in sync.specs:
+        for key, tensor in sync.tensors(name).items():
+            if "residual" in key:
+                tensor.zero_()
 
 
 def table(rows: Mapping[str, Tensor], names: Sequence[str], width: int, device: torch.device) -> Tensor:

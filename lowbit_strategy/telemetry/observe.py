@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.control.groups import GroupBy, check_group_by, grouped
-from lowbit_strategy.engine.bucket import Bucket
+from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.base import CodecPair, Reducer
-from lowbit_strategy.telemetry.measure import compensated, energies, sum_over_ranks, table
-from lowbit_strategy.telemetry.startup_report import method_label
+from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.telemetry.end_to_end import NUM_SUMS, MeanSample
+from lowbit_strategy.telemetry.measure import NUM_ENERGIES, energies, sum_over_ranks, table
 
-_ENERGIES = 5  # said, sent, error, said . sent, residual: squares, summed over ranks
+_WIDTH = NUM_ENERGIES + 1 + NUM_SUMS  # energies, the residual's square, the end-to-end sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +28,27 @@ class Figures:
 
     Args:
         numel: Elements.
-        relative_error: ||h - sent|| / ||h||.
+        relative_error: ``||h - sent|| / ||h||``: the uplink.
+        end_to_end_error: ``||result - mean|| / ||mean||`` with mean the true mean of the ranks' gradients: both hops,
+            all ranks. Estimated from a sample. Feedback makes up for it in later steps.
         cosine: Of the angle between h and what was sent.
-        gain: ||sent||^2 / ||h||^2.
-        residual_norm: ||residual|| in h.
-        gradient_norm: ||h||.
+        sent_energy_ratio: ``||sent||^2 / ||h||^2``.
+        residual_norm: ``||residual||`` in h.
+        compensated_norm: ``||h||``.
         bits_per_element: Bits on the wire for one element and hop; an uncompressed float32 has 32.
         wire_nbytes: Bytes a rank sends for them, by the methods' own account.
         method: What compresses them.
-        compressed: Whether any of them is not exempt.
+        compressed: Whether any of them is compressed. If so the figures above are of those that are; elements and
+            bytes are of all.
     """
 
     numel: int
     relative_error: float
+    end_to_end_error: float
     cosine: float
     sent_energy_ratio: float
     residual_norm: float
-    gradient_norm: float
+    compensated_norm: float
     bits_per_element: float
     wire_nbytes: float
     method: str
@@ -64,7 +68,7 @@ class Observation:
         codec_ms: Time in methods (encode, decode, select), mean over ranks.
         comm_ms: Time in waiting for other ranks' bytes; what overlaps with backward is in it too.
         step_ms: From the end of the step before to the end of this one; None for a first step.
-        untold: Parameters whose method does not say what it sent; they are in the bytes only.
+        nonfinite: Parameters whose gradient was not finite.
     """
 
     step: int
@@ -75,7 +79,7 @@ class Observation:
     codec_ms: float
     comm_ms: float
     step_ms: float | None
-    untold: tuple[str, ...]
+    nonfinite: tuple[str, ...]
 
 
 class _Stopwatch:
@@ -119,14 +123,20 @@ class _TimedPending(NamedTuple):
 
 
 class Observer:
-    """Watches the steps that `wants` names and keeps the last `Observation`.
+    """Observes the steps that `wants` names and keeps the last `Observation`.
 
     Args:
         sync: Engine to watch.
         wants: Whether to observe the step with this number; the same on all ranks.
         group_by: How parameters are grouped, see `group_of`.
         on_observation: Called on every rank after each observed step.
+
+    Attributes:
+        last: The last observation.
+        own_sent_nbytes: Bytes that this rank alone sent in the last observed step, those of observing left out.
     """
+
+    traces = True
 
     def __init__(
         self,
@@ -142,50 +152,43 @@ class Observer:
         self.group_by = group_by
         self.on_observation = on_observation
         self.last: Observation | None = None
-        self.own_sent_nbytes = 0  # of the last observed step, this rank's alone
-        self._watching = False
+        self.own_sent_nbytes = 0
+        self._observing = False
         self._last_end: float | None = None
-        sync.listeners.append(self)
+        sync.subscribe(self, StepPhase.OBSERVE)
 
     def detach(self) -> None:
-        self.sync.listeners.remove(self)
+        self.sync.unsubscribe(self)
 
-    def begin_step(self) -> None:
-        self._watching = self.wants(self.sync.step_index)
-        if not self._watching:
-            return
+    def begin_step(self) -> Observer | None:
+        self._observing = self.wants(self.sync.step_index)
+        if not self._observing:
+            return None
         self._step = self.sync.step_index
         self._stopwatch = _Stopwatch(self.sync.device)
-        self._rows: dict[str, Tensor] = {}
-        self._waiting: dict[str, Tensor] = {}  # squares of residuals of whole-model methods' parameters
+        self._energies: dict[str, Tensor] = {}
+        self._residuals: dict[str, Tensor] = {}
+        self._end_to_end: dict[str, Tensor] = {}
+        self._sampling_nbytes = 0
         self._sent_before = self.sync.comm.sent_nbytes
-        self.sync.said = {}
-        self.sync.bucket_observers.insert(0, self)  # innermost: what other taps do is none of the methods' time
+        return self
 
-    def observe(
-        self, bucket: Bucket, x: Tensor, out: Tensor, stages: Iterator[Pending | None]
-    ) -> Iterator[Pending | None]:
+    def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         sync = self.sync
-        codecs = [slot for slot in bucket.slots if isinstance(sync.assignments[slot.name].method, CodecPair)]
-        said = {slot.name: compensated(sync, bucket.view(slot, x, out)) for slot in codecs}
-        others = [slot.name for slot in bucket.slots if slot.name not in said]
-        for name in others:
-            residual = sync.export_residual(name)
-            self._waiting[name] = torch.zeros((), device=sync.device) if residual is None else residual.square().sum()
+        views = [bucket.view(slot, x, out) for slot in bucket.slots]
+        for slot in bucket.slots:
+            residual = sync.store(slot.name).residual(slot.name)
+            self._residuals[slot.name] = (
+                torch.zeros(1, device=sync.device) if residual is None else torch.dot(residual, residual).view(1)
+            )
+        before = sync.comm.sent_nbytes
+        sample = MeanSample(views, sync.comm, sync.step_context().shared_seed)
+        yield from sample.exchange()
+        self._sampling_nbytes += sync.comm.sent_nbytes - before
         yield from self._timed(stages)
-        if bucket.exchange is not None:
-            sent = torch.zeros_like(x, dtype=torch.float32)
-            bucket.exchange.sent_(sent)
-            for slot in codecs:
-                values, residual_square = said[slot.name]
-                heard = bucket.view(slot, sent, out).flat()
-                self._rows[slot.name] = torch.cat([energies(values, heard), residual_square.view(1)])
-        for name in others:
-            method = sync.assignments[name].method
-            if isinstance(method, Reducer) and not method.whole_model:
-                self._listen(name)
+        self._end_to_end |= sample.sums()
 
-    def _timed(self, stages: Iterator[Pending | None]) -> Iterator[Pending | None]:
+    def _timed(self, stages: Stages) -> Stages:
         while True:
             started = self._stopwatch.start()
             try:
@@ -196,21 +199,13 @@ class Observer:
                 self._stopwatch.stop("codec", started)
             yield None if pending is None else _TimedPending(pending, self._stopwatch)
 
-    def _listen(self, name: str) -> None:
-        """What a reducer told of one parameter."""
-        assert self.sync.said is not None
-        view = self.sync.said.pop(name, None)
-        if view is not None and view.compensated is not None and view.sent is not None:
-            row = torch.cat([energies(view.compensated, view.sent), self._waiting.pop(name).view(1)])
-            self._rows[name] = row
+    def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
+        self._energies[name] = energies(compensated, sent)
 
     def end_step(self, *, counted: bool) -> None:
         now = time.perf_counter()
-        if self._watching:
-            for name in list(self.sync.said or {}):
-                self._listen(name)
-            self.sync.said = None
-            self.own_sent_nbytes = self.sync.comm.sent_nbytes - self._sent_before
+        if self._observing:
+            self.own_sent_nbytes = self.sync.comm.sent_nbytes - self._sent_before - self._sampling_nbytes
             if counted:
                 self.last = self._summarize(None if self._last_end is None else now - self._last_end)
                 if self.on_observation is not None:
@@ -221,27 +216,26 @@ class Observer:
 
     def _summarize(self, seconds: float | None) -> Observation:
         sync, comm = self.sync, self.sync.comm
-        names = list(sync.specs)
-        rows = table(self._rows, names, _ENERGIES, sync.device)
-        times = [self._stopwatch.read("codec"), self._stopwatch.read("comm"), self.own_sent_nbytes, seconds or 0.0, 0.0]
-        last = torch.tensor([times], dtype=torch.float64, device=sync.device)
+        names, device = list(sync.specs), sync.device
+        parts = ((self._energies, NUM_ENERGIES), (self._residuals, 1), (self._end_to_end, NUM_SUMS))
+        rows = torch.cat([table(part, names, width, device) for part, width in parts], dim=1)
+        last = torch.zeros(1, _WIDTH, dtype=torch.float64, device=device)
+        times = [self._stopwatch.read("codec"), self._stopwatch.read("comm"), self.own_sent_nbytes, seconds or 0.0]
+        last[0, : len(times)] = torch.tensor(times, dtype=torch.float64)
         total = sum_over_ranks(torch.cat([rows, last]), comm)
-        codec, waiting, sent, step, _ = (total[-1] / comm.world_size).tolist()
-        told = total[:-1] / (sync.loss_scale or 1.0) ** 2
-        untold = tuple(name for name, row in zip(names, told, strict=True) if bool(row.isnan().any()))
-        at = {name: place for place, name in enumerate(names)}
+        codec, waiting, sent, step = (total[-1, : len(times)] / comm.world_size).tolist()
+        sums = dict(zip(names, total[:-1] / (sync.loss_scale or 1.0) ** 2, strict=True))
+        groups = grouped(names, self.group_by)
         return Observation(
             step=self._step,
-            total=self._figures(names, told, at),
-            groups={
-                group: self._figures(members, told, at) for group, members in grouped(names, self.group_by).items()
-            },
+            total=self._figures(names, sums),
+            groups={group: self._figures(members, sums) for group, members in groups.items()},
             sent_nbytes=sent,
             dense_nbytes=4 * self._hops() * sum(spec.numel for spec in sync.specs.values()),
             codec_ms=1000 * codec,
             comm_ms=1000 * waiting,
             step_ms=1000 * step if seconds is not None else None,
-            untold=untold,
+            nonfinite=tuple(name for name in names if not bool(sums[name].isfinite().all())),
         )
 
     def _hops(self) -> float:
@@ -249,24 +243,30 @@ class Observer:
         world_size = self.sync.comm.world_size
         return (1 if self.sync.scatter else 2) * (world_size - 1) / world_size
 
-    def _figures(self, names: Sequence[str], rows: Tensor, at: dict[str, int]) -> Figures:
+    def _figures(self, names: Sequence[str], sums: dict[str, Tensor]) -> Figures:
         sync = self.sync
-        sums = [rows[at[name]] for name in names]
-        told = [row for row in sums if not bool(row.isnan().any())]
-        said, sent, error, product, residual = torch.stack(told).sum(dim=0).tolist() if told else [math.nan] * _ENERGIES
+        compressed = [name for name in names if sync.assignments[name].kind != "exempt"]
+        chosen = torch.stack([sums[name] for name in compressed or names]).sum(dim=0).tolist()
+        h, sent, error, product, residual, end_to_end, mean = chosen
         numel = sum(sync.specs[name].numel for name in names)
         nbytes = sum(sync.sent_nbytes(name) for name in names)
         traffic = self._hops() * numel
-        methods = dict.fromkeys(method_label(sync.assignments[name].method) for name in names)
+        methods = dict.fromkeys(sync.assignments[name].method.label for name in names)
         return Figures(
             numel=numel,
-            relative_error=math.sqrt(error / said) if said > 0 else 0.0 * said,
-            cosine=product / math.sqrt(said * sent) if said * sent > 0 else 1.0 + 0.0 * said,
-            sent_energy_ratio=sent / said if said > 0 else 1.0 + 0.0 * said,
+            relative_error=_ratio(error, h, 0.0),
+            end_to_end_error=_ratio(end_to_end, mean, 0.0),
+            cosine=product / math.sqrt(h * sent) if h * sent > 0 else 1.0 + 0.0 * h,
+            sent_energy_ratio=sent / h if h > 0 else 1.0 + 0.0 * h,
             residual_norm=math.sqrt(residual),
-            gradient_norm=math.sqrt(said),
+            compensated_norm=math.sqrt(h),
             bits_per_element=8 * nbytes / traffic if traffic else 0.0,
             wire_nbytes=nbytes,
             method=", ".join(methods),
-            compressed=any(sync.assignments[name].kind != "exempt" for name in names),
+            compressed=bool(compressed),
         )
+
+
+def _ratio(square: float, of: float, otherwise: float) -> float:
+    """The ratio of two norms, given their squares; NaN stays NaN."""
+    return math.sqrt(square / of) if of > 0 else otherwise + 0.0 * of

@@ -9,7 +9,8 @@ import torch
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.methods._base.base import CodecPair, Compressor
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 
 _LONGEST_PHASE = 1 << 20
 

@@ -64,14 +64,8 @@ class Bench:
         """What all ranks and owners together have not said yet, of the mean."""
         carryover = {}
         for name, spec in self.sync.specs.items():
-            total = torch.zeros(spec.numel)
-            method = self.sync.assignments[name].method
-            if (residual := self.sync.export_residual(name)) is not None:
-                total = mean(residual) / method.uplink.residual_gain
-            if not self.sync.scatter and (owner := self.sync.export_owner_residual(name)) is not None:
-                parts: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(parts, owner)
-                total = total + torch.cat(parts) / method.downlink.residual_gain
+            unsent = self.sync.export_unsent(name)
+            total = torch.zeros(spec.numel) if unsent is None else mean(unsent)
             carryover[name] = total.view(spec.shape)
         return carryover
 

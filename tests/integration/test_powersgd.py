@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import install
@@ -70,7 +70,7 @@ def _with_our_hook(rank: int, rank_of_matrix: int, epsilon: float, order: list[s
         rank=rank_of_matrix, start_step=START, min_compression_rate=1, epsilon=epsilon, exempt=("@vector",)
     )
     sync = GradientSync(
-        compressor, describe_parameters(module), Comm(dist.new_group()), torch.device("cpu"), scatter=False
+        compressor, describe_parameters(module), GroupComm(dist.new_group()), torch.device("cpu"), scatter=False
     )
     model = DistributedDataParallel(module, bucket_cap_mb=100)
     hook = DDPHook(model, sync)
@@ -115,7 +115,7 @@ def _many_buckets(rank: int, world_size: int) -> dict[str, Any]:
     sync = GradientSync(
         PowerSGD(rank=2, exempt=("@vector",)),
         describe_parameters(module),
-        Comm(dist.new_group()),
+        GroupComm(dist.new_group()),
         torch.device("cpu"),
         scatter=False,
     )
@@ -134,7 +134,7 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
     sync = GradientSync(
         PowerSGD(rank=2, exempt=("@vector",)),
         describe_parameters(module),
-        Comm(dist.new_group()),
+        GroupComm(dist.new_group()),
         torch.device("cpu"),
         scatter=True,
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.collectives.sparse_layout import counts_nbytes
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
@@ -103,7 +103,7 @@ def _train_all(rank: int, world_size: int) -> dict[tuple[str, str], Trained]:
     results = {}
     for name, compressor in TRAINED.items():
         for layout in LAYOUTS:
-            results[name, layout] = _train(compressor, layout, Comm(dist.new_group()))
+            results[name, layout] = _train(compressor, layout, GroupComm(dist.new_group()))
     return results
 
 
@@ -165,7 +165,7 @@ DEFINED: dict[str, Compressor] = {
 
 
 def _reduce_defined(rank: int, world_size: int) -> dict[str, tuple[list[dict[str, np.ndarray]], int]]:
-    return {name: _reduce_all(compressor, Comm(dist.new_group())) for name, compressor in DEFINED.items()}
+    return {name: _reduce_all(compressor, GroupComm(dist.new_group())) for name, compressor in DEFINED.items()}
 
 
 @functools.cache
@@ -342,7 +342,9 @@ def _follow_exdyna(rank: int, world_size: int, densities: tuple[float, ...]) -> 
             return into[-1]
 
         with mock.patch.object(_Model, "select", spy):
-            sync = GradientSync(ExDyna(density=density, **_ALL), specs, Comm(dist.new_group()), _CPU, scatter=False)
+            sync = GradientSync(
+                ExDyna(density=density, **_ALL), specs, GroupComm(dist.new_group()), _CPU, scatter=False
+            )
             noise = torch.Generator().manual_seed(rank)
             for step in range(EXDYNA_STEPS):
                 x = torch.randn(numel, generator=noise).add_(shared, alpha=0.3).mul_(sizes).div_(1 + step / 200)

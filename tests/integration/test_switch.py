@@ -15,6 +15,7 @@ from lowbit_strategy import LoCo, PowerSGD, TopK
 from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.control import Phase, Schedule
 from lowbit_strategy.engine.bucket import Bucket
+from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.lightning import AdaptiveCompression
 from tests.scenarios import Facts, scenarios
 from tests.training import KINDS, Regression, loader, mlp, strategy, trainer
@@ -27,6 +28,8 @@ PHASE_STEPS = 3
 class Buckets(L.Callback):
     """What every step's buckets hold and where they lie, and how many graphs have been compiled until then."""
 
+    traces = False
+
     def __init__(self, adaptive: AdaptiveCompression) -> None:
         self.adaptive = adaptive
         self.steps: list[list[tuple[Any, ...]]] = []
@@ -35,11 +38,11 @@ class Buckets(L.Callback):
     def on_train_start(self, *_: Any) -> None:
         assert self.adaptive.driver is not None
         self.sync = self.adaptive.driver.sync
-        self.sync.listeners.append(self)
+        self.sync.subscribe(self, StepPhase.OBSERVE)
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> Buckets:
         self.steps.append([])
-        self.sync.bucket_observers.append(self)
+        return self
 
     def end_step(self, *, counted: bool) -> None:
         self.graphs.append(counters["stats"]["unique_graphs"])

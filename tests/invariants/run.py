@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import GroupComm
 from tests.invariants import state, sums
 from tests.invariants.harness import GROUP_TIMEOUT, Case, Evidence, InvariantHarness, LayoutName
 
@@ -28,7 +28,7 @@ Report = dict[tuple[str, str, str], list[str]]
 def run_jobs(rank: int, world_size: int, jobs: Sequence[Job]) -> Report:
     """All cases of all jobs in this process group: failures by (preset, layout, case), on rank 0."""
     report: Report = {}
-    comm = Comm(dist.new_group(timeout=GROUP_TIMEOUT))
+    comm = GroupComm(dist.new_group(timeout=GROUP_TIMEOUT))
     collects = list(dict.fromkeys(case.collect for case in CASES.values()))
     for job in jobs:
         harness = InvariantHarness(job.preset, job.layout, comm)
@@ -39,7 +39,7 @@ def run_jobs(rank: int, world_size: int, jobs: Sequence[Job]) -> Report:
                 if case.collect is collect and rank == 0:
                     report[job.preset, job.layout, name] = raised[:1] or _judge(case, evidence, harness)
             if raised:
-                comm = harness.comm = Comm(dist.new_group(timeout=GROUP_TIMEOUT))
+                comm = harness.comm = GroupComm(dist.new_group(timeout=GROUP_TIMEOUT))
     return report
 
 

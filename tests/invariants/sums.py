@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.base import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from tests.invariants.harness import SPECS, Case, Evidence, Grads, InvariantHarness, fingerprint, relative
 from tests.traffic import count_traffic
 
@@ -27,7 +26,7 @@ def collect_conservation(harness: InvariantHarness) -> Evidence:
         prints.append(fingerprint(means))
         add(total_in, grads)
         add(total_out, means)
-    return settle(sync, total_in, total_out) | {"prints": prints, "traffic": traffic}
+    return balance(sync, total_in, total_out) | {"prints": prints, "traffic": traffic}
 
 
 def add(total: Grads, values: Grads) -> None:
@@ -36,28 +35,11 @@ def add(total: Grads, values: Grads) -> None:
         total[spec.name] = total[spec.name] + value if spec.name in total else value
 
 
-def settle(sync: GradientSync, total_in: Grads, total_out: Grads) -> Evidence:
-    """What went in, what came out and what is still owed, for each parameter."""
-    carryover, owner_carryover, residual_gains = {}, {}, {}
-    for name, assignment in sync.assignments.items():
-        residual_gains[name] = _residual_gains(assignment.method, sync.scatter)
-        if None not in residual_gains[name]:
-            carryover[name] = _carryover(sync.export_residual(name), residual_gains[name][0])
-            downlink = sync.export_owner_residual(name) if len(residual_gains[name]) > 1 else None
-            owner_carryover[name] = _carryover(downlink, residual_gains[name][-1])
-    return {"in": total_in, "out": total_out, "owed": carryover, "owner_owed": owner_carryover, "gains": residual_gains}
-
-
-def _residual_gains(method: object, scatter: bool) -> tuple[float | None, ...]:
-    if isinstance(method, CodecPair):
-        return (
-            (method.uplink.residual_gain,) if scatter else (method.uplink.residual_gain, method.downlink.residual_gain)
-        )
-    return (method.residual_gain,)  # type: ignore[attr-defined]
-
-
-def _carryover(residual: Tensor | None, residual_gain: float) -> Tensor | None:
-    return None if residual is None else residual.double() / residual_gain
+def balance(sync: GradientSync, total_in: Grads, total_out: Grads) -> Evidence:
+    """What went in, what came out and what has not been sent yet, for each parameter that obeys a conservation law."""
+    lawful = [name for name, a in sync.assignments.items() if a.method.conserves(scatter=sync.scatter)]
+    unsent = {name: sync.export_unsent(name) for name in lawful}
+    return {"in": total_in, "out": total_out, "unsent": unsent}
 
 
 def _account(sync: GradientSync) -> dict[str, Any]:
@@ -73,7 +55,7 @@ def _account(sync: GradientSync) -> dict[str, Any]:
             reducers += sync.sent_nbytes(name)
             padding += 32 * others  # reducers cut a bucket, not a parameter: rounding of rows to whole bytes
             exact = exact and assignment.method.fixed_size
-    has_codecs = bool(sync.codecs)
+    has_codecs = any(isinstance(method, CodecPair) for method in sync.stores)
     return {
         "low": codecs + reducers + (16 * hops * others if has_codecs else 0) - (padding if reducers else 0),
         "high": codecs + reducers + (16 * hops * others if has_codecs else 0) + padding,
@@ -85,17 +67,15 @@ def check_conservation(evidence: Sequence[Evidence], harness: InvariantHarness) 
     failures = []
     world_size = len(evidence)
     out = harness.join([e["out"] for e in evidence]) if harness.layout == "fsdp" else evidence[0]["out"]
-    for name, residual_gains in evidence[0]["gains"].items():
-        if None in residual_gains or not out[name].numel():
+    for name in evidence[0]["unsent"]:
+        if not out[name].numel():
             continue
         total = sum(e["in"][name] for e in evidence) / world_size
-        said = out[name]
-        if evidence[0]["owed"][name] is not None:
-            said = said + sum(e["owed"][name] for e in evidence) / world_size
-        if evidence[0]["owner_owed"][name] is not None:
-            said = said + torch.cat([e["owner_owed"][name] for e in evidence])
-        if (error := relative(said - total, total)) > 2e-5:
-            failures.append(f"{name}: sent plus owed differs from what came in by {error:.1e} of it")
+        accounted = out[name]
+        if evidence[0]["unsent"][name] is not None:
+            accounted = accounted + sum(e["unsent"][name].double() for e in evidence) / world_size
+        if (error := relative(accounted - total, total)) > 2e-5:
+            failures.append(f"{name}: sent plus unsent differs from what came in by {error:.1e} of it")
     return failures
 
 
@@ -134,7 +114,7 @@ def collect_mean(harness: InvariantHarness) -> Evidence:
         for name, mean in means.items():
             total[name] = total.get(name, 0) + mean.double() / steps
     exempt = [name for name, assignment in sync.assignments.items() if assignment.kind == "exempt"]
-    remembers = [name for name, a in sync.assignments.items() if None not in _residual_gains(a.method, sync.scatter)]
+    remembers = [name for name, a in sync.assignments.items() if a.method.conserves(scatter=sync.scatter)]
     return {
         "grads": grads,
         "average": total,

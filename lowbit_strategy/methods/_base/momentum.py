@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.collectives.exchange import State, StepContext
+from lowbit_strategy.collectives.stateful_codec import Arena, State, StatefulCodec
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.stateful_codec import Arena, StatefulCodec
 
 
 def add_momentum(momentum: Tensor, gradient: Tensor, factor: float, *, nesterov: bool) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import StepContext
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference.blocks import to_blocks
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
-from lowbit_strategy.methods._base.base import View
+from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 _TINY = torch.finfo(torch.float32).tiny

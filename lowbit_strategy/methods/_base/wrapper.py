@@ -6,9 +6,11 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lowbit_strategy.methods._base.base import Assignment, CodecPair, Compressor, Method, Reducer
+from lowbit_strategy.collectives.stateful_codec import StatefulCodec
+from lowbit_strategy.methods._base.base import Assignment, Compressor
+from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.parameter_selectors import Selector
-from lowbit_strategy.methods._base.stateful_codec import StatefulCodec
+from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
@@ -55,9 +57,7 @@ class Wrapper(Compressor):
         return replace(self, compressor=self.compressor.conserving())
 
     def wrap(self, method: Method) -> Method:
-        if isinstance(method, CodecPair):
-            return CodecPair(self.wrap_codec(method.uplink), self.wrap_codec(method.downlink))
-        return self.wrap_reducer(method)
+        return method.transform(self.wrap_codec, self.wrap_reducer)
 
     @abstractmethod
     def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec: ...

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse import sum_values, sum_values_nbytes
 from lowbit_strategy.collectives.sparse_layout import Chosen
-from lowbit_strategy.methods._base.base import Reducer, ReducerState, TensorState, View
+from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
@@ -54,7 +55,7 @@ class CommonPositionsReducer(Reducer):
     ) -> Generator[Pending, None, list[Tensor]]:
         """Of each view, ascending, int64, the same on all ranks; may communicate."""
 
-    def take_(self, view: View, tensors: TensorState, indices: Tensor) -> Tensor:
+    def take_(self, view: View, tensors: State, indices: Tensor) -> Tensor:
         """Values at the positions, taken out of the residual."""
         values = tensors["residual"].index_select(0, indices)
         tensors["residual"].index_fill_(0, indices, 0.0)

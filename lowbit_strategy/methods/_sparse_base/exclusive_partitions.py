@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse import sum_values, sum_values_nbytes
 from lowbit_strategy.collectives.sparse_layout import (
     BLOCK_BITS,
     POSITION_NBYTES,
     Chosen,
 )
+from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above
-from lowbit_strategy.methods._base.base import Reducer, ReducerState, TensorState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.block_partitions import (
     MAX_BLOCKS,
@@ -123,7 +124,7 @@ class ExclusiveReducer(Reducer):
         write_sums_(views, total, layout, comm.world_size)
         self._learn_(model, control, selection)
 
-    def _threshold(self, model: _Model, control: TensorState, bounds: Sequence[int]) -> Generator[Pending, None, float]:
+    def _threshold(self, model: _Model, control: State, bounds: Sequence[int]) -> Generator[Pending, None, float]:
         """Follow the last count and the trend; estimate where there is nothing to follow yet."""
         if self.density == 1.0:
             return 0.0
@@ -140,13 +141,13 @@ class ExclusiveReducer(Reducer):
         control["threshold"].fill_(threshold)
         return float(control["threshold"])
 
-    def _sizes(self, model: _Model, control: TensorState) -> list[int]:
+    def _sizes(self, model: _Model, control: State) -> list[int]:
         """Blocks of each partition; equal shares at the start, and where the world or the model has another size."""
         equal = equal_sizes(model.grid.num_blocks, model.comm.world_size)
         sizes = [size for size in control["sizes"].tolist() if size]
         return sizes if len(sizes) == len(equal) and sum(sizes) == model.grid.num_blocks else equal
 
-    def _learn_(self, model: _Model, control: TensorState, selection: Selection) -> None:
+    def _learn_(self, model: _Model, control: State, selection: Selection) -> None:
         control["ratio"].fill_(sum(selection.counts) / num_kept(self.density, model.grid.numel))
         sizes = self._sizes(model, control)
         if self.adjust and len(sizes) > 1:

@@ -27,11 +27,13 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse import sum_entries, sum_entries_nbytes
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
+from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.base import Compressor, Reducer, ReducerState, TensorState, View
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 Values = Literal["float32", "bfloat16", "int8", "int4"]
@@ -176,10 +178,10 @@ class SparseReducer(Reducer):
         return accumulate_(views, state)
 
     @abstractmethod
-    def choose(self, view: View, tensors: TensorState, step: StepContext) -> Chosen:
+    def choose(self, view: View, tensors: State, step: StepContext) -> Chosen:
         """Entries of ``tensors["residual"]`` to send: ascending positions."""
 
-    def taken_out_(self, tensors: TensorState, chosen: Chosen) -> None:
+    def taken_out_(self, tensors: State, chosen: Chosen) -> None:
         """Whatever else must follow once entries have been sent."""
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
@@ -201,7 +203,7 @@ class SparseReducer(Reducer):
         total = yield from sum_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
         write_sums_(views, total, layout, comm.world_size)
 
-    def _choose(self, view: View, tensors: TensorState, condition: Condition, step: StepContext) -> Chosen:
+    def _choose(self, view: View, tensors: State, condition: Condition, step: StepContext) -> Chosen:
         spec = view.spec
         if condition is Condition.LIVE:
             return self.choose(view, tensors, step)

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.block import Rounding
-from lowbit_strategy.collectives.exchange import State, StepContext
+from lowbit_strategy.collectives.stateful_codec import Arena, State, StatefulCodec
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_
 from lowbit_strategy.kernels.codebooks import fitted, ternary
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.base import CodecPair, Compressor
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.option_checks import check_bits
-from lowbit_strategy.methods._base.stateful_codec import Arena, StatefulCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 ResidualDtype = Literal["int8", "float32"]

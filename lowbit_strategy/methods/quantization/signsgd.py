@@ -12,13 +12,15 @@ from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.collectives.exchange import State, StepContext
+from lowbit_strategy.collectives.stateful_codec import Arena, State, StatefulCodec
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import SCALE_NBYTES, BlockFormat, uniform
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.base import CodecPair, Compressor
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size, check_choice
-from lowbit_strategy.methods._base.stateful_codec import Arena, PlainCodec, StatefulCodec
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 VoteScale = Literal["mean_abs", "one"]

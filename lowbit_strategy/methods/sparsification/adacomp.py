@@ -10,10 +10,12 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse_layout import Chosen
+from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import BlockFormat
-from lowbit_strategy.methods._base.base import Compressor, TensorState, View
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, Values, value_codec
 
@@ -44,7 +46,7 @@ class AdaCompReducer(SparseReducer):
     def num_kept(self, spec: TensorSpec) -> int:
         return min(spec.numel, _EXPECTED_PER_BIN * -(-spec.numel // self.bin_size))
 
-    def choose(self, view: View, tensors: TensorState, step: StepContext) -> Chosen:
+    def choose(self, view: View, tensors: State, step: StepContext) -> Chosen:
         residual = tensors["residual"]
         indices = select_in_bins(residual, view.flat().float(), self.bin_size)
         return Chosen(indices, residual.index_select(0, indices))

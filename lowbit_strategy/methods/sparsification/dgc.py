@@ -13,11 +13,15 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse_layout import Chosen
+from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
-from lowbit_strategy.methods._base.base import Assignment, CodecPair, Method, ReducerState, TensorState, View
+from lowbit_strategy.methods._base.base import Assignment
+from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.momentum import MomentumCodec, add_momentum
+from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
@@ -104,7 +108,7 @@ class DGCReducer(SparseReducer):
     def clip_factor(self, views: Sequence[View], found: Sequence[Condition], comm: Comm) -> float:
         return 1.0
 
-    def _add_(self, tensors: TensorState, gradient: Tensor) -> bool:
+    def _add_(self, tensors: State, gradient: Tensor) -> bool:
         """Momentum and velocity move on; they stay as they are if they would overflow."""
         zero = torch.zeros((), device=gradient.device)
         momentum = tensors.get("momentum", zero)
@@ -117,10 +121,10 @@ class DGCReducer(SparseReducer):
             momentum.copy_(updated)
         return True
 
-    def choose(self, view: View, tensors: TensorState, step: StepContext) -> Chosen:
+    def choose(self, view: View, tensors: State, step: StepContext) -> Chosen:
         return select_by_sample(tensors["residual"], self.num_kept(view.spec), seed=step.seed)
 
-    def taken_out_(self, tensors: TensorState, chosen: Chosen) -> None:
+    def taken_out_(self, tensors: State, chosen: Chosen) -> None:
         if self.momentum:  # factor masking: stale momentum of what has been sent must not push on
             tensors["momentum"].index_fill_(0, chosen.indices, 0.0)
 

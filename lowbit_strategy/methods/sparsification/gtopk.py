@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse_layout import (
     COUNT_NBYTES,
     Chosen,
@@ -20,8 +19,9 @@ from lowbit_strategy.collectives.sparse_layout import (
     entries_nbytes,
     sparse_layout,
 )
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.base import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import StepContext
+from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference.select import sample_positions
-from lowbit_strategy.methods._base.base import ReducerState, TensorState, View
+from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
 from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, SparseCompressor, accumulate_, conditions
@@ -50,7 +51,7 @@ class RandomKReducer(CommonPositionsReducer):
         return chosen
         yield  # a generator that has nothing to wait for
 
-    def take_(self, view: View, tensors: TensorState, indices: Tensor) -> Tensor:
+    def take_(self, view: View, tensors: State, indices: Tensor) -> Tensor:
         if not self.scale:
             return CommonPositionsReducer.take_(self, view, tensors, indices)
         num = indices.numel()

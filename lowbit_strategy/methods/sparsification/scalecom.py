@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse import sum_values_nbytes
 from lowbit_strategy.collectives.sparse_layout import (
     COUNT_NBYTES,
@@ -20,8 +19,10 @@ from lowbit_strategy.collectives.sparse_layout import (
     counts_nbytes,
     sparse_layout,
 )
+from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.base import ReducerState, TensorState, View
+from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor
@@ -60,7 +61,7 @@ class ScaleComReducer(CommonPositionsReducer):
     def _chunk(self) -> int:
         return max(1, round(1 / self.density))
 
-    def _choose(self, tensors: TensorState, spec: TensorSpec) -> Tensor:
+    def _choose(self, tensors: State, spec: TensorSpec) -> Tensor:
         if self.selection == "exact":
             return top_k(tensors["residual"], self.num_kept(spec))[0]
         return largest_of_chunks(tensors["residual"], self._chunk)
@@ -87,7 +88,7 @@ class ScaleComReducer(CommonPositionsReducer):
         table = COUNT_NBYTES * layout.num_blocks
         return layout.positions(message[:table].clone().view(torch.int32), message[table:])
 
-    def take_(self, view: View, tensors: TensorState, indices: Tensor) -> Tensor:
+    def take_(self, view: View, tensors: State, indices: Tensor) -> Tensor:
         values = CommonPositionsReducer.take_(self, view, tensors, indices)
         if self.beta < 1.0:
             # The residual is m + g, 0 where sent. It becomes m + beta * g, and (1 - beta) * m where sent.

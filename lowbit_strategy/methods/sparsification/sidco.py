@@ -10,10 +10,11 @@ from typing import ClassVar
 import torch
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse_layout import Chosen
+from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import sample_magnitudes, select_above
-from lowbit_strategy.methods._base.base import ReducerState, TensorState, View
+from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.fitted_thresholds import (
     DISTRIBUTIONS,
@@ -63,7 +64,7 @@ class SIDCoReducer(SparseReducer):
             tensors["sense"] = torch.ones(1)
         return state
 
-    def choose(self, view: View, tensors: TensorState, step: StepContext) -> Chosen:
+    def choose(self, view: View, tensors: State, step: StepContext) -> Chosen:
         h = tensors["residual"]
         wanted = self.num_kept(view.spec)
         num = max(_SAMPLE_NUMEL, math.ceil(_SAMPLE_KEPT / self.density))
@@ -77,7 +78,7 @@ class SIDCoReducer(SparseReducer):
         self._learn_(tensors, indices.numel() / wanted)
         return Chosen(indices.long(), values)
 
-    def _learn_(self, tensors: TensorState, ratio: float) -> None:
+    def _learn_(self, tensors: State, ratio: float) -> None:
         """A stage more or less where the counts of the last steps were off on average.
 
         With light tails more stages raise the count, with heavy ones they lower it: a move that made it worse, or was

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.sparse_layout import Chosen
+from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.base import TensorState, View
+from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import EntriesCompressor, SparseReducer, value_codec
 
@@ -26,7 +27,7 @@ class TopKReducer(SparseReducer):
     def label(self) -> str:
         return f"top-k {self.density:g}, {self.codec.label}"
 
-    def choose(self, view: View, tensors: TensorState, step: StepContext) -> Chosen:
+    def choose(self, view: View, tensors: State, step: StepContext) -> Chosen:
         return Chosen(*top_k(tensors["residual"], self.num_kept(view.spec)))
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from lowbit_strategy.methods._base.base import Compressor, Reducer
+from lowbit_strategy.collectives.stateful_codec import StatefulCodec
+from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.feedback import codec_of
 from lowbit_strategy.methods._base.markov import MarkovCodec
-from lowbit_strategy.methods._base.stateful_codec import StatefulCodec
+from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.wrapper import Wrapper
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.methods._base.base import Compressor, Reducer
+from lowbit_strategy.collectives.stateful_codec import StatefulCodec
+from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer, ResidualDtype, check_decay
 from lowbit_strategy.methods._base.option_checks import check_choice
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec, StatefulCodec
+from lowbit_strategy.methods._base.reducer import Reducer
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.wrapper import Wrapper
 from lowbit_strategy.methods.quantization.qsgd import QSGD
 

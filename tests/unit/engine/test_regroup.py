@@ -34,20 +34,20 @@ def test_what_is_owed_is_said_by_a_method_that_keeps_no_residual() -> None:
 def test_an_idle_parameter_goes_on_owing() -> None:
     sync = engine(TWO)
     reduce_step(sync, gradients(0))
-    carryover = sync.export_residual(WEIGHTS[0])
+    carryover = sync.residual(WEIGHTS[0])
     sync.use(Dense())
     idle = gradients(1) | {WEIGHTS[0]: torch.zeros(48 * 64)}
     assert not reduce_step(sync, idle)[WEIGHTS[0]].any()
     torch.testing.assert_close(sync.carryover.get(WEIGHTS[0]), carryover)
     sync.use(TWO)  # and takes it along
     assert WEIGHTS[0] not in sync.carryover
-    torch.testing.assert_close(sync.export_residual(WEIGHTS[0]), carryover)
+    torch.testing.assert_close(sync.residual(WEIGHTS[0]), carryover)
 
 
 def test_an_overflow_leaves_it_owed() -> None:
     sync = engine(TWO, rollback=True)
     reduce_step(sync, gradients(0))
-    carryover = sync.export_residual(WEIGHTS[0]).clone()
+    carryover = sync.residual(WEIGHTS[0]).clone()
     sync.use(Dense())
     bad = gradients(1)
     bad["bias"][3] = torch.inf
@@ -81,8 +81,8 @@ def test_resuming_with_another_method_is_as_switching_to_it(following: Compresso
     capture.restore(resumed, saved, load_rank=lambda _: saved, on_world_size_change="reset")
     switched.use(following)
     for name in WEIGHTS:
-        want = switched.export_residual(name) if following is TWO else switched.carryover.get(name)
-        have = resumed.export_residual(name) if following is TWO else resumed.carryover.get(name)
+        want = switched.residual(name) if following is TWO else switched.carryover.get(name)
+        have = resumed.residual(name) if following is TWO else resumed.carryover.get(name)
         assert want.any()
         torch.testing.assert_close(have, want)
 

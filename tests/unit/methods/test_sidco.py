@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.exchange import StepContext
 from lowbit_strategy.collectives.layout import flat_cut
-from lowbit_strategy.methods._base.base import View
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.fitted_thresholds import (
     DISTRIBUTIONS,

@@ -11,7 +11,8 @@ import torch
 
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.rotate import RotatedCodec
-from lowbit_strategy.methods._base.base import CodecPair, Compressor
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer
 from lowbit_strategy.methods._base.markov import MarkovCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -185,9 +186,9 @@ def test_residuals_of_the_warm_up_go_on() -> None:
     g = [gaussian((32, 64), rank) for rank in range(2)]
     for _ in range(2):
         ranks.step(g)
-    before = ranks.syncs[0].export_residual("p")
+    before = ranks.syncs[0].residual("p")
     ranks.syncs[0].follow_phase()
-    after = ranks.syncs[0].export_residual("p")
+    after = ranks.syncs[0].residual("p")
     assert before is not None
     assert after is not None
     assert torch.allclose(after[1024:], before[1024:], atol=1e-6)  # the first half also takes what the owner owed

@@ -25,7 +25,7 @@ def figures(error: float, *, compressed: bool = True, numel: int = 1000) -> dict
         "cosine": 1 - error,
         "sent_energy_ratio": 0.9,
         "residual_norm": 0.5,
-        "gradient_norm": 2.0,
+        "compensated_norm": 2.0,
         "bits_per_element": 4.125,
         "wire_nbytes": 500.0,
         "method": "loco 4-bit, blocks of 128" if compressed else "float32",
@@ -50,7 +50,7 @@ def write_run(folder: Path, num_steps: int = 200, *, switches: int = 1) -> RunRe
             codec_ms=1.0,
             comm_ms=5.0,
             step_ms=20.0 if step else None,
-            untold=[],
+            nonfinite=[],
         )
     for at in range(switches):
         switch = {"what": "blocks.0.weight", "before": LABELS[0], "after": LABELS[1], "reason": f"reason {at} <b>"}

@@ -1,0 +1,79 @@
+"""What a rank notices while it reduces, kept on the device so that nobody waits for it before the step is over."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm
+
+
+class StepFlags:
+    """Overflow and broken layouts.
+
+    On CPU a broken layout is an error at once. On CUDA looking would make the host wait for the device: the first rank
+    that sent something unexpected is noted there, and copied to the host without waiting. `raise_if_broken` looks at
+    the copy that the step before has made.
+
+    Attributes:
+        overflow: int32 [1], 1 once this rank has put in inf or NaN, or owns a mean that is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        self._broken = torch.zeros(1, dtype=torch.int32, device=device)  # 1 + the rank that sent another layout
+        self._on_host: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def check_layout(self, received_WB: Tensor, header: Tensor, rank: int) -> None:
+        """Every rank has sent the header that this rank would have sent.
+
+        FSDP2 modules that run on some ranks only make ranks disagree, in any step.
+
+        Raises:
+            RuntimeError: One has not (on CPU).
+        """
+        differs_W = (received_WB[:, : header.numel()] != header).any(1)
+        if received_WB.is_cuda:
+            ranks = torch.arange(1, len(differs_W) + 1, dtype=torch.int32, device=differs_W.device)
+            torch.maximum(self._broken, (ranks * differs_W).amax().view(1), out=self._broken)
+        elif bool(differs_W.any()):
+            raise RuntimeError(_message(int(differs_W.to(torch.int32).argmax()), rank))
+
+    def overflowed(self, comm: Comm) -> bool:
+        """Whether any rank has noted an overflow since `clear`; on all ranks together, waits for the device."""
+        total = self.overflow.clone()
+        comm.all_reduce_max(total).wait()
+        return bool(total.item())
+
+    def clear(self) -> None:
+        self.overflow.zero_()
+
+    def raise_if_broken(self, rank: int) -> None:
+        """Once per step, on CUDA: look at the last step's copy if it has arrived, and start another one.
+
+        Raises:
+            RuntimeError: A rank has sent a message of another layout.
+        """
+        if not self._broken.is_cuda:
+            return
+        if self._on_host is None:
+            self._on_host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            self._copied = torch.cuda.Event()
+        elif self._copied is not None and self._copied.query() and (number := int(self._on_host)):
+            raise RuntimeError(_message(number - 1, rank))
+        assert self._copied is not None
+        self._on_host.copy_(self._broken, non_blocking=True)
+        self._copied.record()
+
+
+def _message(sender: int, rank: int) -> str:
+    return (
+        f"rank {sender} sent a message of another layout than rank {rank} expects: the ranks' models or compressor"
+        " configurations differ, or a module that FSDP2 shards by itself ran on some ranks only (an expert?)"
+    )
+
+
+def note_overflow(flag: Tensor, values: Tensor) -> None:
+    """Set `flag` where `values` are not all finite, without making the host wait."""
+    torch.maximum(flag, (~values.isfinite().all()).to(torch.int32).view(1), out=flag)

@@ -1,0 +1,60 @@
+"""The order in which DDP's buckets are advanced, the same on all ranks.
+
+A new bucket is started (encoded, its bytes sent), then every older one is advanced by one stage, oldest first; after
+the last bucket of a backward pass all are finished. So one bucket is encoded while another's bytes travel, and all
+ranks issue collectives in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.engine.bucket import Stages
+
+
+class _Job:
+    __slots__ = ("_pending", "future", "result", "stages")
+
+    def __init__(self, stages: Stages, result: Tensor, future: torch.futures.Future[Tensor]) -> None:
+        self.stages = stages
+        self.result = result
+        self.future = future
+        self._pending: Pending | None = None
+
+    def advance(self) -> bool:
+        """Wait for what travels, go on to the next exchange. Returns whether the bucket is done."""
+        if self._pending is not None:
+            self._pending.wait()
+        try:
+            self._pending = next(self.stages)
+        except StopIteration:
+            self.future.set_result(self.result)
+            return True
+        return False
+
+
+class BucketSchedule:
+    """The buckets that are under way. All calls come from one thread (and, on CUDA, on one stream)."""
+
+    def __init__(self) -> None:
+        self._active: list[_Job] = []
+
+    def start(self, stages: Stages, result: Tensor, future: torch.futures.Future[Tensor], *, last: bool) -> None:
+        """Start a bucket, advance the others. `future` gets `result` once `stages` are exhausted."""
+        self._active.append(_Job(stages, result, future))
+        self._advance([self._active[-1], *self._active[:-1]])
+        while last and self._active:
+            self._advance(list(self._active))
+
+    def fail(self, error: Exception) -> None:
+        """Nothing that is under way will end: whoever waits for it gets `error`."""
+        failed, self._active = self._active, []
+        for job in failed:
+            job.future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation
+
+    def _advance(self, jobs: list[_Job]) -> None:
+        for job in jobs:
+            if job.advance():
+                self._active.remove(job)

@@ -1,0 +1,170 @@
+"""What a method is, and the one interface for the state it keeps.
+
+A method turns every rank's gradient into their mean. Parameters with equal methods share a *store*, which holds their
+state on this rank. Whatever the method, what it has not yet sent can be taken out of a store, or put into one, in units
+of the gradient: live switches, checkpoints of another configuration and changes of the world size need nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.layout import Cut, cut_of
+from lowbit_strategy.collectives.stateful_codec import State, StatefulCodec
+from lowbit_strategy.methods._base.residual_format import read_residual
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+
+class Placement(NamedTuple):
+    """Where a store's state lives: which rank of how many, on which device, and whether gradients are scattered."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    scatter: bool
+
+    def cut(self, spec: TensorSpec, block_size: int) -> Cut:
+        return cut_of(spec.shape, self.world_size, block_size, scatter=self.scatter)
+
+
+class MethodStore(ABC):
+    """State of all parameters that one method serves on this rank."""
+
+    @property
+    @abstractmethod
+    def shared(self) -> State:
+        """What concerns no single parameter."""
+
+    @abstractmethod
+    def tensors(self, name: str) -> State:
+        """All state of one parameter, as views: writing them changes the store."""
+
+    @abstractmethod
+    def state_tensors(self) -> list[Tensor]:
+        """Everything the store holds, in as few tensors as possible."""
+
+    @abstractmethod
+    def residual(self, name: str) -> Tensor | None:
+        """float32 ``[numel]``: what is added to the next gradient; None where the method keeps none."""
+
+    @abstractmethod
+    def numbers(self, name: str) -> dict[str, Any]:
+        """What `unsent_part` needs to know beside the tensors: plain numbers, saved with them."""
+
+    @abstractmethod
+    def import_unsent_(self, name: str, values: Tensor) -> bool:
+        """Make float32 ``[numel]``, in units of the gradient, the parameter's residual.
+
+        The parameter's state must be fresh. Returns False, and does nothing, where the method keeps no residual.
+        """
+
+    @abstractmethod
+    def rescale_(self, factor: float) -> None:
+        """The loss scale has changed by `factor`: everything in units of the gradient follows."""
+
+    def export_unsent(self, name: str) -> Tensor | None:
+        """float32 ``[numel]``: this rank's share of what has not been sent yet, in units of the gradient.
+
+        Its mean over ranks is what the results so far lack. None where the method keeps no residual.
+        """
+        return unsent_part(self.tensors(name), self.numbers(name))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.state_tensors())
+
+
+class Method(ABC):
+    """A rule for turning every rank's gradient into their mean; hashable."""
+
+    whole_model: ClassVar[bool] = False  # wants all parameters of a step at once
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """A few words for reports."""
+
+    @property
+    def block_size(self) -> int:
+        """Under DDP chunks start on multiples of it."""
+        return 1
+
+    @property
+    def residual_gain(self) -> float | None:
+        """As `StatefulCodec.residual_gain`."""
+        return None
+
+    @abstractmethod
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        """Bytes this rank hands to others for one reduction of `spec`, exact or, for data-dependent sizes, expected."""
+
+    @abstractmethod
+    def make_store(self, specs: Mapping[str, TensorSpec], placement: Placement) -> MethodStore:
+        """Fresh state for the parameters `specs`."""
+
+    @abstractmethod
+    def transform(self, codec: Callable[[StatefulCodec], StatefulCodec], reducer: Callable[[Any], Any]) -> Method:
+        """The same method with what it is made of replaced: for wrappers."""
+
+    def description(self, *, scatter: bool) -> str:
+        """As `label`, with the downlink where it differs."""
+        return self.label
+
+    def conserves(self, *, scatter: bool) -> bool:
+        """Whether everything that came in has come out or is in a residual; False where something is given up."""
+        return self.residual_gain is not None
+
+    def continues(self, earlier: Method) -> bool:
+        """Whether all state that `earlier` leaves means the same to this method, and not the residual alone."""
+        return self == earlier
+
+
+def finite_gain(residual_gain: float | None) -> float:
+    """Residual per unit not yet sent; 1 where a method gives no law."""
+    return 1.0 if residual_gain is None or math.isinf(residual_gain) else residual_gain
+
+
+@dataclass(frozen=True, slots=True)
+class _Hops:
+    """The state of a codec pair, hop by hop."""
+
+    uplink: State
+    downlink: State
+
+
+def _hops(tensors: Mapping[str, Tensor]) -> _Hops:
+    parts: dict[str, State] = {"uplink": {}, "downlink": {}}
+    for key, value in tensors.items():
+        hop, _, name = key.partition(".")
+        parts[hop][name] = value
+    return _Hops(**parts)
+
+
+def unsent_part(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Tensor | None:
+    """What a parameter's state, live or saved, has not sent yet: float32 ``[numel]``, in units of the gradient.
+
+    A sender has not sent ``residual / residual_gain`` of its own gradient. An owner has not sent the same of the mean
+    of its chunk, of which a sender's gradient is a W-th. None where there is no residual.
+    """
+    numel: int = numbers["numel"]
+    if not any("." in key for key in tensors):
+        values = read_residual(tensors)
+        return None if values is None else values[:numel] / numbers["residual_gain"]
+    hops, row_numel, world_size = _hops(tensors), numbers["row_numel"], numbers["world_size"]
+    unsent: Tensor | None = None
+    if (values := read_residual(hops.uplink)) is not None:
+        rows = values.view(world_size, -1)[:, :row_numel]
+        unsent = rows.reshape(-1)[:numel] / numbers["residual_gain"]
+    if (values := read_residual(hops.downlink)) is not None:
+        start = numbers["rank"] * row_numel
+        length = max(0, min(row_numel, numel - start))
+        unsent = torch.zeros(numel, dtype=torch.float32, device=values.device) if unsent is None else unsent
+        unsent[start : start + length] += values[:length] * (world_size / numbers["downlink_residual_gain"])
+    return unsent

@@ -1,0 +1,147 @@
+"""Methods with communication of their own: sparse, low-rank and whole-model ones, and the store of their state."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import Cut
+from lowbit_strategy.collectives.stateful_codec import State, StatefulCodec
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.methods._base.method import Method, MethodStore, Placement, finite_gain
+from lowbit_strategy.methods._base.residual_format import read_residual, write_residual_
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+ReducerState = dict[str, State]  # by parameter name; what concerns no single parameter under the empty name
+
+
+class View(NamedTuple):
+    """One parameter's gradient in a bucket, as a reducer sees it.
+
+    Args:
+        spec: The parameter.
+        cut: How it is cut over the ranks.
+        x: All-reduce: flat ``[numel]``. Reduce-scatter: ``[W, row_numel]``, row r for rank r, padded with zeros.
+        out: All-reduce: the mean goes here, flat ``[numel]``; may be `x` itself. Reduce-scatter: the *sum* of the own
+            row, ``[row_numel]``, since FSDP2 divides afterwards.
+        scatter: Which of the two.
+        compensated: float32 ``[numel]`` to fill with the gradient plus the residual, or None.
+        sent: float32 ``[numel]`` to fill with what the others decode of it, or None.
+    """
+
+    spec: TensorSpec
+    cut: Cut
+    x: Tensor
+    out: Tensor
+    scatter: bool
+    compensated: Tensor | None = None
+    sent: Tensor | None = None
+
+    def flat(self) -> Tensor:
+        """The whole gradient, flat ``[numel]``, whatever the layout; a copy under reduce-scatter."""
+        return self.x.reshape(-1)[: self.spec.numel] if self.scatter else self.x
+
+    def rows(self, values_N: Tensor) -> Tensor:
+        """``[W, row_numel]`` of flat ``[numel]``: row r for rank r, padded with zeros."""
+        padding = self.cut.row_numel * self.cut.world_size - self.spec.numel
+        return torch.nn.functional.pad(values_N, (0, padding)).view(self.cut.world_size, self.cut.row_numel)
+
+    def write_mean_(self, mean_N: Tensor, rank: int) -> None:
+        """Store the mean over ranks, flat ``[numel]`` in any float dtype, in the form that `out` wants."""
+        if not self.scatter:
+            self.out.copy_(mean_N)
+            return
+        start, length = rank * self.cut.row_numel, self.cut.row_length(rank)
+        self.out[:length] = mean_N[start : start + length] * self.cut.world_size
+        self.out[length:] = 0
+
+
+class Reducer(Method):
+    """A method with communication of its own. A frozen dataclass; state is passed in and changed in place.
+
+    ``whole_model`` methods are given all parameters of a step at once: under DDP the engine collects the buckets and
+    calls `reduce` on the last one; under FSDP2 each module is its own model.
+    """
+
+    fixed_size: ClassVar[bool] = False  # bytes never depend on values: `wire_nbytes` is exact
+
+    @property
+    def label(self) -> str:
+        return type(self).__name__.removesuffix("Reducer").lower()
+
+    def nearest(self) -> Reducer:
+        """As `Codec.nearest`: the least error instead of no bias, for use with feedback."""
+        return self
+
+    @abstractmethod
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        """State by parameter name; what concerns no single parameter goes under the empty name.
+
+        A tensor called ``residual``, flat in the parameter's order, is what is added to the next gradient (with
+        ``residual_scale`` beside it where it is int8): it is carried over when the method changes.
+        """
+
+    @abstractmethod
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        """Write every view's mean; yield whenever bytes travel. All ranks call with the same parameters in order.
+
+        Where a view has `compensated` and `sent` both must be filled.
+        """
+
+    def rescale_(self, state: ReducerState, factor: float) -> None:
+        """The loss scale changed by `factor`: everything that is in units of the gradient follows."""
+        for tensors in state.values():
+            if "residual" in tensors:
+                tensors["residual_scale" if "residual_scale" in tensors else "residual"].mul_(factor)
+
+    def make_store(self, specs: Mapping[str, TensorSpec], placement: Placement) -> ReducerStore:
+        return ReducerStore(self, specs, placement)
+
+    def transform(self, codec: Callable[[StatefulCodec], StatefulCodec], reducer: Callable[[Any], Any]) -> Reducer:
+        return reducer(self)
+
+
+class ReducerStore(MethodStore):
+    """State of all parameters that one reducer serves.
+
+    Attributes:
+        state: As the reducer made it, for `Reducer.reduce`.
+    """
+
+    def __init__(self, method: Reducer, specs: Mapping[str, TensorSpec], placement: Placement) -> None:
+        self.method = method
+        self.state = method.init(list(specs.values()), placement.device)
+        self._specs = dict(specs)
+
+    @property
+    def shared(self) -> State:
+        return self.state.get("", {})
+
+    def tensors(self, name: str) -> State:
+        return self.state.get(name, {})
+
+    def state_tensors(self) -> list[Tensor]:
+        return [tensor for tensors in self.state.values() for tensor in tensors.values()]
+
+    def residual(self, name: str) -> Tensor | None:
+        values = read_residual(self.tensors(name))
+        return None if values is None else values[: self._specs[name].numel]
+
+    def numbers(self, name: str) -> dict[str, Any]:
+        return {"numel": self._specs[name].numel, "residual_gain": finite_gain(self.method.residual_gain)}
+
+    def import_unsent_(self, name: str, values: Tensor) -> bool:
+        tensors = self.tensors(name)
+        if "residual" not in tensors:
+            return False
+        residual = values * finite_gain(self.method.residual_gain)
+        write_residual_(tensors, torch.nn.functional.pad(residual, (0, tensors["residual"].numel() - values.numel())))
+        return True
+
+    def rescale_(self, factor: float) -> None:
+        self.method.rescale_(self.state, factor)

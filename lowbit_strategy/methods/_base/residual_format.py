@@ -1,0 +1,41 @@
+"""How residuals are kept: float32, bfloat16, or int8 with one scale per block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.kernels.reference import blocks
+
+
+def read_residual(state: Mapping[str, Tensor]) -> Tensor | None:
+    """float32, 1-D: the values of a residual of any kind; None where there is none.
+
+    `state` has ``residual`` and, where that is int8, ``residual_scale``, one entry per block.
+    """
+    residual, scale = state.get("residual"), state.get("residual_scale")
+    if residual is None:
+        return None
+    flat = residual.reshape(-1).float()
+    if scale is None or not flat.numel():
+        return flat.clone() if flat.data_ptr() == residual.data_ptr() else flat
+    return (flat.view(scale.numel(), -1) * scale.float()[:, None]).view(-1)
+
+
+def write_residual_(state: State, values: Tensor) -> None:
+    """Store float32 `values`, padded to whole blocks where the residual has blocks."""
+    residual = state["residual"]
+    if "residual_scale" not in state or not residual.numel():
+        residual.copy_(values.view_as(residual))
+        return
+    block_size = residual.numel() // state["residual_scale"].numel()
+    grid = uniform(8, block_size)
+    values_KB = values.to(residual.device).view(-1, block_size)
+    scale_K = blocks.residual_scale(values_KB, grid)
+    codes = blocks.quantize(values_KB, scale_K, grid).to(torch.int16) - grid.qmax
+    residual.copy_(codes.view(-1))
+    state["residual_scale"].copy_(scale_K)
