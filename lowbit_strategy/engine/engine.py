@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
-from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Stages
+from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Entry, Stages
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.listeners import Listeners, StepListener, StepPhase
 from lowbit_strategy.engine.whole_model import Collector
@@ -60,6 +61,7 @@ class GradientSync:
     Attributes:
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
+        weights_nbytes: Bytes this rank sends per step for weights, by the framework that gathers them; 0 under DDP.
         extra_state: What is saved beside the methods' own state, by name.
     """
 
@@ -82,6 +84,7 @@ class GradientSync:
         self.rollback = rollback
         self.step_index = 0
         self.num_skipped = 0
+        self.weights_nbytes = 0
         self.loss_scale: float | None = None
         self.carryover = CarryOver(device)
         self.extra_state: dict[str, Stateful] = {}
@@ -96,6 +99,7 @@ class GradientSync:
         self._entered: set[BucketLayout] = set()  # in the backward pass under way
         self._num_passes = 0  # of the step, with this one
         self._observers: list[BucketObserver] = []
+        self._expected: tuple[BucketLayout, ...] = ()
         self._replaced: list[MethodStore] = []  # kept until the step is over: a stream may still read them
         self._backup: list[Tensor] = []
         self.use(compressor)
@@ -324,6 +328,27 @@ class GradientSync:
     def residual_nbytes(self) -> int:
         """Bytes of all state on this rank."""
         return sum(store.nbytes for store in self.stores.values())
+
+    def expect(self, layouts: Sequence[BucketLayout]) -> None:
+        """The buckets that will come, one after the other, as far as they are known: for `buffer_nbytes`."""
+        self._expected = tuple(layouts)
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes for messages on this rank, at most.
+
+        FSDP2's modules take turns, so it is the largest one that counts. DDP's buckets may all be under way at once.
+        """
+        if self._expected:
+            return max(self._exchange_nbytes(layout) for layout in self._expected)
+        offsets = itertools.accumulate((spec.numel for spec in self.specs.values()), initial=0)
+        entries = tuple(map(Entry, self.specs, offsets))
+        row_numel = sum(self._placement.cut(spec, 1).row_numel for spec in self.specs.values())
+        return self._exchange_nbytes(BucketLayout(entries, row_numel if self.scatter else None))
+
+    def _exchange_nbytes(self, layout: BucketLayout) -> int:
+        exchange = Bucket(self._context, layout).exchange
+        return 0 if exchange is None else exchange.buffer_nbytes
 
     def sent_nbytes(self, name: str) -> int:
         """Bytes this rank hands to others for one reduction of a parameter, headers and padding aside."""

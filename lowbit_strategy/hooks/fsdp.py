@@ -40,7 +40,7 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
             raise RuntimeError(
                 f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?"
             )
-        layout = self._layout()
+        layout = self.layout()
         if layout.row_numel != output_tensor.numel():
             raise RuntimeError(
                 f"FSDP2 reduces {output_tensor.numel()} elements a rank where the trainable parameters have"
@@ -51,7 +51,8 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
             if pending is not None:
                 pending.wait()
 
-    def _layout(self) -> BucketLayout:
+    def layout(self) -> BucketLayout:
+        """What the module's parameters that are trained now will be handed in as."""
         params = [p for p in self._param_group.fsdp_params if p.sharded_param.requires_grad]
         names = tuple(self._names[id(p.sharded_param)] for p in params)
         if names not in self._layouts:
@@ -62,6 +63,18 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
             self._layouts[names] = BucketLayout(tuple(entries), row_numel=at)
         return self._layouts[names]
 
+    def gathered_nbytes(self) -> int:
+        """Bytes this rank sends per step when FSDP2 gathers the module's weights: in forward and, unless they stay
+        gathered in between, in backward.
+        """
+        group = self._param_group
+        num_gathers = 2 if group.post_forward_mesh_info is not None else 1
+        shards = (
+            param._sharded_param_data.numel() * (group.mp_policy.param_dtype or param.sharded_param.dtype).itemsize
+            for param in group.fsdp_params
+        )
+        return num_gathers * (self._sync.comm.world_size - 1) * int(sum(shards))
+
 
 def install(module: nn.Module, sync: GradientSync) -> int:
     """Give every FSDP2 module under `module` a compressed reduce-scatter. Returns how many were given one.
@@ -70,6 +83,7 @@ def install(module: nn.Module, sync: GradientSync) -> int:
         ValueError: A parameter is sharded along another dim than the first, or not at all.
     """
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
+    installed: list[CompressedReduceScatter] = []
     seen: set[int] = set()
     sharded: set[int] = set()
     for child in module.modules():
@@ -88,10 +102,13 @@ def install(module: nn.Module, sync: GradientSync) -> int:
         child.set_force_sum_reduction_for_comms(True)
         if hasattr(child, "set_reduce_scatter_unused_params"):
             child.set_reduce_scatter_unused_params(True, recurse=False)
-        child.set_custom_reduce_scatter(CompressedReduceScatter(sync, group, names))
+        installed.append(CompressedReduceScatter(sync, group, names))
+        child.set_custom_reduce_scatter(installed[-1])
     if seen and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
         raise ValueError(
             f"nothing synchronises {', '.join(left[:3])}{' ...' if len(left) > 3 else ''}: no module that holds it is"
             " sharded. Call fully_shard on the whole model as well, after its parts"
         )
-    return len(seen)
+    sync.expect([each.layout() for each in installed])
+    sync.weights_nbytes = sum(each.gathered_nbytes() for each in installed)
+    return len(installed)

@@ -63,7 +63,8 @@ class Observation:
         step: Optimizer steps completed before it.
         total: All parameters.
         groups: By group name.
-        sent_nbytes: Bytes a rank put on the wire in the whole step, counted, mean over ranks.
+        sent_nbytes: Bytes of gradients that a rank put on the wire in the whole step, counted, mean over ranks.
+        weights_nbytes: Bytes that a rank sends per step where FSDP2 gathers weights, uncompressed; 0 under DDP.
         dense_nbytes: What an uncompressed float32 ring would have sent.
         codec_ms: Time in methods (encode, decode, select), mean over ranks.
         comm_ms: Time in waiting for other ranks' bytes; what overlaps with backward is in it too.
@@ -75,6 +76,7 @@ class Observation:
     total: Figures
     groups: dict[str, Figures]
     sent_nbytes: float
+    weights_nbytes: float
     dense_nbytes: float
     codec_ms: float
     comm_ms: float
@@ -231,6 +233,7 @@ class Observer:
             total=self._figures(names, sums),
             groups={group: self._figures(members, sums) for group, members in groups.items()},
             sent_nbytes=sent,
+            weights_nbytes=float(sync.weights_nbytes),
             dense_nbytes=4 * self._hops() * sum(spec.numel for spec in sync.specs.values()),
             codec_ms=1000 * codec,
             comm_ms=1000 * waiting,

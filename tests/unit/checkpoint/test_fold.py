@@ -1,0 +1,84 @@
+"""Another number of ranks on resume: under ``fold`` nothing that has not been sent is lost, whatever serves then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.simulated_world import SimulatedWorld
+from lowbit_strategy import QSGD, Dense, ErrorFeedback, LoCo, PowerSGD, TopK
+from lowbit_strategy.checkpoint.capture import Saved, capture, restore
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+SPECS = [TensorSpec("first", (24, 40)), TensorSpec("second", (50, 30))]
+LAYOUT = BucketLayout((Entry("first", 0), Entry("second", 960)))
+BOTH_HOPS = LoCo(bits=2, block_size=64, beta=0.5, return_beta=0.5, residual="float32", exempt=())
+COMPRESSORS: dict[str, Compressor] = {
+    "loco": BOTH_HOPS,
+    "feedback": ErrorFeedback(compressor=QSGD(bits=3, exempt=())),
+    "topk": TopK(density=0.05, exempt=()),
+    "powersgd": PowerSGD(rank=2, exempt=()),
+    "qsgd, no residual": QSGD(bits=4, exempt=()),
+    "dense": Dense(),
+}
+
+
+def ranks(compressor: Compressor, world: SimulatedWorld) -> list[GradientSync]:
+    return [GradientSync(compressor, SPECS, comm, torch.device("cpu"), scatter=False) for comm in world.comms]
+
+
+def train(world: SimulatedWorld, syncs: Sequence[GradientSync], steps: int) -> None:
+    for step in range(steps):
+        buffers = []
+        for rank in range(len(syncs)):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            buffers.append(torch.randn(sum(spec.numel for spec in SPECS), generator=generator))
+        world.reduce(syncs, LAYOUT, buffers, buffers)
+
+
+def missing(syncs: Sequence[GradientSync]) -> dict[str, Tensor]:
+    """What the results so far lack of the mean: the mean over ranks of what each has not sent."""
+    found = {}
+    for spec in SPECS:
+        parts = [sync.export_unsent(spec.name) for sync in syncs]
+        found[spec.name] = torch.stack([torch.zeros(spec.numel) if part is None else part for part in parts]).mean(0)
+    return found
+
+
+def resumed(saved: Sequence[Saved], compressor: Compressor, world_size: int) -> list[GradientSync]:
+    syncs = ranks(compressor, SimulatedWorld(world_size))
+    for rank, sync in enumerate(syncs):
+        restore(sync, saved[rank % len(saved)], load_rank=lambda r: saved[r], on_world_size_change="fold")
+    return syncs
+
+
+@pytest.mark.parametrize("following", COMPRESSORS)
+@pytest.mark.parametrize("earlier", ["loco", "feedback", "topk", "powersgd"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_fold_keeps_everything_under_any_compressor(earlier: str, following: str, world_size: int) -> None:
+    world = SimulatedWorld(3)
+    syncs = ranks(COMPRESSORS[earlier], world)
+    train(world, syncs, 3)
+    before = missing(syncs)
+    after = missing(resumed([capture(sync) for sync in syncs], COMPRESSORS[following], world_size))
+    for name, values in before.items():
+        assert values.any()
+        torch.testing.assert_close(after[name], values, rtol=1e-5, atol=1e-6)
+
+
+def test_fold_keeps_what_a_replaced_method_left_over() -> None:
+    world = SimulatedWorld(3)
+    syncs = ranks(BOTH_HOPS, world)
+    train(world, syncs, 2)
+    before = missing(syncs)
+    for sync in syncs:
+        sync.use(Dense())  # keeps no residual, so the next gradient takes it along
+    after = missing(resumed([capture(sync) for sync in syncs], Dense(), 2))
+    for name, values in before.items():
+        torch.testing.assert_close(after[name], values, rtol=1e-5, atol=1e-6)

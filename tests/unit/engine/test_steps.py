@@ -1,0 +1,131 @@
+"""A step's events: regrouping when it begins, one parameter at a time, and what a step may not let go of."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit_strategy import Dense, LoCo
+from lowbit_strategy.engine.carryover import CarryOver
+from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.methods._base.method import MethodStore
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from tests.unit.engine.single import engine, gradients, reduce_step
+
+TWO_PHASES = LoCo(bits=2, block_size=64, warmup_steps=1)
+
+
+def test_a_step_that_has_begun_is_not_regrouped_while_it_reduces() -> None:
+    sync = engine(TWO_PHASES)
+    reduce_step(sync, gradients(0))
+    sync.begin_step()
+    with mock.patch.object(sync, "assign", side_effect=AssertionError("regrouped inside a collective's stream")):
+        reduce_step(sync, gradients(1), end=False)
+    assert {method.uplink.fmt.bits for method in sync.stores if method.residual_gain != torch.inf} == {2}
+
+
+def test_beginning_twice_is_beginning_once() -> None:
+    sync, calls = engine(Dense()), []
+
+    class Listener:
+        def begin_step(self) -> None:
+            calls.append("begin")
+
+        def end_step(self, *, counted: bool) -> None:
+            calls.append("end")
+
+    sync.subscribe(Listener(), StepPhase.RECORD)
+    sync.begin_step()
+    sync.begin_step()
+    reduce_step(sync, gradients(0))
+    assert calls == ["begin", "end"]
+
+
+def test_listeners_are_called_by_phase() -> None:
+    sync, calls = engine(Dense()), []
+
+    def listener(name: str) -> object:
+        class Listener:
+            def begin_step(self) -> None:
+                calls.append(f"{name} begins")
+
+            def end_step(self, *, counted: bool) -> None:
+                calls.append(f"{name} ends")
+
+        return Listener()
+
+    for phase in (StepPhase.RECORD, StepPhase.OBSERVE, StepPhase.DECIDE):
+        sync.subscribe(listener(phase.name), phase)
+    reduce_step(sync, gradients(0))
+    assert calls == [
+        *("DECIDE begins", "OBSERVE begins", "RECORD begins"),
+        *("OBSERVE ends", "DECIDE ends", "RECORD ends"),
+    ]
+
+
+def test_replaced_state_lives_until_the_step_is_over() -> None:
+    """Reads of it may still be queued on another stream when a step begins late, inside a collective."""
+    sync = engine(TWO_PHASES)
+    reduce_step(sync, gradients(0))
+    old = [weakref.ref(tensor) for tensor in sync.state_tensors()]
+    reduce_step(sync, gradients(1), end=False)
+    gc.collect()
+    assert all(ref() is not None for ref in old)
+    sync.end_step()
+    gc.collect()
+    assert all(ref() is None for ref in old)
+
+
+def test_regrouping_holds_one_parameter_in_float32_at_a_time() -> None:
+    specs = [TensorSpec(f"blocks.{i}.weight", (48, 64)) for i in range(6)]
+    sync = engine(LoCo(bits=4), specs)
+    reduce_step(sync, gradients(0, specs))
+    exported: list[weakref.ref[Tensor]] = []
+    original: Callable[..., Tensor | None] = MethodStore.export_unsent
+
+    def export(store: MethodStore, name: str) -> Tensor | None:
+        gc.collect()
+        assert all(ref() is None for ref in exported), "an earlier parameter's residual is still held"
+        values = original(store, name)
+        if values is not None:
+            exported.append(weakref.ref(values))
+        return values
+
+    with mock.patch.object(MethodStore, "export_unsent", export):
+        sync.use(LoCo(bits=2))
+    assert len(exported) == len(specs)
+
+
+def test_leftovers_are_kept_where_gradients_are() -> None:
+    carryover = CarryOver(torch.device("cpu"))
+    carryover.keep("p", torch.ones(3))
+    assert carryover.get("p").device.type == "cpu"
+    carryover = CarryOver(torch.device("meta"))  # a checkpoint is read on the CPU
+    carryover.keep("p", torch.ones(3))
+    assert carryover.get("p").device.type == "meta"
+
+
+def test_a_second_backward_pass_of_a_step_has_other_random_numbers() -> None:
+    sync = engine(LoCo(bits=2, block_size=64, rounding="stochastic", beta=0.0, reset_steps=None, residual="float32"))
+    seeds = []
+    for _ in range(2):
+        reduce_step(sync, gradients(0), end=False)
+        seeds.append(sync.step_context().seed)
+    assert seeds[0] != seeds[1]
+    assert sync.step_index == 0
+    sync.end_step()
+    assert sync.step_index == 1
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_memory_for_messages_is_what_is_announced(scatter: bool) -> None:
+    sync = engine(LoCo(bits=4), scatter=scatter)
+    for step in range(3):
+        reduce_step(sync, gradients(step))
+    assert 0 < sync.buffers.nbytes <= sync.buffer_nbytes * (1.02 if scatter else 1.0) + 64
