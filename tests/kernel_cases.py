@@ -249,3 +249,26 @@ def run_decode(
     one = filled(x_numel, torch.float32, device)
     blocks.decode_sum_(wire_3B[:1, :-1].to(device).contiguous(), one, segments, case.fmt, alpha=1.0)
     return {"mean": out, "one": one}
+
+
+MANY_SOURCES = (1, 8, 9, 16, 19)  # with and without whole groups, with and without a rest
+
+
+def check_sources(fast_blocks: Any, device: str) -> list[str]:
+    """Decode and sum over many sources on both implementations; what differs, in words."""
+    wrong = []
+    for name in ("uniform4", "uniform3", "fitted2", "fitted5-many", "ternary-block128"):
+        fmt = FORMATS[name]
+        segments = segments_for(fmt, 512, 1.3)
+        last = segments.rows[-1]
+        x_numel, wire_nbytes = last.x_offset + last.numel, last.wire_offset + fmt.wire_nbytes(last.numel)
+        wire_WB = torch.zeros(max(MANY_SOURCES), wire_nbytes, dtype=torch.uint8)
+        for seed, source in enumerate(wire_WB):
+            x, flag = gradient(x_numel, fmt.block_size, seed, torch.float32), torch.zeros(1, dtype=torch.int32)
+            reference_blocks.encode_(x, source, segments, fmt, stochastic=False, seed=1, flag=flag)
+        for sources in MANY_SOURCES:
+            want, got = filled(x_numel, torch.float32, "cpu"), filled(x_numel, torch.float32, device)
+            reference_blocks.decode_sum_(wire_WB[:sources], want, segments, fmt, alpha=1 / sources)
+            fast_blocks.decode_sum_(wire_WB[:sources].to(device), got, segments, fmt, alpha=1 / sources)
+            wrong += [f"{name} of {sources} sources: {line}" for line in differences({"sum": got}, {"sum": want})]
+    return wrong

@@ -11,7 +11,7 @@ from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.reference import loco as reference_loco
 from lowbit_strategy.kernels.segments import Segment, Segments
-from tests.kernel_cases import Case, cases, check_case
+from tests.kernel_cases import Case, cases, check_case, check_sources
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -29,6 +29,12 @@ def test_every_byte_is_the_references(case: Case, num_tiles: float) -> None:
     tile = encode_launch(device_format(case.fmt), case.residual).tile(case.fmt.block_size)
     case = Case(**{**{name: getattr(case, name) for name in Case.__dataclass_fields__}, "num_tiles": num_tiles})
     assert check_case(case, blocks, loco, tile, "cuda") == []
+
+
+def test_sums_over_many_sources_are_the_references() -> None:
+    from lowbit_strategy.kernels.triton import blocks
+
+    assert check_sources(blocks, "cuda") == []
 
 
 def test_offsets_beyond_32_bits() -> None:

@@ -27,6 +27,15 @@ from lowbit_strategy.kernels.triton.unpacking import BYTE_BITS, add_source, load
 SOURCES_AT_ONCE = tl.constexpr(8)  # loads in flight before the first is used
 
 
+def split_sources(sources: int) -> tuple[int, int]:
+    """Whole groups of sources that a loop at run time adds, and the rest (1 to a whole group), which is unrolled.
+
+    So the code, and the time to compile it, does not grow with the number of ranks.
+    """
+    groups = max(0, (sources - 1) // SOURCES_AT_ONCE.value)
+    return groups, sources - groups * SOURCES_AT_ONCE.value
+
+
 @triton.jit
 def encode_tile(
     x,
@@ -136,7 +145,9 @@ def decode_tile(
     left,
     alpha,
     table,
-    SOURCES: tl.constexpr,
+    groups,
+    LOOP: tl.constexpr,
+    REST: tl.constexpr,
     fmt: tl.constexpr,
     shape: tl.constexpr,
     BYTES: tl.constexpr,
@@ -150,21 +161,14 @@ def decode_tile(
     totals = ()
     for _ in tl.static_range(PARTS):
         totals = totals + (tl.zeros([K, L], tl.float32),)
-    for i in tl.static_range((SOURCES + SOURCES_AT_ONCE - 1) // SOURCES_AT_ONCE):
-        totals = add_sources(
-            totals,
-            codes_at + stride * (i * SOURCES_AT_ONCE),
-            scales_at + stride * (i * SOURCES_AT_ONCE),
-            stride,
-            rows,
-            table,
-            byte_bits,
-            min(SOURCES - i * SOURCES_AT_ONCE, SOURCES_AT_ONCE),
-            fmt,
-            shape,
-            BYTES,
-            PLAIN,
-        )
+    if LOOP:
+        for _ in tl.range(groups, num_stages=1):
+            totals = add_sources(
+                totals, codes_at, scales_at, stride, rows, table, byte_bits, SOURCES_AT_ONCE, fmt, shape, BYTES, PLAIN
+            )
+            codes_at += stride * SOURCES_AT_ONCE
+            scales_at += stride * SOURCES_AT_ONCE
+    totals = add_sources(totals, codes_at, scales_at, stride, rows, table, byte_bits, REST, fmt, shape, BYTES, PLAIN)
     at = offsets(fmt.block, fmt, shape)
     for p in tl.static_range(PARTS):
         place = at + p * fmt.length
@@ -175,7 +179,7 @@ def decode_tile(
             tl.store(out + place, value, mask=place < left)
 
 
-@triton.jit(do_not_specialize_on_alignment=["out"])
+@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["out"])
 def decode_sum_kernel(
     wire,
     stride,
@@ -184,7 +188,9 @@ def decode_sum_kernel(
     segments,
     table,
     alpha,
-    SOURCES: tl.constexpr,
+    groups,
+    LOOP: tl.constexpr,
+    REST: tl.constexpr,
     fmt: tl.constexpr,
     shape: tl.constexpr,
     small: tl.constexpr,
@@ -198,7 +204,7 @@ def decode_sum_kernel(
     stride = stride.to(tl.int64)
     if is_plain(out + place, left, TILE):
         here = tl.multiple_of(out + place, 16)
-        decode_tile(codes_at, scales_at, stride, here, left, alpha, table, SOURCES, fmt, shape, BYTES, True)
+        decode_tile(codes_at, scales_at, stride, here, left, alpha, table, groups, LOOP, REST, fmt, shape, BYTES, True)
     else:
         for i in range(shape.rows // small.rows):
             step = i * (small.rows * fmt.block)
@@ -211,7 +217,9 @@ def decode_sum_kernel(
                     left - step,
                     alpha,
                     table,
-                    SOURCES,
+                    groups,
+                    LOOP,
+                    REST,
                     fmt,
                     small,
                     BYTES,
@@ -280,6 +288,7 @@ def decode_sum_(
     if tiles.count == 0:
         return
     shape, small = launch.shapes(device)
+    groups, rest = split_sources(wire_WB.shape[0])
     with on(out.device):
         decode_sum_kernel[(tiles.count,)](
             wire_WB,
@@ -289,7 +298,9 @@ def decode_sum_(
             tiles.rows,
             level_table(fmt, out.device),
             float(alpha),
-            SOURCES=wire_WB.shape[0],
+            groups,
+            LOOP=groups > 0,
+            REST=rest,
             fmt=device,
             shape=shape,
             small=small,

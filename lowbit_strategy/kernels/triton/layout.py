@@ -40,7 +40,7 @@ class DeviceFormat:
     """A `BlockFormat` with everything the device code needs worked out; a compile-time constant of every kernel.
 
     Half-split packing puts elements ``j, j + n, j + 2n ...`` of a block into one byte, so a kernel holds a block as
-    `parts` tensors of `length` neighbouring elements each: packing then never crosses a lane.
+    `parts` tensors of `length` neighbouring elements each: packing then needs no other thread's elements.
 
     Args:
         block: Elements of a block.

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lowbit_strategy.kernels.format import BlockFormat
-from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, encode_kernel
+from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, encode_kernel, split_sources
 from lowbit_strategy.kernels.triton.layout import DeviceFormat, device_format
 from lowbit_strategy.kernels.triton.loco import loco_kernel
 from lowbit_strategy.kernels.triton.tiles import Launch
@@ -79,8 +79,9 @@ def loco_resources(
 
 def decode_sum_resources(fmt: BlockFormat, *, out: str, sources: int, launch: Launch, arch: int) -> Resources:
     device = device_format(fmt)
-    signature = {"wire": "*u8", "stride": "i64", "out": _POINTERS[out], **_TABLES, "alpha": "fp32"}
-    constants = {**_constants(device, launch), "SOURCES": sources}
+    signature = {"wire": "*u8", "stride": "i64", "out": _POINTERS[out], **_TABLES, "alpha": "fp32", "groups": "i32"}
+    groups, rest = split_sources(sources)
+    constants = {**_constants(device, launch), "LOOP": groups > 0, "REST": rest}
     return _compile(decode_sum_kernel, signature, constants, unaligned=("out",), launch=launch, arch=arch)
 
 

@@ -1,4 +1,4 @@
-"""Device functions: codes and scales to the wire and back. Half-split packing keeps every byte within one lane."""
+"""Device functions: codes and scales to the wire and back. Half-split packing keeps every byte within one thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ZERO_TRITS = tl.constexpr(121)  # five middle trits
 
 @triton.jit
 def store_rows(pointer, value, keep, FILL: tl.constexpr, rows):
-    """Store `value` [rows, length] in the rows that `keep` says and FILL in the others: no select an element."""
+    """Store `value` [rows, length] in the rows that `keep` says and FILL in the others: no select per element."""
     tl.store(pointer, value, mask=(keep & rows)[:, None])
     tl.store(pointer, tl.full(value.shape, FILL, value.dtype), mask=(rows & ~keep)[:, None])
 
@@ -83,18 +83,18 @@ def store_trits(pointer, code, usable, rows, fmt: tl.constexpr, shape: tl.conste
 
 @triton.jit
 def store_once(pointer, at, value, mask, shape: tl.constexpr):
-    """Store a number a block [rows] at ``pointer + at``, from the first of the lanes that hold the block.
+    """Store one number per block [rows] at ``pointer + at``, from the first of the threads that hold the block.
 
     A plain [rows] store has a layout of its own: moving there costs a trip through shared memory with two barriers.
-    As ``[rows, lanes]`` with one lane unmasked, the layout is the one the block's elements have, if lanes look like
-    neighbours in memory (hence ``+ lane``) and rows do not (Triton does not see through ``3 * at - 2 * at``, which
+    As ``[rows, threads]`` with one thread unmasked, the layout is the one the block's elements have, if threads look
+    like neighbours in memory (hence ``+ thread``) and rows do not (Triton does not see through ``3 * at - 2 * at``, which
     LLVM folds). `pointer` must not be known to be aligned.
     """
     K: tl.constexpr = shape.rows
-    LANES: tl.constexpr = shape.lanes
-    lane = tl.arange(0, LANES)[None, :]
-    place = pointer + ((at * 3 - at * 2)[:, None] + lane)
-    tl.store(place, tl.broadcast_to(value[:, None], [K, LANES]), mask=mask[:, None] & (lane == 0))
+    THREADS: tl.constexpr = shape.threads
+    thread = tl.arange(0, THREADS)[None, :]
+    place = pointer + ((at * 3 - at * 2)[:, None] + thread)
+    tl.store(place, tl.broadcast_to(value[:, None], [K, THREADS]), mask=mask[:, None] & (thread == 0))
 
 
 @triton.jit

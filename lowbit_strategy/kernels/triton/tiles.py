@@ -22,12 +22,12 @@ class TileShape(NamedTuple):
     Args:
         rows: Blocks.
         vector: Neighbouring elements of a thread, at most.
-        lanes: Threads that share a row of a part, as Triton will spread it.
+        threads: Threads that share a row of a part, as Triton will spread it.
     """
 
     rows: int
     vector: int
-    lanes: int
+    threads: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,6 +63,21 @@ def test_decode_sum_keeps_everything_in_registers(sources: int, arch: int) -> No
     assert re.search(r"st\.global(\.\w+)*\.v4\.b32", found.ptx)
 
 
+@pytest.mark.parametrize("name", ["uniform4", "fitted2"])
+def test_the_decoders_code_does_not_grow_with_the_number_of_ranks(name: str) -> None:
+    """Unrolled over 128 sources it took minutes to compile. Whole groups are added in a loop at run time."""
+    fmt = FORMATS[name]
+    launch = decode_launch(device_format(fmt), torch.float32)
+
+    def decode(sources: int) -> offline.Resources:
+        return offline.decode_sum_resources(fmt, out="float32", sources=sources, launch=launch, arch=90)
+
+    assert decode(128).ptx == decode(16).ptx  # one kernel serves both
+    assert decode(67).ptx == decode(11).ptx
+    check(decode(128))
+    assert decode(128).ptx.count("ld.global") <= 2 * decode(8).ptx.count("ld.global")
+
+
 def test_nothing_is_contracted() -> None:
     """8 bits have no sums to pack, so a fused multiply-add could only be one that the reference does not have."""
     assert "fma." not in loco(FORMATS["uniform8"], "float32", 90).ptx

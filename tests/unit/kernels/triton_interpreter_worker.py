@@ -1,6 +1,6 @@
 """Run as a process of its own by `test_triton_interpreter`: the switch is read when triton is imported.
 
-Prints one line a difference and ``cases: N`` last.
+Prints one line per difference and ``cases: N`` last.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import sys
 from lowbit_strategy.kernels.triton import blocks, loco
 from lowbit_strategy.kernels.triton.layout import device_format
 from lowbit_strategy.kernels.triton.tiles import encode_launch
-from tests.kernel_cases import check_case, core_cases, other_cases
+from tests.kernel_cases import check_case, check_sources, core_cases, other_cases
 
 
 def main(which: str, part: int, num_parts: int) -> None:
+    if which == "sources":
+        print(*check_sources(blocks, "cpu"), "cases: 1", sep="\n")
+        return
     chosen = (core_cases() if which == "core" else other_cases())[part::num_parts]
     for case in chosen:
         tile = encode_launch(device_format(case.fmt), case.residual).tile(case.fmt.block_size)
