@@ -6,6 +6,7 @@ byte written outside the segments shows as well.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
+from lowbit_strategy.kernels.reference import dense as reference_dense
 from lowbit_strategy.kernels.reference import loco as reference_loco
 from lowbit_strategy.kernels.segments import Segment, Segments
 
@@ -271,4 +273,45 @@ def check_sources(fast_blocks: Any, device: str) -> list[str]:
             reference_blocks.decode_sum_(wire_WB[:sources], want, segments, fmt, alpha=1 / sources)
             fast_blocks.decode_sum_(wire_WB[:sources].to(device), got, segments, fmt, alpha=1 / sources)
             wrong += [f"{name} of {sources} sources: {line}" for line in differences({"sum": got}, {"sum": want})]
+    return wrong
+
+
+def dense_case(dtype: torch.dtype, *, num_rows: int) -> tuple[Segments, list[Tensor], int]:
+    """Pieces of many sizes in another order than on the wire, unaligned ones too, gradients, and bytes of a message."""
+    numels = (5000, 1, 0, 7, 2048, 4096, 33, 9001)
+    at, x_offsets = 3, []
+    for i, numel in enumerate(numels):
+        x_offsets.append(at)
+        at += numel + 5 * (i % 3)
+    rows, wire = [], 16
+    for i in reversed(range(len(numels))):
+        rows.append(Segment(x_offsets[i], numels[i], 0, wire))
+        wire += -(-4 * numels[i] // 16) * 16 + 16
+    return Segments(rows), [gradient(at + 3, 128, seed, dtype) for seed in range(num_rows)], wire
+
+
+def check_dense(fast: Any, device: str, *, truncating: bool = False) -> list[str]:
+    """Dense encode and decode of every dtype on both implementations; what differs, in words.
+
+    `truncating`: as in `check_case`.
+    """
+    wrong = []
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    for wire_dtype, dtype, sources in itertools.product(("float32", "bfloat16"), floats, (1, 3, 11)):
+        fmt = DenseFormat(wire_dtype)  # type: ignore[arg-type]
+        segments, rows, wire_nbytes = dense_case(dtype, num_rows=sources)
+        out_dtype = torch.float32 if truncating and dtype == torch.bfloat16 else dtype
+
+        def run(kernels: Any, device: str, fmt=fmt, segments=segments, rows=rows, out=out_dtype, nbytes=wire_nbytes):
+            message_WB = filled(len(rows) * nbytes, torch.uint8, device).view(len(rows), nbytes)
+            flag = torch.zeros(1, dtype=torch.int32, device=device)
+            for x, message in zip(rows, message_WB, strict=True):
+                kernels.encode_(x.to(device), message, segments, fmt, flag=flag)
+            total = filled(rows[0].numel(), out, device)
+            kernels.decode_sum_(message_WB, total, segments, fmt, alpha=1 / len(rows))
+            floats = bits(message_WB[:, 16:].contiguous().view(fmt.torch_dtype))  # all NaNs alike
+            return {"wire": floats, "flag": flag, "total": total}
+
+        name = f"{dtype} as {wire_dtype} from {sources}"
+        wrong += [f"{name}: {line}" for line in differences(run(fast, device), run(reference_dense, "cpu"))]
     return wrong

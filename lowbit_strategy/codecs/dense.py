@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.kernels.dense import decode_sum_, encode_
+from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segments
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,23 +47,7 @@ class DenseCodec(Codec):
         return total
 
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
-        sources = [x[row.x_offset : row.x_offset + row.numel] for row in segments.rows]
-        if not sources:
-            return
-        torch._foreach_copy_(self._views(wire, segments), sources)
-        largest = torch.stack(torch._foreach_norm(sources, torch.inf))  # NaN and inf survive a maximum norm
-        flag |= (~largest.isfinite().all()).to(flag.dtype)
+        encode_(x, wire, segments, DenseFormat(self.dtype), flag=flag)
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
-        if not segments.rows:
-            return
-        totals = [part.to(torch.float32, copy=True) for part in self._views(wire_WB[0], segments)]
-        for wire in wire_WB[1:]:
-            torch._foreach_add_(totals, [part.float() for part in self._views(wire, segments)])
-        torch._foreach_mul_(totals, alpha)
-        torch._foreach_copy_([out[row.x_offset : row.x_offset + row.numel] for row in segments.rows], totals)
-
-    def _views(self, wire: Tensor, segments: Segments) -> list[Tensor]:
-        floats = wire.view(self.torch_dtype)  # wire offsets are multiples of 16 bytes
-        size = self.torch_dtype.itemsize
-        return [floats[row.wire_offset // size : row.wire_offset // size + row.numel] for row in segments.rows]
+        decode_sum_(wire_WB, out, segments, DenseFormat(self.dtype), alpha=alpha)

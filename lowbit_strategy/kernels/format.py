@@ -12,6 +12,8 @@ import struct
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 ScaleRule = Literal["absmax", "rms", "mean_abs", "ternary"]
 
 SCALE_NBYTES = 2  # bfloat16: the range of float32, so tiny gradients keep their scale
@@ -125,3 +127,28 @@ class BlockFormat:
 def uniform(bits: int, block_size: int) -> BlockFormat:
     """Absmax over 2**bits - 1 evenly spaced levels: LoCo's format."""
     return BlockFormat(bits=bits, block_size=block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFormat:
+    """Floats as they are, or rounded to the nearest bfloat16: blocks of one element, without a scale."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
+
+    @property
+    def block_size(self) -> int:
+        return 1
+
+    @property
+    def code_nbytes(self) -> int:
+        return self.torch_dtype.itemsize
+
+    def num_blocks(self, numel: int) -> int:
+        return numel
+
+    def wire_nbytes(self, numel: int) -> int:
+        return numel * self.code_nbytes

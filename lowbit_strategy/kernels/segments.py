@@ -1,9 +1,9 @@
-"""Which pieces of a flat gradient buffer a kernel call works on: one row a piece, so that a bucket is one launch."""
+"""Which pieces of a flat gradient buffer a kernel call works on: one row per piece, so that a bucket is one launch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,35 @@ class Segments:
         if device not in self._on_device:
             self._on_device[device] = self.table.to(device)
         return self._on_device[device]
+
+
+def pieces_of(
+    x: Tensor, segments: Segments, field: Literal["x_offset", "wire_offset"], unit: int = 1
+) -> list[Tensor]:
+    """A view of each segment's elements of `x`, by one operation; offsets are divided by `unit`.
+
+    Raises:
+        ValueError: Two segments overlap.
+    """
+    sizes, order = _pieces_and_gaps(segments, field, unit)
+    parts = x[: sum(sizes)].split_with_sizes(sizes)
+    return [parts[i] for i in order]
+
+
+def _pieces_and_gaps(segments: Segments, field: str, unit: int) -> tuple[list[int], list[int]]:
+    """Sizes of gaps and pieces in turn, and the number of each segment's piece among them; made once per table."""
+    key = ("pieces", field, unit)
+    if key not in segments.cache:
+        starts = [getattr(row, field) // unit for row in segments.rows]
+        sizes, order, end = [], [0] * len(starts), 0
+        for index in sorted(range(len(starts)), key=lambda i: (starts[i], segments.rows[i].numel)):
+            if starts[index] < end:
+                raise ValueError(f"segments overlap in {field}: {segments.rows[index]} starts before {end * unit}")
+            sizes += [starts[index] - end, segments.rows[index].numel]
+            order[index] = len(sizes) - 1
+            end = starts[index] + sizes[-1]
+        segments.cache[key] = sizes, order
+    return segments.cache[key]  # type: ignore[return-value]
 
 
 class Piece(NamedTuple):

@@ -11,7 +11,7 @@ from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.reference import loco as reference_loco
 from lowbit_strategy.kernels.segments import Segment, Segments
-from tests.kernel_cases import Case, cases, check_case, check_sources
+from tests.kernel_cases import Case, cases, check_case, check_dense, check_sources
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -35,6 +35,12 @@ def test_sums_over_many_sources_are_the_references() -> None:
     from lowbit_strategy.kernels.triton import blocks
 
     assert check_sources(blocks, "cuda") == []
+
+
+def test_dense_messages_are_the_references() -> None:
+    from lowbit_strategy.kernels.triton import dense
+
+    assert check_dense(dense, "cuda") == []
 
 
 def test_offsets_beyond_32_bits() -> None:

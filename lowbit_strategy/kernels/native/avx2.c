@@ -14,8 +14,9 @@
 
 #include "encode.h"
 #include "decode.h"
+#include "dense.h"
 
-const struct lowbit_kernels lowbit_avx2 = {"avx2", encode, decode_sum};
+const struct lowbit_kernels lowbit_avx2 = {"avx2", encode, decode_sum, dense_encode, dense_decode_sum};
 
 #if defined(__clang__)
 #pragma clang attribute pop

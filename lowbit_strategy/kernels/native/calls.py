@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
 from lowbit_strategy.kernels.segments import Segments
 
 _RULES = {"absmax": 0, "rms": 1, "mean_abs": 2, "ternary": 3}
@@ -45,6 +45,7 @@ class CallStruct(ctypes.Structure):
         ("wire_stride", ctypes.c_int64),
         ("num_sources", ctypes.c_int64),
         ("x_dtype", ctypes.c_int32),
+        ("wire_dtype", ctypes.c_int32),
         ("residual_kind", ctypes.c_int32),
         ("reset", ctypes.c_int32),
         ("stochastic", ctypes.c_int32),
@@ -74,6 +75,10 @@ def format_struct(fmt: BlockFormat) -> FormatStruct:
     )
 
 
+def wire_dtype(fmt: DenseFormat) -> int:
+    return _DTYPES[fmt.torch_dtype]
+
+
 class Extent(NamedTuple):
     """What a segment table reaches with a format, in elements, bytes and blocks."""
 
@@ -84,8 +89,8 @@ class Extent(NamedTuple):
     aligned: bool  # whether every piece of the residual starts with a block
 
 
-def extent(segments: Segments, fmt: BlockFormat) -> Extent:
-    """Computed once a table and format: the C code trusts the table, so nothing may lie outside the buffers."""
+def extent(segments: Segments, fmt: BlockFormat | DenseFormat) -> Extent:
+    """Computed once per table and format: the C code trusts the table, so nothing may lie outside the buffers."""
     key = ("native", fmt)
     if key not in segments.cache:
         num_blocks = x = state = wire = 0
@@ -104,7 +109,7 @@ def extent(segments: Segments, fmt: BlockFormat) -> Extent:
     return found
 
 
-def call_struct(x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat) -> CallStruct:
+def call_struct(x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat | DenseFormat) -> CallStruct:
     """The part that encode and decode share.
 
     Raises:

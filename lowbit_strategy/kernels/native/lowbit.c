@@ -83,6 +83,23 @@ EXPORT void lowbit_decode_sum(
     RESTORE;
 }
 
+EXPORT int lowbit_dense_encode(
+    const struct lowbit_kernels *kernels, const struct lowbit_call *call, int64_t first, int64_t last
+) {
+    MODES;
+    int flag = kernels->dense_encode(call, first, last);
+    RESTORE;
+    return flag;
+}
+
+EXPORT void lowbit_dense_decode_sum(
+    const struct lowbit_kernels *kernels, const struct lowbit_call *call, int64_t first, int64_t last
+) {
+    MODES;
+    kernels->dense_decode_sum(call, first, last);
+    RESTORE;
+}
+
 /* The functions are called through ctypes; the module exists so that setuptools builds and installs the file. */
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_lowbit", .m_size = -1};
 

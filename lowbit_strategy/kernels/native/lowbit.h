@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define LOWBIT_ABI 3 /* goes up when the structures change; __init__.py has the same number */
+#define LOWBIT_ABI 4 /* goes up when the structures change; __init__.py has the same number */
 
 #define LOWBIT_MAX_BLOCK 4096
 #define LOWBIT_MAX_LEVELS 256
@@ -41,16 +41,19 @@ struct lowbit_call {
     uint8_t *wire;
     const struct lowbit_segment *segments;
     int64_t num_segments, wire_stride, num_sources;
-    int32_t x_dtype, residual_kind, reset, stochastic, stochastic_residual;
+    int32_t x_dtype, wire_dtype, residual_kind, reset, stochastic, stochastic_residual; /* wire_dtype: of dense calls */
     uint32_t seed;
     float beta_old, beta_new, alpha;
 };
 
-/* Work on blocks [first, last), counted through all segments in order. encode returns 1 if a block was not finite. */
+/* Work on blocks [first, last), counted through all segments in order; the dense kernels' blocks are single elements.
+ * The encoders return 1 if something was not finite. */
 struct lowbit_kernels {
     const char *name;
     int (*encode)(const struct lowbit_format *, const struct lowbit_call *, int64_t first, int64_t last);
     void (*decode_sum)(const struct lowbit_format *, const struct lowbit_call *, int64_t first, int64_t last);
+    int (*dense_encode)(const struct lowbit_call *, int64_t first, int64_t last);
+    void (*dense_decode_sum)(const struct lowbit_call *, int64_t first, int64_t last);
 };
 
 extern const struct lowbit_kernels lowbit_portable;

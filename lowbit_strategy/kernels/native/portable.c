@@ -4,5 +4,6 @@
 
 #include "encode.h"
 #include "decode.h"
+#include "dense.h"
 
-const struct lowbit_kernels lowbit_portable = {"portable", encode, decode_sum};
+const struct lowbit_kernels lowbit_portable = {"portable", encode, decode_sum, dense_encode, dense_decode_sum};

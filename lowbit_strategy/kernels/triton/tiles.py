@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.layout import DeviceFormat
 
@@ -72,8 +72,8 @@ class Tiles(NamedTuple):
     rows: Tensor
 
 
-def tiles_of(segments: Segments, fmt: BlockFormat, tile: int, device: torch.device) -> Tiles:
-    """The tiles of a segment table, made once and kept with it: 4 bytes a tile and 56 a segment on the device."""
+def tiles_of(segments: Segments, fmt: BlockFormat | DenseFormat, tile: int, device: torch.device) -> Tiles:
+    """The tiles of a segment table, made once and kept with it: 4 bytes per tile and 56 per segment on the device."""
     block = fmt.block_size
     key = ("triton", block, fmt.code_nbytes, tile, device)
     if key not in segments.cache:

@@ -40,3 +40,7 @@ def test_every_byte_is_the_references(which: str, part: int) -> None:
 def test_sums_over_many_sources_are_the_references() -> None:
     """Groups of sources are added in a loop, the rest behind it: in rank order all the same."""
     assert worker("sources") == ["cases: 1"]
+
+
+def test_dense_messages_are_the_references() -> None:
+    assert worker("dense") == ["cases: 1"]

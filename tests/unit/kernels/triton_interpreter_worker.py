@@ -11,15 +11,18 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import sys
 
-from lowbit_strategy.kernels.triton import blocks, loco
+from lowbit_strategy.kernels.triton import blocks, dense, loco
 from lowbit_strategy.kernels.triton.layout import device_format
 from lowbit_strategy.kernels.triton.tiles import encode_launch
-from tests.kernel_cases import check_case, check_sources, core_cases, other_cases
+from tests.kernel_cases import check_case, check_dense, check_sources, core_cases, other_cases
 
 
 def main(which: str, part: int, num_parts: int) -> None:
     if which == "sources":
         print(*check_sources(blocks, "cpu"), "cases: 1", sep="\n")
+        return
+    if which == "dense":
+        print(*check_dense(dense, "cpu", truncating=True), "cases: 1", sep="\n")
         return
     chosen = (core_cases() if which == "core" else other_cases())[part::num_parts]
     for case in chosen:

@@ -1,0 +1,180 @@
+"""Floats that are sent as they are, on a GPU: one launch for all pieces of a bucket."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowbit_strategy.kernels.format import DenseFormat
+from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.kernels.triton.blocks import SOURCES_AT_ONCE, split_sources
+from lowbit_strategy.kernels.triton.common import MAGNITUDE, ahead, as_float32, bits_of, is_plain, locate
+from lowbit_strategy.kernels.triton.scales import INFINITY, NAN_BITS
+from lowbit_strategy.kernels.triton.tiles import on, tiles_of
+
+TILE = 2048  # elements of a program
+NUM_WARPS = 4
+MINUS_ZERO_BITS = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def load_float32(pointer, at, left, PLAIN: tl.constexpr):
+    if PLAIN:
+        value = tl.load(pointer + at)
+    else:
+        value = tl.load(pointer + at, mask=at < left, other=0)
+    return as_float32((value,))[0]
+
+
+@triton.jit
+def to_bfloat16_bits(x):
+    """int16: the nearest bfloat16, ties to even, by bits, since a conversion's NaN differs between GPUs."""
+    bits = bits_of(x)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    return (tl.where((bits & MAGNITUDE) > INFINITY, NAN_BITS, rounded) >> 16).to(tl.int16)
+
+
+@triton.jit
+def encode_piece(x, wire, left, flag, NARROW: tl.constexpr, SIZE: tl.constexpr, PLAIN: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    value = load_float32(x, at, left, PLAIN)
+    if NARROW:
+        sent = to_bfloat16_bits(value)
+        magnitude = (sent.to(tl.int32) & 0x7FFF) << 16
+        place = wire.to(tl.pointer_type(tl.int16)) + at
+    else:
+        sent = bits_of(value)
+        magnitude = sent & MAGNITUDE
+        place = wire.to(tl.pointer_type(tl.int32)) + at
+    if PLAIN:
+        tl.store(place, sent)
+    else:
+        tl.store(place, sent, mask=at < left)
+    if tl.max(magnitude, axis=0) >= INFINITY:
+        tl.store(flag, 1)
+
+
+@triton.jit(do_not_specialize_on_alignment=["x", "flag"])
+def encode_kernel(x, wire, segment_of_tile, segments, flag, NARROW: tl.constexpr, SIZE: tl.constexpr):
+    NBYTES: tl.constexpr = 2 if NARROW else 4
+    row, tile, left = locate(segment_of_tile, segments, SIZE)
+    source = x + ahead(tl.load(row), tile, SIZE)
+    target = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, SIZE * NBYTES)
+    if is_plain(source, left, SIZE):
+        encode_piece(tl.multiple_of(source, 16), target, left, flag, NARROW, SIZE, True)
+    else:
+        encode_piece(source, target, left, flag, NARROW, SIZE, False)
+
+
+@triton.jit
+def add_sources(total, wire, stride, left, NUM: tl.constexpr, NARROW: tl.constexpr, PLAIN: tl.constexpr):
+    """Total + source 0 + source 1 ..., in this order; every load is issued before the first is used."""
+    at = tl.arange(0, total.shape[0])
+    values = ()
+    for s in tl.static_range(NUM):
+        if NARROW:
+            pointer = (wire + stride * s).to(tl.pointer_type(tl.bfloat16))
+        else:
+            pointer = (wire + stride * s).to(tl.pointer_type(tl.float32))
+        values = values + (load_float32(pointer, at, left, PLAIN),)
+    for s in tl.static_range(NUM):
+        total += values[s]
+    return total
+
+
+@triton.jit
+def decode_piece(
+    wire,
+    stride,
+    out,
+    left,
+    alpha,
+    groups,
+    LOOP: tl.constexpr,
+    REST: tl.constexpr,
+    NARROW: tl.constexpr,
+    SIZE: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    # -0.0, the number that leaves every other one as it is, -0 too; written so, tl.full would make it +0
+    total = tl.full([SIZE], MINUS_ZERO_BITS, tl.int32).to(tl.float32, bitcast=True)
+    if LOOP:
+        for _ in tl.range(groups, num_stages=1):
+            total = add_sources(total, wire, stride, left, SOURCES_AT_ONCE, NARROW, PLAIN)
+            wire += stride * SOURCES_AT_ONCE
+    total = add_sources(total, wire, stride, left, REST, NARROW, PLAIN)
+    at = tl.arange(0, SIZE)
+    value = (total * alpha).to(out.dtype.element_ty)
+    if PLAIN:
+        tl.store(out + at, value)
+    else:
+        tl.store(out + at, value, mask=at < left)
+
+
+@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["out"])
+def decode_sum_kernel(
+    wire,
+    stride,
+    out,
+    segment_of_tile,
+    segments,
+    alpha,
+    groups,
+    LOOP: tl.constexpr,
+    REST: tl.constexpr,
+    NARROW: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    NBYTES: tl.constexpr = 2 if NARROW else 4
+    row, tile, left = locate(segment_of_tile, segments, SIZE)
+    target = out + ahead(tl.load(row), tile, SIZE)
+    source = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, SIZE * NBYTES)
+    stride = stride.to(tl.int64)
+    if is_plain(target, left, SIZE):
+        here = tl.multiple_of(target, 16)
+        decode_piece(source, stride, here, left, alpha, groups, LOOP, REST, NARROW, SIZE, True)
+    else:
+        decode_piece(source, stride, target, left, alpha, groups, LOOP, REST, NARROW, SIZE, False)
+
+
+def encode_(x: Tensor, wire: Tensor, segments: Segments, fmt: DenseFormat, *, flag: Tensor) -> None:
+    tiles = tiles_of(segments, fmt, TILE, x.device)
+    if tiles.count == 0:
+        return
+    with on(x.device):
+        encode_kernel[(tiles.count,)](
+            x,
+            wire,
+            tiles.segment_of_tile,
+            tiles.rows,
+            flag,
+            NARROW=fmt.code_nbytes == 2,
+            SIZE=TILE,
+            num_warps=NUM_WARPS,
+        )
+
+
+def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseFormat, *, alpha: float) -> None:
+    tiles = tiles_of(segments, fmt, TILE, out.device)
+    if tiles.count == 0:
+        return
+    if (wire_WB.data_ptr() | wire_WB.stride(0)) % fmt.code_nbytes:
+        raise ValueError(f"rows of the wire must start on multiples of {fmt.code_nbytes} bytes")
+    groups, rest = split_sources(wire_WB.shape[0])
+    with on(out.device):
+        decode_sum_kernel[(tiles.count,)](
+            wire_WB,
+            wire_WB.stride(0),
+            out,
+            tiles.segment_of_tile,
+            tiles.rows,
+            float(alpha),
+            groups,
+            LOOP=groups > 0,
+            REST=rest,
+            NARROW=fmt.code_nbytes == 2,
+            SIZE=TILE,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
