@@ -1,0 +1,50 @@
+"""What a step costs the host: operations per bucket, whatever the number of ranks and tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.kernels import native
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.quantization.loco import LoCo
+from tests.unit.engine.echo import EchoComm, Operations
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="counts the calls of the C kernels")
+
+MATRICES = [TensorSpec(f"layer.{i}.weight", (256, 192)) for i in range(6)]
+VECTORS = [TensorSpec(f"layer.{i}.bias", (256,)) for i in range(8)]
+
+
+def operations_of_a_reduce(specs: list[TensorSpec], world_size: int, *, scatter: bool) -> list[str]:
+    """Of the second step: the first makes tables and buffers."""
+    sync = GradientSync(LoCo(), specs, EchoComm(world_size), torch.device("cpu"), scatter=scatter)
+    entries, at = [], 0
+    for spec in specs:
+        entries.append(Entry(spec.name, at))
+        at += sync.cut(spec.name, 1).row_numel if scatter else spec.numel
+    layout = BucketLayout(tuple(entries), at if scatter else None)
+    x = torch.randn(at * world_size if scatter else at, generator=torch.Generator().manual_seed(0))
+    out = torch.empty(at) if scatter else x
+    for step in range(2):
+        with Operations() as operations:
+            for pending in sync.reduce(layout, x, out):
+                if pending is not None:
+                    pending.wait()
+        assert out.isfinite().all(), step
+        sync.end_step()
+    return operations.names
+
+
+@pytest.mark.parametrize("scatter", [False, True], ids=["ddp", "fsdp"])
+def test_a_bucket_takes_few_operations(scatter: bool) -> None:
+    names = operations_of_a_reduce(MATRICES + VECTORS, 64, scatter=scatter)
+    assert len(names) <= 40, names
+
+
+@pytest.mark.parametrize("scatter", [False, True], ids=["ddp", "fsdp"])
+def test_neither_ranks_nor_tensors_add_operations(scatter: bool) -> None:
+    few = operations_of_a_reduce(MATRICES[:1] + VECTORS[:1], 2, scatter=scatter)
+    assert len(operations_of_a_reduce(MATRICES + VECTORS, 16, scatter=scatter)) == len(few)
