@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.reference.rng import dither_at, stream_key
-from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.kernels.reference.rng import dither_at, stream_keys
+from lowbit_strategy.kernels.segments import Segments, pieces_of
+
+
+class _Blocks(NamedTuple):
+    """Of every block: its piece, and how many of its elements are not padding; of every piece: its first block, salt."""
+
+    piece_K: Tensor
+    count_K: Tensor
+    first_S: Tensor
+    salt_S: Tensor
 
 
 class Packed:
     """The pieces of a `Segments` table one after the other, each padded with zeros to whole blocks.
 
+    What it keeps on the device grows with the number of blocks, not of elements.
+
     Attributes:
+        source: The pieces where they lie.
         segments: The same pieces with ``x_offset`` in the packed buffer.
+        padded_segments: The same with their padding.
         numel: Elements of the packed buffer, padding included.
     """
 
@@ -29,7 +45,7 @@ class Packed:
         self.padded_segments = Segments(
             [row._replace(numel=length) for row, length in zip(rows, self.lengths, strict=True)]
         )
-        self._index: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._on_device: dict[torch.device, _Blocks] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -38,22 +54,22 @@ class Packed:
     def collect(self, x: Tensor) -> Tensor:
         """float32 [numel]: the pieces of `x`, zeros between."""
         packed = torch.zeros(self.numel, dtype=torch.float32, device=x.device)
-        _copy(self._pieces(packed, self.segments), self._pieces(x, self.source))
+        _copy(pieces_of(packed, self.segments, "x_offset"), pieces_of(x, self.source, "x_offset"))
         return packed
 
     def spread_(self, packed: Tensor, x: Tensor) -> None:
         """Write the pieces back to their places in `x`."""
-        _copy(self._pieces(x, self.source), self._pieces(packed, self.segments))
+        _copy(pieces_of(x, self.source, "x_offset"), pieces_of(packed, self.segments, "x_offset"))
 
     def collect_state(self, arena: Tensor, unit: int = 1) -> Tensor:
-        """A copy of the pieces' part of an arena, whole blocks; `unit` elements an entry."""
+        """A copy of the pieces' part of an arena, whole blocks; `unit` elements per entry."""
         parts = self._state(arena, unit)
         return torch.cat(parts) if parts else arena[:0].clone()
 
     def store_state_(self, arena: Tensor, values: Tensor, unit: int = 1) -> None:
         """Put values in the form of `collect_state` back."""
         parts = self._state(arena, unit)
-        _copy(parts, list(values.split([part.numel() for part in parts])))
+        _copy(parts, values.split([part.numel() for part in parts]))
 
     def collect_wire(self, wire: Tensor, nbytes: int) -> Tensor:
         """uint8 [num_blocks, nbytes]: the payloads of all blocks."""
@@ -62,36 +78,38 @@ class Packed:
 
     def store_wire_(self, wire: Tensor, payload: Tensor) -> None:
         parts = self._wire(wire, payload.shape[1])
-        _copy(parts, list(payload.reshape(-1).split([part.numel() for part in parts])))
+        _copy(parts, payload.reshape(-1).split([part.numel() for part in parts]))
 
     def valid(self, device: torch.device) -> Tensor:
         """Boolean [num_blocks, block_size]: False on padding."""
-        return self._tables(device)[1].view(-1, self.block_size)
+        return torch.arange(self.block_size, device=device) < self._blocks(device).count_K[:, None]
 
     def idle(self, packed: Tensor) -> Tensor:
         """Boolean [numel]: True in pieces that are zero throughout."""
-        pieces = packed.split(self.lengths)
-        zero = torch.stack([norm == 0 for norm in torch._foreach_norm(list(pieces), torch.inf)])
-        return zero[self._tables(packed.device)[2]]
+        piece_K = self._blocks(packed.device).piece_K
+        busy_K = (packed.view(-1, self.block_size) != 0).any(1)
+        busy_S = torch.zeros(len(self.source), dtype=torch.int32, device=packed.device)
+        busy_S.index_add_(0, piece_K, busy_K.int())
+        return (busy_S == 0)[piece_K].repeat_interleave(self.block_size, output_size=self.numel)
 
     def noise(self, seed: int, stream: int, device: torch.device) -> Tensor:
         """float32 [num_blocks, block_size] in [-0.5, 0.5): each piece's own numbers, whatever the bucket."""
-        index, _, piece = self._tables(device)
-        keys = torch.tensor([stream_key(seed, row.salt, stream) for row in self.source.rows], device=device)
-        return dither_at(index, keys[piece]).view(-1, self.block_size)
+        blocks = self._blocks(device)
+        first_K = torch.arange(self.num_blocks, device=device) - blocks.first_S[blocks.piece_K]
+        index_KB = first_K[:, None] * self.block_size + torch.arange(self.block_size, device=device)
+        return dither_at(index_KB, stream_keys(seed, blocks.salt_S, stream)[blocks.piece_K][:, None])
 
-    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every packed element: its index in its piece, whether it is real, which piece it belongs to."""
-        if device not in self._index:
-            index = torch.cat([torch.arange(length) for length in self.lengths])
-            piece = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
-            numel = torch.tensor([row.numel for row in self.source.rows])
-            self._index[device] = (index.to(device), (index < numel[piece]).to(device), piece.to(device))
-        return self._index[device]
-
-    @staticmethod
-    def _pieces(x: Tensor, segments: Segments) -> list[Tensor]:
-        return [x[row.x_offset : row.x_offset + row.numel] for row in segments.rows]
+    def _blocks(self, device: torch.device) -> _Blocks:
+        if device not in self._on_device:
+            num_S = torch.tensor(self.lengths, dtype=torch.int64) // self.block_size
+            first_S = num_S.cumsum(0) - num_S
+            piece_K = torch.repeat_interleave(torch.arange(len(self.lengths), dtype=torch.int32), num_S)
+            numel_S, salt_S = self.source.table[:, 1], self.source.table[:, 4]
+            before_K = (torch.arange(self.num_blocks) - first_S[piece_K]) * self.block_size
+            count_K = (numel_S[piece_K] - before_K).clamp(max=self.block_size).int()
+            table = _Blocks(piece_K, count_K, first_S, salt_S)
+            self._on_device[device] = _Blocks(*(tensor.to(device) for tensor in table))
+        return self._on_device[device]
 
     def _state(self, arena: Tensor, unit: int) -> list[Tensor]:
         starts = (row.state_offset // unit for row in self.source.rows)
@@ -112,6 +130,6 @@ def pack_segments(segments: Segments, block_size: int) -> Packed:
     return packed
 
 
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if targets:
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(list(targets), list(sources))

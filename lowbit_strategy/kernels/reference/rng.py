@@ -32,8 +32,17 @@ def dither(first: int, numel: int, key: int, device: torch.device) -> Tensor:
 
 def dither_at(index: Tensor, key: Tensor | int) -> Tensor:
     """`dither` at any elements: int64 indices and keys that broadcast."""
-    x = (index * GOLDEN + key) & _MASK
+    return (_hash32_of(index * GOLDEN + key) >> 8).to(torch.float32) * 2.0**-24 - 0.5
+
+
+def stream_keys(seed: int, salt: Tensor, stream: int) -> Tensor:
+    """`stream_key` of each of many segments, int64."""
+    return _hash32_of(_hash32_of(salt ^ seed) + stream)
+
+
+def _hash32_of(x: Tensor) -> Tensor:
+    """`hash32` of int64 tensors."""
+    x = x & _MASK
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    x = x ^ (x >> 16)
-    return (x >> 8).to(torch.float32) * 2.0**-24 - 0.5
+    return x ^ (x >> 16)

@@ -11,10 +11,10 @@ from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.blocks import SOURCES_AT_ONCE, split_sources
 from lowbit_strategy.kernels.triton.common import MAGNITUDE, ahead, as_float32, bits_of, is_plain, locate
 from lowbit_strategy.kernels.triton.scales import INFINITY, NAN_BITS
-from lowbit_strategy.kernels.triton.tiles import on, tiles_of
+from lowbit_strategy.kernels.triton.tiles import Launch, on, tiles_of
 
-TILE = 2048  # elements of a program
-NUM_WARPS = 4
+LAUNCH = Launch(elements_per_thread=8, num_warps=4, vector=4)
+VECTOR = tl.constexpr(4)  # neighbouring elements of a thread, whatever the dtypes: no layout is converted
 MINUS_ZERO_BITS = tl.constexpr(-(2**31))
 
 
@@ -37,7 +37,7 @@ def to_bfloat16_bits(x):
 
 @triton.jit
 def encode_piece(x, wire, left, flag, NARROW: tl.constexpr, SIZE: tl.constexpr, PLAIN: tl.constexpr):
-    at = tl.arange(0, SIZE)
+    at = tl.max_contiguous(tl.arange(0, SIZE), VECTOR)
     value = load_float32(x, at, left, PLAIN)
     if NARROW:
         sent = to_bfloat16_bits(value)
@@ -70,7 +70,7 @@ def encode_kernel(x, wire, segment_of_tile, segments, flag, NARROW: tl.constexpr
 @triton.jit
 def add_sources(total, wire, stride, left, NUM: tl.constexpr, NARROW: tl.constexpr, PLAIN: tl.constexpr):
     """Total + source 0 + source 1 ..., in this order; every load is issued before the first is used."""
-    at = tl.arange(0, total.shape[0])
+    at = tl.max_contiguous(tl.arange(0, total.shape[0]), VECTOR)
     values = ()
     for s in tl.static_range(NUM):
         if NARROW:
@@ -104,7 +104,7 @@ def decode_piece(
             total = add_sources(total, wire, stride, left, SOURCES_AT_ONCE, NARROW, PLAIN)
             wire += stride * SOURCES_AT_ONCE
     total = add_sources(total, wire, stride, left, REST, NARROW, PLAIN)
-    at = tl.arange(0, SIZE)
+    at = tl.max_contiguous(tl.arange(0, SIZE), VECTOR)
     value = (total * alpha).to(out.dtype.element_ty)
     if PLAIN:
         tl.store(out + at, value)
@@ -139,7 +139,8 @@ def decode_sum_kernel(
 
 
 def encode_(x: Tensor, wire: Tensor, segments: Segments, fmt: DenseFormat, *, flag: Tensor) -> None:
-    tiles = tiles_of(segments, fmt, TILE, x.device)
+    tile = LAUNCH.tile(fmt.block_size)
+    tiles = tiles_of(segments, fmt, tile, x.device)
     if tiles.count == 0:
         return
     with on(x.device):
@@ -150,13 +151,14 @@ def encode_(x: Tensor, wire: Tensor, segments: Segments, fmt: DenseFormat, *, fl
             tiles.rows,
             flag,
             NARROW=fmt.code_nbytes == 2,
-            SIZE=TILE,
-            num_warps=NUM_WARPS,
+            SIZE=tile,
+            num_warps=LAUNCH.num_warps,
         )
 
 
 def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseFormat, *, alpha: float) -> None:
-    tiles = tiles_of(segments, fmt, TILE, out.device)
+    tile = LAUNCH.tile(fmt.block_size)
+    tiles = tiles_of(segments, fmt, tile, out.device)
     if tiles.count == 0:
         return
     if (wire_WB.data_ptr() | wire_WB.stride(0)) % fmt.code_nbytes:
@@ -174,7 +176,7 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseForm
             LOOP=groups > 0,
             REST=rest,
             NARROW=fmt.code_nbytes == 2,
-            SIZE=TILE,
-            num_warps=NUM_WARPS,
+            SIZE=tile,
+            num_warps=LAUNCH.num_warps,
             enable_fp_fusion=False,
         )

@@ -14,7 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
+from lowbit_strategy.kernels.triton import dense
 from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, encode_kernel, split_sources
 from lowbit_strategy.kernels.triton.layout import DeviceFormat, device_format
 from lowbit_strategy.kernels.triton.loco import loco_kernel
@@ -85,12 +86,32 @@ def decode_sum_resources(fmt: BlockFormat, *, out: str, sources: int, launch: La
     return _compile(decode_sum_kernel, signature, constants, unaligned=("out",), launch=launch, arch=arch)
 
 
+def dense_encode_resources(fmt: DenseFormat, *, x: str, arch: int) -> Resources:
+    signature = {"x": _POINTERS[x], "wire": "*u8", **_TABLES, "flag": "*i32"}
+    return _compile(
+        dense.encode_kernel, signature, _dense_constants(fmt), unaligned=("x", "flag"), launch=dense.LAUNCH, arch=arch
+    )
+
+
+def dense_decode_sum_resources(fmt: DenseFormat, *, out: str, sources: int, arch: int) -> Resources:
+    signature = {"wire": "*u8", "stride": "i64", "out": _POINTERS[out], **_TABLES, "alpha": "fp32", "groups": "i32"}
+    groups, rest = split_sources(sources)
+    constants = {**_dense_constants(fmt), "LOOP": groups > 0, "REST": rest}
+    return _compile(
+        dense.decode_sum_kernel, signature, constants, unaligned=("out",), launch=dense.LAUNCH, arch=arch
+    )
+
+
 _TABLES = {"segment_of_tile": "*i32", "segments": "*i64", "table": "*fp32"}
 
 
 def _constants(device: DeviceFormat, launch: Launch) -> dict[str, Any]:
     shape, small = launch.shapes(device)
     return {"fmt": device, "shape": shape, "small": small, "BYTES": bool(device.code_nbytes % 2)}
+
+
+def _dense_constants(fmt: DenseFormat) -> dict[str, Any]:
+    return {"NARROW": fmt.code_nbytes == 2, "SIZE": dense.LAUNCH.tile(fmt.block_size)}
 
 
 def _compile(

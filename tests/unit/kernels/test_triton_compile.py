@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -76,6 +76,17 @@ def test_the_decoders_code_does_not_grow_with_the_number_of_ranks(name: str) -> 
     assert decode(67).ptx == decode(11).ptx
     check(decode(128))
     assert decode(128).ptx.count("ld.global") <= 2 * decode(8).ptx.count("ld.global")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_dense_kernels_keep_everything_in_registers(wire: str, arch: int) -> None:
+    fmt = DenseFormat(wire)  # type: ignore[arg-type]
+    check(offline.dense_encode_resources(fmt, x="float32", arch=arch))
+    many = offline.dense_decode_sum_resources(fmt, out="float32", sources=128, arch=arch)
+    check(many)
+    assert many.ptx == offline.dense_decode_sum_resources(fmt, out="float32", sources=16, arch=arch).ptx
+    assert re.search(r"ld\.global(\.\w+)*\.v[24]\.b32", many.ptx)
 
 
 def test_nothing_is_contracted() -> None:
