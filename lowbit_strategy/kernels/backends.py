@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 Backend = Literal["triton", "native", "torch"]
-OVERRIDE = "LOWBIT_KERNELS"  # torch | native | triton: for tests and benchmarks, and to rule a kernel out in a hunt
+OVERRIDE = "LOWBIT_KERNELS"  # torch | native | triton: for tests and benchmarks, and to rule a kernel out when looking for a fault
 CACHE_ELEMENTS = 65536  # piece of the plain PyTorch path: small enough for a cache, large enough to hide call overhead
 
 
@@ -40,15 +40,17 @@ def choose(device: torch.device) -> Backend:
     """Backend for tensors on `device`.
 
     Raises:
-        RuntimeError: On a GPU without Triton, or where the environment asks for a backend that cannot serve.
+        RuntimeError: On a GPU without Triton, while a CUDA graph is being captured, or where the environment asks for a
+            backend that cannot serve this device.
     """
     asked = os.environ.get(OVERRIDE)
+    if device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "gradients are being compressed while a CUDA graph is captured: every replay would repeat this step's seed"
+            " and residual reset; capture forward and backward only, or train without CUDA graphs"
+        )
     if asked is not None:
-        if asked not in ("torch", "native", "triton"):
-            raise RuntimeError(f"{OVERRIDE}={asked!r} is not one of torch, native, triton")
-        if asked == "native" and not native_available():
-            raise RuntimeError(f"{OVERRIDE}=native, but the C extension is not built: reinstall with a C compiler")
-        return asked  # type: ignore[return-value]
+        return _asked_for(asked, device)
     if device.type == "cpu":
         return "native" if native_available() else "torch"
     if device.type == "cuda":
@@ -56,3 +58,23 @@ def choose(device: torch.device) -> Backend:
             raise RuntimeError("gradients are on a GPU but Triton is missing: pip install triton")
         return "triton"
     raise RuntimeError(f"no kernels for device type {device.type!r}: use CPU or CUDA")
+
+
+def _asked_for(asked: str, device: torch.device) -> Backend:
+    match asked:
+        case "torch":
+            return "torch"
+        case "native":
+            if device.type != "cpu":
+                raise RuntimeError(f"{OVERRIDE}=native serves CPUs only, the gradients are on {device}: unset it")
+            if not native_available():
+                raise RuntimeError(f"{OVERRIDE}=native, but the C extension is not built: reinstall with a C compiler")
+            return "native"
+        case "triton":
+            if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+                raise RuntimeError(
+                    f"{OVERRIDE}=triton serves GPUs, the gradients are on the CPU: unset it, or set TRITON_INTERPRET=1"
+                    " to run the kernels in Triton's interpreter"
+                )
+            return "triton"
+    raise RuntimeError(f"{OVERRIDE}={asked!r} is not one of torch, native, triton")

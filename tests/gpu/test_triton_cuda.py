@@ -108,3 +108,13 @@ def test_the_second_gpu_is_served_as_well() -> None:
     back = torch.empty_like(x)
     decode_sum_(wire, back, segments, FORMAT)
     assert (back - x).abs().max() <= x.abs().max() / 7 * 0.51
+
+
+def test_capture_into_a_cuda_graph_is_refused() -> None:
+    x, segments = torch.randn(5000, device="cuda"), Segments([Segment(0, 5000, 0, 0)])
+    wire = torch.zeros(FORMAT.wire_nbytes(5000), dtype=torch.uint8, device="cuda")
+    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    encode_(x, wire, segments, FORMAT, flag=flag)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="while a CUDA graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        encode_(x, wire, segments, FORMAT, flag=flag)

@@ -89,7 +89,7 @@ ALWAYS_INLINE void round_scales(
         vi bits, magnitude;
         memcpy(&bits, scale + b, sizeof bits);
         memcpy(&magnitude, largest + b, sizeof magnitude);
-        bits = (bits + 0xFFFF) & (int32_t)0xFFFF0000;
+        bits = (vi)(((vu)bits + 0xFFFFu) & 0xFFFF0000u); /* unsigned: the bits of a NaN may overflow */
         bits = bits & (bits >= BITS_FLT_MIN);
         bits = vi_select((bits > limit) | (magnitude > BITS_FLT_MAX), vi_set1(beyond), bits);
         memcpy(scale + b, &bits, sizeof bits);

@@ -2,3 +2,13 @@
 
 Imported only when a tensor on a GPU asks for it, so that a machine without Triton can import everything else.
 """
+
+import triton
+
+OLDEST = (3, 5)
+
+if tuple(int(number) for number in triton.__version__.split(".")[:2]) < OLDEST:
+    raise RuntimeError(
+        f"Triton {triton.__version__} is too old for the GPU kernels, which need {OLDEST[0]}.{OLDEST[1]} or newer:"
+        " install a torch that brings one (2.9 or newer)"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -262,3 +264,21 @@ def test_the_public_op_reaches_the_extension_and_names_a_wrong_choice(monkeypatc
     monkeypatch.setenv(native.ISA_OVERRIDE, "mmx")
     with pytest.raises(RuntimeError, match="'mmx' is not one of"):
         encode_(x, wires[0], Segments([Segment(0, 100, 0, 0)]), fmt, flag=flag)
+
+
+def test_scales_of_nan_are_computed_without_overflow(tmp_path: Path) -> None:
+    """The bits of a NaN plus what rounds up to bfloat16 leave the range of signed numbers."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs gcc, whose sanitizer looks at vectors too")
+    sources = Path(native.__file__).parent
+    program, driver = tmp_path / "nan_scales", Path(__file__).parent / "nan_scales.c"
+    flags = ["-std=gnu11", "-O0", "-w", "-fsanitize=signed-integer-overflow", "-fno-sanitize-recover=all"]
+    command = [compiler, *flags, f"-I{sources}", str(driver), "-lm", "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    if "ubsan" in built.stderr and built.returncode:
+        pytest.skip("this gcc has no undefined behaviour sanitizer")
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["7fc00000", "7fc00000", "7fc00000", "00000000"]
