@@ -1,4 +1,4 @@
-"""Sparse all-reduce and reduce-scatter, as generators that yield whenever bytes travel.
+"""Sparse all-reduce and reduce-scatter of entries that each rank chose by itself, as generators.
 
 Sums are formed in float32 in rank order, position by position: all ranks hold the same bits, and the bits depend
 neither on the bucket nor on the backend's algorithm.
@@ -13,118 +13,105 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.ordered import sum_ordered
 from lowbit_strategy.collectives.sparse_layout import (
     COUNT_NBYTES,
+    Chosen,
     Message,
     SparseLayout,
     counts_nbytes,
     entries_nbytes,
 )
 
-Exchanging = Generator[Pending, None, Tensor]
-_FLOAT_NBYTES = 4
+Received = Generator[Pending, None, list[list[Chosen]]]
 
 
-def sum_entries(message: Message, layout: SparseLayout, codec: Codec, comm: Comm, *, same_counts: bool) -> Exchanging:
-    """Every rank's own entries, summed: each rank chose its own positions.
+def exchange_entries(
+    message: Message, layout: SparseLayout, codec: Codec, comm: Comm, *, same_counts: bool
+) -> Received:
+    """Every rank's entries reach the ranks that sum them.
 
-    all-reduce: (1) all-gather of the tables of counts; (2) uneven all-gather of positions and values; (3) sum.
-    reduce-scatter: the same with all-to-alls; each owner gets only what concerns its rows.
+    all-reduce: (1) all-gather of the tables of counts; (2) all-gather of positions and values, padded to the longest.
+    reduce-scatter: all-to-alls of the same; each owner gets only what concerns its rows.
 
     Args:
         message: From `SparseLayout.pack`.
         layout: Of the bucket.
         codec: Of the values.
-        comm: Group to sum over.
-        same_counts: All ranks have as many entries for every parameter: one all-gather does it all.
+        comm: Group to exchange over.
+        same_counts: All ranks have as many entries for every parameter: one all-gather is enough.
 
     Returns:
-        The sum, float32 [layout.numel]: all parameters, or under reduce-scatter the own rows.
+        For each rank in order, its entries of each parameter (under reduce-scatter: of the own rows).
+
+    Raises:
+        RuntimeError: A received message is damaged.
     """
-    if same_counts and layout.num_destinations == 1:
+    if layout.num_destinations > 1:
+        return (yield from _scatter(message, layout, codec, comm))
+    if same_counts:
         return (yield from _gather_same(message, layout, codec, comm))
-    if layout.num_destinations == 1:
-        counts_DB = message.counts_DB.expand(comm.world_size, -1).contiguous()
-        wires = message.wires * comm.world_size
-    else:
-        counts_DB, wires = message.counts_DB, message.wires
-    counts_SB = torch.empty_like(counts_DB)
-    yield comm.all_to_all(counts_SB, counts_DB)
-    sizes = layout.nbytes(counts_SB, codec)
-    received = torch.empty(sum(sizes), dtype=torch.uint8, device=layout.device)
-    yield comm.all_to_all_uneven(received, torch.cat(wires), sizes, [wire.numel() for wire in wires])
-    total = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
-    for counts_B, wire in zip(counts_SB, received.split(sizes), strict=True):
-        layout.add_(total, counts_B, wire, codec)
-    return total
+    counts_SB = torch.empty(comm.world_size, layout.num_blocks, dtype=torch.int32, device=layout.device)
+    yield comm.all_gather(counts_SB, message.counts_DB[0])
+    sizes_SV = layout.sizes(counts_SB)
+    lengths = [layout.nbytes(sizes_V, codec) for sizes_V in sizes_SV]
+    own = torch.nn.functional.pad(message.wires[0], (0, max(lengths) - message.wires[0].numel()))
+    received = torch.empty(comm.world_size, own.numel(), dtype=torch.uint8, device=layout.device)
+    yield comm.all_gather(received, own)
+    wires = [row[:length] for row, length in zip(received, lengths, strict=True)]
+    return _unpack(layout, codec, counts_SB, sizes_SV, wires)
 
 
-def _gather_same(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -> Exchanging:
+def _scatter(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -> Received:
+    counts_SB = torch.empty_like(message.counts_DB)
+    yield comm.all_to_all(counts_SB, message.counts_DB)
+    sizes_SV = layout.sizes(counts_SB)
+    lengths = [layout.nbytes(sizes_V, codec) for sizes_V in sizes_SV]
+    received = torch.empty(sum(lengths), dtype=torch.uint8, device=layout.device)
+    yield comm.all_to_all_uneven(received, torch.cat(message.wires), lengths, [wire.numel() for wire in message.wires])
+    return _unpack(layout, codec, counts_SB, sizes_SV, received.split(lengths))
+
+
+def _gather_same(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -> Received:
     table_nbytes = COUNT_NBYTES * layout.num_blocks
     own = torch.cat([message.counts_DB[0].view(torch.uint8), message.wires[0]])
     received = torch.empty(comm.world_size, own.numel(), dtype=torch.uint8, device=layout.device)
     yield comm.all_gather(received, own)
-    total = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
-    for row in received:
-        counts_B = row[:table_nbytes].clone().view(torch.int32)
-        layout.add_(total, counts_B, row[table_nbytes:], codec)
-    return total
+    counts_SB = received[:, :table_nbytes].reshape(-1).clone().view(torch.int32).view(comm.world_size, -1)
+    return _unpack(layout, codec, counts_SB, layout.sizes(counts_SB), received[:, table_nbytes:].unbind())
 
 
-def sum_values(values: Sequence[Tensor], indices: Sequence[Tensor], layout: SparseLayout, comm: Comm) -> Exchanging:
-    """Values at positions that all ranks chose alike: no position and no count travels.
+def _unpack(
+    layout: SparseLayout, codec: Codec, counts_SB: Tensor, sizes_SV: Sequence[Sequence[int]], wires: Sequence[Tensor]
+) -> list[list[Chosen]]:
+    return [layout.unpack(*source, codec) for source in zip(counts_SB, sizes_SV, wires, strict=True)]
 
-    all-reduce: each rank sums a part of the values in rank order, and an all-gather brings the parts together.
-    reduce-scatter: each owner gets the values at its positions.
+
+def write_sum_(out: Tensor, parts: Sequence[Chosen], alpha: float) -> None:
+    """``out = alpha * sum of parts``, added part by part in float32; zeros where nothing was sent.
 
     Args:
-        values: Of each parameter, float32 [k].
-        indices: Of each parameter, int64 [k], ascending, the same on all ranks.
-        layout: Of the bucket.
-        comm: Group to sum over.
-
-    Returns:
-        The sum, float32 [layout.numel], zero where nothing was said.
+        out: Any float dtype, 1-D contiguous.
+        parts: One per rank, in order; no position comes twice in a part.
+        alpha: 1/W makes it a mean.
     """
-    located = layout.locate(indices)
-    total = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
-    flat_K, values_K = layout.flat(located), torch.cat(list(values))
-    if layout.num_destinations == 1:
-        if values_K.numel():
-            total.index_copy_(0, flat_K, (yield from sum_ordered(values_K, comm)))
-        return total
-    sizes = [sum(counts) for counts in located.counts_DV]
-    own = sizes[comm.rank]
-    received = torch.empty(own * comm.world_size, dtype=torch.float32, device=layout.device)
-    assert located.order is not None
-    sent_K = values_K.index_select(0, located.order)
-    yield comm.all_to_all_uneven(received, sent_K, [own] * comm.world_size, sizes)
-    at = sum(sizes[: comm.rank])
-    return total.index_copy_(0, flat_K[at : at + own], add_rows(received.view(comm.world_size, own)))
+    dense = out.dtype == torch.float32
+    total = out.zero_() if dense else torch.zeros(out.numel(), dtype=torch.float32, device=out.device)
+    for part in parts:
+        total.index_add_(0, part.indices, part.values)
+    if alpha != 1.0:
+        indices = torch.cat([part.indices for part in parts])  # one that comes twice is written twice alike
+        total.index_copy_(0, indices, total.index_select(0, indices).mul_(alpha))
+    if not dense:
+        out.copy_(total)
 
 
-def add_rows(rows_WK: Tensor) -> Tensor:
-    """Sum over rows, first to last: ``Tensor.sum`` may group them otherwise."""
-    total = rows_WK[0].clone()
-    for row in rows_WK[1:]:
-        total += row
-    return total
+def entries_sum_nbytes(numel: int, count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:
+    """What one rank hands to others in `exchange_entries` for one parameter, entries evenly spread over the owners.
 
-
-def sum_entries_nbytes(numel: int, count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:
-    """What one rank hands to others in `sum_entries` for one parameter, entries evenly spread over the owners.
-
-    Exact under all-reduce.
+    Exact under all-reduce where all ranks have as many entries.
     """
     others = world_size - 1
     if not scatter:
         return others * (counts_nbytes(numel) + entries_nbytes(count, codec))
     row = -(-numel // world_size)
     return others * (counts_nbytes(row) + entries_nbytes(-(-count // world_size), codec))
-
-
-def sum_values_nbytes(count: int, world_size: int, *, scatter: bool) -> int:
-    """What one rank hands to others in `sum_values` for `count` values, evenly spread over the owners."""
-    hop = _FLOAT_NBYTES * -(-count // world_size) * (world_size - 1)
-    return hop if scatter else 2 * hop

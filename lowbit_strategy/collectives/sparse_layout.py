@@ -1,12 +1,16 @@
-"""The messages of sparse methods: which positions are said, and how they are written.
+"""The messages of sparse methods: which positions are sent, and how they are encoded.
 
-A bucket's parameters stand one after the other. Under all-reduce every rank gets the same message about all of them;
-under reduce-scatter each owner gets one about its rows. Each parameter (or its row) is cut into blocks of 65,536
+A bucket's parameters are laid out one after the other. Under all-reduce every rank gets the same message about all of
+them; under reduce-scatter each owner gets one about its rows. Each parameter (or its row) is cut into blocks of 65,536
 positions, and a message of k entries is
 
 1. int32: how many entries each block has
 2. uint16: the entries' positions in their blocks, ascending, 2 bytes an entry for parameters of any size
 3. the entries' values, each parameter's through the codec
+
+Twelve bits for a position would need blocks of 4,096 and sixteen times as many counts, which cost more than they save
+below one element in a hundred. Where each block of 4,096 sends the same number of elements no count is needed: see
+`lowbit_strategy.codecs.chunk`.
 """
 
 from __future__ import annotations
@@ -40,14 +44,14 @@ def entries_nbytes(count: int, codec: Codec) -> int:
 
 
 class Chosen(NamedTuple):
-    """What a rank says of one parameter: ascending flat positions, int64 [k], and float32 values, [k]."""
+    """What a rank sends of one parameter: ascending flat positions, int64 [k], and float32 values, [k]."""
 
     indices: Tensor
     values: Tensor
 
 
 class Message(NamedTuple):
-    """Entries on their way.
+    """A rank's encoded entries.
 
     Args:
         counts_DB: int32, entries in each block, for each destination (a single one under all-reduce).
@@ -92,6 +96,12 @@ class SparseLayout:
         flat = [start + (b << BLOCK_BITS) for start, n in zip(self.starts, blocks, strict=True) for b in range(n)]
         owner = [v for v, n in enumerate(blocks) for _ in range(n)]
         self._flat_start_B = torch.tensor(flat, dtype=torch.int64, device=device)
+        lengths = [
+            min(span - (b << BLOCK_BITS), 1 << BLOCK_BITS)
+            for span, n in zip(self.spans, blocks, strict=True)
+            for b in range(n)
+        ]
+        self._length_B = torch.tensor(lengths, dtype=torch.int64, device=device)
         self._view_of_block_B = torch.tensor(owner, dtype=torch.int64, device=device)
         self._first_block_V = torch.tensor(self._first_block, dtype=torch.int64, device=device)
         self._span_V = torch.tensor(self.spans, dtype=torch.int64, device=device)
@@ -156,56 +166,78 @@ class SparseLayout:
             return values.new_empty(0, dtype=torch.uint8), values
         return torch.cat(wires), torch.cat(decoded)
 
-    def nbytes(self, counts_SB: Tensor, codec: Codec) -> list[int]:
-        """Of the wires that tables of counts announce, one a row."""
+    def sizes(self, counts_SB: Tensor) -> list[list[int]]:
+        """Entries of each parameter that received tables of counts announce, one row per source.
+
+        Raises:
+            RuntimeError: A table that no rank could have sent.
+        """
+        counts_SV = torch.zeros(counts_SB.shape[0], 1 + len(self.names), dtype=torch.int64, device=counts_SB.device)
+        counts_SV[:, 0] = ((counts_SB < 0) | (counts_SB > self._length_B)).sum(1)
+        counts_SV[:, 1:].index_add_(1, self._view_of_block_B, counts_SB.long())
+        rows: list[list[int]] = counts_SV.tolist()
+        for source, row in enumerate(rows):
+            if row[0]:
+                raise _damaged(f"table {source} of counts is impossible for {row[0]} of {self.num_blocks} blocks")
+        return [row[1:] for row in rows]
+
+    def nbytes(self, sizes_V: Sequence[int], codec: Codec) -> int:
+        """Of the wire that holds so many entries of each parameter."""
         if isinstance(codec, DenseCodec):
-            return [entries_nbytes(k, codec) for k in counts_SB.sum(1).tolist()]
-        return [sum(entries_nbytes(k, codec) for k in row) for row in self._by_view(counts_SB)]
+            return entries_nbytes(sum(sizes_V), codec)
+        return sum(entries_nbytes(k, codec) for k in sizes_V)
 
-    def add_(self, total: Tensor, counts_B: Tensor, wire: Tensor, codec: Codec) -> None:
-        """Add one source's message to a sum, float32 [numel]. No position comes twice in a message."""
-        k = int(counts_B.sum())
-        if not k:
-            return
-        total.index_add_(0, self._flat(counts_B, wire), self._decode(wire[POSITION_NBYTES * k :], counts_B, codec))
+    def positions(self, counts_B: Tensor, sizes_V: Sequence[int], wire: Tensor) -> list[Tensor]:
+        """The positions in each parameter (its row) that a message holds.
 
-    def positions(self, counts_B: Tensor, wire: Tensor) -> list[Tensor]:
-        """The positions in each parameter that a message says. All-reduce layouts only."""
-        sizes = self._by_view(counts_B[None])[0]
-        parts = zip(self._flat(counts_B, wire).split(sizes), self.starts, strict=True)
-        return [flat - start for flat, start in parts]
+        Raises:
+            RuntimeError: The message is too short for its table, or a position lies outside its parameter.
+        """
+        k = sum(sizes_V)
+        if wire.numel() < POSITION_NBYTES * k:
+            raise _damaged(f"{k} positions are announced, but the message has {wire.numel()} bytes")
+        low_K = wire[: POSITION_NBYTES * k].clone().view(torch.int16).long() & 0xFFFF
+        block_K = torch.arange(self.num_blocks, device=wire.device).repeat_interleave(counts_B, output_size=k)
+        if k and bool((low_K >= self._length_B.index_select(0, block_K)).any()):
+            raise _damaged("a position lies beyond the end of its parameter")
+        flat_K = self._flat_start_B.index_select(0, block_K) + low_K
+        return [flat - start for flat, start in zip(flat_K.split(list(sizes_V)), self.starts, strict=True)]
 
-    def unpack(self, counts_B: Tensor, wire: Tensor, codec: Codec) -> list[Chosen]:
-        """What one source's message says of each parameter. All-reduce layouts only."""
-        indices = self.positions(counts_B, wire)
-        k = sum(part.numel() for part in indices)
-        values = self._decode(wire[POSITION_NBYTES * k :], counts_B, codec) if k else wire.new_empty(0).float()
-        parts = values.split([part.numel() for part in indices])
-        return [Chosen(index, value) for index, value in zip(indices, parts, strict=True)]
+    def unpack(self, counts_B: Tensor, sizes_V: Sequence[int], wire: Tensor, codec: Codec) -> list[Chosen]:
+        """The entries of each parameter (its row) that one source's message holds.
 
-    def _flat(self, counts_B: Tensor, wire: Tensor) -> Tensor:
-        k = int(counts_B.sum())
-        positions = wire[: POSITION_NBYTES * k].clone().view(torch.int16).long() & 0xFFFF
-        return self._flat_start_B.repeat_interleave(counts_B, output_size=k) + positions
+        Args:
+            counts_B: The source's table.
+            sizes_V: Its row of `sizes`.
+            wire: Its positions and values.
+            codec: Of the values.
 
-    def _decode(self, wire: Tensor, counts_B: Tensor, codec: Codec) -> Tensor:
+        Raises:
+            RuntimeError: The message is damaged.
+        """
+        if wire.numel() != self.nbytes(sizes_V, codec):
+            raise _damaged(f"{self.nbytes(sizes_V, codec)} bytes are announced, {wire.numel()} came")
+        indices = self.positions(counts_B, sizes_V, wire)
+        values = self._decode(wire[POSITION_NBYTES * sum(sizes_V) :], sizes_V, codec)
+        return [Chosen(*pair) for pair in zip(indices, values.split(list(sizes_V)), strict=True)]
+
+    def _decode(self, wire: Tensor, sizes_V: Sequence[int], codec: Codec) -> Tensor:
         if isinstance(codec, DenseCodec):
             return wire.clone().view(codec.torch_dtype).float()  # a clone is aligned
-        values, at = [], 0
-        for k in self._by_view(counts_B[None])[0]:
+        values, at = [torch.empty(0, dtype=torch.float32, device=wire.device)], 0
+        for k in sizes_V:
             if k:
                 nbytes = codec.wire_nbytes(k)
                 values.append(codec.decode_sum(wire[None, at : at + nbytes].contiguous(), k))
                 at += nbytes
         return torch.cat(values)
 
-    def _by_view(self, counts_SB: Tensor) -> list[list[int]]:
-        counts_SV = torch.zeros(counts_SB.shape[0], len(self.names), dtype=torch.int64, device=counts_SB.device)
-        return counts_SV.index_add_(1, self._view_of_block_B, counts_SB.long()).tolist()
 
-    def flat(self, located: Located) -> Tensor:
-        """Places of entries in a sum, int64 [K]; under reduce-scatter of each destination's own."""
-        return self._flat_start_B.index_select(0, located.block % max(self.num_blocks, 1)) + located.position
+def _damaged(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"a sparse message is damaged: {what}. The ranks run different models, compressors or versions of"
+        " lowbit_strategy, or the network corrupts data: compare them, and restart from the last checkpoint"
+    )
 
 
 @lru_cache(maxsize=256)

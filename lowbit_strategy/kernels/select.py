@@ -15,7 +15,11 @@ from lowbit_strategy.kernels.reference import select as reference
 
 MAX_INT32_NUMEL = 2**31 - 1
 _CHUNK = 1 << 16  # elements of a piece of the plain PyTorch path that stays in a core's cache
-_SAMPLE_NUMEL = 1 << 16  # least sample that top_k guesses its threshold from
+_SAMPLE_NUMEL = 1 << 13  # least sample that top_k guesses its threshold from
+_GROUPED_NUMEL = 1 << 21  # up to here groups are faster than a sample
+_GROUP = 32  # elements of a group whose largest bounds the k-th largest of a small tensor
+_TINY = torch.finfo(torch.float32).tiny
+_SMALLEST = 2.0**-149  # the smallest positive number
 
 
 def _check(x: Tensor) -> None:
@@ -91,7 +95,8 @@ def sampled_threshold(x: Tensor, density: float, num: int, *, seed: int) -> floa
 def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Exactly the k elements of largest magnitude; of equal ones the first.
 
-    A threshold from a sample leaves few candidates, and only those are sorted; the result does not depend on it.
+    A lower bound of the k-th largest leaves few candidates, and only those are sorted; the result does not depend on
+    it.
 
     Args:
         x: float32 [N], finite.
@@ -107,21 +112,56 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         indices = torch.arange(k, device=x.device)
         return indices, x[indices]
     candidates, values = _candidates(x, k)
+    if candidates is not None and candidates.numel() < k:
+        return _fill_up(x, k, candidates)
     magnitudes = values.abs()
     smallest = magnitudes.topk(k, sorted=False).values.min()
-    above = (magnitudes > smallest).nonzero().view(-1)
-    ties = (magnitudes == smallest).nonzero().view(-1)[: k - above.numel()]
-    chosen = torch.cat([above, ties]).sort().values
-    return candidates.index_select(0, chosen).long(), values.index_select(0, chosen)
+    chosen = (magnitudes >= smallest).nonzero().view(-1)
+    if chosen.numel() > k:  # ties at the smallest: the first of them
+        ties = magnitudes.index_select(0, chosen) == smallest
+        chosen = chosen[~ties | (ties.cumsum(0) <= k - chosen.numel() + ties.sum())]
+    indices = chosen if candidates is None else candidates.index_select(0, chosen).long()
+    return indices, values.index_select(0, chosen)
 
 
-def _candidates(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """All elements at or above some magnitude that at least k reach."""
-    num = max(_SAMPLE_NUMEL, 64 * x.numel() // k)  # some 64 of the largest k in the sample: its error is 1/8
-    if 4 * num < x.numel() and 8 * k < x.numel():
-        threshold = sampled_threshold(x, 1.5 * k / x.numel(), num, seed=x.numel())
-        if threshold > 0:
-            indices, values = select_above(x, threshold, expected=2 * k)
-            if indices.numel() >= k:
-                return indices, values
-    return torch.arange(x.numel(), device=x.device), x
+def _candidates(x: Tensor, k: int) -> tuple[Tensor | None, Tensor]:
+    """All elements at or above some magnitude that at least k reach: positions (None: all of x) and values.
+
+    Fewer than k only if the others are (nearly) 0.
+    """
+    bound = _lower_bound(x, k)
+    if bound is None:
+        return None, x
+    indices, values = select_above(x, max(bound, _TINY), expected=2 * k)
+    return (indices, values) if indices.numel() >= k or bound < _TINY else (None, x)
+
+
+def _lower_bound(x: Tensor, k: int) -> float | None:
+    """A magnitude that few more than k elements reach, and hardly ever fewer; None where looking for it does not pay.
+
+    For small tensors the k-th largest of the maxima of groups: k groups have an element that large. Else from a sample,
+    with half as many again to spare.
+    """
+    numel = x.numel()
+    groups = numel // _GROUP
+    if numel <= _GROUPED_NUMEL and groups >= 4 * k:
+        rows = x[: groups * _GROUP].view(_GROUP, groups)
+        return largest_threshold(torch.maximum(rows.amax(0), rows.amin(0).neg_()), k)
+    num = max(_SAMPLE_NUMEL, 64 * numel // k)  # some 64 of the largest k in the sample: its error is 1/8
+    if 4 * num < numel and 8 * k < numel:
+        return sampled_threshold(x, 1.5 * k / numel, num, seed=numel)
+    return None
+
+
+def _fill_up(x: Tensor, k: int, candidates: Tensor) -> tuple[Tensor, Tensor]:
+    """All candidates, and the first of the others, which are 0."""
+    nonzero = count_above(x, _SMALLEST)
+    if nonzero != candidates.numel():  # numbers below the normal range count as well: sort everything
+        magnitudes = x.abs()
+        chosen = magnitudes.sort(descending=True, stable=True).indices[:k].sort().values
+        return chosen, x.index_select(0, chosen)
+    is_free = torch.ones(k, dtype=torch.bool, device=x.device)
+    is_free[candidates[candidates < k].long()] = False
+    free = is_free.nonzero().view(-1)[: k - candidates.numel()]
+    indices = torch.cat([candidates.long(), free]).sort().values
+    return indices, x.index_select(0, indices)

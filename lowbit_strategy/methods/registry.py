@@ -37,7 +37,7 @@ from lowbit_strategy.methods.wrappers.warmup import WarmUp
 PRESETS: dict[str, Compressor] = {
     "adacomp": AdaComp(),
     "dense": Dense(),
-    "dgc": DGC(),
+    "dgc": DGC(warmup_steps=100),
     "ef21": EF21(),
     "efsignsgd": EFSignSGD(),
     "errorfeedback": ErrorFeedback(),

@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
+import torch
+
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.optimizer_checks import check_momentum
 from lowbit_strategy.methods._base.parameter_selectors import Selector, describe, matching, validate_selectors
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -61,6 +64,21 @@ class Compressor(ABC):
         """Raises:
         ValueError: The configuration does not suit a model of these parameters.
         """
+
+    @property
+    def momenta(self) -> frozenset[float]:
+        """Momentum that the method applies, over all its parameters and phases; more than one: the optimizer has none
+        that would fit them all.
+        """
+        return frozenset({0.0})
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """For adapters to call with each optimizer of the model: momentum must be applied once.
+
+        Raises:
+            ValueError: The optimizer's momentum does not go with the compressor's.
+        """
+        check_momentum(self.momenta, optimizer)
 
     def at(self, step_index: int) -> Compressor:
         """The configuration in force after `step_index` optimizer steps: itself, unless it has phases."""

@@ -46,6 +46,10 @@ class Wrapper(Compressor):
     def method(self, spec: TensorSpec) -> Method:
         return self.wrap(self.compressor.method(spec))
 
+    @property
+    def momenta(self) -> frozenset[float]:
+        return self.compressor.momenta
+
     def check(self, specs: Sequence[TensorSpec]) -> None:
         self.compressor.check(specs)
 

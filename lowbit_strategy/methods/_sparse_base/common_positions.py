@@ -1,17 +1,20 @@
-"""What methods share in which all ranks send the same positions: values are summed without saying where they belong."""
+"""What methods share in which all ranks send the same positions: neither positions nor counts travel with values."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse import sum_values, sum_values_nbytes
 from lowbit_strategy.collectives.sparse_layout import Chosen
+from lowbit_strategy.collectives.sparse_values import ValueSum, value_sum_nbytes
 from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
@@ -19,9 +22,9 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
     accumulate_,
-    layout_of,
     num_kept,
     observe_,
+    take_out_,
     write_sums_,
     zero_residuals,
 )
@@ -31,10 +34,11 @@ class CommonPositionsReducer(Reducer):
     """Error feedback around positions that all ranks agree on.
 
     A rank whose gradient is idle sends zeros and keeps its residual; one whose gradient is not finite sends NaN.
-    Subclasses are frozen dataclasses with the field ``density``.
+    Subclasses are frozen dataclasses with the fields ``density`` and ``codec``.
     """
 
     density: float
+    codec: Codec
 
     @property
     def residual_gain(self) -> float | None:
@@ -55,32 +59,79 @@ class CommonPositionsReducer(Reducer):
     ) -> Generator[Pending, None, list[Tensor]]:
         """Of each view, ascending, int64, the same on all ranks; may communicate."""
 
-    def take_(self, view: View, tensors: State, indices: Tensor) -> Tensor:
-        """Values at the positions, taken out of the residual."""
-        values = tensors["residual"].index_select(0, indices)
-        tensors["residual"].index_fill_(0, indices, 0.0)
-        return values
+    def values(self, view: View, tensors: State, indices: Tensor) -> Tensor:
+        """What a live gradient's rank has to send at the positions, float32."""
+        return tensors["residual"].index_select(0, indices)
+
+    def keep_(self, view: View, tensors: State, chosen: Chosen, sent: Tensor) -> None:
+        """Leave in the residual what was not sent."""
+        take_out_(tensors["residual"], chosen, sent)
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         if not views:
             return
         found = self.accumulate_(views, state)
         indices = yield from self.positions(views, state, comm, step)
-        values = []
-        for view, condition, index in zip(views, found, indices, strict=True):
+        yield from self.sum_at(indices, views, found, state, comm, step)
+
+    def sum_at(
+        self,
+        indices: Sequence[Tensor],
+        views: Sequence[View],
+        found: Sequence[Condition],
+        state: ReducerState,
+        comm: Comm,
+        step: StepContext,
+    ) -> Iterator[Pending]:
+        """Send the values at the positions, take them out of the residuals, write the means."""
+        chosen = [self._chosen(*part, state) for part in zip(views, found, indices, strict=True)]
+        exchange = ValueSum(
+            [view.spec.name for view in views],
+            [part.values for part in chosen],
+            indices,
+            [view.cut for view in views],
+            self.codec,
+            comm,
+            scatter=views[0].scatter,
+            seed=step.seed,
+        )
+        for view, condition, part, sent in zip(views, found, chosen, exchange.sent, strict=True):
             tensors = state.get(view.spec.name, {})
-            before = tensors["residual"].clone() if view.compensated is not None and "residual" in tensors else None
+            observe_(view, tensors.get("residual"), condition, part, sent)
             if condition is Condition.LIVE:
-                value = self.take_(view, tensors, index)
-            else:
-                filler = math.nan if condition is Condition.NONFINITE else 0.0
-                value = torch.full((index.numel(),), filler, device=index.device)
-            base = before if before is not None else torch.zeros(view.spec.numel, device=index.device)
-            observe_(view, base, condition, Chosen(index, value), value)
-            values.append(value)
-        layout = layout_of(views, comm)
-        total = yield from sum_values(values, indices, layout, comm)
-        write_sums_(views, total, layout, comm.world_size)
+                self.keep_(view, tensors, part, sent)
+        sums = yield from exchange.run()
+        for view, lost in zip(views, sums.lost, strict=True):
+            if "residual" in (tensors := state.get(view.spec.name, {})):
+                tensors["residual"].index_add_(0, lost.indices, lost.values, alpha=self.residual_gain or 1.0)
+        write_sums_(views, [sums.totals], comm.world_size)
+
+    def _chosen(self, view: View, condition: Condition, indices: Tensor, state: ReducerState) -> Chosen:
+        if condition is Condition.LIVE:
+            return Chosen(indices, self.values(view, state.get(view.spec.name, {}), indices))
+        filler = math.nan if condition is Condition.NONFINITE else 0.0
+        return Chosen(indices, torch.full((indices.numel(),), filler, dtype=torch.float32, device=indices.device))
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        return sum_values_nbytes(self.num_kept(spec), world_size, scatter=scatter)
+        return value_sum_nbytes(self.num_kept(spec), self.codec, world_size, scatter=scatter)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeReducer(CommonPositionsReducer):
+    """All of each parameter, in float32: for the parameters that a sparse method sends whole."""
+
+    density: float = 1.0
+    codec: Codec = DenseCodec("float32")  # noqa: RUF009 (frozen)
+
+    def positions(
+        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Generator[Pending, None, list[Tensor]]:
+        return [torch.arange(view.spec.numel, device=view.x.device) for view in views]
+        yield  # a generator that has nothing to wait for
+
+    def sum_all(
+        self, views: Sequence[View], found: Sequence[Condition], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
+        """Send what has been accumulated."""
+        indices = yield from self.positions(views, state, comm, step)
+        yield from self.sum_at(indices, views, found, state, comm, step)

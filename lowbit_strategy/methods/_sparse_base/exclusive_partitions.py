@@ -18,17 +18,13 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse import sum_values, sum_values_nbytes
-from lowbit_strategy.collectives.sparse_layout import (
-    BLOCK_BITS,
-    POSITION_NBYTES,
-    Chosen,
-)
+from lowbit_strategy.collectives.sparse_layout import BLOCK_BITS, POSITION_NBYTES
 from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
+from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.block_partitions import (
     MAX_BLOCKS,
@@ -38,15 +34,8 @@ from lowbit_strategy.methods._sparse_base.block_partitions import (
     is_lopsided,
     make_grid,
 )
-from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    Condition,
-    accumulate_,
-    layout_of,
-    num_kept,
-    observe_,
-    write_sums_,
-    zero_residuals,
-)
+from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
+from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, num_kept, zero_residuals
 
 _SAMPLE_KEPT = 512  # of all ranks' samples above the threshold: the count is off by 4 % then
 _BAND = 1.1  # counts further than this factor from the target: the threshold is estimated anew
@@ -54,6 +43,7 @@ _CALM = 0.03  # largest move of an estimate, in its logarithm, that the online r
 _PROPORTIONAL, _INTEGRAL = 0.02, 0.003  # feedback sums up: a percent more threshold can halve the count
 _TINY = torch.finfo(torch.float32).tiny
 _MEMORY = 0.7  # weight of older counts in loads: one step's counts are noisy
+_MOST = 4  # times the wanted count, whatever the gradient: a spike must not fill the network
 
 
 class Selection(NamedTuple):
@@ -71,20 +61,17 @@ class Selection(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExclusiveReducer(Reducer):
-    """Fields as in `ExDyna`; ``adjust``: whether partitions are balanced by their loads."""
+class ExclusiveReducer(CommonPositionsReducer):
+    """Fields as in `ExDyna`; ``codec`` of the values; ``adjust``: whether partitions are balanced by their loads."""
 
     density: float
+    codec: Codec
     adjust: bool
     whole_model: ClassVar[bool] = True
 
     @property
     def label(self) -> str:
         return f"{'exdyna' if self.adjust else 'micro'} {self.density:g}"
-
-    @property
-    def residual_gain(self) -> float | None:
-        return 1.0
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         """The controls of a model are kept with its first parameter: under FSDP2 every module is a model of its own.
@@ -96,8 +83,8 @@ class ExclusiveReducer(Reducer):
         state = zero_residuals(specs, device)
         for tensors in state.values():
             for key in ("threshold", "drift", "calm", "ratio"):
-                tensors[key] = torch.zeros(1, device=device)
-            tensors["loads"] = torch.zeros(MAX_BLOCKS, device=device)
+                tensors[key] = torch.zeros(1, dtype=torch.float32, device=device)
+            tensors["loads"] = torch.zeros(MAX_BLOCKS, dtype=torch.float32, device=device)
             tensors["sizes"] = torch.zeros(MAX_BLOCKS, dtype=torch.int16, device=device)
         return state
 
@@ -111,18 +98,22 @@ class ExclusiveReducer(Reducer):
             return
         order = {name: i for i, name in enumerate(state)}  # buckets come in any order
         views = sorted(views, key=lambda view: order[view.spec.name])
-        found = accumulate_(views, state)
+        found = self.accumulate_(views, state)
         model = _Model(views, found, state, comm, step)
         control = state[views[0].spec.name]
         bounds = model.bounds(self._sizes(model, control))
         threshold = yield from self._threshold(model, control, bounds)
-        selection = yield from model.select(threshold, bounds)
-        layout = layout_of(views, comm)
-        total = yield from sum_values(model.take_(selection), selection.indices, layout, comm)
+        selection = yield from model.select(threshold, bounds, num_kept(self.density, model.grid.numel))
+        yield from self.sum_at(selection.indices, views, found, state, comm, step)
         if not selection.finite:
-            total.fill_(math.nan)
-        write_sums_(views, total, layout, comm.world_size)
+            for view in views:
+                view.out.fill_(math.nan)
         self._learn_(model, control, selection)
+
+    def positions(
+        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Generator[Pending, None, list[Tensor]]:
+        raise NotImplementedError("positions are chosen in the model as a whole: see reduce")
 
     def _threshold(self, model: _Model, control: State, bounds: Sequence[int]) -> Generator[Pending, None, float]:
         """Follow the last count and the trend; estimate where there is nothing to follow yet."""
@@ -163,7 +154,7 @@ class ExclusiveReducer(Reducer):
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         count = num_kept(self.density, spec.numel)
         positions = POSITION_NBYTES * -(-count // world_size) * (world_size - 1)
-        return positions + sum_values_nbytes(count, world_size, scatter=scatter)
+        return positions + CommonPositionsReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
 
 
 class _Model:
@@ -205,7 +196,7 @@ class _Model:
         num = min(self.grid.numel, math.ceil(_SAMPLE_KEPT / density))
         tail = num_kept(density, num)
         sample = torch.cat(
-            [torch.empty(0, device=self.device)]
+            [torch.empty(0, dtype=torch.float32, device=self.device)]
             + [
                 sample_magnitudes(
                     piece,
@@ -216,19 +207,20 @@ class _Model:
             ]
         )
         largest = sample.topk(min(tail, sample.numel()), sorted=False).values
-        message = torch.zeros(tail + 1, device=self.device)
+        message = torch.zeros(tail + 1, dtype=torch.float32, device=self.device)
         message[0] = sample.numel()
         message[1 : 1 + largest.numel()] = largest
-        tails = torch.empty(self.comm.world_size, tail + 1, device=self.device)
+        tails = torch.empty(self.comm.world_size, tail + 1, dtype=torch.float32, device=self.device)
         yield self.comm.all_gather(tails, message)
         kept = num_kept(density, int(tails[:, 0].sum()))
         threshold = largest_threshold(tails[:, 1:].reshape(-1), kept)
         return max(threshold, _TINY)  # nothing but zeros: from the smallest number on, so that zeros are not chosen
 
-    def select(self, threshold: float, bounds: Sequence[int]) -> Generator[Pending, None, Selection]:
-        """Choose in the own partition; tell all ranks."""
+    def select(self, threshold: float, bounds: Sequence[int], wanted: int) -> Generator[Pending, None, Selection]:
+        """Choose in the own partition; inform all ranks. Together they choose at most four times what is wanted."""
         comm, world_size, shift = self.comm, self.comm.world_size, self.step.index
-        positions = self._above(threshold, *self._own(bounds))
+        most = _MOST * wanted * (comm.rank + 1) // world_size - _MOST * wanted * comm.rank // world_size
+        positions = self._above(threshold, *self._own(bounds), most)
         num_blocks = max(-(-(stop - start) >> BLOCK_BITS) for start, stop in pairwise(bounds))
         table = torch.zeros(world_size, 1 + num_blocks, dtype=torch.int32, device=self.device)
         counts = torch.bincount(positions >> BLOCK_BITS, minlength=num_blocks)
@@ -250,13 +242,22 @@ class _Model:
         by_partition = [sizes_W[(p - shift) % world_size] for p in range(world_size)]
         return Selection(self._split(torch.cat(chosen)), by_partition, not bool(table[:, 0].any()))
 
-    def _above(self, threshold: float, start: int, stop: int) -> Tensor:
-        """Positions, counted from `start`, of live elements in [start, stop) that reach the threshold."""
-        parts = [torch.empty(0, dtype=torch.int64, device=self.device)]
+    def _above(self, threshold: float, start: int, stop: int, most: int) -> Tensor:
+        """Positions, counted from `start`, of live elements in [start, stop) that reach the threshold; the largest of
+        them if they are more than `most`.
+        """
+        indices = [torch.empty(0, dtype=torch.int64, device=self.device)]
+        values = [torch.empty(0, dtype=torch.float32, device=self.device)]
         for i, at, piece in self._pieces(start, stop):
             if self.found[i] is Condition.LIVE:
-                parts.append(select_above(piece, threshold)[0].long() + at)
-        return torch.cat(parts)
+                share = piece.numel() * most // (_MOST * max(stop - start, 1))
+                found = select_above(piece, threshold, expected=share)
+                indices.append(found[0].long() + at)
+                values.append(found[1])
+        reached = torch.cat(indices)
+        if reached.numel() <= most:
+            return reached
+        return reached.index_select(0, top_k(torch.cat(values), most)[0])
 
     def _split(self, positions: Tensor) -> list[Tensor]:
         """Ascending positions in the model as ascending positions in each view."""
@@ -269,17 +270,3 @@ class _Model:
         parts = [indices + start for indices, start in zip(selection.indices, self.starts, strict=True)]
         block = (torch.cat(parts) // self.grid.block_numel).clamp_(max=self.grid.num_blocks - 1)
         return torch.bincount(block, minlength=self.grid.num_blocks)
-
-    def take_(self, selection: Selection) -> list[Tensor]:
-        """This rank's values at what all chose, taken out of its residuals."""
-        values = []
-        for view, condition, residual, indices in zip(
-            self.views, self.found, self.residuals, selection.indices, strict=True
-        ):
-            live = condition is Condition.LIVE
-            value = residual.index_select(0, indices) if live else torch.zeros(indices.numel(), device=self.device)
-            observe_(view, residual, condition, Chosen(indices, value), value)
-            if live:
-                residual.index_fill_(0, indices, 0.0)
-            values.append(value)
-        return values

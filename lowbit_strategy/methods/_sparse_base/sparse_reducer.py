@@ -1,4 +1,4 @@
-"""What sparse methods share: error feedback in float32, choosing, saying, writing the mean.
+"""What sparse methods share: error feedback in float32, choosing, sending, writing the mean.
 
 Every step, on every rank, for each parameter:
 
@@ -27,7 +27,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse import sum_entries, sum_entries_nbytes
+from lowbit_strategy.collectives.sparse import entries_sum_nbytes, exchange_entries, write_sum_
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
 from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
@@ -36,12 +36,11 @@ from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
-Values = Literal["float32", "bfloat16", "int8", "int4"]
+Values = Literal["float32", "bfloat16", "int8", "int7", "int6", "int5", "int4", "int3", "int2"]
 _CODECS: dict[str, Codec] = {
     "float32": DenseCodec("float32"),
     "bfloat16": DenseCodec("bfloat16"),
-    "int8": BlockCodec(uniform(8, 128)),
-    "int4": BlockCodec(uniform(4, 64)),
+    **{f"int{bits}": BlockCodec(uniform(bits, 128 if bits == 8 else 64)) for bits in range(2, 9)},
 }
 
 
@@ -72,7 +71,7 @@ def num_kept(density: float, numel: int) -> int:
 
 
 class Condition(Enum):
-    """What a rank's gradient of one parameter is in this step."""
+    """The state of one parameter's gradient on this rank in this step."""
 
     LIVE = "live"
     IDLE = "idle"
@@ -80,7 +79,7 @@ class Condition(Enum):
 
 
 def conditions(tensors: Sequence[Tensor]) -> list[Condition]:
-    """Of each tensor. Sums tell in one fast pass; only where they are zero or not finite is it looked at closely."""
+    """Of each tensor. One fast pass forms sums; only where a sum is zero or not finite are the elements checked."""
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).tolist()
     return [_condition(tensor, total) for tensor, total in zip(tensors, sums, strict=True)]
 
@@ -92,12 +91,20 @@ def _condition(tensor: Tensor, total: float) -> Condition:
 
 
 def nothing(device: torch.device) -> Chosen:
-    return Chosen(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device))
+    return Chosen(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.float32, device=device))
+
+
+def nonzero(chosen: Chosen) -> Chosen:
+    """Without the zeros, which need not be sent."""
+    if chosen.values.all():
+        return chosen
+    keep = chosen.values.nonzero().view(-1)
+    return Chosen(*(part.index_select(0, keep) for part in chosen))
 
 
 def first(count: int, value: float, device: torch.device) -> Chosen:
-    """The first `count` positions with the same value: NaN to tell all ranks, zeros to keep a message's size."""
-    return Chosen(torch.arange(count, device=device), torch.full((count,), value, device=device))
+    """The first `count` positions with the same value: NaN to inform all ranks, zeros to keep a message's size."""
+    return Chosen(torch.arange(count, device=device), torch.full((count,), value, dtype=torch.float32, device=device))
 
 
 def layout_of(views: Sequence[View], comm: Comm) -> SparseLayout:
@@ -106,15 +113,20 @@ def layout_of(views: Sequence[View], comm: Comm) -> SparseLayout:
     return sparse_layout(names, cuts, comm.world_size, views[0].x.device, scatter=views[0].scatter)
 
 
-def write_sums_(views: Sequence[View], total: Tensor, layout: SparseLayout, world_size: int) -> None:
-    """Turn the sum over ranks, laid out as `layout` says, into what each view wants: the mean, or its row's sum."""
-    for view, start, span in zip(views, layout.starts, layout.spans, strict=True):
-        part = total[start : start + span]
-        view.out.copy_(part if view.scatter else part.mul_(1.0 / world_size))
+def write_sums_(views: Sequence[View], parts_SV: Sequence[Sequence[Chosen]], world_size: int) -> None:
+    """Add up what each source sent and write what each view wants: the mean, or its row's sum.
+
+    Args:
+        views: The parameters.
+        parts_SV: For each source in order, its entries of each parameter.
+        world_size: Ranks that the mean is over.
+    """
+    for v, view in enumerate(views):
+        write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.scatter else 1.0 / world_size)
 
 
 def take_out_(residual: Tensor, chosen: Chosen, sent: Tensor) -> None:
-    """``e' = h - sent`` at the chosen positions; what could not be said because it overflowed the codec is dropped."""
+    """``e' = h - sent`` at the chosen positions; what could not be sent because it overflowed the codec is dropped."""
     if not chosen.indices.numel():
         return
     left = (chosen.values - sent).nan_to_num_(0.0, 0.0, 0.0)
@@ -122,7 +134,7 @@ def take_out_(residual: Tensor, chosen: Chosen, sent: Tensor) -> None:
 
 
 def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-    return {spec.name: {"residual": torch.zeros(spec.numel, device=device)} for spec in specs}
+    return {spec.name: {"residual": torch.zeros(spec.numel, dtype=torch.float32, device=device)} for spec in specs}
 
 
 def accumulate_(views: Sequence[View], state: ReducerState) -> list[Condition]:
@@ -131,23 +143,29 @@ def accumulate_(views: Sequence[View], state: ReducerState) -> list[Condition]:
     A sum of finite numbers that overflows counts as not finite: what overflowed is dropped from the residual.
     """
     found = conditions([view.x for view in views])
-    live = [i for i, condition in enumerate(found) if condition is Condition.LIVE]
-    for i in live:
-        state[views[i].spec.name]["residual"].add_(views[i].flat())
-    if live:
-        residuals = [state[views[i].spec.name]["residual"] for i in live]
-        for i, residual, condition in zip(live, residuals, conditions(residuals), strict=True):
-            if condition is Condition.NONFINITE:
-                residual.sub_(views[i].flat()).nan_to_num_(0.0, 0.0, 0.0)
-                found[i] = Condition.NONFINITE
+    for view, condition in zip(views, found, strict=True):
+        if condition is Condition.LIVE:
+            state[view.spec.name]["residual"].add_(view.flat())
+    for i in overflowed(views, state, found):
+        state[views[i].spec.name]["residual"].sub_(views[i].flat()).nan_to_num_(0.0, 0.0, 0.0)
+        found[i] = Condition.NONFINITE
     return found
 
 
-def observe_(view: View, residual: Tensor, condition: Condition, chosen: Chosen, sent: Tensor) -> None:
+def overflowed(views: Sequence[View], state: ReducerState, found: Sequence[Condition]) -> list[int]:
+    """Which live views have residuals that are not finite."""
+    live = [i for i, condition in enumerate(found) if condition is Condition.LIVE]
+    if not live:
+        return []
+    now = conditions([state[views[i].spec.name]["residual"] for i in live])
+    return [i for i, condition in zip(live, now, strict=True) if condition is Condition.NONFINITE]
+
+
+def observe_(view: View, residual: Tensor | None, condition: Condition, chosen: Chosen, sent: Tensor) -> None:
     """Fill in what monitors asked for. Call before the sent values are taken out of the residual."""
     if view.compensated is not None:
-        view.compensated.copy_(residual)
-        if condition is not Condition.LIVE:  # not accumulated
+        view.compensated.zero_() if residual is None else view.compensated.copy_(residual)
+        if residual is None or condition is not Condition.LIVE:  # not accumulated
             view.compensated.add_(view.flat())
     if view.sent is not None:
         view.sent.zero_().index_copy_(0, chosen.indices, sent)
@@ -188,6 +206,12 @@ class SparseReducer(Reducer):
         if not views:
             return
         found = self.accumulate_(views, state, comm)
+        yield from self.send(views, found, state, comm, step)
+
+    def send(
+        self, views: Sequence[View], found: Sequence[Condition], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Iterator[Pending]:
+        """Choose from what has been accumulated, exchange, write the means."""
         chosen = [
             self._choose(view, state[view.spec.name], condition, step)
             for view, condition in zip(views, found, strict=True)
@@ -200,8 +224,8 @@ class SparseReducer(Reducer):
             if condition is Condition.LIVE:
                 take_out_(tensors["residual"], part, sent)
                 self.taken_out_(tensors, part)
-        total = yield from sum_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
-        write_sums_(views, total, layout, comm.world_size)
+        parts_SV = yield from exchange_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
+        write_sums_(views, parts_SV, comm.world_size)
 
     def _choose(self, view: View, tensors: State, condition: Condition, step: StepContext) -> Chosen:
         spec = view.spec
@@ -213,7 +237,7 @@ class SparseReducer(Reducer):
         return first(self.num_kept(spec), 0.0, device) if self.same_counts else nothing(device)
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        return sum_entries_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=scatter)
+        return entries_sum_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=scatter)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,28 +246,16 @@ class SparseCompressor(Compressor):
 
     Args:
         density: Share of the elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
+        values: How values travel: ``float32``, ``bfloat16``, ``int8`` to ``int2`` (blocks with a scale) or any codec.
+            What a coarser one leaves out stays in the residual. A position costs 2 bytes besides.
     """
 
     approaches_mean: ClassVar[bool] = False  # not in as few steps as the shared tests take
 
     density: float = 0.01
+    values: Values | Codec = "float32"
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_density(self.density)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EntriesCompressor(SparseCompressor):
-    """Configurations of methods in which each rank chooses positions of its own.
-
-    Args:
-        values: How values travel: ``float32``, ``bfloat16``, ``int8``, ``int4`` (blocks with a scale) or any codec.
-            What a coarser one does not say stays in the residual. A position costs 2 bytes besides.
-    """
-
-    values: Values | Codec = "float32"
-
-    def __post_init__(self) -> None:
-        SparseCompressor.__post_init__(self)
         value_codec(self.values)

@@ -1,4 +1,4 @@
-"""Deep gradient compression: momentum is applied before sparsifying, so that late elements come with theirs."""
+"""Deep gradient compression: momentum is applied before sparsifying, so that delayed elements keep theirs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes,
 from lowbit_strategy.methods._base.base import Assignment
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.momentum import MomentumCodec, add_momentum
+from lowbit_strategy.methods._base.momentum import MomentumCodec
+from lowbit_strategy.methods._base.parameter_selectors import Selector, matching
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.common_positions import WholeReducer
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
-    EntriesCompressor,
+    SparseCompressor,
     SparseReducer,
     check_density,
     conditions,
+    nonzero,
+    overflowed,
     value_codec,
     zero_residuals,
 )
@@ -38,6 +42,7 @@ _SAMPLE_SHARE = 0.01
 _SAMPLE_KEPT = 128  # of the sample above the threshold, if 1 % has fewer: the count is off by 9 % then
 _MAX_ROUNDS = 10
 _LEAST = 0.8
+_WHOLE = WholeReducer()
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -45,10 +50,12 @@ def select_by_sample(x: Tensor, k: int, *, seed: int) -> Chosen:
     """About the k largest elements of x, 0.8 k to k of them, in a few passes and without sorting x.
 
     A threshold is taken from a sample. While it selects fewer than 0.8 k it is lowered by a fifth, at most ten times;
-    if it selects more than k, the largest of those are taken.
+    if it selects more than k, the largest of those are taken. Where the sample would be a quarter of x, x is sorted.
     """
     numel = x.numel()
-    num = min(numel, max(math.ceil(_SAMPLE_SHARE * numel), math.ceil(_SAMPLE_KEPT * numel / k)))
+    num = max(math.ceil(_SAMPLE_SHARE * numel), math.ceil(_SAMPLE_KEPT * numel / k))
+    if 4 * num >= numel:
+        return nonzero(Chosen(*top_k(x, k)))
     sample = sample_magnitudes(x, num, seed=seed)
     threshold = max(largest_threshold(sample, round(k / numel * num)), _TINY)  # zeros are never sent
     for _ in range(1 + _MAX_ROUNDS):
@@ -89,7 +96,7 @@ class DGCReducer(SparseReducer):
         state = zero_residuals(specs, device)
         if self.momentum:
             for spec in specs:
-                state[spec.name]["momentum"] = torch.zeros(spec.numel, device=device)
+                state[spec.name]["momentum"] = torch.zeros(spec.numel, dtype=torch.float32, device=device)
         return state
 
     def rescale_(self, state: ReducerState, factor: float) -> None:
@@ -97,29 +104,66 @@ class DGCReducer(SparseReducer):
             for tensor in tensors.values():
                 tensor.mul_(factor)
 
+    def is_dense(self, spec: TensorSpec) -> bool:
+        """Whether all of a parameter is sent: nothing is masked then, so that momentum goes on as in the optimizer."""
+        return self.density == 1.0
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        if not views:
+            return
+        found = self.accumulate_(views, state, comm)
+        sparse, whole = (
+            [i for i, view in enumerate(views) if self.is_dense(view.spec) is dense] for dense in (False, True)
+        )
+        if sparse:
+            yield from self.send([views[i] for i in sparse], [found[i] for i in sparse], state, comm, step)
+        if whole:
+            yield from _WHOLE.sum_all([views[i] for i in whole], [found[i] for i in whole], state, comm, step)
+
     def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> list[Condition]:
+        """Momentum and velocity move on. With momentum a gradient of zeros is one like any other: momentum decays, and
+        the velocity goes on growing by it.
+        """
         found = conditions([view.x for view in views])
+        if self.momentum:
+            found = [Condition.LIVE if condition is Condition.IDLE else condition for condition in found]
         factor = self.clip_factor(views, found, comm)
-        for i, view in enumerate(views):
-            if found[i] is Condition.LIVE and not self._add_(state[view.spec.name], view.flat().float() * factor):
-                found[i] = Condition.NONFINITE
+        for view, condition in zip(views, found, strict=True):
+            if condition is Condition.LIVE:
+                self._add_(state[view.spec.name], view.flat(), factor)
+        for i in overflowed(views, state, found):
+            self._undo_(state[views[i].spec.name], views[i].flat(), factor)
+            found[i] = Condition.NONFINITE
         return found
 
     def clip_factor(self, views: Sequence[View], found: Sequence[Condition], comm: Comm) -> float:
         return 1.0
 
-    def _add_(self, tensors: State, gradient: Tensor) -> bool:
-        """Momentum and velocity move on; they stay as they are if they would overflow."""
-        zero = torch.zeros((), device=gradient.device)
-        momentum = tensors.get("momentum", zero)
-        updated, added = add_momentum(momentum, gradient, self.momentum, nesterov=self.nesterov)
-        velocity = tensors["residual"] + added
-        if conditions([velocity])[0] is Condition.NONFINITE:
-            return False
-        tensors["residual"].copy_(velocity)
+    def _add_(self, tensors: State, gradient: Tensor, factor: float) -> None:
+        velocity = tensors["residual"]
+        if not self.momentum:
+            velocity.add_(gradient, alpha=factor)
+        elif self.nesterov:
+            velocity.add_(tensors["momentum"].add_(gradient, alpha=factor).mul_(self.momentum)).add_(
+                gradient, alpha=factor
+            )
+        else:
+            velocity.add_(tensors["momentum"].mul_(self.momentum).add_(gradient, alpha=factor))
+
+    def _undo_(self, tensors: State, gradient: Tensor, factor: float) -> None:
+        """Take an overflow back, to rounding; what is not finite is dropped."""
+        velocity = tensors["residual"]
+        if self.momentum == 0.0 or self.nesterov:
+            velocity.sub_(gradient, alpha=factor)
         if self.momentum:
-            momentum.copy_(updated)
-        return True
+            momentum = tensors["momentum"]
+            velocity.sub_(momentum)
+            if self.nesterov:
+                momentum.div_(self.momentum).sub_(gradient, alpha=factor)
+            else:
+                momentum.sub_(gradient, alpha=factor).div_(self.momentum)
+            momentum.nan_to_num_(0.0, 0.0, 0.0)
+        velocity.nan_to_num_(0.0, 0.0, 0.0)
 
     def choose(self, view: View, tensors: State, step: StepContext) -> Chosen:
         return select_by_sample(tensors["residual"], self.num_kept(view.spec), seed=step.seed)
@@ -128,12 +172,21 @@ class DGCReducer(SparseReducer):
         if self.momentum:  # factor masking: stale momentum of what has been sent must not push on
             tensors["momentum"].index_fill_(0, chosen.indices, 0.0)
 
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        if self.is_dense(spec):
+            return _WHOLE.wire_nbytes(spec, world_size, scatter=scatter)
+        return SparseReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClippedDGCReducer(DGCReducer):
-    """DGC with local clipping, for which all gradients of the model (under FSDP2: of the module) must be there."""
+    """DGC with local clipping, for which all gradients of the model (under FSDP2: of the module) must be there.
+
+    Exempt parameters belong to it too: they count in the norm, are scaled by it, and are sent whole.
+    """
 
     clip_norm: float
+    exempt: tuple[Selector, ...] = ()
     whole_model: ClassVar[bool] = True
 
     @property
@@ -144,6 +197,9 @@ class ClippedDGCReducer(DGCReducer):
         order = {name: i for i, name in enumerate(state)}  # buckets come in any order, sums of norms must not
         return DGCReducer.reduce(self, sorted(views, key=lambda view: order[view.spec.name]), state, comm, step)
 
+    def is_dense(self, spec: TensorSpec) -> bool:
+        return self.density == 1.0 or matching(self.exempt, spec) is not None
+
     def clip_factor(self, views: Sequence[View], found: Sequence[Condition], comm: Comm) -> float:
         live = [view.flat() for view, condition in zip(views, found, strict=True) if condition is Condition.LIVE]
         squares = [float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2 for x in live]
@@ -153,7 +209,7 @@ class ClippedDGCReducer(DGCReducer):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DGC(EntriesCompressor):
+class DGC(SparseCompressor):
     """Deep gradient compression.
 
     Every step, for each parameter, on every rank:
@@ -164,18 +220,20 @@ class DGC(EntriesCompressor):
     4. those are sent; ``u' = v = 0`` there (factor masking)
     5. the mean over ranks of what was sent, 0 where nobody sent
 
-    The density falls from 25 % in stages. Exempt parameters are sent whole, with the same momentum. Weight decay
+    With `warmup_steps` the density starts at 25 % and falls in stages; the preset ``dgc`` has 100 steps per stage. At a
+    density of 1 nothing is masked. Exempt parameters are sent whole, with the same momentum and clipping. Weight decay
     belongs to the optimizer, which applies it after the mean.
 
     Args:
         density: In the end, in (0, 1].
-        values: How values travel: ``float32``, ``bfloat16``, ``int8``, ``int4`` or any codec.
+        values: How values travel, as in `TopK`.
         momentum: In [0, 1). Above 0 give SGD this much and the optimizer itself none: momentum is applied once. Keep 0
             with Adam and its relatives, which average gradients themselves.
         nesterov: Nesterov's momentum; needs ``momentum > 0``.
         clip_norm: Largest norm of the mean gradient that step 1 aims at; None: no clipping. Under DDP the parameters
             then wait for the last bucket, under FSDP2 each module is clipped by itself. With a loss scaler it is in
-            units of scaled gradients.
+            units of scaled gradients. The frameworks' own clipping (Lightning's ``gradient_clip_val``) acts on the
+            sparse mean, which has left the residual already: what it cuts off is lost, so use this one.
         warmup_steps: Optimizer steps of each stage of the warm-up, about an epoch; 0: none.
         warmup_densities: Of the stages; those below `density` are skipped.
         exempt, high_precision: Which parameters; see `Compressor`.
@@ -199,7 +257,7 @@ class DGC(EntriesCompressor):
     warmup_densities: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 
     def __post_init__(self) -> None:
-        EntriesCompressor.__post_init__(self)
+        SparseCompressor.__post_init__(self)
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
         if self.nesterov and self.momentum == 0.0:
@@ -220,18 +278,31 @@ class DGC(EntriesCompressor):
     def conserving(self) -> DGC:
         return replace(self, momentum=0.0, nesterov=False, clip_norm=None)
 
+    @property
+    def momenta(self) -> frozenset[float]:
+        return frozenset({self.momentum})
+
     def method(self, spec: TensorSpec) -> DGCReducer:
         codec = value_codec(self.values)
         density, momentum, nesterov = self.density, self.momentum, self.nesterov
         if self.clip_norm is None:
             return DGCReducer(density=density, codec=codec, momentum=momentum, nesterov=nesterov)
         return ClippedDGCReducer(
-            density=density, codec=codec, momentum=momentum, nesterov=nesterov, clip_norm=self.clip_norm
+            density=density,
+            codec=codec,
+            momentum=momentum,
+            nesterov=nesterov,
+            clip_norm=self.clip_norm,
+            exempt=self.exempt,
         )
 
     def exempted(self, spec: TensorSpec) -> Assignment | None:
-        assignment = EntriesCompressor.exempted(self, spec)
-        if assignment is None or self.momentum == 0.0:
+        assignment = SparseCompressor.exempted(self, spec)
+        if assignment is None:
+            return None
+        if self.clip_norm is not None:
+            return assignment._replace(method=self.method(spec))
+        if self.momentum == 0.0:
             return assignment
         uplink = MomentumCodec(momentum=self.momentum, nesterov=self.nesterov)
         return assignment._replace(method=CodecPair(uplink, PlainCodec(DenseCodec("float32"))))

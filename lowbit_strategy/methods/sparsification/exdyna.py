@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.exclusive_partitions import ExclusiveReducer
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, value_codec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +19,7 @@ class ExDyna(SparseCompressor):
 
     1. ``h = g + e``
     2. the threshold t follows the last step's count, ``r`` times the wanted one:
-       ``drift += 0.002 ln r; ln t += 0.01 ln r + drift``
+       ``drift += 0.003 ln r; ln t += 0.02 ln r + drift``
     3. ``|h| >= t`` in partition ``(step + rank) mod W`` only
     4. all ranks get all positions, and each contributes its own ``h`` there; ``e' = h``, 0 there
     5. between neighbouring partitions, one with more than 1.05 and one with less than 0.952 times the mean load, a
@@ -27,12 +27,14 @@ class ExDyna(SparseCompressor):
 
     Where the authors' rules would take hundreds of steps, others are used. Theirs moves the threshold by 0.5 % a step
     from a start of ``1 / (2 * sqrt(k))``; here it is estimated from a sample of what the ranks are about to choose
-    from, at the start, while such estimates move by more than 3 % a step, and whenever the count is off by a quarter.
-    Theirs moves partitions by a block a step; here they are cut anew where a load is more than a tenth above the mean.
-    Loads are counts averaged over some steps.
+    from, at the start, while such estimates move by more than 3 % per step, and whenever the count is further than a
+    factor of 1.1 from the target. Theirs moves partitions by one block per step; here they are cut anew where a load is
+    more than a tenth above the mean. Loads are counts averaged over some steps. Where more than four times the wanted
+    number reach the threshold, only the largest are sent.
 
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
+        values: As in `TopK`; the owner's rounding error stays in the owner's residual.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -46,4 +48,4 @@ class ExDyna(SparseCompressor):
     name: ClassVar[str] = "exdyna"
 
     def method(self, spec: TensorSpec) -> ExclusiveReducer:
-        return ExclusiveReducer(density=self.density, adjust=True)
+        return ExclusiveReducer(density=self.density, codec=value_codec(self.values), adjust=True)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse_layout import (
@@ -30,16 +31,15 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     first,
     num_kept,
     observe_,
+    value_codec,
     zero_residuals,
 )
-
-_CODEC = DenseCodec("float32")
 
 
 def merge(a: Chosen, b: Chosen, k: int) -> tuple[Chosen, Chosen]:
     """The k largest of the sum of two sparse vectors, and the rest. NaN counts as largest."""
     indices, place = torch.cat([a.indices, b.indices]).unique(return_inverse=True)
-    values = torch.zeros(indices.numel(), device=indices.device)
+    values = torch.zeros(indices.numel(), dtype=torch.float32, device=indices.device)
     values.index_add_(0, place[: a.indices.numel()], a.values)
     values.index_add_(0, place[a.indices.numel() :], b.values)
     kept, _ = top_k(values.abs().nan_to_num_(nan=torch.inf), k)
@@ -53,6 +53,7 @@ class GTopKReducer(Reducer):
     """Fields as in `GTopK`."""
 
     density: float
+    codec: Codec
 
     @property
     def label(self) -> str:
@@ -77,11 +78,12 @@ class GTopKReducer(Reducer):
                 own.append(Chosen(*top_k(residual, k)))
             else:
                 own.append(first(k, torch.nan if condition is Condition.NONFINITE else 0.0, residual.device))
-            observe_(view, residual, condition, own[-1], own[-1].values)
+            observe_(view, residual, condition, own[-1], own[-1].values)  # rounding comes later and is put back
             if condition is Condition.LIVE:
                 residual.index_fill_(0, own[-1].indices, 0.0)
         names, cuts = tuple(view.spec.name for view in views), tuple(view.cut for view in views)
-        tree = _Tree(sparse_layout(names, cuts, comm.world_size, views[0].x.device, scatter=False), comm)
+        layout = sparse_layout(names, cuts, comm.world_size, views[0].x.device, scatter=False)
+        tree = _Tree(layout, self.codec, comm, step.seed)
         result, dropped = yield from tree.merge(own)
         for i, view in enumerate(views):
             final = torch.zeros(view.spec.numel, dtype=torch.bool, device=view.x.device)
@@ -90,12 +92,12 @@ class GTopKReducer(Reducer):
                 _put_back_(residuals[i], own[i], ~final)
             for part in dropped[i]:
                 _put_back_(residuals[i], part, final)
-            mean = torch.zeros(view.spec.numel, device=view.x.device)
+            mean = torch.zeros(view.spec.numel, dtype=torch.float32, device=view.x.device)
             mean.index_copy_(0, result[i].indices, result[i].values * (1.0 / comm.world_size))
             view.write_mean_(mean, comm.rank)
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        message = counts_nbytes(spec.numel) + entries_nbytes(num_kept(self.density, spec.numel), _CODEC)
+        message = counts_nbytes(spec.numel) + entries_nbytes(num_kept(self.density, spec.numel), self.codec)
         return 2 * message * (world_size - 1) // world_size  # the mean over ranks: the first sends the most
 
 
@@ -108,47 +110,57 @@ def _put_back_(residual: Tensor, part: Chosen, where: Tensor) -> None:
 class _Tree:
     """A binary tree of merges with rank 0 at its root. All messages have the same size."""
 
-    def __init__(self, layout: SparseLayout, comm: Comm) -> None:
+    def __init__(self, layout: SparseLayout, codec: Codec, comm: Comm, seed: int) -> None:
         self.layout = layout
+        self.codec = codec
         self.comm = comm
+        self.seed = seed
 
     def merge(self, own: Sequence[Chosen]) -> Generator[Pending, None, tuple[list[Chosen], list[list[Chosen]]]]:
-        """The common result, and what this rank dropped in its merges, for each parameter."""
-        comm = self.comm
+        """The common result, and what this rank dropped in merges or lost by rounding, for each parameter."""
+        comm, device = self.comm, self.layout.device
         current = list(own)
         dropped: list[list[Chosen]] = [[] for _ in own]
-        nbytes = self._pack(current).numel()
+        counts = [part.indices.numel() for part in own]
+        nbytes = COUNT_NBYTES * self.layout.num_blocks + self.layout.nbytes(counts, self.codec)
         stride = 1
         while stride < comm.world_size:
             place = comm.rank % (2 * stride)
             sends, receives = place == stride, place == 0 and comm.rank + stride < comm.world_size
             to, source = [0] * comm.world_size, [0] * comm.world_size
-            message = torch.empty(0, dtype=torch.uint8, device=self.layout.device)
+            message = torch.empty(0, dtype=torch.uint8, device=device)
             if sends:
                 to[comm.rank - stride] = nbytes
-                message = self._pack(current)
+                message = self._pack(current, dropped)
             if receives:
                 source[comm.rank + stride] = nbytes
-            received = torch.empty(sum(source), dtype=torch.uint8, device=self.layout.device)
+            received = torch.empty(sum(source), dtype=torch.uint8, device=device)
             yield comm.all_to_all_uneven(received, message, source, to)
             if receives:
-                for i, other in enumerate(self._unpack(received)):
-                    current[i], rest = merge(current[i], other, own[i].indices.numel())
+                for i, other in enumerate(self._unpack(received, counts)):
+                    current[i], rest = merge(current[i], other, counts[i])
                     dropped[i].append(rest)
             stride *= 2
-        result = (
-            self._pack(current) if comm.rank == 0 else torch.empty(nbytes, dtype=torch.uint8, device=self.layout.device)
-        )
+        is_root = comm.rank == 0
+        result = self._pack(current, dropped) if is_root else torch.empty(nbytes, dtype=torch.uint8, device=device)
         yield comm.broadcast(result, 0)
-        return self._unpack(result), dropped
+        return self._unpack(result, counts), dropped
 
-    def _pack(self, chosen: Sequence[Chosen]) -> Tensor:
-        message = self.layout.pack(chosen, _CODEC, seed=0)
+    def _pack(self, chosen: Sequence[Chosen], dropped: list[list[Chosen]]) -> Tensor:
+        """The message; what its rounding loses is added to `dropped`."""
+        message = self.layout.pack(chosen, self.codec, seed=self.seed)
+        if self.codec != DenseCodec("float32"):
+            for part, sent, lost in zip(chosen, message.sent, dropped, strict=True):
+                lost.append(Chosen(part.indices, part.values - sent))
         return torch.cat([message.counts_DB[0].view(torch.uint8), message.wires[0]])
 
-    def _unpack(self, message: Tensor) -> list[Chosen]:
+    def _unpack(self, message: Tensor, counts: Sequence[int]) -> list[Chosen]:
         table = COUNT_NBYTES * self.layout.num_blocks
-        return self.layout.unpack(message[:table].clone().view(torch.int32), message[table:], _CODEC)
+        counts_B = message[:table].clone().view(torch.int32)
+        sizes_V = self.layout.sizes(counts_B[None])[0]
+        if list(sizes_V) != list(counts):
+            raise RuntimeError(f"a partner sent {sizes_V} entries where all ranks send {list(counts)}")
+        return self.layout.unpack(counts_B, sizes_V, message[table:], self.codec)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +180,7 @@ class GTopK(SparseCompressor):
 
     Args:
         density: Share of each parameter's elements in the result, in (0, 1].
+        values: As in `TopK`; each rank's rounding error goes to its residual.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -181,4 +194,4 @@ class GTopK(SparseCompressor):
     name: ClassVar[str] = "gtopk"
 
     def method(self, spec: TensorSpec) -> GTopKReducer:
-        return GTopKReducer(density=self.density)
+        return GTopKReducer(density=self.density, codec=value_codec(self.values))

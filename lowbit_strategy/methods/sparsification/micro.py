@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.exclusive_partitions import ExclusiveReducer
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, value_codec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +16,7 @@ class MiCRO(SparseCompressor):
 
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
+        values: As in `TopK`; the owner's rounding error stays in the owner's residual.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -29,4 +30,4 @@ class MiCRO(SparseCompressor):
     name: ClassVar[str] = "micro"
 
     def method(self, spec: TensorSpec) -> ExclusiveReducer:
-        return ExclusiveReducer(density=self.density, adjust=False)
+        return ExclusiveReducer(density=self.density, codec=value_codec(self.values), adjust=False)

@@ -10,14 +10,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference.select import sample_positions
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
-from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, SparseCompressor, accumulate_, conditions
+from lowbit_strategy.methods._sparse_base.sparse_reducer import (
+    Condition,
+    SparseCompressor,
+    accumulate_,
+    conditions,
+    value_codec,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +33,7 @@ class RandomKReducer(CommonPositionsReducer):
     """Fields as in `RandomK`."""
 
     density: float
+    codec: Codec
     scale: bool
 
     @property
@@ -51,12 +60,16 @@ class RandomKReducer(CommonPositionsReducer):
         return chosen
         yield  # a generator that has nothing to wait for
 
-    def take_(self, view: View, tensors: State, indices: Tensor) -> Tensor:
+    def values(self, view: View, tensors: State, indices: Tensor) -> Tensor:
         if not self.scale:
-            return CommonPositionsReducer.take_(self, view, tensors, indices)
+            return CommonPositionsReducer.values(self, view, tensors, indices)
         num = indices.numel()
         edges = torch.arange(num + 1, device=indices.device) * view.spec.numel // max(num, 1)
         return view.flat().index_select(0, indices).float() * edges.diff()  # one over the chance of each position
+
+    def keep_(self, view: View, tensors: State, chosen: Chosen, sent: Tensor) -> None:
+        if not self.scale:
+            CommonPositionsReducer.keep_(self, view, tensors, chosen, sent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +85,8 @@ class RandomK(SparseCompressor):
 
     Args:
         density: Share of each parameter's elements that is sent, in (0, 1].
+        values: As in `TopK`; the summing rank's rounding error stays in its residual. With `scale` there is none, and
+            what the codec loses is lost.
         scale: Send ``g / chance`` instead, without residual: unbiased, with n / k times the variance.
         exempt, high_precision: Which parameters; see `Compressor`.
 
@@ -87,4 +102,4 @@ class RandomK(SparseCompressor):
     scale: bool = False
 
     def method(self, spec: TensorSpec) -> RandomKReducer:
-        return RandomKReducer(density=self.density, scale=self.scale)
+        return RandomKReducer(density=self.density, codec=value_codec(self.values), scale=self.scale)

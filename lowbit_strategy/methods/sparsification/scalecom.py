@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse import sum_values_nbytes
 from lowbit_strategy.collectives.sparse_layout import (
     COUNT_NBYTES,
     POSITION_NBYTES,
@@ -25,7 +25,7 @@ from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, value_codec
 
 Selection = Literal["exact", "chunk"]
 
@@ -38,9 +38,10 @@ def largest_of_chunks(x: Tensor, chunk: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaleComReducer(CommonPositionsReducer):
-    """Fields as in `ScaleCom`. With ``beta < 1`` the residual holds ``beta`` of what is owed."""
+    """Fields as in `ScaleCom`. With ``beta < 1`` the residual holds ``beta`` of what has not been sent."""
 
     density: float
+    codec: Codec
     beta: float
     selection: Selection
 
@@ -79,28 +80,34 @@ class ScaleComReducer(CommonPositionsReducer):
         if comm.rank == leader:
             chosen = [self._choose(state[view.spec.name], view.spec) for view in views]
             packed = layout.pack(
-                [Chosen(c, torch.empty(c.numel(), device=c.device)) for c in chosen], _POSITIONS, seed=0
+                [Chosen(c, torch.empty(c.numel(), dtype=torch.float32, device=c.device)) for c in chosen],
+                _POSITIONS,
+                seed=0,
             )
             message.copy_(
                 torch.cat([packed.counts_DB[0].view(torch.uint8), packed.wires[0][: POSITION_NBYTES * count]])
             )
         yield comm.broadcast(message, leader)
         table = COUNT_NBYTES * layout.num_blocks
-        return layout.positions(message[:table].clone().view(torch.int32), message[table:])
+        counts_B = message[:table].clone().view(torch.int32)
+        sizes_V = layout.sizes(counts_B[None])[0]
+        if sum(sizes_V) != count:
+            raise RuntimeError(f"rank {leader} announces {sum(sizes_V)} positions where all ranks send {count}")
+        return layout.positions(counts_B, sizes_V, message[table:])
 
-    def take_(self, view: View, tensors: State, indices: Tensor) -> Tensor:
-        values = CommonPositionsReducer.take_(self, view, tensors, indices)
-        if self.beta < 1.0:
-            # The residual is m + g, 0 where sent. It becomes m + beta * g, and (1 - beta) * m where sent.
-            gradient = view.flat().float()
-            tensors["residual"].index_copy_(0, indices, (1.0 - self.beta) * values)
-            tensors["residual"].add_(gradient, alpha=self.beta - 1.0)
-        return values
+    def keep_(self, view: View, tensors: State, chosen: Chosen, sent: Tensor) -> None:
+        if self.beta == 1.0:
+            CommonPositionsReducer.keep_(self, view, tensors, chosen, sent)
+            return
+        # The residual is h = m + g. It becomes h - beta * sent - (1 - beta) * g = m + beta * (g - sent).
+        left = (chosen.values - self.beta * sent).nan_to_num_(0.0, 0.0, 0.0)
+        tensors["residual"].index_copy_(0, chosen.indices, left)
+        tensors["residual"].add_(view.flat(), alpha=self.beta - 1.0)
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         count = self.num_kept(spec)
         broadcast = (counts_nbytes(spec.numel) + POSITION_NBYTES * count) * (world_size - 1) // world_size
-        return broadcast + sum_values_nbytes(count, world_size, scatter=scatter)
+        return broadcast + CommonPositionsReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
 
 
 _POSITIONS = DenseCodec("bfloat16")  # only the positions of what it packs are used
@@ -121,6 +128,7 @@ class ScaleCom(SparseCompressor):
 
     Args:
         density: Share of each parameter's elements that is sent, in (0, 1].
+        values: As in `TopK`; the summing rank's rounding error stays in its residual.
         beta: Of the low-pass filter, in (0, 1]: 1 is plain error feedback; 0.1 to 0.3 for large learning rates, where
             the ranks' residuals otherwise drift apart.
         selection: ``exact``: the k largest; ``chunk``: the largest of every ``1 / density`` neighbours, in one pass.
@@ -147,4 +155,6 @@ class ScaleCom(SparseCompressor):
             raise ValueError(f"selection must be 'exact' or 'chunk', got {self.selection!r}")
 
     def method(self, spec: TensorSpec) -> ScaleComReducer:
-        return ScaleComReducer(density=self.density, beta=self.beta, selection=self.selection)
+        return ScaleComReducer(
+            density=self.density, codec=value_codec(self.values), beta=self.beta, selection=self.selection
+        )

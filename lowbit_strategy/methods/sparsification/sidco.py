@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.select import sample_magnitudes, select_above
+from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.fitted_thresholds import (
@@ -24,17 +25,20 @@ from lowbit_strategy.methods._sparse_base.fitted_thresholds import (
     most_stages,
 )
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    EntriesCompressor,
+    SparseCompressor,
     SparseReducer,
+    nonzero,
     value_codec,
     zero_residuals,
 )
 
-_SAMPLE_NUMEL = 1 << 16
+_SAMPLE_NUMEL = 1 << 14
 _SAMPLE_KEPT = 256  # of the sample above the threshold: enough for the last stage's moments
 _WINDOW = 5
 _LARGE = 1e9  # for infinity: no state may hold one
 _TOLERANCE = 1.2
+_MOST = 1.3  # times the wanted count, whatever the gradient: of more the largest are sent
+_REACH = 2.0  # the fit may be off by this factor; beyond it the sample's own quantile takes over
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -51,38 +55,51 @@ class SIDCoReducer(SparseReducer):
         return f"sidco {self.density:g} {self.distribution}, {self.codec.label}"
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        """``stages``; ``steps`` since they were looked at; ``ratio``: sum of chosen over wanted in those;
-        ``last_error``: logarithm of the last look's average if that moved the stages; ``sense``: 1 where fewer stages
-        lower the count, -1 where more do.
+        """``stages``; ``steps`` since they were last adapted; ``ratio``: sum over those steps of what the fit would
+        have chosen over what was wanted; ``last_error``: logarithm of the average when stages last moved; ``sense``: 1
+        where fewer stages lower the count, -1 where more do.
         """
         state = zero_residuals(specs, device)
         for tensors in state.values():
             tensors["stages"] = torch.full((1,), default_stages(self.density), dtype=torch.int32)
             tensors["steps"] = torch.zeros(1, dtype=torch.int32)
-            tensors["ratio"] = torch.zeros(1)
-            tensors["last_error"] = torch.full((1,), _LARGE)
-            tensors["sense"] = torch.ones(1)
+            tensors["ratio"] = torch.zeros(1, dtype=torch.float32)
+            tensors["last_error"] = torch.full((1,), _LARGE, dtype=torch.float32)
+            tensors["sense"] = torch.ones(1, dtype=torch.float32)
         return state
 
     def choose(self, view: View, tensors: State, step: StepContext) -> Chosen:
         h = tensors["residual"]
         wanted = self.num_kept(view.spec)
         num = max(_SAMPLE_NUMEL, math.ceil(_SAMPLE_KEPT / self.density))
+        if 4 * num >= h.numel():  # fitting a sample would take longer than the exact choice
+            return nonzero(Chosen(*top_k(h, wanted)))
         sample = sample_magnitudes(h, num, seed=step.seed)
-        nonzero = sample[sample > 0]  # rows that a step did not touch say nothing about the others
-        share = wanted / view.spec.numel * sample.numel() / max(nonzero.numel(), 1)
-        threshold = _TINY  # from the smallest number on: zeros are never sent
-        if nonzero.numel() and share < 1.0:
-            threshold = max(_TINY, fitted_threshold(nonzero, share, int(tensors["stages"]), self.distribution))
-        indices, values = select_above(h, threshold, expected=wanted)
-        self._learn_(tensors, indices.numel() / wanted)
+        indices, values = select_above(h, self._threshold(sample, tensors), expected=wanted)
+        if indices.numel() > (most := math.floor(_MOST * wanted)):
+            kept, values = top_k(values, most)
+            indices = indices.index_select(0, kept)
         return Chosen(indices.long(), values)
 
+    def _threshold(self, sample: Tensor, tensors: State) -> float:
+        """From the fit, but between the sample's quantiles of twice and half the density."""
+        nonzero_n = sample[sample > 0]  # rows that a step did not touch would distort the fit of the others
+        n = nonzero_n.numel()
+        share = self.density * sample.numel() / max(n, 1)
+        if n == 0 or share >= 1.0:
+            return _TINY  # from the smallest number on: zeros are never sent
+        fitted = fitted_threshold(nonzero_n, share, int(tensors["stages"]), self.distribution)
+        tail = nonzero_n.topk(min(n, max(1, round(_REACH * share * n))), sorted=False).values
+        least, most = float(tail.min()), largest_threshold(tail, round(share * n / _REACH))
+        reached = int((nonzero_n >= fitted).sum())
+        self._learn_(tensors, reached / (share * n))
+        return max(_TINY, min(max(fitted, least), most))
+
     def _learn_(self, tensors: State, ratio: float) -> None:
-        """A stage more or less where the counts of the last steps were off on average.
+        """One stage more or fewer where the fit's counts of the last steps were off on average.
 
         With light tails more stages raise the count, with heavy ones they lower it: a move that made it worse, or was
-        not possible, turns the sense round.
+        not possible, reverses the sense.
         """
         tensors["ratio"] += ratio
         tensors["steps"] += 1
@@ -103,7 +120,7 @@ class SIDCoReducer(SparseReducer):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SIDCo(EntriesCompressor):
+class SIDCo(SparseCompressor):
     """Sparsification by a fitted distribution: no sorting, one pass over the gradient to select.
 
     Every step, for each parameter, on every rank:
@@ -111,18 +128,20 @@ class SIDCo(EntriesCompressor):
     1. ``h = g + e``
     2. a distribution of ``|h|`` is fitted to a sample, in stages: the first keeps a quarter, each further one is
        fitted to what the last one kept, and the last one keeps the density
-    3. ``|h|`` at or above the last threshold is sent; ``e' = h``, 0 there
-    4. every five steps, where the average count was too high by a fifth there is one stage less, where it was too low
-       one more, between 1 and ``log2(1 / density)``
-    5. the mean over ranks of what was sent, 0 where nobody sent
+    3. the threshold is that of the last stage, but between the sample's own quantiles of twice and half the density
+    4. ``|h|`` at or above it is sent, of more than 1.3 times the target the largest; ``e' = h``, 0 there
+    5. every five steps, where the fit's average count was too high by a fifth there is one stage less, where it was too
+       low one more, between 1 and ``log2(1 / density)``
+    6. the mean over ranks of what was sent, 0 where nobody sent
 
-    Zeros are left out of the fit. The authors fit to all of h, not to a sample, and start with one stage, not with one
-    for each quarter. Their sense of step 4 is that of tails lighter than the fitted distribution; with heavier ones
-    more stages lower the count, so a move that made it worse turns the sense round.
+    Zeros are left out of the fit. The authors fit to all of h, not to a sample, start with one stage, not with one for
+    each quarter, and have no bounds: gradients of plus and minus one then send everything. Their sense of step 5 is
+    that of tails lighter than the fitted distribution; with heavier ones more stages lower the count, so a move that
+    made it worse reverses the sense. Where a sample would be a quarter of the parameter the largest are taken exactly.
 
     Args:
         density: Share of each parameter's elements that is wanted, in (0, 1]; the count follows it, not exactly.
-        values: How values travel: ``float32``, ``bfloat16``, ``int8``, ``int4`` or any codec.
+        values: How values travel, as in `TopK`.
         distribution: ``pareto``: counts were nearest to the target in tests, whatever the true distribution;
             ``gamma`` (then Pareto): as near, the slowest fit; ``exponential``: the fastest, off by up to a fifth.
         exempt, high_precision: Which parameters; see `Compressor`.
@@ -140,7 +159,7 @@ class SIDCo(EntriesCompressor):
     distribution: Distribution = "pareto"
 
     def __post_init__(self) -> None:
-        EntriesCompressor.__post_init__(self)
+        SparseCompressor.__post_init__(self)
         if self.distribution not in DISTRIBUTIONS:
             raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {self.distribution!r}")
 

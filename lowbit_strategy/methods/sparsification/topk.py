@@ -12,7 +12,7 @@ from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.sparse_reducer import EntriesCompressor, SparseReducer, value_codec
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, SparseReducer, value_codec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class TopKReducer(SparseReducer):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TopK(EntriesCompressor):
+class TopK(SparseCompressor):
     """Top-k sparsification with error feedback.
 
     Every step, for each parameter of n elements, on every rank:

@@ -60,6 +60,10 @@ class Partition(Compressor):
                 return inner._replace(reason=f"{inner.reason}; {describe(selector)}")
         return self.default.assign(spec)
 
+    @property
+    def momenta(self) -> frozenset[float]:
+        return self.default.momenta.union(*(compressor.momenta for _, compressor in self.rules))
+
     def check(self, specs: Sequence[TensorSpec]) -> None:
         remaining = [spec for spec in specs if self.exempted(spec) is None]
         for selector, compressor in self.rules:

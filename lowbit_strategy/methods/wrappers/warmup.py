@@ -51,6 +51,10 @@ class WarmUp(Compressor):
     def approaches_mean(self) -> bool:  # type: ignore[override]
         return self.compressor.approaches_mean
 
+    @property
+    def momenta(self) -> frozenset[float]:
+        return self.first.momenta | self.compressor.momenta
+
     def check(self, specs: Sequence[TensorSpec]) -> None:
         self.first.check(specs)
         self.compressor.check(specs)

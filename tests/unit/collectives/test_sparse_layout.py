@@ -48,9 +48,10 @@ def test_all_reduce_messages_say_what_was_chosen(codec: Codec, share: float) -> 
     chosen = [_choose(values, share) for values in x.values()]
     message = layout.pack(chosen, codec, seed=1)
     assert len(message.wires) == 1
-    assert layout.nbytes(message.counts_DB, codec) == [message.wires[0].numel()]
-    total = torch.zeros(layout.numel)
-    layout.add_(total, message.counts_DB[0], message.wires[0], codec)
+    (sizes_V,) = layout.sizes(message.counts_DB)
+    assert layout.nbytes(sizes_V, codec) == message.wires[0].numel()
+    entries = layout.unpack(message.counts_DB[0], sizes_V, message.wires[0], codec)
+    total = torch.cat([_dense(v, *part) for v, part in zip(x.values(), entries, strict=True)])
     wanted = [_dense(v, c.indices, sent) for v, c, sent in zip(x.values(), chosen, message.sent, strict=True)]
     assert torch.equal(total, torch.cat(wanted))
     if codec == DenseCodec("float32"):
@@ -63,11 +64,12 @@ def test_reduce_scatter_messages_go_to_the_owners(codec: Codec, world_size: int)
     layout, x = _layout(world_size, scatter=True), _gradients()
     chosen = [_choose(values, 0.1) for values in x.values()]
     message = layout.pack(chosen, codec, seed=1)
-    assert layout.nbytes(message.counts_DB, codec) == [wire.numel() for wire in message.wires]
+    sizes_DV = layout.sizes(message.counts_DB)
+    assert [layout.nbytes(sizes_V, codec) for sizes_V in sizes_DV] == [wire.numel() for wire in message.wires]
     rows = []
-    for counts_B, wire in zip(message.counts_DB, message.wires, strict=True):
-        rows.append(torch.zeros(layout.numel))
-        layout.add_(rows[-1], counts_B, wire, codec)
+    for source in zip(message.counts_DB, sizes_DV, message.wires, strict=True):
+        parts = zip(layout.unpack(*source, codec), layout.spans, strict=True)
+        rows.append(torch.cat([_dense(torch.zeros(span), *part) for part, span in parts]))
     for i, (values, c) in enumerate(zip(x.values(), chosen, strict=True)):
         start, span = layout.starts[i], layout.spans[i]
         whole = torch.cat([row[start : start + span] for row in rows])[: values.numel()]
@@ -91,3 +93,29 @@ def test_values_do_not_depend_on_the_bucket() -> None:
     beside = SparseLayout(["b", "a"], [flat_cut(500, 2, 1)] * 2, 2, _CPU, scatter=False)
     sent = beside.pack([_choose(x, 0.2), chosen], codec, seed=9).sent[1]
     assert torch.equal(sent, alone.pack([chosen], codec, seed=9).sent[0])
+
+
+def _damage(what: str, counts_DB: Tensor, wire: Tensor) -> Tensor:
+    """One message with one thing wrong."""
+    if what == "negative":
+        counts_DB[0, 0] -= 1_000_000
+    elif what == "more than a block":
+        counts_DB[0, -1] = 70_000
+    elif what == "moved":
+        counts_DB[0, 0] -= 1
+        counts_DB[0, -1] += 1  # the sum is right, but the last parameter has two rows of nine
+        wire[2 * int(counts_DB.sum()) - 2 :][:2] = 200
+    elif what == "huge":
+        counts_DB[0, 0] += 60_000
+    elif what == "short":
+        return wire[:-3]
+    return wire
+
+
+@pytest.mark.parametrize("what", ["negative", "more than a block", "moved", "huge", "short"])
+def test_a_damaged_message_is_an_error(what: str) -> None:
+    layout = _layout(2, scatter=False)
+    message = layout.pack([_choose(values, 0.2) for values in _gradients().values()], DenseCodec(), seed=1)
+    wire = _damage(what, message.counts_DB, message.wires[0])
+    with pytest.raises(RuntimeError, match="damaged"):
+        layout.unpack(message.counts_DB[0], layout.sizes(message.counts_DB)[0], wire, DenseCodec())

@@ -109,6 +109,33 @@ def test_top_k_of_a_few_large_ones_among_zeros() -> None:
     assert values.tolist() == [0.0, 3.0, -4.0]
 
 
+@pytest.mark.parametrize("numel", [2000, 600_000])
+def test_top_k_where_few_are_not_zero_is_the_definition_and_sorts_little(numel: int) -> None:
+    """An embedding of which a step touched some rows."""
+    x = torch.zeros(numel)
+    x[100:180] = _values(80)
+    x[numel - 50 :] = _values(50, 1)
+    x[7] = -0.0
+    for k in (5, 60, 200, numel // 4):
+        indices, values = select.top_k(x, k)
+        assert torch.equal(indices, reference.top_k(x, k))
+        assert torch.equal(values, x[indices])
+    x[numel // 2] = 1e-42  # below the normal range, but not zero
+    for k in (60, 200):
+        assert torch.equal(select.top_k(x, k)[0], reference.top_k(x, k))
+
+
+def test_top_k_does_not_sort_a_tensor_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(3_000_000)
+    x[1_000:1_500] = _values(500)
+    sizes = []
+    topk = Tensor.topk
+    monkeypatch.setattr(Tensor, "topk", lambda self, *a, **k: sizes.append(self.numel()) or topk(self, *a, **k))
+    for k in (400, 3_000):
+        select.top_k(x, k)
+    assert max(sizes) < x.numel() // 4
+
+
 def test_top_k_refuses_more_than_there_are() -> None:
     with pytest.raises(ValueError, match="only 3"):
         select.top_k(torch.zeros(3), 4)

@@ -37,3 +37,33 @@ def test_bad_options_are_refused() -> None:
         AdaComp(bin_size=0)
     with pytest.raises(ValueError, match="values must be one of"):
         AdaComp(values="float8")
+
+
+@pytest.mark.parametrize("bin_size", [50, 500])
+def test_a_bin_sends_at_most_so_many_those_that_reach_furthest(bin_size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    g, gradient = torch.randn(2003, generator=generator).round(), torch.randn(2003, generator=generator)
+    everything = select_in_bins(g, gradient, bin_size).tolist()
+    kept = select_in_bins(g, gradient, bin_size, 7).tolist()
+    reach = (g + gradient).abs()
+    for start in range(0, 2003, bin_size):
+        own = [i for i in everything if start <= i < start + bin_size]
+        furthest = sorted(own, key=lambda i: (-float(reach[i]), i))[:7]
+        assert [i for i in kept if start <= i < start + bin_size] == sorted(furthest)
+
+
+@pytest.mark.parametrize("kind", ["normal", "laplace", "cubed"])
+@pytest.mark.parametrize("bin_size", [50, 500])
+def test_the_expected_count_is_near_the_real_one(kind: str, bin_size: int) -> None:
+    """What reports and bytes are computed from, after the first steps."""
+    numel, residual, counts = 500 * 200, torch.zeros(500 * 200), []
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(40):
+        x = torch.randn(numel, generator=generator)
+        x = {"normal": x, "laplace": x.sign() * x.square(), "cubed": x**3}[kind]
+        residual += x
+        chosen = select_in_bins(residual, x, bin_size)
+        residual[chosen] = 0
+        counts.append(chosen.numel())
+    expected = AdaComp(bin_size=bin_size).method(TensorSpec("p", (200, 500))).num_kept(TensorSpec("p", (200, 500)))
+    assert expected / 2.5 < sum(counts[20:]) / 20 < expected * 2.5

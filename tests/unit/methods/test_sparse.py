@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base import exclusive_partitions as exclusive
+from lowbit_strategy.methods.sparsification.adacomp import AdaComp
 from lowbit_strategy.methods.sparsification.dgc import DGC
 from lowbit_strategy.methods.sparsification.exdyna import ExDyna
 from lowbit_strategy.methods.sparsification.gtopk import GTopK
@@ -59,3 +66,125 @@ def test_zeros_choose_nothing(kind: type[Compressor]) -> None:
     for _ in range(2):
         assert not ranks.step([torch.zeros(NUMEL) for _ in range(3)]).any()
     assert ranks.step([gaussian((NUMEL,), rank) for rank in range(3)]).any()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, AdaComp])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_changes_nothing(kind: type[Compressor], dtype: torch.dtype) -> None:
+    def run() -> torch.Tensor:
+        ranks = OneTensor(kind(), SHAPE, 3)
+        gradients = [[gaussian((NUMEL,), 10 * step + rank).float() for rank in range(3)] for step in range(2)]
+        return torch.stack([ranks.step(step) for step in gradients])
+
+    wanted = run()
+    drawn = {seed: gaussian((NUMEL,), seed) for seed in (0, 1, 2, 10, 11, 12)}
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "gaussian", lambda shape, seed: drawn[seed])
+            assert torch.equal(run(), wanted)
+    finally:
+        torch.set_default_dtype(before)
+
+
+BOUNDED: dict[str, Compressor] = {
+    "topk": TopK(density=0.01),
+    "dgc": DGC(density=0.01),
+    "dgc_momentum": DGC(density=0.01, momentum=0.9),
+    "sidco": SIDCo(density=0.01),
+    "sidco_gamma": SIDCo(density=0.01, distribution="gamma"),
+    "sidco_exponential": SIDCo(density=0.01, distribution="exponential"),
+    "exdyna": ExDyna(density=0.01),
+    "micro": MiCRO(density=0.01),
+    "gtopk": GTopK(density=0.01),
+    "randomk": RandomK(density=0.01),
+    "scalecom": ScaleCom(density=0.01),
+    "adacomp": AdaComp(bin_size=500),
+}
+_ROWS, _COLUMNS = 400, 300
+
+
+def _shaped(kind: str, seed: int) -> torch.Tensor:
+    """Gradients that fitted thresholds and thresholds of the last step are wrong for."""
+    x = gaussian((_ROWS, _COLUMNS), seed)
+    return {
+        "normal": x,
+        "signs": x.sign(),
+        "few ones": (x > 1.28).float(),
+        "spike": x * 100,
+        "rows": x * torch.logspace(-6, 0, _ROWS)[:, None],
+        "rounded": x.round(),
+        "one row": torch.cat([x[:1], torch.zeros(_ROWS - 1, _COLUMNS)]),
+        "constant": torch.full_like(x, 0.5),
+        "zeros": torch.zeros_like(x),
+        "tiny": x * 1e-38,
+        "huge": x * 1e30,
+    }[kind].reshape(-1)
+
+
+_SHAPED = ("normal", "signs", "few ones", "spike", "rows", "rounded", "one row", "constant", "zeros", "tiny", "huge")
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(kinds=st.lists(st.sampled_from(_SHAPED), min_size=1, max_size=4), world_size=st.sampled_from([1, 2, 5]))
+def test_no_method_ever_sends_more_than_four_times_its_target(name: str, kinds: list[str], world_size: int) -> None:
+    compressor, shape = BOUNDED[name], (_ROWS, _COLUMNS)
+    target = _target(compressor.method(TensorSpec("p", shape)), TensorSpec("p", shape))
+    ranks = OneTensor(compressor, shape, world_size)
+    for step, kind in enumerate(["normal", *kinds]):
+        mean = ranks.step([_shaped(kind, 10 * step + rank) for rank in range(world_size)])
+        exclusive = isinstance(compressor, (ExDyna, MiCRO, GTopK, RandomK, ScaleCom))
+        assert int(mean.count_nonzero()) <= 4 * target * (1 if exclusive else world_size)
+
+
+def _target(method: Any, spec: TensorSpec) -> int:
+    return method.num_kept(spec) if hasattr(method, "num_kept") else round(method.density * spec.numel)
+
+
+@pytest.mark.parametrize("name", ["sidco", "sidco_gamma", "exdyna", "micro"])
+def test_signs_send_the_target_and_not_nothing(name: str) -> None:
+    """All thresholds are the same there: all elements reach it or none."""
+    ranks = OneTensor(BOUNDED[name], (_ROWS, _COLUMNS), 2)
+    mean = ranks.step([_shaped("signs", rank) for rank in range(2)])
+    assert 0.5 * 1200 <= int(mean.count_nonzero()) <= 4 * 2 * 1200
+
+
+VALUED = [TopK, DGC, SIDCo, ExDyna, MiCRO, GTopK, RandomK, ScaleCom]
+
+
+@pytest.mark.parametrize("values", ["bfloat16", "int8", "int4", "int2"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("kind", VALUED)
+def test_coarse_values_lose_nothing(kind: type[Compressor], world_size: int, values: str) -> None:
+    """What came in is what went out plus the residuals, whichever rank rounded."""
+    ranks = OneTensor(kind(density=0.05, values=values), (30, 50), world_size)  # type: ignore[call-arg]
+    total_in, total_out = torch.zeros(1500, dtype=torch.float64), torch.zeros(1500, dtype=torch.float64)
+    for step in range(6):
+        gradients = [gaussian((1500,), 10 * step + rank) for rank in range(world_size)]
+        total_in += torch.stack(gradients).double().mean(0)
+        total_out += ranks.step(gradients).double()
+    left = torch.stack([ranks.state(rank)["residual"].double() for rank in range(world_size)]).mean(0)
+    torch.testing.assert_close(total_out + left, total_in, atol=2e-5, rtol=0)
+    assert 0 < int(total_out.count_nonzero()) < 1500
+
+
+@pytest.mark.parametrize("kind", [ExDyna, MiCRO, GTopK, RandomK, ScaleCom])
+def test_coarse_values_are_fewer_bytes(kind: type[Compressor]) -> None:
+    sent = {}
+    for values in ("float32", "int4"):
+        ranks = OneTensor(kind(density=0.05, values=values), (300, 500), 4)  # type: ignore[call-arg]
+        for step in range(3):
+            ranks.step([gaussian((150_000,), 10 * step + rank) for rank in range(4)])
+        sent[values] = sum(sync.comm.sent_nbytes for sync in ranks.syncs)
+    assert sent["int4"] < 0.5 * sent["float32"]
+
+
+def test_exdynas_description_has_the_constants_of_its_code() -> None:
+    text = " ".join((ExDyna.__doc__ or "").split())
+    assert f"drift += {exclusive._INTEGRAL:g} ln r; ln t += {exclusive._PROPORTIONAL:g} ln r + drift" in text
+    assert f"further than a factor of {exclusive._BAND:g} from the target" in text
+    assert f"move by more than {100 * exclusive._CALM:g} % per step" in text
+    assert "more than four times the wanted number" in text
+    assert exclusive._MOST == 4

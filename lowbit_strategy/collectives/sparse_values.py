@@ -1,0 +1,157 @@
+"""The sum of values at positions that all ranks agree on: neither positions nor counts travel.
+
+1. every rank encodes its values for the ranks that sum them: under all-reduce rank r sums the r-th part of each
+   parameter's values, under reduce-scatter those of its own rows
+2. one all-to-all; each rank decodes and adds in float32 in rank order
+3. all-reduce only: each rank encodes its sums, one all-gather, all ranks decode
+
+With a codec that loses something both hops have an error: the first is each sender's, the second the summing rank's.
+Both are returned, so that error feedback can keep them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import ALIGNMENT, Cut, flat_cut, round_up
+from lowbit_strategy.collectives.sparse_layout import Chosen
+from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
+from lowbit_strategy.kernels.segments import Segment, Segments
+
+
+class Sums(NamedTuple):
+    """What came of one bucket, parameter by parameter.
+
+    Args:
+        totals: Sums over ranks and where they belong in the result (reduce-scatter: in the own row).
+        lost: What this rank's encoding of the sums lost, at flat positions of the parameter; empty if nothing.
+    """
+
+    totals: list[Chosen]
+    lost: list[Chosen]
+
+
+class ValueSum:
+    """One sum: encodes when it is made, exchanges in `run`.
+
+    Args:
+        names: Of the parameters.
+        values: Of each parameter, float32 [k].
+        indices: Of each parameter, int64 [k], ascending, the same on all ranks.
+        cuts: How each parameter is cut over the ranks.
+        codec: Of the values.
+        comm: Group to sum over.
+        scatter: Reduce-scatter instead of all-reduce.
+        seed: For stochastic codecs.
+
+    Attributes:
+        sent: Of each parameter, the own values as the others decode them.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        values: Sequence[Tensor],
+        indices: Sequence[Tensor],
+        cuts: Sequence[Cut],
+        codec: Codec,
+        comm: Comm,
+        *,
+        scatter: bool,
+        seed: int,
+    ) -> None:
+        self.codec, self.comm, self.scatter, self.seed = codec, comm, scatter, seed
+        self.indices, self.cuts = indices, cuts
+        self.counts = [part.numel() for part in values]
+        self.exact = codec == DenseCodec("float32")
+        values_K = torch.cat(list(values))
+        self.device = values_K.device
+        edges_V = [self._edges(*pair) for pair in zip(indices, cuts, strict=True)]
+        self._tables(names, edges_V)
+        self._wire = torch.zeros(sum(self.row_nbytes), dtype=torch.uint8, device=self.device)
+        self._encode_(values_K, self._wire, self._all)
+        sent_K = values_K if self.exact else self._decode(self._wire[None], self._all, sum(self.counts))
+        self.sent = list(sent_K.split(self.counts))
+
+    def _edges(self, indices: Tensor, cut: Cut) -> list[int]:
+        """Where each rank's share of a parameter's values begins, and the end."""
+        world_size, k = self.comm.world_size, indices.numel()
+        if self.scatter:
+            starts = torch.arange(world_size + 1, device=indices.device) * cut.row_numel
+            return [*torch.searchsorted(indices, starts)[:-1].tolist(), k]
+        row = flat_cut(k, world_size, self.codec.block_size).row_numel
+        return [min(r * row, k) for r in range(world_size + 1)]
+
+    def _tables(self, names: Sequence[str], edges_V: Sequence[Sequence[int]]) -> None:
+        """Segments of all messages and of the own share. Messages of an all-reduce all have the size of the first."""
+        everything, own, at, own_at = [], [], 0, 0
+        self.row_nbytes, self.own_places = [], []
+        for r in range(self.comm.world_size):
+            row_start, start = at, 0
+            for name, edges, k in zip(names, edges_V, self.counts, strict=True):
+                length = edges[r + 1] - edges[r]
+                if length:
+                    salt = hash32(zlib.crc32(name.encode()) + r * GOLDEN)
+                    everything.append(Segment(start + edges[r], length, 0, at, salt))
+                if r == self.comm.rank:
+                    self.own_places.append(slice(edges[r], edges[r + 1]))
+                    if length:
+                        own.append(Segment(own_at, length, 0, at - row_start, hash32(salt)))
+                    own_at += length
+                start += k
+                room = length if self.scatter else edges[1]
+                at += round_up(self.codec.wire_nbytes(room), ALIGNMENT) if room else 0
+            self.row_nbytes.append(at - row_start)
+        self._all, self._own, self._own_numel = Segments(everything), Segments(own), own_at
+
+    def _encode_(self, values: Tensor, wire: Tensor, segments: Segments) -> None:
+        if segments.rows:
+            flag = torch.zeros(1, dtype=torch.int32, device=self.device)
+            self.codec.encode_segments_(values, wire, segments, seed=self.seed, flag=flag)
+
+    def _decode(self, wire_WB: Tensor, segments: Segments, numel: int) -> Tensor:
+        out = torch.zeros(numel, dtype=torch.float32, device=self.device)
+        if segments.rows:
+            self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=1.0)
+        return out
+
+    def run(self) -> Generator[Pending, None, Sums]:
+        comm, world_size, own_nbytes = self.comm, self.comm.world_size, self.row_nbytes[self.comm.rank]
+        received_WB = torch.empty(world_size, own_nbytes, dtype=torch.uint8, device=self.device)
+        if self.scatter:
+            yield comm.all_to_all_uneven(received_WB.view(-1), self._wire, [own_nbytes] * world_size, self.row_nbytes)
+        else:
+            yield comm.all_to_all(received_WB, self._wire.view(world_size, -1))
+        own_sums = self._decode(received_WB, self._own, self._own_numel)
+        own_indices = [index[place] for index, place in zip(self.indices, self.own_places, strict=True)]
+        split = [index.numel() for index in own_indices]
+        if self.scatter:
+            starts = [comm.rank * cut.row_numel for cut in self.cuts]
+            local = [index - start for index, start in zip(own_indices, starts, strict=True)]
+            nothing = [Chosen(index[:0], own_sums[:0]) for index in own_indices]
+            return Sums([Chosen(*pair) for pair in zip(local, own_sums.split(split), strict=True)], nothing)
+        back = torch.zeros(own_nbytes, dtype=torch.uint8, device=self.device)
+        self._encode_(own_sums, back, self._own)
+        gathered_WB = torch.empty_like(received_WB)
+        yield comm.all_gather(gathered_WB, back)
+        sums_K = self._decode(gathered_WB.view(1, -1), self._all, sum(self.counts))
+        totals = [Chosen(*pair) for pair in zip(self.indices, sums_K.split(self.counts), strict=True)]
+        if self.exact:
+            return Sums(totals, [Chosen(index[:0], own_sums[:0]) for index in own_indices])
+        lost = (own_sums - self._decode(back[None], self._own, self._own_numel)).nan_to_num_(0.0, 0.0, 0.0)
+        return Sums(totals, [Chosen(*pair) for pair in zip(own_indices, lost.split(split), strict=True)])
+
+
+def value_sum_nbytes(count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:
+    """What one rank hands to others for `count` values of a parameter, evenly spread over the owners."""
+    row = -(-count // world_size) if scatter else min(count, flat_cut(count, world_size, codec.block_size).row_numel)
+    hop = round_up(codec.wire_nbytes(row), ALIGNMENT) * (world_size - 1) if row else 0
+    return hop if scatter else 2 * hop
