@@ -6,7 +6,7 @@ import re
 
 from tests.scripts import REPOSITORY
 
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # also Sphinx's, such as {eval-rst}
 _FILE = re.compile(r"# ([\w.]+)\n")  # a whole file begins with its name
 
 
