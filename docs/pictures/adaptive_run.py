@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor
@@ -20,7 +19,7 @@ from recipes import demo_train
 STEPS, INTERVAL = 300, 20
 
 if __name__ == "__main__":
-    folder = HERE / "runs" / "adaptive"
+    folder = Path(__file__).resolve().parent / "runs" / "adaptive"
     controller = Accordion(
         light=from_options("loco", {"bits": 8}),
         heavy=from_options("loco2", {"warmup_steps": 0}),

@@ -29,7 +29,7 @@ def draw_loop() -> None:
 
 
 def run(feedback: float) -> list[float]:
-    """Sums of what is decoded of a small element that is the same in every step; its neighbours' sum to a scale of 1."""
+    """What has been decoded so far of one small element; the largest of its block is 7, so that the scale is 1."""
     codec = BlockCodec(uniform(4, BLOCK))
     residual, total, sums = torch.zeros(BLOCK), 0.0, []
     gradient = torch.full((BLOCK,), SMALL)
