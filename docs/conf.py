@@ -32,6 +32,7 @@ python_maximum_signature_line_length = 88
 napoleon_use_rtype = False
 
 html_theme = "furo"
+pygments_style, pygments_dark_style = "friendly", "monokai"
 html_title = "lowbit_strategy"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
@@ -54,8 +55,9 @@ PUBLIC_MODULES = (
 # Without an `__all__`: what contributors build on, and the part for custom loops.
 PUBLIC_NAMES = (
     "lowbit_strategy.codecs.base.Codec",
-    "lowbit_strategy.methods._base.base.Reducer",
-    "lowbit_strategy.methods._base.stateful_codec.StatefulCodec",
+    "lowbit_strategy.collectives.stateful_codec.StatefulCodec",
+    "lowbit_strategy.methods._base.method.Method",
+    "lowbit_strategy.methods._base.reducer.Reducer",
     "lowbit_strategy.telemetry.custom_loop.LoopClock",
     "lowbit_strategy.telemetry.custom_loop.adapt",
     "lowbit_strategy.telemetry.custom_loop.monitor",

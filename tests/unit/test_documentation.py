@@ -36,21 +36,40 @@ def template(node: ast.expr | None) -> str:
             return FILLED_IN
 
 
+def resolved(node: ast.expr, tree: ast.Module) -> Iterator[ast.expr]:
+    """The expression, or what stands behind it: returned by a function, or assigned to a name, of the same file."""
+    match node:
+        case ast.Call(func=ast.Name(id=name)):
+            functions = [part for part in ast.walk(tree) if isinstance(part, ast.FunctionDef) and part.name == name]
+            returned = [
+                part.value for function in functions for part in ast.walk(function) if isinstance(part, ast.Return)
+            ]
+            yield from filter(None, returned)
+        case ast.Name(id=name):
+            for part in ast.walk(tree):
+                if isinstance(part, ast.Assign) and any(ast.unparse(target) == name for target in part.targets):
+                    yield part.value
+        case _:
+            yield node
+
+
 def messages() -> Iterator[tuple[str, str]]:
     """Where and what: everything that the package raises or warns of in words of its own."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
             match node:
-                case ast.Raise(exc=ast.Call(func=func, args=[first, *_])):
+                case ast.Raise(exc=ast.Call(args=[first, *_])):
                     pass
                 case ast.Call(func=ast.Attribute() | ast.Name() as func, args=[first, *_]):
                     if ast.unparse(func) not in LOGGED:
                         continue
                 case _:
                     continue
-            text = template(first)
-            if len(text.replace(FILLED_IN, "").strip(" :")) > 1:
-                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", " ".join(text.split())
+            for expression in resolved(first, tree):
+                text = template(expression)
+                if len(text.replace(FILLED_IN, "").strip(" :")) > 1:
+                    yield f"{path.relative_to(PACKAGE)}:{node.lineno}", " ".join(text.split())
 
 
 def phrases(*, own: bool = True) -> list[str]:
