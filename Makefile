@@ -3,7 +3,8 @@
 #   make demo        train a small GPT with compressed gradients and without, side by side
 #   make test        the test suite, without the tests marked slow
 #   make test-all    the whole suite
-#   make check       formatter, linter, type checker, layer contract
+#   make check       formatter, linter, type checker, layer contract, documentation
+#   make docs        the documentation as a web site, build/docs/index.html; a warning is an error
 #   make bench-X     benchmarks/X.py, options in ARGS:  make bench-network ARGS="--rate 1gbit"  (as root)
 #   make clean       remove .venv and everything built
 
@@ -23,7 +24,7 @@ ARGS ?=
 INSTALLS := pyproject.toml constraints.txt $(wildcard setup.py lowbit_strategy/kernels/native/*.c lowbit_strategy/kernels/native/*.h)
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-gpu check clean
+.PHONY: demo test test-all test-gpu check docs clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
@@ -38,11 +39,15 @@ test-all: $(VENV)/.dev
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-check: $(VENV)/.dev
+check: $(VENV)/.dev docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.dev
+	$(BIN)/python -m sphinx -b html --fail-on-warning --keep-going -q docs build/docs
+	@echo "The documentation is in build/docs/index.html"
 
 bench-%: $(VENV)/.runtime
 	PYTHONPATH=. $(BIN)/python benchmarks/$(subst -,_,$*).py $(ARGS)

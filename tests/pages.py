@@ -6,8 +6,9 @@ import re
 
 from tests.scripts import REPOSITORY
 
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # Sphinx's too
 _FILE = re.compile(r"# ([\w.]+)\n")  # a whole file begins with its name
+_PRINTED = re.compile(r"lowbit_strategy: |\| ")  # what a command prints: the start-up report, a drawing
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -23,5 +24,5 @@ def files(page: str) -> dict[str, str]:
 
 def commands(page: str) -> list[str]:
     """Every command, without the comment that may follow it; one that goes on in the next line is one."""
-    texts = [text.replace("\\\n", " ") for language, text in blocks(page) if not language]
+    texts = [text.replace("\\\n", " ") for language, text in blocks(page) if not language and not _PRINTED.match(text)]
     return [line.partition("     #")[0].strip() for text in texts for line in text.splitlines()]

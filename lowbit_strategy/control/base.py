@@ -51,9 +51,10 @@ class Telemetry:
     """What a controller may know, by parameter name where it is about parameters; empty where nobody asked.
 
     Args:
-        clock: Time.
+        progress: Where training stands.
         accumulated_norm: Norm, over ranks, of the gradient summed over the steps since it was last read.
-        mean_to_std: |mean| / standard deviation of the elements of the last step's local gradients, mean over ranks.
+        mean_to_std: Magnitude of the mean divided by the standard deviation, over the elements of the last step's
+            local gradients, mean over ranks.
         energy: For each level that was watched in the last step.
         residual_norm: Over ranks, before the last step, for the parameters that `energy` is about.
         end_to_end_error: ``||result - mean|| / ||mean||`` of the last step, both hops, with what was in force; mean is

@@ -1,4 +1,4 @@
-"""The pages on the frameworks: their whole files and their commands, in an empty folder."""
+"""Every page: whole files and their commands in an empty folder, snippets as they stand, commands that others test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pages import commands, files
+from tests.pages import blocks, commands, files
 from tests.scripts import REPOSITORY, run_script
 
 ON_CPU = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
@@ -35,7 +35,7 @@ def shorter(command: str) -> str:
     return re.sub(r"--steps (\d+)", lambda steps: f"--steps {4 + int(steps[1]) // 50}", command)
 
 
-PAGES = ("accelerate.md", "hf-trainer.md", "lightning.md")
+PAGES = ("accelerate.md", "fabric.md", "hf-trainer.md", "lightning.md")
 CASES = [(page, command) for page in PAGES for command in runnable(page)]
 
 
@@ -52,8 +52,55 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_the_pages_have_what_is_run() -> None:
     assert {"compressed.py", "train.py", "job.yaml", "fsdp2.yaml", "adaptive.yaml"} <= files("accelerate.md").keys()
     assert {"compressed_trainer.py", "trainer.py", "job.yaml", "adaptive.yaml"} <= files("hf-trainer.md").keys()
-    assert {"model.py", "compressed.py", "train.py", "config.yaml", "loop.py"} <= files("lightning.md").keys()
+    assert {"model.py", "compressed.py", "train.py", "config.yaml"} <= files("lightning.md").keys()
+    assert {"loop.py"} <= files("fabric.md").keys()
     assert len(CASES) >= 18
+
+
+# Commands that need what a test machine does not have, or that other tests run; each with the reason.
+ELSEWHERE = {
+    "pip install .": "tests/unit/test_packaging.py builds and installs",
+    "lowbit doctor": "tests/unit/test_cli.py",
+    "lowbit report lightning_logs/version_0": "test_adaptive_pages.py, after the training that the page shows",
+    "python -m pytest tests/gpu": "needs a GPU",
+    "python benchmarks/gpu_kernels.py --json gpu.json": "needs a GPU",
+    "python benchmarks/gpu_kernels.py --sweep": "needs a GPU",
+}
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (REPOSITORY / "docs").glob("*.md")))
+def test_every_command_is_run(page: str) -> None:
+    here = {line for _, command in CASES for line in command.split(" && ")}
+    machines = page == "multi-node.md"  # test_machines.py takes its commands from there
+    several = ("--machine_rank", "srun")  # likewise, from any page
+    for line in filter(None, commands(page)):
+        known = line in here or line in ELSEWHERE or machines or any(flag in line for flag in several)
+        assert known, f"{page} has a command that no test runs: {line}"
+
+
+SNIPPETS = """
+import lightning as L, torch, lowbit_strategy
+from accelerate import Accelerator
+from lightning.pytorch import Trainer
+from lowbit_strategy import *
+from lowbit_strategy.accelerate import LowBitAccelerator, LowBitPlugin
+from lowbit_strategy.control import *
+"""
+BEFORE_EACH = "accelerator = Accelerator(cpu=True)\n"  # takes one plugin
+
+
+def test_snippets_construct(tmp_path: Path) -> None:
+    """Blocks that are no whole file, on pages that no other test takes blocks from."""
+    pages = ("accelerate.md", "checkpoints.md", "choosing.md", "compressors.md", "fabric.md", "lightning.md")
+    found = [
+        text for page in pages for language, text in blocks(page) if language == "python" and not text.startswith("# ")
+    ]
+    assert len(found) >= 8
+    run_script(
+        ["-c", SNIPPETS + "".join(BEFORE_EACH + text for text in found)],
+        cwd=tmp_path,
+        env={"ACCELERATE_USE_CPU": "true"},
+    )
 
 
 @pytest.mark.slow

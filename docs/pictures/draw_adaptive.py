@@ -1,0 +1,47 @@
+"""The picture of the pages on adaptive compression and monitoring: what `adaptive_run.py` recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from style import BLUE, GREEN, GREY, HERE, ORANGE, plt, save
+
+from lowbit_strategy.report.run import Run, read_run
+
+
+def draw_levels(axes: Any, run: Run) -> None:
+    """Share of the elements that is compressed lightly."""
+    steps = [line["step"] for line in run.levels] + [run.last_step]
+    light = run.levels[0]["labels"][0]
+    shares = [100 * line["shares"].get(light, 0.0) for line in run.levels]
+    axes.fill_between(steps, [*shares, shares[-1]], step="post", color=BLUE, alpha=0.35)
+    axes.set(ylabel="% at 8 bits", ylim=(0, 105))
+
+
+def draw_total(axes: Any, run: Run, key: str, label: str, color: str) -> None:
+    series = run.total(key)
+    axes.plot(series.steps, series.values, color=color)
+    axes.set(ylabel=label)
+    axes.set_ylim(bottom=0)
+
+
+def main() -> None:
+    run = read_run(HERE / "runs" / "adaptive")
+    figure, (loss, levels, bits, error) = plt.subplots(4, 1, figsize=(8, 6.6), sharex=True, layout="constrained")
+    for name, series in run.losses().items():
+        validation = "val" in name
+        label = "validation" if validation else "training"
+        loss.plot(
+            series.steps, series.values, "o" if validation else "-", color=ORANGE if validation else GREY, label=label
+        )
+    loss.set(ylabel="loss", title="Accordion between 8 and 2 bits: the demo's GPT, two processes")
+    loss.legend(frameon=False)
+    draw_levels(levels, run)
+    draw_total(bits, run, "bits_per_element", "bits per element", GREEN)
+    draw_total(error, run, "relative_error", "relative error", ORANGE)
+    error.set(xlabel="optimizer step")
+    save(figure, "adaptive")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The house of `docs/architecture.md`: packages in their layers, and who imports whom. Read from the sources.
+
+The number after a name is that of its Python files. An arrow that follows from others is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from style import BLUE, GREEN, GREY, HERE, ORANGE, PALE, arrow, box, canvas, save
+
+REPOSITORY = HERE.parents[1]
+ROOT = REPOSITORY / "lowbit_strategy"
+Graph = dict[str, set[str]]
+# Column, row and what lives there; a package that is missing here makes the script fail.
+ROOMS = {
+    "cli": (0, 0, "the command lowbit"),
+    "run": (2, 0, "python -m lowbit_strategy.run"),
+    "launch": (1, 1, "launch, run, config, doctor"),
+    "transformers": (0, 2, "the HF Trainer"),
+    "accelerate": (0, 3, "plugin, config file"),
+    "pytorch_lightning": (1, 2, "the same, other bases"),
+    "lightning": (1, 3, "strategies, callbacks"),
+    "lightning_fabric": (2, 2, "the same, other bases"),
+    "fabric": (2, 3, "strategies"),
+    "report": (0, 4.3, "the page about a run"),
+    "hooks": (1, 4.3, "DDP and FSDP2 hand over"),
+    "register": (2, 7.4, "strategy names"),
+    "telemetry": (0, 5.3, "observe, record, decide"),
+    "checkpoint": (2, 5.3, "residual files, resume"),
+    "engine": (1, 6.3, "buckets, state, steps"),
+    "model": (1, 7.4, "parameters, handshake"),
+    "control": (0, 8.7, "controllers"),
+    "methods": (1, 9.4, "LoCo, DGC, PowerSGD ..."),
+    "metrics": (2, 8.7, "torchmetrics"),
+    "collectives": (1, 10.4, "exchanges of bytes"),
+    "codecs": (1, 11.4, "floats to bytes"),
+    "kernels": (1, 12.4, "PyTorch, C, Triton"),
+    "version": (2, 12.4, "a number"),
+}
+FLOORS = (  # title, first and last row, colour
+    ("what people start", -0.1, 1.4, GREY),
+    ("one framework each", 1.9, 3.4, BLUE),
+    ("one run: torch modules, threads, files", 4.2, 7.8, ORANGE),
+    ("arithmetic: tensors and numbers", 8.6, 12.8, GREEN),
+)
+WIDTH, HEIGHT, TOP = 28, 0.66, 13.2
+
+
+def packages() -> dict[str, int]:
+    """Packages and modules directly under the root, with the number of Python files in each."""
+    found = {
+        path.name: sum(1 for _ in path.rglob("*.py")) for path in ROOT.iterdir() if (path / "__init__.py").exists()
+    }
+    return found | {path.stem: 1 for path in ROOT.glob("*.py") if path.stem != "__init__"}
+
+
+def imports(name: str) -> Iterator[str]:
+    """Packages that `name` imports."""
+    paths = (ROOT / name).rglob("*.py") if (ROOT / name).is_dir() else [ROOT / f"{name}.py"]
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lowbit_strategy"):
+                yield from [part[1] for part in [node.module.split(".")] if len(part) > 1]
+            elif isinstance(node, ast.Import):
+                yield from (
+                    alias.name.split(".")[1] for alias in node.names if alias.name.startswith("lowbit_strategy.")
+                )
+
+
+def graph() -> Graph:
+    names = packages()
+    return {name: {other for other in imports(name) if other in names} - {name} for name in names}
+
+
+def reduced(edges: Graph) -> Graph:
+    """Without the arrows that follow from others."""
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        stack = list(edges[start])
+        while stack:
+            if (at := stack.pop()) not in seen:
+                seen.add(at)
+                stack.extend(edges[at])
+        return seen
+
+    below = {name: reachable(name) for name in edges}
+    return {name: {to for to in tos if not any(to in below[via] for via in tos - {to})} for name, tos in edges.items()}
+
+
+def centre(name: str) -> tuple[float, float]:
+    column, row, _ = ROOMS[name]
+    return 19 + column * 32.5, TOP - row - HEIGHT / 2
+
+
+def color(name: str) -> str:
+    return next(color for _, first, last, color in FLOORS if first <= ROOMS[name][1] <= last)
+
+
+def draw(axes: Any, edges: Mapping[str, set[str]], sizes: Mapping[str, int]) -> None:
+    for title, first, last, floor in FLOORS:
+        axes.axhspan(TOP - last - 0.42, TOP - first + 0.08, color=PALE[floor], zorder=0)
+        axes.text(
+            1.5, TOP - (first + last) / 2 - 0.17, title, ha="center", va="center", rotation=90, fontsize=8, color=floor
+        )
+    for name, tos in edges.items():
+        for to in sorted(tos - {"version"}):
+            (x0, y0), (x1, y1) = centre(name), centre(to)
+            far = y0 - y1 > 1.6 and x0 == x1
+            arrow(axes, (x0 + (WIDTH / 2 - 2) * far, y0 - HEIGHT / 2), (x1 + (WIDTH / 2 - 2) * far, y1 + HEIGHT / 2),
+                  zorder=1, connectionstyle=f"arc3,rad={-0.35 * far}")  # fmt: skip
+    for name, (_, _, text) in ROOMS.items():
+        x, y = centre(name)
+        label = f"{name} ({sizes[name]})\n{text}"
+        box(
+            axes, x - WIDTH / 2, y - HEIGHT / 2, WIDTH, HEIGHT, label, color(name), face="white", fontsize=8.5, zorder=3
+        )
+
+
+if __name__ == "__main__":
+    sizes = packages()
+    assert sizes.keys() == ROOMS.keys(), f"not in both: {sizes.keys() ^ ROOMS.keys()}"
+    figure, axes = canvas(9, 9.5, units=(100, TOP + 0.3))
+    draw(axes, reduced(graph()), sizes)
+    save(figure, "house")

@@ -1,0 +1,169 @@
+"""The pages against the code: messages, packages, pictures and scripts that they name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pages import blocks
+from tests.scripts import REPOSITORY
+
+PACKAGE = REPOSITORY / "lowbit_strategy"
+PAGES = sorted(path.name for path in (REPOSITORY / "docs").glob("*.md"))
+FILLED_IN = "\0"  # stands for what a message fills in
+LOGGED = {"_log.warning", "_log.error", "warnings.warn", "rank_zero_warn"}
+TELLING = 12  # characters of its own that a phrase needs to stand for messages of which it is only a part
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def template(node: ast.expr | None) -> str:
+    """A message as the code has it, what is filled in replaced; empty where all of it is."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return re.sub(r"%[sd]", FILLED_IN, text)
+        case ast.JoinedStr(values=parts):
+            return "".join(template(part) for part in parts)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return template(left) + template(right)
+        case _:
+            return FILLED_IN
+
+
+def resolved(node: ast.expr, tree: ast.Module) -> Iterator[ast.expr]:
+    """The expression, or what stands behind it: returned by a function, or assigned to a name, of the same file."""
+    match node:
+        case ast.Call(func=ast.Name(id=name)):
+            functions = [part for part in ast.walk(tree) if isinstance(part, ast.FunctionDef) and part.name == name]
+            returned = [
+                part.value for function in functions for part in ast.walk(function) if isinstance(part, ast.Return)
+            ]
+            yield from filter(None, returned)
+        case ast.Name(id=name):
+            for part in ast.walk(tree):
+                if isinstance(part, ast.Assign) and any(ast.unparse(target) == name for target in part.targets):
+                    yield part.value
+        case _:
+            yield node
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Where and what: everything that the package raises or warns of in words of its own."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            match node:
+                case ast.Raise(exc=ast.Call(args=[first, *_])):
+                    pass
+                case ast.Call(func=ast.Attribute() | ast.Name() as func, args=[first, *_]):
+                    if ast.unparse(func) not in LOGGED:
+                        continue
+                case _:
+                    continue
+            for expression in resolved(first, tree):
+                text = template(expression)
+                if len(text.replace(FILLED_IN, "").strip(" :")) > 1:
+                    yield f"{path.relative_to(PACKAGE)}:{node.lineno}", " ".join(text.split())
+
+
+def phrases(*, own: bool = True) -> list[str]:
+    """First cells of the tables on the troubleshooting page; `own`: without those of the frameworks."""
+    text = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    text = text.partition("## Messages of the frameworks")[0 if own else 2]
+    return re.findall(r"^\| `(.+?)` [^|]*\|", text, re.MULTILINE)
+
+
+def covers(phrase: str, message: str) -> bool:
+    """Whether a message is the one that a phrase of the page stands for; ``...`` is what is filled in."""
+    parts = [re.escape(" ".join(part.split())) for part in phrase.split("...")]
+    if len(phrase.replace("...", "")) < TELLING:  # would be part of many: it has to be all of it
+        return re.fullmatch(FILLED_IN.join(f" ?{part} ?" for part in parts), message) is not None
+    return re.search(".*?".join(parts), message) is not None
+
+
+def test_the_page_has_every_message_and_no_other() -> None:
+    found, known = list(messages()), phrases()
+    assert len(found) > 200
+    missing = [f"{where}  {text}" for where, text in found if not any(covers(phrase, text) for phrase in known)]
+    assert not missing, "docs/troubleshooting.md lacks:\n" + "\n".join(missing).replace(FILLED_IN, "...")
+    stale = [phrase for phrase in known if not any(covers(phrase, text) for _, text in found)]
+    assert not stale, "docs/troubleshooting.md has messages that the package does not raise:\n" + "\n".join(stale)
+
+
+@pytest.mark.parametrize(
+    ("phrase", "message", "expected"),
+    [
+        ("... must be ..., got ...", f"bits must be 2 to 8, got {FILLED_IN}", True),
+        ("rank ... differs from rank 0", f"rank {FILLED_IN} differs from rank 0 in {FILLED_IN}", True),
+        ("... needs ...", f"{FILLED_IN} needs {FILLED_IN}", True),
+        ("... needs ...", f"a guard needs {FILLED_IN}", False),
+        ("another error altogether", "some error altogether", False),
+    ],
+)
+def test_covers(phrase: str, message: str, expected: bool) -> None:
+    assert covers(phrase, message) is expected
+
+
+# --- names of things -------------------------------------------------------------------------------------------------
+
+
+def test_the_architecture_has_every_package() -> None:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = [f"`{path.parent.name}/`" for path in PACKAGE.glob("*/__init__.py")]
+    modules = [f"`{path.name}`" for path in PACKAGE.glob("*.py") if path.stem != "__init__"]
+    assert [name for name in [*folders, *modules] if name not in page] == []
+
+
+def test_every_picture_is_there_and_drawn_by_a_script() -> None:
+    shown = {name for page in PAGES for name in re.findall(r"pictures/(\w+\.svg)", _text(page))}
+    pictures = REPOSITORY / "docs" / "pictures"
+    assert shown == {path.name for path in pictures.glob("*.svg")}
+    scripts = "\n".join(path.read_text(encoding="utf-8") for path in pictures.glob("*.py"))
+    saved = {f"{name}.svg" for name in re.findall(r'save\(figure, "(\w+)"\)', scripts)}
+    assert shown <= saved
+    for name in shown:
+        ET.parse(pictures / name)
+
+
+def test_files_that_the_pages_name_exist() -> None:
+    """Scripts and modules of the repository, in commands and in text."""
+    pages = [_text(page) for page in PAGES] + [
+        (REPOSITORY / name).read_text(encoding="utf-8")
+        for name in ("README.md", "CONTRIBUTING.md", "benchmarks/LOG.md", "benchmarks/COMPRESSION_STUDY.md")
+    ]
+    for text in pages:
+        for name in re.findall(
+            r"\b(?:benchmarks|recipes|tests|docs|lowbit_strategy)/[\w/.-]+\.(?:py|md|yaml|csv)\b", text
+        ):
+            assert (REPOSITORY / name).is_file(), name
+        for module in re.findall(r"python -m ((?:benchmarks|recipes)\.\w+)", text):
+            assert (REPOSITORY / module.replace(".", "/")).with_suffix(".py").is_file(), module
+
+
+def test_glossary_defines_each_term_once() -> None:
+    terms = re.findall(r"^(\S.*)\n  \S", _text("glossary.md"), re.MULTILINE)
+    assert len(terms) > 50
+    assert sorted({term.lower() for term in terms}) == sorted(term.lower() for term in terms)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_end_where_they_should(page: str) -> None:
+    assert _text(page).count("```") == 2 * len(blocks(page))
+
+
+def _text(page: str) -> str:
+    return (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+
+
+def test_no_address_is_invented() -> None:
+    """Links to elsewhere are to what was published, or to specifications."""
+    allowed = ("https://keepachangelog.com/", "https://semver.org/", "https://arxiv.org/")
+    for path in [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *Path(REPOSITORY / "docs").glob("*.md")]:
+        for address in re.findall(r"https?://[^\s)>]+", path.read_text(encoding="utf-8")):
+            assert address.startswith(allowed), f"{path.name}: {address}"
