@@ -1,8 +1,8 @@
 """The invariants of every registered compressor, under DDP's and FSDP2's layout, on 1, 2, 3 and 5 real processes.
 
 One launch of processes per world size serves all selected tests of it. What is checked is in `tests/invariants`;
-methods declare which laws they keep by `residual_gain`, `conserving`, `approaches_mean` and `fixed_size`. A case that says nothing
-of a configuration is not collected for it.
+methods declare which laws they keep by `residual_gain`, `conserving`, `approaches_mean` and `fixed_size`. A case that
+says nothing of a configuration is not collected for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.distributed import run_ranks
 from tests.invariants.harness import CONFIGURATIONS, LAYOUTS, LayoutName, Subject
 from tests.invariants.run import CASES, Job, Report, run_jobs
 
-WORLD_SIZES = (1, 2, 3, 5)
+WORLD_SIZES = (1, 2, 3, 5)  # one, even, odd with an empty shard, and more ranks than most tensors have rows
 _reports: dict[int, Report | AssertionError] = {}
 
 
@@ -23,9 +23,10 @@ def _items() -> Iterator[tuple[int, LayoutName, str, str]]:
     for world_size in WORLD_SIZES:
         for layout in LAYOUTS:
             for preset in sorted(CONFIGURATIONS):
-                for case in CASES:
-                    if CASES[case].applies(Subject(preset, layout, world_size)):
-                        yield world_size, layout, preset, case
+                for name, case in CASES.items():
+                    # On five ranks what each keeps for itself is as on three; cuts and sums are not.
+                    if case.applies(Subject(preset, layout, world_size)) and (case.cut_matters or world_size < 5):
+                        yield world_size, layout, preset, name
 
 
 @pytest.fixture

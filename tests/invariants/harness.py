@@ -252,3 +252,4 @@ class Case(NamedTuple):
     collect: Callable[[InvariantHarness], Evidence]
     check: Callable[[Sequence[Evidence], InvariantHarness], list[str]]
     applies: Callable[[Subject], bool] = lambda subject: True
+    cut_matters: bool = False  # how many ranks there are decides where tensors are cut and sums are formed

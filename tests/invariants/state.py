@@ -178,10 +178,10 @@ def _has_buckets(subject: Subject) -> bool:
 
 
 CASES: dict[str, Case] = {
-    "nonfinite": Case(collect_nonfinite, check_nonfinite),
+    "nonfinite": Case(collect_nonfinite, check_nonfinite, cut_matters=True),
     "rollback": Case(collect_rollback, check_rollback),
     "resume": Case(collect_resume, check_resume),
-    "buckets": Case(collect_buckets, check_buckets, _has_buckets),
+    "buckets": Case(collect_buckets, check_buckets, _has_buckets, cut_matters=True),
     "zero": Case(collect_zero, check_zero),
     "regroup": Case(collect_regroup, check_conservation, _has_regroup_law),
 }

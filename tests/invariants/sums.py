@@ -166,7 +166,8 @@ def collect_mean(harness: InvariantHarness) -> Evidence:
     grads, first = harness.grads(0), {}
     total_in, total_out = {}, {}
     averaged = compressor is harness.preset and bool(without_law(harness.subject))
-    steps = UNBIASED_STEPS if averaged and harness.world_size in (2, 3) else FEW_STEPS
+    # What codecs lose on average does not depend on the number of ranks; a wrong factor shows in few steps.
+    steps = UNBIASED_STEPS if averaged and harness.world_size == 2 else FEW_STEPS
     for step in range(steps):
         means = harness.run(sync, dict(grads))
         if step == 0:
@@ -254,10 +255,12 @@ def _has_exempt(subject: Subject) -> bool:
 
 
 CASES: dict[str, Case] = {
-    "conservation": Case(collect_conservation, check_conservation, _has_law),
+    "conservation": Case(collect_conservation, check_conservation, _has_law, cut_matters=True),
     # FSDP2 leaves each rank its own rows, and one rank agrees with itself.
-    "agreement": Case(collect_conservation, check_agreement, lambda s: s.layout == "ddp" and s.world_size > 1),
-    "bytes": Case(collect_conservation, check_bytes, lambda s: s.world_size > 1),
+    "agreement": Case(
+        collect_conservation, check_agreement, lambda s: s.layout == "ddp" and s.world_size > 1, cut_matters=True
+    ),
+    "bytes": Case(collect_conservation, check_bytes, lambda s: s.world_size > 1, cut_matters=True),
     "exempt": Case(collect_mean, check_exempt, _has_exempt),
     "mean": Case(collect_mean, check_mean, _has_mean),
     "dtypes": Case(collect_dtypes, check_dtypes),
