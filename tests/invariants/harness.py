@@ -17,7 +17,7 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.base import Assignment, CodecPair, Compressor, Method, assign_all
+from lowbit_strategy.methods._base.base import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
@@ -118,32 +118,20 @@ class Subject(NamedTuple):
     def assignments(self, compressor: Compressor) -> Mapping[str, Assignment]:
         return assign_all(compressor.at(LAST_STEP), SPECS)
 
-    def laws(self, compressor: Compressor) -> dict[str, tuple[float, ...]]:
-        """The residual gains of each parameter's hops, where all of them have one."""
-        found = {}
-        for name, assignment in self.assignments(compressor).items():
-            gains = residual_gains(assignment.method, scatter=self.layout == "fsdp")
-            if None not in gains:
-                found[name] = gains
-        return found  # type: ignore[return-value]
-
-
-def residual_gains(method: Method, *, scatter: bool) -> tuple[float | None, ...]:
-    """Residual per unit not yet sent, of each hop; None: the method keeps no law of conservation."""
-    if isinstance(method, CodecPair):
-        hops = (method.uplink,) if scatter else (method.uplink, method.downlink)
-        return tuple(hop.residual_gain for hop in hops)
-    return (method.residual_gain,)
+    def lawful(self, compressor: Compressor) -> list[str]:
+        """Parameters of which everything that came in has come out or is in a residual."""
+        scatter = self.layout == "fsdp"
+        return [name for name, a in self.assignments(compressor).items() if a.method.conserves(scatter=scatter)]
 
 
 class InvariantHarness:
     """One configuration under one layout on one rank."""
 
-    def __init__(self, name: str, layout: LayoutName, comm: Comm, folder: Path) -> None:
+    def __init__(self, name: str, layout: LayoutName, comm: Comm, folder: Path | None = None) -> None:
         self.subject = Subject(name, layout, comm.world_size)
         self.layout = layout
         self.comm = comm
-        self.folder = folder  # the same on all ranks, for checkpoints
+        self.folder = folder  # for checkpoints, the same on all ranks
         self.preset = self.subject.preset
         self.compressor = self.subject.compressor
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import GroupComm
 from tests.invariants import state, sums
 from tests.invariants.harness import GROUP_TIMEOUT, Case, Evidence, InvariantHarness, LayoutName
 
@@ -30,7 +30,7 @@ Report = dict[tuple[str, str, str], list[str]]
 def run_jobs(rank: int, world_size: int, jobs: Sequence[Job], folder: Path) -> Report:
     """All jobs in this process group: failures by (preset, layout, case), on rank 0. Checkpoints go to `folder`."""
     report: Report = {}
-    comm = Comm(dist.new_group(timeout=GROUP_TIMEOUT))
+    comm = GroupComm(dist.new_group(timeout=GROUP_TIMEOUT))
     for job in jobs:
         harness = InvariantHarness(job.preset, job.layout, comm, folder)
         cases = {name: CASES[name] for name in job.cases}
@@ -41,7 +41,7 @@ def run_jobs(rank: int, world_size: int, jobs: Sequence[Job], folder: Path) -> R
                 if case.collect is collect and rank == 0:
                     report[job.preset, job.layout, name] = raised[:1] or _judge(case, evidence, harness)
             if raised:
-                comm = harness.comm = Comm(dist.new_group(timeout=GROUP_TIMEOUT))
+                comm = harness.comm = GroupComm(dist.new_group(timeout=GROUP_TIMEOUT))
     return report
 
 

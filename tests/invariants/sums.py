@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.base import CodecPair, Compressor
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor
 from tests.invariants.harness import (
     SPECS,
@@ -21,7 +21,6 @@ from tests.invariants.harness import (
     Subject,
     fingerprint,
     relative,
-    residual_gains,
 )
 from tests.traffic import count_traffic
 
@@ -29,7 +28,7 @@ _CONSERVATION_STEPS = 6
 
 
 def collect_conservation(harness: InvariantHarness) -> Evidence:
-    """Six steps of differing gradients: sums of what went in and out, the residuals at the end, bytes."""
+    """Six steps of differing gradients: sums of what went in and out, what is unsent at the end, bytes."""
     sync = harness.sync(harness.compressor.conserving())
     total_in, total_out, prints, traffic = {}, {}, [], []
     for step in range(_CONSERVATION_STEPS):
@@ -51,22 +50,10 @@ def add(total: Grads, values: Grads) -> None:
 
 
 def balance(sync: GradientSync, total_in: Grads, total_out: Grads) -> Evidence:
-    """What went in, what came out and what the residuals hold, for each parameter with a law of conservation."""
-    residuals, owner_residuals, laws = {}, {}, {}
-    for name, assignment in sync.assignments.items():
-        gains = residual_gains(assignment.method, scatter=sync.scatter)
-        if None in gains:
-            continue
-        laws[name] = gains
-        residuals[name] = _in_gradient_units(sync.export_residual(name), gains[0])
-        owner = sync.export_owner_residual(name) if len(gains) > 1 else None
-        owner_residuals[name] = _in_gradient_units(owner, gains[-1])
-    return {"in": total_in, "out": total_out, "residuals": residuals, "owner_residuals": owner_residuals, "laws": laws}
-
-
-def _in_gradient_units(residual: Tensor | None, residual_gain: float | None) -> Tensor | None:
-    assert residual_gain is not None
-    return None if residual is None else residual.double() / residual_gain
+    """What went in, what came out and what has not been sent yet, for each parameter that obeys a conservation law."""
+    lawful = [name for name, a in sync.assignments.items() if a.method.conserves(scatter=sync.scatter)]
+    unsent = {name: sync.export_unsent(name) for name in lawful}
+    return {"in": total_in, "out": total_out, "unsent": unsent}
 
 
 def _account(sync: GradientSync) -> dict[str, Any]:
@@ -82,7 +69,7 @@ def _account(sync: GradientSync) -> dict[str, Any]:
             reducers += sync.sent_nbytes(name)
             padding += 32 * others  # reducers cut a bucket, not a parameter: rounding of rows to whole bytes
             exact = exact and assignment.method.fixed_size
-    has_codecs = bool(sync.codecs)
+    has_codecs = any(isinstance(method, CodecPair) for method in sync.stores)
     return {
         "low": codecs + reducers + (16 * hops * others if has_codecs else 0) - (padding if reducers else 0),
         "high": codecs + reducers + (16 * hops * others if has_codecs else 0) + padding,
@@ -91,19 +78,17 @@ def _account(sync: GradientSync) -> dict[str, Any]:
 
 
 def imbalances(evidence: Sequence[Evidence], harness: InvariantHarness) -> dict[str, float]:
-    """By parameter with a law: how far what came out plus the residuals is from what came in, relative to that."""
+    """By parameter with a law: how far what came out plus what is unsent is from what came in, relative to that."""
     world_size = len(evidence)
     out = harness.join([e["out"] for e in evidence])
     errors = {}
-    for name in evidence[0]["laws"]:
+    for name, unsent in evidence[0]["unsent"].items():
         if not out[name].numel():
             continue
         total = sum(e["in"][name] for e in evidence) / world_size
         accounted = out[name]
-        if evidence[0]["residuals"][name] is not None:
-            accounted = accounted + sum(e["residuals"][name] for e in evidence) / world_size
-        if evidence[0]["owner_residuals"][name] is not None:
-            accounted = accounted + torch.cat([e["owner_residuals"][name] for e in evidence])
+        if unsent is not None:
+            accounted = accounted + sum(e["unsent"][name].double() for e in evidence) / world_size
         errors[name] = relative(accounted - total, total)
     return errors
 
@@ -113,7 +98,7 @@ def check_conservation(evidence: Sequence[Evidence], harness: InvariantHarness) 
     if not errors:
         return ["no parameter keeps a law of conservation: nothing was checked"]
     return [
-        f"{name}: what was sent plus the residuals differs from what came in by {error:.1e} of it"
+        f"{name}: sent plus unsent differs from what came in by {error:.1e} of it"
         for name, error in errors.items()
         if not error < 2e-5
     ]
@@ -146,7 +131,7 @@ def compressed(subject: Subject) -> list[str]:
 
 
 def without_law(subject: Subject) -> list[str]:
-    return [name for name in compressed(subject) if name not in subject.laws(subject.preset)]
+    return [name for name in compressed(subject) if name not in subject.lawful(subject.preset)]
 
 
 def saturated(subject: Subject) -> Compressor:
@@ -160,7 +145,7 @@ def saturated(subject: Subject) -> Compressor:
 
 
 def collect_mean(harness: InvariantHarness) -> Evidence:
-    """The same gradients step after step, default exemptions: what came out, and what the residuals hold."""
+    """The same gradients step after step, default exemptions: what came out, and what has not been sent yet."""
     compressor = saturated(harness.subject)
     sync = harness.sync(compressor)
     grads, first = harness.grads(0), {}
@@ -209,7 +194,7 @@ def check_mean(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[
         error, scale = relative(average - mean, mean), float(average @ mean / mean.square().sum())
         if name in by_law:
             if not by_law[name] < LAW_TOLERANCE:
-                failures.append(f"{name}: sent plus residuals differ from what came in by {by_law[name]:.1e} of it")
+                failures.append(f"{name}: sent plus unsent differs from what came in by {by_law[name]:.1e} of it")
         elif evidence[0]["exact"] or kind == "high_precision":
             if not error < (1e-6 if evidence[0]["exact"] else 0.03):
                 failures.append(f"{name}: {error:.1e} from the mean, {scale:.3f} times it")
@@ -239,8 +224,8 @@ def check_dtypes(evidence: Sequence[Evidence], harness: InvariantHarness) -> lis
     return differing + [problem for e in evidence for problem in e["problems"]][:3]
 
 
-def _has_law(subject: Subject) -> bool:
-    return bool(subject.laws(subject.compressor.conserving()))
+def has_law(subject: Subject) -> bool:
+    return bool(subject.lawful(subject.compressor.conserving()))
 
 
 def _has_mean(subject: Subject) -> bool:
@@ -255,7 +240,7 @@ def _has_exempt(subject: Subject) -> bool:
 
 
 CASES: dict[str, Case] = {
-    "conservation": Case(collect_conservation, check_conservation, _has_law, cut_matters=True),
+    "conservation": Case(collect_conservation, check_conservation, has_law, cut_matters=True),
     # FSDP2 leaves each rank its own rows, and one rank agrees with itself.
     "agreement": Case(
         collect_conservation, check_agreement, lambda s: s.layout == "ddp" and s.world_size > 1, cut_matters=True

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.worker import BucketWorker
@@ -192,7 +192,7 @@ def _fail_in_backward(rank: int, world_size: int) -> list[str]:
     """A compressed DDP whose reduction fails in the second step, on every rank alike; what each backward did."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     sync = GradientSync(
-        LoCo(), describe_parameters(model.module), Comm(dist.new_group()), torch.device("cpu"), scatter=False
+        LoCo(), describe_parameters(model.module), GroupComm(dist.new_group()), torch.device("cpu"), scatter=False
     )
     hook = DDPHook(model, sync)
     reduce, outcomes = sync.reduce, []
