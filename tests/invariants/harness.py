@@ -53,7 +53,9 @@ Evidence = dict[str, Any]
 
 
 def _warmed_up(compressor: Compressor) -> Compressor:
-    """The cases take a few steps, and LoCo's warm-up has one of its own."""
+    """The cases take a few steps: LoCo's warm-up has a configuration of its own, and `WarmUp` is over after one."""
+    if isinstance(compressor, WarmUp):
+        return dataclasses.replace(compressor, steps=1)
     return dataclasses.replace(compressor, warmup_steps=0) if isinstance(compressor, LoCo) else compressor
 
 

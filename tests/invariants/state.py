@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lowbit_strategy.checkpoint import capture, residual_files
 from lowbit_strategy.checkpoint.resume import resume
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.invariants.harness import SPECS, Case, Evidence, InvariantHarness, Subject, fingerprint
@@ -81,17 +82,19 @@ def collect_resume(harness: InvariantHarness) -> Evidence:
         if step == 2:
             residual_files.save(checkpoint, capture.capture(sync))
         saving.append(fingerprint(harness.run(sync, harness.grads(step))))
-    saving.append(fingerprint(sync.state_tensors()))
+    saving += _state(sync)
     sync = harness.sync()
-    straight = [fingerprint(harness.run(sync, harness.grads(step))) for step in range(5)]
-    straight.append(fingerprint(sync.state_tensors()))
+    straight = [fingerprint(harness.run(sync, harness.grads(step))) for step in range(5)] + _state(sync)
     dist.barrier(harness.comm.group)  # as frameworks wait, so that every rank's file is there
     sync = harness.sync()
     stamp = {"step_index": 2, "world_size": harness.world_size, "parameters": list(sync.specs)}
     resume(sync, checkpoint, stamp, on_world_size_change="reset", on_missing_residual="error")
-    resumed = [fingerprint(harness.run(sync, harness.grads(step))) for step in range(2, 5)]
-    resumed.append(fingerprint(sync.state_tensors()))
+    resumed = [fingerprint(harness.run(sync, harness.grads(step))) for step in range(2, 5)] + _state(sync)
     return {"saving": saving == straight, "resumed": resumed == straight[2:]}
+
+
+def _state(sync: GradientSync) -> list[int]:
+    return [fingerprint(sync.state_tensors()), sync.step_index, sync.num_skipped]
 
 
 def check_resume(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
