@@ -27,7 +27,6 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.simulated_world import SimulatedWorld
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
@@ -36,6 +35,7 @@ from lowbit_strategy.methods.registry import from_options
 from lowbit_strategy.model.parameters import describe_parameters
 from recipes.gpt import GPT
 from recipes.text import standard_library
+from tests.worlds.simulated import SimulatedWorld
 
 Layout = Literal["ddp", "fsdp"]
 DENSE = "dense"

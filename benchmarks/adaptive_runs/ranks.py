@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from benchmarks.threaded_world import ThreadedWorld
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
@@ -15,6 +14,7 @@ from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.telemetry.custom_loop import LoopClock, adapt
+from tests.worlds.threaded import ThreadedWorld
 
 
 class Ranks:

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import run_script
+from tests.distributed import run_ranks
+from tests.integration.scripts.resumable import train
 from tests.training import Kind
-
-SCRIPT = Path(__file__).parent / "scripts" / "resumable.py"
 
 
 def _losses(folder: Path, rank: int) -> dict[int, str]:
     """The last that was written for each step."""
-    return dict(line.split() for line in (folder / f"losses-{rank}.txt").read_text().splitlines())
+    lines = (folder / f"losses-{rank}.txt").read_text().splitlines()
+    return {int(step): loss for step, loss in map(str.split, lines)}
 
 
 @pytest.mark.parametrize(
     ("kind", "kill_at", "source"),
-    [("ddp", "8", "step=6.ckpt"), ("fsdp", "8", "step=6.ckpt"), ("ddp", "saving", "step=3.ckpt")],
+    [("ddp", 8, "step=6.ckpt"), ("fsdp", 8, "step=6.ckpt"), ("ddp", "saving", "step=3.ckpt")],
 )
-def test_resume_after_a_rank_was_killed(tmp_path: Path, kind: Kind, kill_at: str, source: str) -> None:
+def test_resume_after_a_rank_was_killed(tmp_path: Path, kind: Kind, kill_at: int | str, source: str) -> None:
     steps = _killed_and_resumed(tmp_path, kind, kill_at, source)
     assert all(step.endswith("/") for step in steps.values())  # no controller, no decisions
 
@@ -31,25 +31,25 @@ def test_resume_after_a_rank_was_killed(tmp_path: Path, kind: Kind, kill_at: str
 def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(
     tmp_path: Path, kind: Kind, controller: str
 ) -> None:
-    steps = _killed_and_resumed(tmp_path, kind, "8", "step=6.ckpt", controller)
-    levels = [steps[str(step)].partition("/")[2] for step in range(10)]
+    steps = _killed_and_resumed(tmp_path, kind, 8, "step=6.ckpt", controller)
+    levels = [steps[step].partition("/")[2] for step in range(10)]
     assert len(set(levels)) > 1, levels  # something was decided
     assert levels[5] == levels[6]  # the checkpoint cut a phase
 
 
-def _killed_and_resumed(tmp_path: Path, kind: Kind, kill_at: str, source: str, *controller: str) -> dict[str, str]:
+def _killed_and_resumed(
+    tmp_path: Path, kind: Kind, kill_at: int | str, source: str, controller: str | None = None
+) -> dict[int, str]:
     """Compare with an uninterrupted run; returns the first rank's losses and decisions by step."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
-    expected = run_script([SCRIPT, kind, whole, "-", *controller], world_size=2)
-    killed = run_script([SCRIPT, kind, broken, kill_at, *controller], world_size=2, check=False)
-    assert killed.returncode != 0
-    assert "finished" not in killed.stdout
-    resumed = run_script([SCRIPT, kind, broken, "-", *controller], world_size=2)
-    assert f"from {source}" in resumed.stdout
+    expected = run_ranks(train, 2, kind, whole, None, controller, process_group=None)
+    with pytest.raises(AssertionError, match="rank 1 died of SIGKILL"):
+        run_ranks(train, 2, kind, broken, kill_at, controller, process_group=None)
+    resumed = run_ranks(train, 2, kind, broken, None, controller, process_group=None)
     for rank in range(2):
+        assert resumed[rank] == (expected[rank][0], source)
         assert _losses(broken, rank) == _losses(whole, rank)
         assert len(_losses(whole, rank)) == 10
-    assert resumed.stdout.split()[1] == expected.stdout.split()[1]
     return _losses(whole, 0)

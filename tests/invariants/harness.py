@@ -7,6 +7,7 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.base import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
@@ -52,13 +53,15 @@ Evidence = dict[str, Any]
 
 
 def _warmed_up(compressor: Compressor) -> Compressor:
-    """The cases take a few steps, and LoCo's warm-up has one of its own."""
+    """The cases take a few steps: LoCo's warm-up has a configuration of its own, and `WarmUp` is over after one."""
+    if isinstance(compressor, WarmUp):
+        return dataclasses.replace(compressor, steps=1)
     return dataclasses.replace(compressor, warmup_steps=0) if isinstance(compressor, LoCo) else compressor
 
 
 CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, compressor in PRESETS.items()} | {
     "LoCo, 1 bit after two steps": LoCo(bits=1, levels="fitted", warmup_steps=2),
-    "LoCo, 2 bits there, 4 back": LoCo(bits=2, levels="ternary", return_bits=4, return_beta=0.8),
+    "LoCo, 2 bits up, 4 down": LoCo(bits=2, levels="ternary", return_bits=4, return_beta=0.8),
     "qsgd, L2 norm": QSGD(norm="l2", bits=6),
     "natural, 4 bits": NaturalCompression(bits=4),
     "feedback in 8 bits": ErrorFeedback(compressor=QSGD(bits=4), residual="int8"),
@@ -66,7 +69,7 @@ CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, 
     "rotated LoCo": Rotate(compressor=LoCo(bits=3), size=32),
     "rotated EF21": Rotate(compressor=EF21()),
     "partition": Partition(rules=(("m*", LoCo(bits=2)), ("t*", QSGD(bits=8))), default=EFSignSGD()),
-    "terngrad, scaler a rank": TernGrad(scaler="rank"),
+    "terngrad, scaler per rank": TernGrad(scaler="rank"),
     "feedback on trits": ErrorFeedback(compressor=TernGrad(block_size=128)),
     "feedback on two scales": ErrorFeedback(compressor=MultiScale(bits=2, finer_bits=2)),
     "rank 1": PowerSGD(rank=1),
@@ -76,7 +79,7 @@ CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, 
 
 
 def everything(compressor: Compressor) -> Compressor:
-    """The same compressor with no parameter exempt or milder, also in the compressors that it wraps."""
+    """The same compressor with no parameter exempt or at high precision, also in the compressors that it wraps."""
     changes: dict[str, Any] = {"exempt": (), "high_precision": ()}
     for field in dataclasses.fields(compressor):
         value = getattr(compressor, field.name)
@@ -95,15 +98,44 @@ def gradient(name: str, shape: Sequence[int], rank: int, step: int) -> Tensor:
     return values * (1.0 + rank + step % 3)
 
 
-class InvariantHarness:
-    """One method under one layout on one rank."""
+LAST_STEP = 8  # phases (warm-ups) of the configurations above are over by then
 
-    def __init__(self, name: str, layout: LayoutName, comm: Comm) -> None:
-        self.name = name
+
+class Subject(NamedTuple):
+    """What a case is about, before anything has run: a configuration under a layout on so many ranks."""
+
+    name: str
+    layout: LayoutName
+    world_size: int
+
+    @property
+    def preset(self) -> Compressor:
+        return CONFIGURATIONS[self.name]
+
+    @property
+    def compressor(self) -> Compressor:
+        """The same with nothing exempt."""
+        return everything(self.preset)
+
+    def assignments(self, compressor: Compressor) -> Mapping[str, Assignment]:
+        return assign_all(compressor.at(LAST_STEP), SPECS)
+
+    def lawful(self, compressor: Compressor) -> list[str]:
+        """Parameters of which everything that came in has come out or is in a residual."""
+        scatter = self.layout == "fsdp"
+        return [name for name, a in self.assignments(compressor).items() if a.method.conserves(scatter=scatter)]
+
+
+class InvariantHarness:
+    """One configuration under one layout on one rank."""
+
+    def __init__(self, name: str, layout: LayoutName, comm: Comm, folder: Path | None = None) -> None:
+        self.subject = Subject(name, layout, comm.world_size)
         self.layout = layout
         self.comm = comm
-        self.preset = CONFIGURATIONS[name]
-        self.compressor = everything(self.preset)
+        self.folder = folder  # for checkpoints, the same on all ranks
+        self.preset = self.subject.preset
+        self.compressor = self.subject.compressor
 
     @property
     def world_size(self) -> int:
@@ -205,5 +237,9 @@ def relative(error: Tensor, reference: Tensor) -> float:
 
 
 class Case(NamedTuple):
+    """One law: what every rank records, what must be true of it, and which subjects it says anything of."""
+
     collect: Callable[[InvariantHarness], Evidence]
     check: Callable[[Sequence[Evidence], InvariantHarness], list[str]]
+    applies: Callable[[Subject], bool] = lambda subject: True
+    cut_matters: bool = False  # how many ranks there are decides where tensors are cut and sums are formed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -16,26 +16,28 @@ from tests.invariants.harness import GROUP_TIMEOUT, Case, Evidence, InvariantHar
 CASES = sums.CASES | state.CASES
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
+    """A configuration under a layout, and the cases to run."""
+
     preset: str
     layout: LayoutName
+    cases: tuple[str, ...]
 
 
 Report = dict[tuple[str, str, str], list[str]]
 
 
-def run_jobs(rank: int, world_size: int, jobs: Sequence[Job]) -> Report:
-    """All cases of all jobs in this process group: failures by (preset, layout, case), on rank 0."""
+def run_jobs(rank: int, world_size: int, jobs: Sequence[Job], folder: Path) -> Report:
+    """All jobs in this process group: failures by (preset, layout, case), on rank 0. Checkpoints go to `folder`."""
     report: Report = {}
     comm = GroupComm(dist.new_group(timeout=GROUP_TIMEOUT))
-    collects = list(dict.fromkeys(case.collect for case in CASES.values()))
     for job in jobs:
-        harness = InvariantHarness(job.preset, job.layout, comm)
-        for collect in collects:
+        harness = InvariantHarness(job.preset, job.layout, comm, folder)
+        cases = {name: CASES[name] for name in job.cases}
+        for collect in dict.fromkeys(case.collect for case in cases.values()):
             evidence = _gather(_attempt(collect, harness))
             raised = [f"rank {r} raised\n{e}" for r, e in enumerate(evidence) if isinstance(e, str)]
-            for name, case in CASES.items():
+            for name, case in cases.items():
                 if case.collect is collect and rank == 0:
                     report[job.preset, job.layout, name] = raised[:1] or _judge(case, evidence, harness)
             if raised:

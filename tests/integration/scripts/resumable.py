@@ -1,22 +1,16 @@
-"""A job that goes on from its last checkpoint when it is started again.
-
-``resumable.py KIND FOLDER [KILL_AT [CONTROLLER]]`` writes every step's loss, with a controller its decisions too, to
-``FOLDER/losses-RANK.txt``. With KILL_AT the second rank kills itself at that step; with ``saving`` while it writes its
-residuals for the second time; with ``-`` it does not.
-"""
+"""A job that goes on from its last checkpoint when it is started again; on request a rank of it kills itself."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
@@ -24,10 +18,8 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.control import Accordion, Controller, GraVAC
 from lowbit_strategy.lightning import AdaptiveCompression
-from tests.training import ByStep, fingerprint, loader, strategy, trainer
+from tests.training import ByStep, Kind, fingerprint, loader, strategy, trainer
 
-KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
-KILL_AT, CONTROLLER = (*sys.argv[3:], "", "")[:2]
 STEPS, EVERY = 10, 3
 EIGHT, FOUR, TWO = (LoCo(bits=bits, block_size=32) for bits in (8, 4, 2))
 CONTROLLERS: dict[str, Callable[[], Controller]] = {
@@ -37,58 +29,68 @@ CONTROLLERS: dict[str, Callable[[], Controller]] = {
 }
 
 
-def kill() -> None:
+def train(
+    rank: int, world_size: int, kind: Kind, folder: Path, kill_at: int | str | None, controller: str | None
+) -> tuple[int, str]:
+    """Ten steps in all, from the newest checkpoint in `folder`: the model's bits, and where the run began.
+
+    ``losses-RANK.txt`` gets every step's loss, with a controller its decisions too. With `kill_at` the second rank
+    kills itself at that step; with ``saving`` while it writes its residuals for the second time.
+    """
+    if kill_at == "saving" and rank == 1:
+        _kill_while_saving()
+    torch.manual_seed(0)
+    saver = ModelCheckpoint(folder, every_n_train_steps=EVERY, save_top_k=-1, filename="{step}")
+    adaptive = AdaptiveCompression(CONTROLLERS[controller](), record=False) if controller else None
+    callbacks = [saver] if adaptive is None else [saver, adaptive, _SteadyTime(adaptive)]
+    made = trainer(strategy(kind, LoCo(block_size=32)), max_steps=STEPS, enable_checkpointing=True, callbacks=callbacks)
+    newest = max(folder.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]), default=None)
+    model = _Job(folder, kill_at, adaptive)
+    made.fit(model, loader(), ckpt_path=newest)
+    return fingerprint(model), newest.name if newest else "the start"
+
+
+def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_while_saving() -> None:
+def _kill_while_saving() -> None:
     written, save = [], torch.save
 
     def interrupted(saved: Any, file: Any) -> None:
         written.append(1)
         if len(written) == 2:
             file.write(b"half of it")
-            kill()
+            _kill()
         save(saved, file)
 
     residual_files.torch = type("torch", (), {"save": staticmethod(interrupted), "load": staticmethod(torch.load)})
 
 
-class Job(ByStep):
+class _Job(ByStep):
+    def __init__(self, folder: Path, kill_at: int | str | None, adaptive: AdaptiveCompression | None) -> None:
+        super().__init__()
+        self._folder, self._kill_at, self._adaptive = folder, kill_at, adaptive
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if KILL_AT.isdigit() and self.global_rank == 1 and self.global_step == int(KILL_AT):
-            kill()
+        if self.global_rank == 1 and self.global_step == self._kill_at:
+            _kill()
         self.last_loss = super().training_step(batch, batch_idx)
         return self.last_loss
 
     def on_train_batch_end(self, *_: Any) -> None:
-        driver = adaptive.driver if adaptive is not None else None
+        driver = self._adaptive.driver if self._adaptive is not None else None
         levels = ",".join(map(str, driver.levels.values())) if driver is not None else ""
-        with (FOLDER / f"losses-{self.global_rank}.txt").open("a") as file:
+        with (self._folder / f"losses-{self.global_rank}.txt").open("a") as file:
             file.write(f"{self.global_step - 1} {float(self.last_loss.detach()).hex()}/{levels}\n")
 
 
-class SteadyTime(Callback):
+class _SteadyTime(Callback):
     """Every step takes a second: decisions from measured times would differ from run to run, killed or not."""
 
+    def __init__(self, adaptive: AdaptiveCompression) -> None:
+        self._adaptive = adaptive
+
     def on_train_start(self, *_: Any) -> None:
-        assert adaptive is not None
-        assert adaptive.driver is not None
-        adaptive.driver.timer = itertools.count().__next__
-
-
-if __name__ == "__main__":
-    if KILL_AT == "saving" and os.environ["RANK"] == "1":
-        kill_while_saving()
-    torch.manual_seed(0)
-    saver = ModelCheckpoint(FOLDER, every_n_train_steps=EVERY, save_top_k=-1, filename="{step}")
-    adaptive = AdaptiveCompression(CONTROLLERS[CONTROLLER](), record=False) if CONTROLLER else None
-    callbacks = [saver, adaptive, SteadyTime()] if adaptive is not None else [saver]
-    made = trainer(strategy(KIND, LoCo(block_size=32)), max_steps=STEPS, enable_checkpointing=True, callbacks=callbacks)
-    newest = max(FOLDER.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]), default=None)
-    model = Job()
-    made.fit(model, loader(), ckpt_path=newest)
-    text = f"{fingerprint(model)} from {newest.name if newest else 'the start'}"  # on all ranks: FSDP2 gathers
-    if made.is_global_zero:
-        print("finished", text)
-    dist.destroy_process_group()
+        assert self._adaptive.driver is not None
+        self._adaptive.driver.timer = functools.partial(next, itertools.count())

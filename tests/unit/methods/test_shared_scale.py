@@ -9,7 +9,7 @@ import torch
 from lowbit_strategy.methods.quantization.multiscale import MultiScale
 from lowbit_strategy.methods.quantization.sharedscale import SharedScale
 from lowbit_strategy.methods.quantization.terngrad import TernGrad
-from tests.unit.methods.world import OneTensor, gaussian
+from tests.worlds.one_tensor import OneTensor, gaussian
 
 BLOCK = 64
 SHAPE = (6, 50)

@@ -10,7 +10,7 @@ from lowbit_strategy.kernels.reference.blocks import round_up_bfloat16
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.quantization.onebitsgd import OneBitSGD
 from lowbit_strategy.methods.quantization.signsgd import SignSGD
-from tests.unit.methods.world import OneTensor, gaussian
+from tests.worlds.one_tensor import OneTensor, gaussian
 
 BLOCK = 64
 SHAPE = (5, 40)

@@ -21,7 +21,7 @@ from lowbit_strategy.methods.sparsification.randomk import RandomK
 from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
 from lowbit_strategy.methods.sparsification.sidco import SIDCo
 from lowbit_strategy.methods.sparsification.topk import TopK
-from tests.unit.methods.world import OneTensor, gaussian
+from tests.worlds.one_tensor import OneTensor, gaussian
 
 KINDS = (TopK, DGC, SIDCo, ExDyna, MiCRO, GTopK, RandomK, ScaleCom)
 SHAPE, NUMEL = (7, 33), 231

@@ -29,7 +29,7 @@ from lowbit_strategy.methods.wrappers.partition import Partition
 from lowbit_strategy.methods.wrappers.rotate import Rotate
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
 from tests.unit.methods.test_sign_methods import blocks, scaled_sign
-from tests.unit.methods.world import OneTensor, gaussian
+from tests.worlds.one_tensor import OneTensor, gaussian
 
 MATRIX = TensorSpec("layer.weight", (64, 64))
 VECTOR = TensorSpec("layer.bias", (64,))

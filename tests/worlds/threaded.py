@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
-from benchmarks.simulated_world import Buffers, SimulatedWorld
 from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
+from tests.worlds.simulated import Buffers, SimulatedWorld
 
 TIMEOUT_S = 300.0
 

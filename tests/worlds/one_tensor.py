@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.simulated_world import SimulatedWorld
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from tests.worlds.simulated import SimulatedWorld
 
 
 class OneTensor:
