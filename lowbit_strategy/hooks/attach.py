@@ -30,6 +30,7 @@ from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
+from lowbit_strategy.hooks.digest import ParameterDigest
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.handshake import facts, handshake
@@ -52,12 +53,16 @@ class SyncOptions:
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error``, or ``reset`` to go on.
         rollback: Put residuals back when a step overflows. None: only where there is a loss scaler (fp16); costs a
             second copy of the residuals.
+        check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
+            1,000, and stop with an error if they differ. False where ranks may round differently, as with processors
+            of different types.
     """
 
     seed: int = 0
     on_world_size_change: OnWorldSizeChange = "reset"
     on_missing_residual: OnMissingResidual = "error"
     rollback: bool | None = None
+    check_digest: bool = True
 
     def __post_init__(self) -> None:
         if self.on_world_size_change not in ("reset", "fold"):
@@ -109,6 +114,7 @@ class Attached:
         group: All ranks; for agreements between steps. Not the group of the engine, which is gone after `close`.
         hook: DDP's.
         own_group: The engine's group, if it was made for it alone: `close` destroys it.
+        digest: Compares parameters, if they are to be compared.
     """
 
     def __init__(
@@ -120,11 +126,13 @@ class Attached:
         group: dist.ProcessGroup | None,
         hook: DDPHook | None = None,
         own_group: dist.ProcessGroup | None = None,
+        digest: ParameterDigest | None = None,
     ) -> None:
         self.sync = sync
         self.options = options
         self.group = group
         self._own_group = own_group
+        self._digest = digest
         self._finalizer: weakref.finalize[[], DistributedDataParallel] | None = None
         self._module = module
         self._hook = hook
@@ -142,7 +150,11 @@ class Attached:
         self.sync.begin_step()
 
     def end_step(self) -> bool:
-        """After every optimizer step, skipped ones too. Returns whether the step counted."""
+        """After every optimizer step, skipped ones too. Returns whether the step counted.
+
+        Raises:
+            DivergenceError: On every rank, if parameters were compared after this step and differ.
+        """
         comm = self.sync.comm
         if not self._warned and comm.sent_nbytes == 0 and comm.world_size > 1:
             self._warned = True
@@ -151,7 +163,11 @@ class Attached:
                 " not skipped on purpose, backward does not reach what was set up",
                 comm.rank,
             )
-        return self.sync.end_step()
+        synchronised = self.sync.in_step
+        counted = self.sync.end_step()
+        if self._digest is not None and synchronised and counted:
+            self._digest.after_step(self.sync.step_index)
+        return counted
 
     def save(self, path: Any) -> SavedResiduals:
         """Write this rank's residuals beside the checkpoint `path`; call on all ranks *before* the checkpoint.
@@ -276,9 +292,18 @@ def attach_ddp(
         own_group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout)
     sync = _engine(prepared, GroupComm(own_group or group), device, has_scaler)
     hook = DDPHook(model, sync)
-    attached = Attached(sync, model.module, prepared.options, group=group, hook=hook, own_group=own_group)
+    digest = ParameterDigest(_replicated(model), sync.comm, device) if prepared.options.check_digest else None
+    attached = Attached(
+        sync, model.module, prepared.options, group=group, hook=hook, own_group=own_group, digest=digest
+    )
     attached.close_with(model)
     return attached
+
+
+def _replicated(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """What DDP keeps the same on all ranks: all parameters that it was not told to ignore."""
+    ignored = model.parameters_to_ignore
+    return {canonical_name(name): param for name, param in model.module.named_parameters() if name not in ignored}
 
 
 def attach_fsdp(
