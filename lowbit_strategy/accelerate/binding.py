@@ -112,9 +112,7 @@ class Binding:
     def save(self, folder: str) -> None:
         """Put residuals into a checkpoint's folder; on all ranks."""
         writes_stamp = self.accelerator.is_local_main_process
-        checkpoint_folder.save(
-            folder, self.attachments, barrier=self.accelerator.wait_for_everyone, writes_stamp=writes_stamp
-        )
+        checkpoint_folder.save(folder, self.attachments, writes_stamp=writes_stamp)
 
     def load(self, folder: str, *, compressed: bool = False) -> None:
         """Restore what `save` wrote; on all ranks. `compressed`: it is an error if there is nothing."""

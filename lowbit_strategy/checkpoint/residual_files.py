@@ -1,98 +1,227 @@
-"""Per-rank files beside a checkpoint: ``<checkpoint>.lowbit/step-<step>-rank-<rank>-of-<world>.pt``.
+"""Files beside a checkpoint: ``<checkpoint>.lowbit/step-<step>-rank-<rank>-of-<world>-<checksum>.pt``, one per rank.
 
-Files carry the step in their name: those of a new checkpoint are written before the checkpoint itself, those of the
-one it replaces are removed after. Whenever a process dies, every checkpoint on disk still has its residuals.
+A file's name has the checksum of its bytes, and the checkpoint's own stamp lists the checksums of all ranks' files. So
+two different files never share a name: those of a new checkpoint are written before the checkpoint itself, those of the
+one it replaces are removed after it, and whenever a process dies every checkpoint on disk still has its residuals. A
+file that was damaged, or put in the place of another, is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import posixpath
+import re
 import uuid
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import IO, Any, NamedTuple
 
 import fsspec
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from lowbit_strategy.checkpoint.capture import Saved
 
 SUFFIX = ".lowbit"
+ADVICE = (
+    'restore the file, or pass on_missing_residual="reset" to go on with residuals of zero'
+    " (the checkpoint itself is not affected)"
+)
+_NAME = re.compile(r"step-\d+-rank-(?P<rank>\d+)-of-\d+-[0-9a-f]+\.pt")
+_PARTIAL = re.compile(r"rank-(?P<rank>\d+)\.[0-9a-f]+\.part")
+_CHUNK = 1 << 20
 
 
 class ResidualFileError(RuntimeError):
-    """A residual file that a checkpoint names is missing or cannot be read."""
+    """A residual file cannot be written, or one that a checkpoint names is missing, damaged or another one."""
+
+
+class Place(NamedTuple):
+    """Which file: of the optimizer step, the rank and world size that saved, and the checksum of its bytes."""
+
+    step: int
+    rank: int
+    world_size: int
+    checksum: str
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step}-rank-{self.rank}-of-{self.world_size}-{self.checksum}.pt"
 
 
 def sidecar_folder(checkpoint_path: Any) -> str:
     return str(checkpoint_path).rstrip("/") + SUFFIX
 
 
-def _file(checkpoint_path: Any, step: int, rank: int, world_size: int) -> str:
-    return posixpath.join(sidecar_folder(checkpoint_path), f"step-{step}-rank-{rank}-of-{world_size}.pt")
+def path_of(checkpoint_path: Any, place: Place) -> str:
+    return posixpath.join(sidecar_folder(checkpoint_path), place.name)
 
 
-def save(checkpoint_path: Any, saved: Saved) -> None:
-    """Write this rank's file: complete under its name or not there at all."""
-    path = _file(checkpoint_path, saved["step_index"], saved["rank"], saved["world_size"])
-    fs, local = fsspec.core.url_to_fs(path)
-    fs.makedirs(posixpath.dirname(local), exist_ok=True)
-    partial = f"{local}.{uuid.uuid4().hex}.part"
-    with fs.open(partial, "wb") as file:
-        torch.save(saved, file)
-    fs.mv(partial, local)
+class _Hashing:
+    """A file to write to that computes the checksum on the way."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def checksum(self) -> str:
+        return _short(self._hash)
 
 
-def remove_stale(checkpoint_path: Any, saved: Saved) -> None:
-    """Remove what this rank wrote for a checkpoint that has been replaced."""
-    rank, keep = saved["rank"], _file(checkpoint_path, saved["step_index"], saved["rank"], saved["world_size"])
-    fs, folder = fsspec.core.url_to_fs(sidecar_folder(checkpoint_path))
-    keep = posixpath.basename(keep)
-    for path in fs.glob(posixpath.join(folder, f"step-*-rank-{rank}-of-*")):
-        if posixpath.basename(path) != keep:
-            fs.rm(path)
+def _short(digest: Any) -> str:
+    text: str = digest.hexdigest()
+    return text[:16]
 
 
-def load(checkpoint_path: Any, step: int, rank: int, world_size: int) -> Saved:
-    """Read the file of `rank` of the run that saved.
+def _checksum(file: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return _short(digest)
+
+
+def save(checkpoint_path: Any, saved: Saved) -> Place:
+    """Write this rank's file: complete under its name or not there at all.
 
     Raises:
-        ResidualFileError: It is missing, truncated or not a residual file.
+        ResidualFileError: It cannot be written (a full disk, for one). Nothing is left behind.
     """
-    path = _file(_resolve_link(checkpoint_path), step, rank, world_size)
-    advice = (
-        'restore the file, or pass on_missing_residual="reset" to the strategy to go on with residuals of zero'
-        " (the checkpoint itself is not affected)"
-    )
+    folder = sidecar_folder(checkpoint_path)
+    fs, local = fsspec.core.url_to_fs(folder)
+    partial = posixpath.join(local, f"rank-{saved['rank']}.{uuid.uuid4().hex}.part")
+    try:
+        fs.makedirs(local, exist_ok=True)
+        with fs.open(partial, "wb") as raw:
+            file = _Hashing(raw)
+            torch.save(saved, file)  # type: ignore[arg-type]  # it only writes and flushes
+        place = Place(saved["step_index"], saved["rank"], saved["world_size"], file.checksum)
+        _move(fs, partial, posixpath.join(local, place.name))
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            fs.rm_file(partial)
+        if not isinstance(error, Exception):
+            raise
+        cause = f"{type(error).__name__}: {_innermost(error)}"
+        raise ResidualFileError(
+            f"the residuals of rank {saved['rank']} cannot be written to {folder} ({cause}): make room or give another"
+            " folder; the checkpoint was not written either"
+        ) from error
+    return place
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What happened first: torch's own writer fails once more when it is closed."""
+    while (earlier := error.__cause__ or error.__context__) is not None:
+        error = earlier
+    return error
+
+
+def _move(fs: Any, source: str, target: str) -> None:
+    if isinstance(fs, LocalFileSystem):
+        os.replace(source, target)
+    else:  # not fs.mv, which takes brackets in a path for a pattern
+        fs.cp_file(source, target)
+        fs.rm_file(source)
+
+
+def files_of(checkpoint_path: Any, rank: int, world_size: int) -> list[str]:
+    """All files that `rank` looks after, as full paths; those of ranks that there are no more fall to the others."""
+    folder = sidecar_folder(checkpoint_path)
+    fs, local = fsspec.core.url_to_fs(folder)
+    fs.invalidate_cache()
+    try:
+        paths = fs.ls(local, detail=False)
+    except FileNotFoundError:
+        return []
+    found = []
+    for path in paths:
+        name = posixpath.basename(str(path).rstrip("/"))
+        match = _NAME.fullmatch(name) or _PARTIAL.fullmatch(name)
+        if match is not None and int(match["rank"]) % world_size == rank:
+            found.append(posixpath.join(folder, name))
+    return sorted(found)
+
+
+def delete(paths: Iterable[str]) -> None:
+    for path in paths:
+        fs, local = fsspec.core.url_to_fs(path)
+        with contextlib.suppress(FileNotFoundError):
+            fs.rm_file(local)
+
+
+def remove(checkpoint_path: Any, rank: int, world_size: int) -> None:
+    """Remove this rank's files, and the folder once it is empty."""
+    delete(files_of(checkpoint_path, rank, world_size))
+    fs, folder = fsspec.core.url_to_fs(sidecar_folder(checkpoint_path))
+    with contextlib.suppress(OSError):  # another rank may be doing the same, or it is a link to a folder
+        if fs.exists(folder) and not fs.ls(folder, detail=False):
+            fs.rmdir(folder)
+
+
+def load(checkpoint_path: Any, place: Place) -> Saved:
+    """Read one file of the run that saved.
+
+    Raises:
+        ResidualFileError: It is missing, damaged, of another rank or run, or holds values that are not finite.
+    """
+    path = _find(checkpoint_path, place)
     fs, local = fsspec.core.url_to_fs(path)
-    if not fs.exists(local):
-        raise ResidualFileError(f"the checkpoint's residual file {path} is missing: {advice}")
     try:
         with fs.open(local, "rb") as file:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
+            if (found := _checksum(file)) != place.checksum:
+                raise ValueError(f"its checksum is {found}, the checkpoint recorded {place.checksum}")
+            file.seek(0)
+            saved: Saved = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise ResidualFileError(f"the checkpoint's residual file {path} is missing: {ADVICE}") from error
     except Exception as error:  # damaged bytes fail in any of the ways of pickle
-        raise ResidualFileError(f"the checkpoint's residual file {path} cannot be read ({error}): {advice}") from error
-    if not isinstance(saved, dict) or "parameters" not in saved:
-        raise ResidualFileError(f"{path} is not a residual file: {advice}")
+        raise ResidualFileError(f"the checkpoint's residual file {path} cannot be read ({error}): {ADVICE}") from error
+    if problem := _problem(saved, place):
+        raise ResidualFileError(f"{path} {problem}: {ADVICE}")
     return saved
 
 
-def _resolve_link(checkpoint_path: Any) -> str:
-    """``last.ckpt`` may be a link: the files lie beside what it points to."""
-    fs, local = fsspec.core.url_to_fs(str(checkpoint_path))
-    if fs.exists(sidecar_folder(local)) or "file" not in fs.protocol:
-        return str(checkpoint_path)
-    import os
+def _find(checkpoint_path: Any, place: Place) -> str:
+    """``last.ckpt`` may be a link: then the files lie beside it or beside what it points to."""
+    path = path_of(checkpoint_path, place)
+    fs, local = fsspec.core.url_to_fs(path)
+    if isinstance(fs, LocalFileSystem) and not os.path.exists(local):
+        _, checkpoint = fsspec.core.url_to_fs(str(checkpoint_path))
+        beside_target = path_of(os.path.realpath(checkpoint), place)
+        if os.path.exists(beside_target):
+            return beside_target
+    return path
 
-    return os.path.realpath(local)
+
+def _problem(saved: Any, place: Place) -> str | None:
+    if not isinstance(saved, dict) or "parameters" not in saved:
+        return "is not a residual file"
+    found = Place(saved.get("step_index", -1), saved.get("rank", -1), saved.get("world_size", -1), place.checksum)
+    if found != place:
+        return f"holds the residuals of rank {found.rank} of {found.world_size} at step {found.step}"
+    bad = next((key for key, tensor in _tensors("", saved) if not _is_finite(tensor)), None)
+    return None if bad is None else f"holds a value that is not finite, in {bad}"
 
 
-def remove(checkpoint_path: Any, rank: int) -> None:
-    """Remove this rank's files, and the folder once it is empty."""
-    fs, folder = fsspec.core.url_to_fs(sidecar_folder(checkpoint_path))
-    if not fs.exists(folder):
-        return
-    for path in fs.glob(posixpath.join(folder, f"step-*-rank-{rank}-of-*")):
-        fs.rm(path)
-    with contextlib.suppress(FileNotFoundError):  # another rank may be doing the same
-        if not fs.ls(folder, detail=False):
-            fs.rmdir(folder)
+def _tensors(key: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _tensors(f"{key}.{name}" if key else str(name), inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _tensors(f"{key}[{index}]", inner)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())

@@ -6,6 +6,7 @@ ranks, and an error on one rank alone would leave the others waiting.
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any, Literal, NamedTuple
 
@@ -13,10 +14,11 @@ import torch.distributed as dist
 
 from lowbit_strategy.checkpoint import capture, residual_files
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange, Saved
+from lowbit_strategy.checkpoint.residual_files import ADVICE, ResidualFileError
+from lowbit_strategy.checkpoint.stamp import Stamp, first_problem, gather, place_of
 from lowbit_strategy.engine.engine import GradientSync
 
 OnMissingResidual = Literal["error", "reset"]
-Stamp = dict[str, Any]  # step_index, world_size, parameters: what a checkpoint says of the files beside it
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -34,53 +36,74 @@ def resume(
     path: Any,
     stamp: Stamp,
     *,
+    group: dist.ProcessGroup | None = None,
     on_world_size_change: OnWorldSizeChange,
     on_missing_residual: OnMissingResidual,
 ) -> None:
-    """Put back what was saved beside the checkpoint `path`; call on all ranks.
+    """Put back what was saved beside the checkpoint `path`; call on all ranks, with the same stamp.
+
+    Args:
+        sync: The engine of the model that was saved.
+        path: The checkpoint.
+        stamp: What it holds of its residual files.
+        group: All ranks; None: the default group.
+        on_world_size_change: See `capture.restore`.
+        on_missing_residual: ``error``, or ``reset`` to start from zero where a file cannot be used.
 
     Raises:
-        ResidualFileError: On every rank, if a file of any rank is missing or damaged.
+        ResidualFileError: On every rank, if a file of any rank is missing, damaged or another one.
         ValueError: On every rank, if the residuals are of another model.
     """
-    problem = _restore(sync, path, stamp, on_world_size_change)
-    problems = _gather(sync, None if problem is None else str(problem))
-    failed = [rank for rank, text in enumerate(problems) if text is not None]
-    if not failed:
+    before = copy.deepcopy(_shared(sync))
+    error = _restore(sync, path, stamp, on_world_size_change)
+    outcomes = gather(None if error is None else (isinstance(error, ValueError), str(error)), group)
+    problems = [None if outcome is None else outcome[1] for outcome in outcomes]
+    if (message := first_problem(problems)) is None:
         return
-    message = f"rank {failed[0]}: {problems[failed[0]]}"
     if on_missing_residual == "error":
-        kind = ValueError if isinstance(problem, ValueError) else residual_files.ResidualFileError
-        raise kind(message) from problem
+        of_another_model = next(outcome[0] for outcome in outcomes if outcome is not None)
+        raise (ValueError if of_another_model else ResidualFileError)(message) from error
     if sync.comm.rank == 0:
-        _log.warning("%s; going on with residuals of zero on all ranks", message)
-    _start_from_zero(sync, stamp, [rank for rank, text in enumerate(problems) if text is None])
+        _log.warning("%s; continuing with residuals of zero on all ranks", message)
+    _start_from_zero(sync, stamp, before, group, [rank for rank, text in enumerate(problems) if text is None])
 
 
 def _restore(sync: GradientSync, path: Any, stamp: Stamp, policy: OnWorldSizeChange) -> Exception | None:
+    """What went wrong, if anything did: a `ValueError` if the files are whole, but of another model."""
     old_world = stamp["world_size"]
 
     def load_rank(rank: int) -> Saved:
-        return residual_files.load(path, stamp["step_index"], rank, old_world)
+        return residual_files.load(path, place_of(stamp, rank))
 
     try:
-        capture.restore(sync, load_rank(sync.comm.rank % old_world), load_rank=load_rank, on_world_size_change=policy)
-    except (residual_files.ResidualFileError, ValueError) as error:
+        mine = load_rank(sync.comm.rank % old_world)
+        capture.restore(sync, mine, load_rank=load_rank, on_world_size_change=policy)
+    except (ResidualFileError, ValueError) as error:
         return error
+    except Exception as error:  # a file of another structure fails in any way
+        place = place_of(stamp, sync.comm.rank % old_world)
+        name, cause = residual_files.path_of(path, place), f"{type(error).__name__}: {error}"
+        wrapped = ResidualFileError(f"the checkpoint's residual file {name} cannot be restored ({cause}): {ADVICE}")
+        wrapped.__cause__ = error
+        return wrapped
     return None
 
 
-def _gather(sync: GradientSync, mine: str | None) -> list[str | None]:
-    everyone: list[str | None] = [None] * sync.comm.world_size
-    dist.all_gather_object(everyone, mine, group=sync.comm.group)
-    return everyone
+def _shared(sync: GradientSync) -> _Shared:
+    return _Shared(sync.num_skipped, sync.loss_scale, {k: v.state_dict() for k, v in sync.extra_state.items()})
 
 
-def _start_from_zero(sync: GradientSync, stamp: Stamp, sources: list[int]) -> None:
-    """Counters and controllers go on where they were, from a rank that could read them; residuals do not."""
-    shared = [_Shared(sync.num_skipped, sync.loss_scale, {k: v.state_dict() for k, v in sync.extra_state.items()})]
+def _start_from_zero(
+    sync: GradientSync, stamp: Stamp, before: _Shared, group: dist.ProcessGroup | None, sources: list[int]
+) -> None:
+    """Counters and controllers continue where they were, from a rank that could read them; residuals do not.
+
+    If no rank could, controllers are as they were before, whatever part of their state a rank has loaded.
+    """
+    shared = [before]
     if sources:
-        dist.broadcast_object_list(shared, group_src=sources[0], group=sync.comm.group)
+        shared = [_shared(sync)]
+        dist.broadcast_object_list(shared, group_src=sources[0], group=group)
     sync.step_index = stamp["step_index"]
     sync.num_skipped, sync.loss_scale = shared[0].num_skipped, shared[0].loss_scale
     sync.follow_phase()

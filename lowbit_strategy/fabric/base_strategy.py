@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowbit_strategy.checkpoint import residual_files
-from lowbit_strategy.checkpoint.resume import Stamp
+from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.hooks.attach import CHECKPOINT_KEY, Attached, SyncOptions
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods.quantization.loco import LoCo
@@ -72,13 +71,12 @@ class LowBitFabricMixin(_Base):
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         path = self.broadcast(path)
         attachments = self._attachments_of(state)
-        saved = [attached.save(self._sidecar_path(path, i)) for i, attached in enumerate(attachments)]
-        self.barrier()  # no checkpoint without all of its residual files
-        stamps = [attached.stamp() for attached in attachments]
+        written = [attached.save(self._sidecar_path(path, i)) for i, attached in enumerate(attachments)]
+        stamps = [each.stamp for each in written]
         super().save_checkpoint(path, {**state, CHECKPOINT_KEY: stamps}, *args, **kwargs)
         self.barrier()
-        for i, written in enumerate(saved):
-            residual_files.remove_stale(self._sidecar_path(path, i), written)
+        for each in written:
+            each.remove_replaced()
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         remainder = super().load_checkpoint(path, state, *args, **kwargs)

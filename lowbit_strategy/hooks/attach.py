@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import weakref
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,13 +20,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.checkpoint import capture, residual_files
-from lowbit_strategy.checkpoint.capture import OnWorldSizeChange, Saved
-from lowbit_strategy.checkpoint.resume import OnMissingResidual, Stamp, resume
+from lowbit_strategy.checkpoint import capture
+from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
+from lowbit_strategy.checkpoint.residual_files import ResidualFileError
+from lowbit_strategy.checkpoint.resume import OnMissingResidual, resume
+from lowbit_strategy.checkpoint.save import SavedResiduals, save_residuals
+from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp
 from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
+from lowbit_strategy.hooks.digest import ParameterDigest
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.handshake import facts, handshake
@@ -47,12 +53,16 @@ class SyncOptions:
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error``, or ``reset`` to go on.
         rollback: Put residuals back when a step overflows. None: only where there is a loss scaler (fp16); costs a
             second copy of the residuals.
+        check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
+            1,000, and stop with an error if they differ. False where ranks may round differently, as with processors
+            of different types.
     """
 
     seed: int = 0
     on_world_size_change: OnWorldSizeChange = "reset"
     on_missing_residual: OnMissingResidual = "error"
     rollback: bool | None = None
+    check_digest: bool = True
 
     def __post_init__(self) -> None:
         if self.on_world_size_change not in ("reset", "fold"):
@@ -95,11 +105,35 @@ def prepare(
 
 
 class Attached:
-    """Compression at work on one model: what the framework's adapter talks to."""
+    """Compression at work on one model: what the framework's adapter talks to.
 
-    def __init__(self, sync: GradientSync, module: nn.Module, options: SyncOptions, hook: DDPHook | None) -> None:
+    Args:
+        sync: The engine.
+        module: The model, without DDP around it.
+        options: As given to `prepare`.
+        group: All ranks; for agreements between steps. Not the group of the engine, which is gone after `close`.
+        hook: DDP's.
+        own_group: The engine's group, if it was made for it alone: `close` destroys it.
+        digest: Compares parameters, if they are to be compared.
+    """
+
+    def __init__(
+        self,
+        sync: GradientSync,
+        module: nn.Module,
+        options: SyncOptions,
+        *,
+        group: dist.ProcessGroup | None,
+        hook: DDPHook | None = None,
+        own_group: dist.ProcessGroup | None = None,
+        digest: ParameterDigest | None = None,
+    ) -> None:
         self.sync = sync
         self.options = options
+        self.group = group
+        self._own_group = own_group
+        self._digest = digest
+        self._finalizer: weakref.finalize[[], DistributedDataParallel] | None = None
         self._module = module
         self._hook = hook
         self._warned = False
@@ -116,7 +150,11 @@ class Attached:
         self.sync.begin_step()
 
     def end_step(self) -> bool:
-        """After every optimizer step, skipped ones too. Returns whether the step counted."""
+        """After every optimizer step, skipped ones too. Returns whether the step counted.
+
+        Raises:
+            DivergenceError: On every rank, if parameters were compared after this step and differ.
+        """
         comm = self.sync.comm
         if not self._warned and comm.sent_nbytes == 0 and comm.world_size > 1:
             self._warned = True
@@ -125,42 +163,59 @@ class Attached:
                 " not skipped on purpose, backward does not reach what was set up",
                 comm.rank,
             )
-        return self.sync.end_step()
+        synchronised = self.sync.in_step
+        counted = self.sync.end_step()
+        if self._digest is not None and synchronised and counted:
+            self._digest.after_step(self.sync.step_index)
+        return counted
 
-    def save(self, path: Any) -> Saved:
-        """Write this rank's residuals beside the checkpoint `path`; call on all ranks *before* the checkpoint."""
-        saved = capture.capture(self.sync)
-        residual_files.save(path, saved)
-        return saved
+    def save(self, path: Any) -> SavedResiduals:
+        """Write this rank's residuals beside the checkpoint `path`; call on all ranks *before* the checkpoint.
 
-    def stamp(self) -> Stamp:
-        """What goes into the checkpoint itself under `CHECKPOINT_KEY`."""
-        sync = self.sync
-        return {"step_index": sync.step_index, "world_size": sync.comm.world_size, "parameters": list(sync.specs)}
+        When it returns, all ranks have written theirs. Its ``stamp`` goes into the checkpoint, under `CHECKPOINT_KEY`;
+        its ``remove_replaced`` is to be called when the checkpoint is complete.
 
-    def load(self, path: Any, stamp: Stamp | None) -> None:
+        Raises:
+            ResidualFileError: On every rank, if one of them cannot write its file.
+        """
+        return save_residuals(self.sync, path, group=self.group)
+
+    def load(self, path: Any, stamp: Stamp | ResidualFileError | None) -> None:
         """Restore what `save` wrote, on all ranks together.
 
         Args:
             path: The checkpoint.
-            stamp: What it holds under `CHECKPOINT_KEY`; None: it was written by an uncompressed run.
+            stamp: What it holds under `CHECKPOINT_KEY`; None: it was written by an uncompressed run. An error: why it
+                cannot be read.
 
         Raises:
             ResidualFileError: A rank's file is missing or damaged, and ``on_missing_residual="error"``.
             ValueError: The residuals are of another model.
         """
-        if stamp is None:
-            if self.sync.comm.rank == 0:
-                _log.warning("%s was saved without compression: residuals start from zero", path)
+        try:
+            stamp = agree_on_stamp(path, stamp, self.group)
+        except ResidualFileError as error:
+            if self.options.on_missing_residual == "error":
+                raise
+            self._warn(f"{error}; continuing with residuals of zero on all ranks")
+            self.sync.forget()
             return
-        self.sync.extend(self._describe_frozen(stamp.get("parameters", ())))
+        if stamp is None:
+            self._warn(f"{path} was saved without compression: residuals start from zero")
+            return
+        self.sync.extend(self._describe_frozen(stamp["parameters"]))
         resume(
             self.sync,
             path,
             stamp,
+            group=self.group,
             on_world_size_change=self.options.on_world_size_change,
             on_missing_residual=self.options.on_missing_residual,
         )
+
+    def _warn(self, text: str) -> None:
+        if self.sync.comm.rank == 0:
+            _log.warning("%s", text)
 
     def adopt(self, earlier: Attached) -> None:
         """Go on with the state of an earlier attachment of the same model (a second fit)."""
@@ -189,6 +244,7 @@ class Attached:
         if model is not None and self._hook is not None:
             self._hook.close()
             self._hook = DDPHook(model, self.sync)
+            self.close_with(model)
         if self.sync.comm.rank == 0:
             _log.info("%d more parameters are trained now\n%s", len(names), build_report(self.sync).render())
 
@@ -205,20 +261,49 @@ class Attached:
         return not self._params.isdisjoint(other._params)
 
     def close(self) -> None:
-        if self._hook is not None:
-            self._hook.close()
+        """End the hook's thread and destroy the process group made for it; what is saved can still be read.
+
+        If the thread has not ended, as after an error on another rank, it may still wait in a collective: then the
+        group stays.
+        """
+        has_ended = self._hook is None or self._hook.close()
+        group, self._own_group = self._own_group, None
+        if group is not None and has_ended:
+            with contextlib.suppress(ValueError):  # the framework has destroyed all groups already
+                dist.destroy_process_group(group)
+            nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
+            self.sync.comm.group = nobody  # the last reference to a group holds its threads
+
+    def close_with(self, model: DistributedDataParallel) -> None:
+        """Close when `model` is gone, in the place of the one it was so far."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(model, self.close)
+        self._finalizer.atexit = False
 
 
 def attach_ddp(
     model: DistributedDataParallel, prepared: Prepared, *, device: torch.device, has_scaler: bool = False
 ) -> Attached:
     """Register the hook. A group of its own, as patient as DDP's, keeps its collectives apart from DDP's on CPU."""
-    group = model.process_group
+    group, own_group = model.process_group, None
     if device.type == "cpu":
         timeout = group._get_backend(device).options._timeout
-        group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout)
-    sync = _engine(prepared, GroupComm(group), device, has_scaler)
-    return Attached(sync, model.module, prepared.options, DDPHook(model, sync))
+        own_group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout)
+    sync = _engine(prepared, GroupComm(own_group or group), device, has_scaler)
+    hook = DDPHook(model, sync)
+    digest = ParameterDigest(_replicated(model), sync.comm, device) if prepared.options.check_digest else None
+    attached = Attached(
+        sync, model.module, prepared.options, group=group, hook=hook, own_group=own_group, digest=digest
+    )
+    attached.close_with(model)
+    return attached
+
+
+def _replicated(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """What DDP keeps the same on all ranks: all parameters that it was not told to ignore."""
+    ignored = model.parameters_to_ignore
+    return {canonical_name(name): param for name, param in model.module.named_parameters() if name not in ignored}
 
 
 def attach_fsdp(
@@ -237,7 +322,7 @@ def attach_fsdp(
     sync = _engine(prepared, GroupComm(group), device, has_scaler)
     if fsdp.install(module, sync) == 0:
         raise ValueError("no module is sharded with fully_shard: nothing to compress")
-    return Attached(sync, module, prepared.options, None)
+    return Attached(sync, module, prepared.options, group=group)
 
 
 def _engine(prepared: Prepared, comm: Comm, device: torch.device, has_scaler: bool) -> GradientSync:

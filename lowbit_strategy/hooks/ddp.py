@@ -63,9 +63,9 @@ class DDPHook:
         assert side is not None
         return side.submit(stages, buffer, last=bucket.is_last())
 
-    def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+    def close(self) -> bool:
+        """Whether nothing of it runs any more."""
+        return self._worker is None or self._worker.close()
 
 
 class _SideStream:

@@ -35,9 +35,11 @@ class BucketWorker:
         self._queue.put(lambda: self._schedule.start(stages, result, future, last=last))
         return future
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Whether the thread has ended; not so if it waits for a rank that does not come."""
         self._queue.put(None)
         self._thread.join(timeout=10)
+        return not self._thread.is_alive()
 
     def _loop(self) -> None:
         while (start := self._queue.get()) is not None:

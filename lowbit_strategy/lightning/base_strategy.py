@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lowbit_strategy.checkpoint import residual_files
-from lowbit_strategy.checkpoint.resume import Stamp
+from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.attach import CHECKPOINT_KEY, Attached, SyncOptions
 from lowbit_strategy.methods._base.base import Compressor
@@ -91,12 +91,11 @@ class LowBitMixin(_Base):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         filepath = self.broadcast(filepath)
-        checkpoint[CHECKPOINT_KEY] = self.attached.stamp()
-        saved = self.attached.save(filepath)
-        self.barrier()  # no checkpoint without all of its residual files
+        written = self.attached.save(filepath)  # on all ranks: no checkpoint without all of its residual files
+        checkpoint[CHECKPOINT_KEY] = written.stamp
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self.barrier()
-        residual_files.remove_stale(filepath, saved)
+        written.remove_replaced()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -110,7 +109,7 @@ class LowBitMixin(_Base):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
-        residual_files.remove(filepath, self.global_rank)
+        residual_files.remove(filepath, self.global_rank, self.world_size)
 
     def teardown(self) -> None:
         if self.attached is not None:

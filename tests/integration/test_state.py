@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +13,17 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lowbit_strategy import LoCo
+from lowbit_strategy.accelerate import checkpoint_folder
+from lowbit_strategy.checkpoint import residual_files
 from tests.scenarios import Facts, raised, scenarios
-from tests.training import KINDS, ByStep, Kind, Regression, fingerprint, fit, loader, strategy, trainer
+from tests.training import KINDS, ByStep, Kind, Regression, fingerprint, fit, listen, loader, strategy, trainer
 
 
 def _files(folder: Path) -> list[str]:
+    """All files, the checksums in their names left out."""
     torch.distributed.barrier()
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    return sorted(re.sub(r"-[0-9a-f]{16}\.pt$", ".pt", name) for name in found)
 
 
 def _saving(**options: Any) -> dict[str, Any]:
@@ -112,7 +119,7 @@ def single_file(folder: Path, kind: Kind) -> Facts:
     made = fit(kind, model, max_steps=3)
     path = folder / "one.ckpt"
     made.save_checkpoint(path)
-    residuals = folder / "one.ckpt.lowbit" / "step-3-rank-0-of-2.pt"
+    residuals = next((folder / "one.ckpt.lowbit").glob("step-3-rank-0-of-2-*.pt"))
     stamp = torch.load(path, weights_only=True)["lowbit_strategy"]
     again = Regression.load_from_checkpoint(path, weights_only=True)
     return {
@@ -201,27 +208,177 @@ def test_what_a_parameter_is_owed_outlives_its_being_frozen(facts: list[Facts]) 
         assert rank == {"kept": True, "steps": 8}
 
 
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def _flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _restamp(checkpoint: Path, change: Callable[[Any], None]) -> None:
+    """Change what rank 1 has saved, and its checksum in the checkpoint: only what is in the file is wrong."""
+    file = next((checkpoint.parent / f"{checkpoint.name}.lowbit").glob("*rank-1*"))
+    saved = torch.load(file, weights_only=True)
+    change(saved)
+    place = residual_files.save(checkpoint, saved)
+    whole = torch.load(checkpoint, weights_only=True)
+    whole["lowbit_strategy"]["checksums"][1] = place.checksum
+    torch.save(whole, checkpoint)
+
+
+def _spoil(saved: Any) -> None:
+    tensors = saved["parameters"]["net.2.weight"]["tensors"]
+    next(value for value in tensors.values() if value.is_floating_point()).view(-1)[0] = float("nan")
+
+
+def _empty(saved: Any) -> None:
+    """As another version may write it: what is expected in it is not there."""
+    saved["parameters"]["net.2.weight"] = {}
+
+
+_DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "missing": (lambda checkpoint, file: file.unlink(), "is missing"),
+    "truncated": (lambda checkpoint, file: file.write_bytes(file.read_bytes()[:1000]), "its checksum is"),
+    "flipped": (lambda checkpoint, file: _flip_a_bit(file), "its checksum is"),
+    "another rank's": (
+        lambda checkpoint, file: file.write_bytes(next(file.parent.glob("*rank-0*")).read_bytes()),
+        "its checksum is",
+    ),
+    "not finite": (lambda checkpoint, file: _restamp(checkpoint, _spoil), "is not finite, in parameters.net.2.weight"),
+    "another structure": (lambda checkpoint, file: _restamp(checkpoint, _empty), "cannot be restored (KeyError: "),
+}
+
+
 def damaged(folder: Path, kind: Kind, what: str) -> Facts:
+    damage, message = _DAMAGE[what]
     made = fit(kind, ByStep(), max_steps=3)
     path = folder / "some.ckpt"
     made.save_checkpoint(path)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 1:
-        file = next((folder / "some.ckpt.lowbit").glob("*rank-1*"))
-        file.unlink() if what == "missing" else file.write_bytes(file.read_bytes()[:1000])
+        damage(path, next((folder / "some.ckpt.lowbit").glob("*rank-1*")))
     torch.distributed.barrier()
     made = trainer(strategy(kind), max_steps=6)
     error = raised(lambda: made.fit(ByStep(), loader(), ckpt_path=path))
     model = ByStep()
     made = trainer(strategy(kind, on_missing_residual="reset"), max_steps=6)
     made.fit(model, loader(), ckpt_path=path)
-    return {"error": error, "steps": made.strategy.sync.step_index, "print": fingerprint(model)}
+    return {
+        "error": error,
+        "message": message,
+        "steps": made.strategy.sync.step_index,
+        "print": fingerprint(model),
+    }
 
 
-@scenarios(damaged, kind=KINDS, what=("missing", "truncated"))
+@scenarios(damaged, kind=KINDS, what=tuple(_DAMAGE))
 def test_a_damaged_residual_file_is_an_error_on_all_ranks_or_a_fresh_start_on_all(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["steps"] == 6
-    assert facts[0]["error"].startswith("ResidualFileError: rank 1: the checkpoint's residual file")
-    assert "step-3-rank-1-of-2.pt" in facts[0]["error"]
+    assert facts[0]["error"].startswith("ResidualFileError: rank 1: ")
+    assert "step-3-rank-1-of-2-" in facts[0]["error"]
+    assert facts[0]["message"] in facts[0]["error"]
     assert 'pass on_missing_residual="reset"' in facts[0]["error"]
+
+
+def stamps(folder: Path, kind: Kind) -> Facts:
+    """Machines whose checkpoints are not the same; a checkpoint of another version; one of no compression at all."""
+    made = fit(kind, ByStep(), max_steps=3)
+    attached, path = made.strategy.attached, folder / "some.ckpt"
+    stamp = attached.save(path).stamp
+    first = torch.distributed.get_rank() == 0
+    folders = [folder / "complete", folder / "without"]
+    for each in folders:
+        each.mkdir(exist_ok=True)
+    checkpoint_folder.save(str(folders[0]), [attached], writes_stamp=first)
+    mine = str(folders[0 if first else 1])
+    errors = {
+        "one machine has none": raised(lambda: attached.load(path, stamp if first else None)),
+        "another step": raised(lambda: attached.load(path, stamp if first else stamp | {"step_index": 4})),
+        "another version": raised(lambda: attached.load(path, {"step_index": 3, "world_size": 2, "parameters": []})),
+        "a folder": raised(lambda: checkpoint_folder.load(mine, [attached])),
+        "a folder known to be compressed": raised(lambda: checkpoint_folder.load(mine, [attached], compressed=True)),
+    }
+    torch.distributed.barrier()
+    if first:
+        (folders[0] / "residuals.lowbit" / "stamp.json").write_text('{"step_index": 3, ')
+    torch.distributed.barrier()
+    errors["damaged"] = raised(lambda: checkpoint_folder.load(str(folders[0]), [attached]))
+    torch.distributed.barrier()
+    steps = attached.sync.step_index
+    patient = fit(kind, ByStep(), options={"on_missing_residual": "reset"}, max_steps=3).strategy.attached
+    with listen() as lines:
+        checkpoint_folder.load(mine, [patient], compressed=True)
+    same_path = {case: error.replace(str(folders[1]), str(folders[0])) for case, error in errors.items()}
+    return {"errors": same_path, "steps": steps, "lines": lines}
+
+
+@scenarios(stamps, kind=KINDS)
+def test_ranks_agree_on_what_a_checkpoint_says_of_its_residuals(facts: list[Facts]) -> None:
+    assert facts[0]["errors"] == facts[1]["errors"]
+    errors = facts[0]["errors"]
+    assert all(error.startswith("ResidualFileError: rank ") for error in errors.values()), errors
+    for case in ("one machine has none", "another step", "a folder"):
+        assert "rank 1 finds another record of residuals in" in errors[case]
+    assert "some.ckpt records no checksums of its residual files: another version" in errors["another version"]
+    assert "its residuals are not there" in errors["a folder known to be compressed"]
+    assert "stamp.json cannot be read" in errors["damaged"]
+    assert 'on_missing_residual="reset"' in errors["damaged"]
+    assert facts[0]["steps"] == 3
+    assert "continuing with residuals of zero on all ranks" in facts[0]["lines"][0]
+    assert facts[1]["lines"] == []
+
+
+def full_disk(folder: Path, kind: Kind) -> Facts:
+    """Of one rank: no checkpoint is written, what was there stays, and all ranks know."""
+    made = fit(kind, ByStep(), max_steps=3)
+    path = folder / "some.ckpt"
+    made.save_checkpoint(path)
+    before = _files(folder)
+    made.fit_loop.epoch_loop.max_steps = 5
+    made.fit(made.lightning_module, loader())
+    torch.distributed.barrier()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if torch.distributed.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    error = raised(lambda: made.save_checkpoint(path))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return {"error": error, "kept": _files(folder) == before, "step": torch.load(path)["global_step"]}
+
+
+@scenarios(full_disk, kind=KINDS)
+def test_a_full_disk_on_one_rank(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["error"].startswith("ResidualFileError: rank 1: the residuals of rank 1 cannot be written to ")
+        assert "some.ckpt.lowbit" in rank["error"]
+        assert "File too large" in rank["error"]
+        assert rank["kept"]
+        assert rank["step"] == 3
+
+
+def second_run(folder: Path, kind: Kind) -> Facts:
+    """Another run saves at the same path and step, and stops before its checkpoint has replaced the first one's."""
+    path = folder / "some.ckpt"
+    torch.manual_seed(1)
+    made = fit(kind, ByStep(), max_steps=3)
+    made.save_checkpoint(path)
+    other = fit(kind, ByStep(lr=0.1), max_steps=3)
+    other.strategy.attached.save(path)
+    between = len(_files(folder))
+    model = ByStep()
+    trainer(strategy(kind), max_steps=5).fit(model, loader(), ckpt_path=path)
+    torch.manual_seed(1)
+    reference = ByStep()
+    fit(kind, reference, max_steps=5)
+    other.save_checkpoint(path)
+    return {"between": between, "same": model.losses == reference.losses[3:], "files": _files(folder)}
+
+
+@scenarios(second_run, kind=KINDS)
+def test_a_run_does_not_replace_the_residuals_of_another_before_its_checkpoint(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["between"] == 5
+        assert rank["same"]
+        assert rank["files"] == ["some.ckpt", *(f"some.ckpt.lowbit/step-3-rank-{other}-of-2.pt" for other in (0, 1))]

@@ -1,0 +1,133 @@
+"""Whether all ranks hold the same parameters: a digest of their bits, compared now and then.
+
+Gradients that are meant to be the same on all ranks keep parameters the same. If one day they are not, ranks drift
+apart while the loss still falls; so after a few chosen steps every rank computes one number from the bits of all its
+parameters, and the ranks compare it.
+
+1. Of each parameter: the sum of its 64-bit words, each times an odd pseudo-random weight of its position, modulo 2^64.
+   One changed word always changes it; other differences cancel about once in 2^64 cases.
+2. Of the model: the same sum over the parameters' digests. One all-gather of 8 bytes per rank.
+3. Only if those differ, one all-gather of all parameters' digests, to name what differs.
+
+Under DDP every rank holds whole parameters, all of which must agree. Buffers need not (statistics of BatchNorm are each
+rank's own). Under FSDP2 nothing can be compared: each element of a sharded parameter has one owner, whose value the
+others gather.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm
+
+EARLY_STEPS = (2, 10, 100)
+EVERY = 1000
+_FACTOR = 0x5851F42D4C957F2D  # odd; of one chunk's sum against the next
+
+
+class DivergenceError(RuntimeError):
+    """Ranks that should hold the same parameters do not."""
+
+
+def is_due(num_steps: int) -> bool:
+    """Whether ranks compare after `num_steps` optimizer steps of this run."""
+    return num_steps in EARLY_STEPS or (num_steps > 0 and num_steps % EVERY == 0)
+
+
+class ParameterDigest:
+    """Compares parameters over the ranks of one engine.
+
+    Args:
+        params: What must agree, by name, in the same order on all ranks.
+        comm: The engine's: nothing is under way on it when a step has ended.
+        device: Of its collectives.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], comm: Comm, device: torch.device) -> None:
+        self._params = dict(params)
+        self._comm = comm
+        self._device = device
+        self._num_steps = 0  # since set-up: ranks that resume from different weights are noticed soon, too
+
+    def after_step(self, step_index: int) -> None:
+        """Compare if it is time; call on all ranks when the optimizer has stepped and the step has ended.
+
+        Raises:
+            DivergenceError: On every rank, if parameters differ.
+        """
+        self._num_steps += 1
+        if is_due(self._num_steps):
+            self.compare(step_index)
+
+    @torch.no_grad()
+    def compare(self, step_index: int) -> None:
+        """Raises:
+        DivergenceError: On every rank, if parameters differ.
+        """
+        if not self._params or self._comm.world_size == 1:
+            return
+        each_P = torch.stack([digest(param).to(self._device) for param in self._params.values()])
+        whole_W = self._gather(digest(each_P).view(1)).view(-1)
+        if bool((whole_W == whole_W[0]).all()):
+            return
+        raise DivergenceError(_message(step_index, list(self._params), self._gather(each_P).cpu()))
+
+    def _gather(self, mine_N: Tensor) -> Tensor:
+        """int64 ``[W, N]``; past the engine's counters, which count gradients only."""
+        rows = [torch.empty_like(mine_N) for _ in range(self._comm.world_size)]
+        dist.all_gather(rows, mine_N, group=self._comm.group)
+        return torch.stack(rows)
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """int64 scalar of the bits of a tensor of any dtype, in the order of its elements, not of its memory."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    missing = -flat.numel() % 8
+    if missing or flat.data_ptr() % 8 or flat.storage_offset() % 8:
+        flat = torch.nn.functional.pad(flat, (0, missing)).clone()
+    words = flat.view(torch.int64)
+    weights = _weights(tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in words.split(weights.numel()):
+        total = total * _FACTOR + (part * weights[: part.numel()]).sum()
+    return total
+
+
+@functools.lru_cache(maxsize=2)
+def _weights(device: torch.device) -> Tensor:
+    """int64, odd and pseudo-random: the finaliser of splitmix64 over the positions, with signed shifts.
+
+    As many as there are words whose products are in memory at once: on CPU 1 MiB, for the cache; elsewhere 32 MiB, so
+    that there are few launches.
+    """
+    numel = 1 << (17 if device.type == "cpu" else 22)
+    x = torch.arange(1, numel + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    return (x ^ (x >> 31)) | 1
+
+
+def _message(step_index: int, names: list[str], each_WP: Tensor) -> str:
+    differs_P = (each_WP != each_WP[0]).any(0)
+    first = int(differs_P.nonzero()[0])
+    groups: dict[int, list[int]] = {}
+    for rank, value in enumerate(each_WP[:, first].tolist()):
+        groups.setdefault(value, []).append(rank)
+    ranks = "; ".join(f"rank{'s' * (len(same) > 1)} {_short(same)}" for same in groups.values())
+    others = int(differs_P.sum()) - 1
+    more = f" and {others} more parameter{'s' * (others > 1)}" if others else ""
+    return (
+        f"after optimizer step {step_index} the ranks no longer hold the same parameters: {names[first]}{more}"
+        f" differ{'' if others else 's'} between {ranks}. Look for code that changes gradients or parameters on some"
+        " ranks only, between backward and the end of the step; if there is none, report it. Go back to a checkpoint"
+        " from before. check_digest=False trains on regardless"
+    )
+
+
+def _short(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
