@@ -88,7 +88,8 @@ def draw_loss(run: Run, paper: Paper = SCREEN, baseline: Run | None = None) -> F
     bands = [draw for draw, there in ((_draw_rates, run.learning_rates()), (_draw_levels, run.levels)) if there]
     if not curves and not run.levels:
         return None
-    figure, (top, *below) = _new(paper.wide, 3.6 + len(bands), [3.4] + len(bands) * [1.0])
+    height = 3.6 + len(bands) + (1.8 if paper.columns == 1 else 0.0)  # a narrow chart has its legends above and below
+    figure, (top, *below) = _new(paper.wide, height, [3.4] + len(bands) * [1.0])
     for draw, axes in zip(bands, below, strict=True):
         draw(axes, run, paper)
     if baseline is not None:
@@ -102,7 +103,11 @@ def draw_loss(run: Run, paper: Paper = SCREEN, baseline: Run | None = None) -> F
     for line in run.warnings:
         top.axvline(line["step"], color="#D55E00", linewidth=1.2, zorder=0)
     if curves:
-        top.legend(loc="upper right")
+        handles, names = top.get_legend_handles_labels()
+        if paper.columns > 1:
+            top.legend(loc="upper right")
+        else:  # there is no room beside the curves
+            figure.legend(handles, names, loc="outside upper left", fontsize=9)
     shown = [*curves.values(), *(baseline.losses().values() if baseline is not None else ())]
     values = [value for series in shown for value in series.values]
     logarithmic = bool(values) and min(values) > 0 and max(values) > 10 * min(values)
@@ -135,7 +140,7 @@ def _draw_rates(axes: Axes, run: Run, _: Paper) -> None:
 
 def _draw_levels(axes: Axes, run: Run, paper: Paper) -> None:
     labels = run.levels[-1]["labels"]
-    written = [textwrap.fill(label, 55 * paper.columns) for label in labels]
+    written = [textwrap.fill(label, 42 if paper.columns == 1 else 110) for label in labels]
     shades = [matplotlib.colormaps["viridis"](0.15 + 0.75 * at / max(len(labels) - 1, 1)) for at in range(len(labels))]
     ends = [*(line["step"] for line in run.levels[1:]), max(run.last_step, run.levels[-1]["step"] + 1)]
     for line, end in zip(run.levels, ends, strict=True):
@@ -146,7 +151,10 @@ def _draw_levels(axes: Axes, run: Run, paper: Paper) -> None:
             bottom += share
     for label, shade in zip(written, shades, strict=True):
         axes.fill_between([], [], color=shade, label=label)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.55), ncols=min(len(labels), 2 * paper.columns - 1))
+    patches = axes.get_legend_handles_labels()
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    figure.legend(*patches, loc="outside lower center", ncols=min(len(labels), 2 * paper.columns - 1))
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     axes.set_yticks([0, 0.5, 1])

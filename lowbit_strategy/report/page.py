@@ -90,19 +90,25 @@ def _content(run: Run, baseline: Run | None) -> dict[str, Any]:
     shown = run.switches[-_MAX_SWITCHES:]
     hidden = len(run.switches) - len(shown)
     return {
-        "title": f"lowbit report: {run.folder.name}",
-        "headline": f"Compression report: {run.folder.resolve().name}",
+        "title": f"lowbit report: {_name(run)}",
+        "headline": f"Compression report: {_name(run)}",
         "facts": _facts(run),
         "tiles": _tiles(run),
         "groups": _group_rows(run),
         "observed_step": run.observations[-1]["step"] if run.observations else 0,
         "warnings": run.warnings,
-        "baseline": baseline.folder.name if baseline is not None else "",
+        "baseline": _name(baseline) if baseline is not None else "",
         "comparison": compare(run, baseline) if baseline is not None else [],
         "configuration": configuration(run, baseline),
+        "two_configurations": baseline is not None and bool(baseline.starts),
         "switches": shown,
         "switches_note": f"{len(run.switches)} in all" + (f"; the last {len(shown)} are shown." if hidden else "."),
     }
+
+
+def _name(run: Run) -> str:
+    """The folder and the one that it is in: many runs are called version_0."""
+    return "/".join(run.folder.resolve().parts[-2:])
 
 
 def _facts(run: Run) -> list[str]:
@@ -158,7 +164,7 @@ def _group_rows(run: Run) -> list[dict[str, Any]]:
     rows = []
     for name, figures in sorted(groups.items(), key=lambda item: -item[1]["numel"]):
         share = figures["wire_nbytes"] / total
-        gradient, residual = figures.get("compensated_norm"), figures["residual_norm"]
+        compensated, residual = figures["compensated_norm"], figures["residual_norm"]
         rows.append(
             {
                 "name": name,
@@ -169,9 +175,9 @@ def _group_rows(run: Run) -> list[dict[str, Any]]:
                 "share": f"{share:.1%}",
                 "bar": round(90 * share),
                 "error": number(figures["relative_error"], 2),
-                "end_to_end": number(figures["end_to_end_error"], 2) if "end_to_end_error" in figures else "",
+                "end_to_end": number(figures["end_to_end_error"], 2),
                 "cosine": number(figures["cosine"], 3),
-                "residual": number(residual / gradient if gradient and residual is not None else None, 2),
+                "residual": number(residual / compensated if compensated and residual is not None else None, 2),
             }
         )
     return rows

@@ -28,6 +28,7 @@ def figures(error: float, *, compressed: bool = True, numel: int = 1000) -> dict
     return {
         "numel": numel,
         "relative_error": error,
+        "end_to_end_error": 2 * error,
         "cosine": 1 - error,
         "sent_energy_ratio": 0.9,
         "residual_norm": 0.5,
@@ -241,7 +242,7 @@ def test_compared_with_an_uncompressed_run(tmp_path: Path) -> None:
     result = run_report(tmp_path / "run", tmp_path / "plain")
     assert result.exit_code == 0, result.output
     page = (tmp_path / "run" / "report" / "index.html").read_text()
-    assert "Compared with version_0" in page
+    assert "Compared with plain/version_0" in page
     row = re.search(r"train_loss at step 20</td><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td>", page)
     assert row is not None
     assert row.groups() == ("1.02", "1", "+2.00%")
