@@ -1,4 +1,4 @@
-"""The demo: the same small GPT, on the same real text, with compressed gradients and without.
+"""The demo: the same small GPT, on the same real text, with compressed gradients and with Lightning's own DDP.
 
 Runs `demo_train.py` twice on two local processes, then prints a table and draws both loss curves.
 """
@@ -21,7 +21,7 @@ from rich.table import Table
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-RUNS = {"loco_fsdp": "LoCo, 4 bits", "dense_fsdp": "uncompressed"}
+RUNS = {"loco_ddp": "LoCo, 4 bits", "ddp": "Lightning's own DDP"}
 WARMUP_STEPS = 10  # not counted in step times
 
 
@@ -38,7 +38,7 @@ def train(strategy: str, steps: int, folder: Path) -> dict[str, Any]:
 
 def show(records: dict[str, dict[str, Any]], console: Console) -> None:
     table = Table(title="Two processes, the same seeds and data")
-    for column in ("", "validation loss", "gradient bytes sent by a rank, a step", "step time (median)"):
+    for column in ("", "validation loss", "gradient bytes sent per rank and step", "step time (median)"):
         table.add_column(column, justify="right" if column else "left")
     for strategy, label in RUNS.items():
         record = records[strategy]
@@ -64,7 +64,7 @@ def plot(records: dict[str, dict[str, Any]], path: Path) -> None:
         axes.plot(steps, _smooth(losses), style, color=color, linewidth=1, alpha=0.6, label=f"{label}: training")
         steps, losses = zip(*records[strategy]["validation"], strict=True)
         axes.plot(steps, losses, style, color=color, marker="o", label=f"{label}: validation")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats a byte)", title="Small GPT on Python source, two processes")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per byte)", title="Small GPT on Python source, two processes")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

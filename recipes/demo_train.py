@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 import typer
 from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-import lowbit_strategy  # noqa: F401  registers "loco_fsdp" and the others
+import lowbit_strategy  # noqa: F401  registers "loco_ddp" and the others
 
 if __package__:
     from recipes.gpt import LanguageModel
@@ -76,27 +77,37 @@ def train(
         enable_checkpointing=False,
         enable_model_summary=False,
     )
+    model = LanguageModel(width=128, depth=4, heads=4, context=CONTEXT, learning_rate=1e-3)
     trainer.fit(
-        LanguageModel(width=128, depth=4, heads=4, context=CONTEXT, learning_rate=1e-3),
+        model,
         DataLoader(text, batch_size=8, shuffle=True),
         DataLoader(validation, batch_size=32),
     )
     if results is not None and trainer.is_global_zero:
-        sync = trainer.strategy.sync
+        numel = sum(parameter.numel() for parameter in model.parameters())
         report = {
             "strategy": strategy,
             "steps": steps,
             "train": record.train,
             "validation": record.validation,
             "step_ms": record.step_ms,
-            "sent_nbytes_per_step": sync.comm.sent_nbytes / trainer.global_step,
-            "num_parameters": sum(spec.numel for spec in sync.specs.values()),
+            "sent_nbytes_per_step": _sent_nbytes(trainer.strategy, numel, devices) / trainer.global_step,
+            "num_parameters": numel,
         }
         results.write_text(json.dumps(report))
 
 
+def _sent_nbytes(strategy: Any, numel: int, devices: int) -> float:
+    """Bytes of gradients that this rank has sent in the whole run: counted, or those of DDP's ring all-reduce."""
+    if (sync := getattr(strategy, "sync", None)) is not None:
+        return float(sync.comm.sent_nbytes)
+    if type(strategy) is not DDPStrategy:
+        raise ValueError(f"what {type(strategy).__name__} sends is not known: use ddp, or a name of lowbit_strategy")
+    return strategy.lightning_module.trainer.global_step * 4 * numel * 2 * (devices - 1) / devices
+
+
 def main(
-    strategy: Annotated[str, typer.Option(help="loco_fsdp, loco_ddp, dense_fsdp, ...")] = "loco_fsdp",
+    strategy: Annotated[str, typer.Option(help="loco_ddp, loco_fsdp, ddp, ...")] = "loco_ddp",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 600,
     seed: Annotated[int, typer.Option(help="Of the model and the data order.")] = 0,
     devices: Annotated[int, typer.Option(help="Local processes.")] = 2,

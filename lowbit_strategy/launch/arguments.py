@@ -7,7 +7,7 @@ import copy
 
 from accelerate.commands.launch import launch_command_parser
 
-from lowbit_strategy.accelerate.config import SECTION
+from lowbit_strategy.config.section import SECTION
 
 # Parsed, but what they are for is refused.
 _NOT_SHOWN = ("DeepSpeed Arguments", "Megatron-LM Arguments", "ParallelismConfig Arguments", "TPU", "AWS Arguments")

@@ -32,10 +32,10 @@ def config(
     ] = Path("lowbit.yaml"),
 ) -> None:
     """Ask what to compress and how, and write a configuration file for lowbit launch."""
-    from lowbit_strategy.launch import config_wizard
+    from lowbit_strategy.config import wizard
 
     try:
-        config_wizard.configure(config_file)
+        wizard.configure(config_file)
     except ValueError as error:
         print(f"lowbit config: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

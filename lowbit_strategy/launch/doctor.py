@@ -1,21 +1,22 @@
-"""`lowbit doctor`: what this machine will use, and what would not work here."""
+"""`lowbit doctor`: reports what this machine will use, and what would not work here."""
 
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Annotated, NamedTuple
 
 import typer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from lowbit_strategy.version import __version__
 
-_REQUIRED = {"torch": (2, 11), "lightning": (2, 6), "accelerate": (1, 15), "torchmetrics": (1, 5)}
 _OPTIONAL = {  # what they are for
     "triton": "needed on GPUs: pip install triton",
     "pytorch-lightning": "only for scripts that import pytorch_lightning",
@@ -23,6 +24,13 @@ _OPTIONAL = {  # what they are for
     "matplotlib": "only for lowbit report: pip install 'lowbit-strategy[report]'",
     "jinja2": "only for lowbit report: pip install 'lowbit-strategy[report]'",
 }
+# Releases that steal credentials when they are imported. The same code is distributed under several names.
+_MALICIOUS = SpecifierSet("!=2.6.2,!=2.6.3")
+_LIGHTNING = ("lightning", "pytorch-lightning", "lightning-fabric")
+_ADVISORY = (
+    "malicious release (GHSA-w37p-236h-pfx3): uninstall it, install 2.6.4 or newer, and replace every credential that"
+    " this machine holds"
+)
 
 
 class Finding(NamedTuple):
@@ -37,7 +45,7 @@ class Finding(NamedTuple):
 def doctor(
     strict: Annotated[bool, typer.Option(help="Exit with status 1 if there is a problem.")] = False,
 ) -> None:
-    """Say what this machine will use, and what would not work."""
+    """Report what this machine will use, and what would not work."""
     findings = list(examine())
     console = Console()
     table = Table(title="lowbit doctor", title_justify="left")
@@ -66,22 +74,35 @@ def examine() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    for name, least in _REQUIRED.items():
-        found = _version(name)
-        if found is None:
-            yield Finding("problem", name, "missing", f"pip install {name}")
-        elif _numbers(found) < least:
-            yield Finding("problem", name, found, f"needs {least[0]}.{least[1]} or newer")
-        else:
+    bounds = _bounds()
+    if not bounds:
+        yield Finding("note", "requirements", "unknown: lowbit-strategy is not installed", "pip install .")
+    for name in dict.fromkeys((*bounds, *_OPTIONAL, *_LIGHTNING)):
+        found, bound = _version(name), bounds.get(name, SpecifierSet())
+        if found is not None and name in _LIGHTNING and not _MALICIOUS.contains(found, prereleases=True):
+            yield Finding("problem", name, found, _ADVISORY)
+        elif found is not None and not bound.contains(found, prereleases=True):
+            yield Finding("problem", name, found, f"needs {name}{bound}")
+        elif found is not None:
             yield Finding("ok", name, found)
-    for name, purpose in _OPTIONAL.items():
-        found = _version(name)
-        yield Finding("ok" if found else "note", name, found or "not installed", "" if found else purpose)
+        elif name in _OPTIONAL:
+            yield Finding("note", name, "not installed", _OPTIONAL[name])
+        elif name in bounds:
+            yield Finding("problem", name, "missing", f"pip install '{name}{bound}'")
 
 
-def _numbers(found: str) -> tuple[int, ...]:
-    """The first two of a version."""
-    return tuple(int(number) for number in re.findall(r"\d+", found)[:2])
+def _bounds() -> dict[str, SpecifierSet]:
+    """What this package was installed with as its requirements, those of the extras in `_OPTIONAL` included."""
+    try:
+        texts = requires("lowbit-strategy") or ()
+    except PackageNotFoundError:
+        return {}
+    bounds = {}
+    for each in map(Requirement, texts):
+        name = canonicalize_name(each.name)
+        if name in _OPTIONAL or each.marker is None or each.marker.evaluate({"extra": ""}):
+            bounds[str(name)] = each.specifier
+    return bounds
 
 
 def _version(name: str) -> str | None:

@@ -20,8 +20,8 @@ import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command
 
-from lowbit_strategy.accelerate.config import SECTION, Section, export, plugin_from_section, read_section, section_of
 from lowbit_strategy.accelerate.support import check_served
+from lowbit_strategy.config.section import SECTION, Section, export, plugin_from_section, read_section, section_of
 from lowbit_strategy.launch.arguments import launch_parser
 from lowbit_strategy.launch.dry_run import Planned
 from lowbit_strategy.launch.exit_status import end_as, forwarded_signals

@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _around(arguments: argparse.Namespace) -> _Around:
-    from lowbit_strategy.accelerate.config import (
+    from lowbit_strategy.config.section import (
         VARIABLE,
         plugin_from_section,
         read_section,

@@ -10,9 +10,28 @@ import typer
 
 def report(
     run_dir: Annotated[
-        Path, typer.Argument(help="Folder with lowbit.jsonl: the logger's, or the one given as record.")
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="Folder with lowbit.jsonl (the logger's, or the one given as record), or one above it: the newest run"
+            " in it is taken.",
+        ),
     ],
-    out: Annotated[Path | None, typer.Option(help="Where to write; RUN_DIR/report by default.")] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[BASELINE]",
+            help="A run to compare with: another such folder, or one with a CSVLogger's metrics.csv, of a run without"
+            " compression for example.",
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write; RUN/report by default.")] = None,
+    log: Annotated[
+        bool | None,
+        typer.Option(
+            "--log/--linear", help="Axis of the loss; by default logarithmic if losses span more than a factor of ten."
+        ),
+    ] = None,
 ) -> None:
     """Draw what compression did in a run: one self-contained HTML page, and its charts as PNG files."""
     try:
@@ -20,12 +39,16 @@ def report(
     except ModuleNotFoundError as error:
         typer.echo(f"{error.name} is not installed: pip install 'lowbit-strategy[report]'", err=True)
         raise typer.Exit(2) from error
-    from lowbit_strategy.report.run import read_run
+    from lowbit_strategy.report.run import find_run, read_baseline, read_run
 
     try:
-        run = read_run(run_dir)
+        found = find_run(run_dir)
+        run = read_run(found)
+        other = read_baseline(baseline) if baseline is not None else None
     except (FileNotFoundError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
-    page = write_report(run, out if out is not None else run_dir / "report")
+    if found != run_dir:
+        typer.echo(f"{run_dir} has no record of its own; the newest run in it is {found}")
+    page = write_report(run, out if out is not None else found / "report", other, log_loss=log)
     typer.echo(f"{page}: {len(run.observations)} observations, {len(run.switches)} decisions")

@@ -9,22 +9,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+from matplotlib.figure import Figure
 
-from lowbit_strategy.report.charts import draw_all, size
-from lowbit_strategy.report.run import Run
+from lowbit_strategy.report.charts import PHONE, SCREEN, draw_all
+from lowbit_strategy.report.comparison import compare, configuration
+from lowbit_strategy.report.formats import number, size
+from lowbit_strategy.report.run import DENSE_GRADIENTS, DENSE_WEIGHTS, GRADIENTS, WEIGHTS, Run
 
 _MAX_SWITCHES = 40
 _RUNNING_S = 600  # a record that has not grown for so long is taken for a finished run's
 _TITLES = {
     "loss": (
         "Loss, and what compressed it",
-        "Dashed line: a decision. Orange line: a warning. Below: share of all elements at each level.",
+        "Dashed vertical line: a decision. Orange: a warning. At the bottom: the share of all elements at each level.",
     ),
-    "error": ("Compression error", "||what was to be said - what was sent|| / ||what was to be said||, by group."),
-    "bits": ("Bits on the wire", "For one element and hop; an uncompressed float32 has 32."),
-    "bytes": ("Bytes", "Sent by one rank; between observed steps taken to be as in the last one."),
-    "time": ("Time", "Of one step, mean over ranks. Waiting overlaps with backward under DDP."),
+    "error": ("Compression error", "||h - sent|| / ||h|| by group, where h is the gradient plus the residual."),
+    "bits": ("Bits on the wire", "Per element each time it is sent; uncompressed float32 has 32."),
+    "bytes": ("Bytes", "Between observed steps as in the last one."),
+    "time": ("Time", "Mean over ranks. Under DDP, waiting overlaps with backward."),
 }
+_GRADIENTS_ONLY = "Gradients only: the bytes of weights, which FSDP2 gathers in every step, are not in this record."
 
 
 class Tile(NamedTuple):
@@ -34,22 +38,47 @@ class Tile(NamedTuple):
     alert: bool = False
 
 
-def write_report(run: Run, out: Path) -> Path:
-    """Write ``index.html`` and the charts as PNG files into `out`; returns the page's path."""
+def write_report(run: Run, out: Path, baseline: Run | None = None, *, log_loss: bool | None = None) -> Path:
+    """Write ``index.html`` and the charts as PNG files into `out`; returns the page's path.
+
+    Args:
+        run: What the page is about.
+        out: Made if it is not there.
+        baseline: A run to compare with.
+        log_loss: Logarithmic loss; None: where losses span more than a factor of ten.
+    """
     out.mkdir(parents=True, exist_ok=True)
+    papers = [paper._replace(log_loss=log_loss) for paper in (SCREEN, PHONE)]
+    screen, phone = (
+        {stem: _png(figure) for stem, figure in draw_all(run, paper, baseline).items()} for paper in papers
+    )
     charts = []
-    for stem, figure in draw_all(run).items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=170)
-        (out / f"{stem}.png").write_bytes(buffer.getvalue())
-        title, note = _TITLES[stem]
-        png = base64.b64encode(buffer.getvalue()).decode()
-        if stem == "loss" and not run.levels:
-            title, note = "Loss", ""
-        charts.append({"title": title, "note": note, "png": png, "wide": stem == "loss"})
+    for stem, png in screen.items():
+        (out / f"{stem}.png").write_bytes(png)
+        title, note = _title(stem, run)
+        charts.append({"title": title, "note": note, "png": _text(png), "phone": _text(phone[stem]), "stem": stem})
     page = out / "index.html"
-    page.write_text(_template().render(charts=charts, **_content(run)), encoding="utf-8")
+    page.write_text(_template().render(charts=charts, **_content(run, baseline)), encoding="utf-8")
     return page
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=170)
+    return buffer.getvalue()
+
+
+def _text(png: bytes) -> str:
+    return base64.b64encode(png).decode()
+
+
+def _title(stem: str, run: Run) -> tuple[str, str]:
+    title, note = _TITLES[stem]
+    if stem == "loss" and not run.levels:
+        return "Loss", ""
+    if stem == "bytes" and not run.counts_weights and run.start.get("layout") == "reduce-scatter":
+        note = f"{note} {_GRADIENTS_ONLY}"
+    return title, note
 
 
 def _template() -> jinja2.Template:
@@ -57,20 +86,29 @@ def _template() -> jinja2.Template:
     return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True).get_template("page.html.j2")
 
 
-def _content(run: Run) -> dict[str, Any]:
+def _content(run: Run, baseline: Run | None) -> dict[str, Any]:
     shown = run.switches[-_MAX_SWITCHES:]
     hidden = len(run.switches) - len(shown)
     return {
-        "title": f"lowbit report: {run.folder.name}",
-        "headline": f"Compression report: {run.folder.resolve().name}",
+        "title": f"lowbit report: {_name(run)}",
+        "headline": f"Compression report: {_name(run)}",
         "facts": _facts(run),
         "tiles": _tiles(run),
         "groups": _group_rows(run),
         "observed_step": run.observations[-1]["step"] if run.observations else 0,
         "warnings": run.warnings,
+        "baseline": _name(baseline) if baseline is not None else "",
+        "comparison": compare(run, baseline) if baseline is not None else [],
+        "configuration": configuration(run, baseline),
+        "two_configurations": baseline is not None and bool(baseline.starts),
         "switches": shown,
         "switches_note": f"{len(run.switches)} in all" + (f"; the last {len(shown)} are shown." if hidden else "."),
     }
+
+
+def _name(run: Run) -> str:
+    """The folder and the one that it is in: many runs are called version_0."""
+    return "/".join(run.folder.resolve().parts[-2:])
 
 
 def _facts(run: Run) -> list[str]:
@@ -93,22 +131,23 @@ def _facts(run: Run) -> list[str]:
 
 def _tiles(run: Run) -> list[Tile]:
     tiles = []
-    sent, dense = run.bytes_so_far()
+    sent, dense = run.bytes_so_far(GRADIENTS, WEIGHTS), run.bytes_so_far(DENSE_GRADIENTS, DENSE_WEIGHTS)
     if sent and sent.values[-1] and dense.values[-1]:
+        what = "gradients and weights" if run.counts_weights else "gradients"
         ratio = dense.values[-1] / sent.values[-1]
-        saved = size(dense.values[-1] - sent.values[-1])
-        tiles.append(Tile("fewer bytes", f"{ratio:.1f}x", f"than float32: {saved} saved a rank"))
+        total = f"{size(sent.values[-1])} of {size(dense.values[-1])} per rank"
+        tiles.append(Tile("fewer bytes", f"{ratio:.1f}x", f"{what}: {total}"))
     if run.observations:
         last = run.observations[-1]["total"]
-        tiles.append(Tile("bits an element", _number(last["bits_per_element"], 3), "now, on each hop"))
-        tiles.append(Tile("relative error", _number(last["relative_error"], 2), f"cosine {_number(last['cosine'], 3)}"))
-    if timed := [line for line in run.observations if line["step_ms"] is not None]:
+        tiles.append(Tile("bits per element", number(last["bits_per_element"], 3), "in the last observation"))
+        tiles.append(Tile("relative error", number(last["relative_error"], 2), f"cosine {number(last['cosine'], 3)}"))
+    if timed := run.timed:
         share = sum(line["codec_ms"] for line in timed) / sum(line["step_ms"] for line in timed)
         waiting = sum(line["comm_ms"] for line in timed) / sum(line["step_ms"] for line in timed)
         tiles.append(Tile("compression", f"{share:.1%}", f"of the time; {waiting:.0%} waiting for bytes"))
     for name, series in run.losses().items():
         if series:
-            tiles.append(Tile(name, _number(series.values[-1], 4), f"at step {series.steps[-1]:,}"))
+            tiles.append(Tile(name, number(series.values[-1], 4), f"at step {series.steps[-1]:,}"))
     if run.switches:
         last_switch = run.switches[-1]["step"]
         tiles.append(Tile("decisions", str(len(run.switches)), f"the last at step {last_switch:,}"))
@@ -125,23 +164,20 @@ def _group_rows(run: Run) -> list[dict[str, Any]]:
     rows = []
     for name, figures in sorted(groups.items(), key=lambda item: -item[1]["numel"]):
         share = figures["wire_nbytes"] / total
-        gradient, residual = figures["compensated_norm"], figures["residual_norm"]
+        compensated, residual = figures["compensated_norm"], figures["residual_norm"]
         rows.append(
             {
                 "name": name,
                 "compressed": figures["compressed"],
                 "method": figures["method"] if figures["compressed"] else f"{figures['method']}, exempt",
                 "numel": f"{figures['numel']:,}",
-                "bits": _number(figures["bits_per_element"], 3),
+                "bits": number(figures["bits_per_element"], 3),
                 "share": f"{share:.1%}",
                 "bar": round(90 * share),
-                "error": _number(figures["relative_error"], 2),
-                "cosine": _number(figures["cosine"], 3),
-                "residual": _number(residual / gradient if gradient and residual is not None else None, 2),
+                "error": number(figures["relative_error"], 2),
+                "end_to_end": number(figures["end_to_end_error"], 2),
+                "cosine": number(figures["cosine"], 3),
+                "residual": number(residual / compensated if compensated and residual is not None else None, 2),
             }
         )
     return rows
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "not finite" if value is None else f"{value:.{digits}g}"

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowbit_strategy.telemetry.run_record import read_record
+from lowbit_strategy.telemetry.run_record import FILE_NAME, read_record
 
 Line = dict[str, Any]
+
+# Figures of an observation: bytes that one rank sends in a step, and what it would send without compression.
+GRADIENTS, WEIGHTS = "sent_nbytes", "weights_nbytes"
+DENSE_GRADIENTS, DENSE_WEIGHTS = "dense_nbytes", "weights_nbytes"  # weights travel uncompressed
+MANY = 60  # points of a curve that are drawn and compared as a moving mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,16 @@ class Series:
     def __bool__(self) -> bool:
         return bool(self.steps)
 
+    def at(self, step: int) -> float | None:
+        """The last value up to `step`."""
+        return next((value for at, value in zip(self.steps[::-1], self.values[::-1], strict=True) if at <= step), None)
+
+    def smooth(self) -> Series:
+        """The moving mean over a fortieth of a long series; a short one as it is."""
+        width = len(self.steps) // 40 if len(self.steps) > MANY else 1
+        means = [statistics.fmean(self.values[max(0, at - width + 1) : at + 1]) for at in range(len(self.values))]
+        return Series(self.steps, means)
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -41,11 +58,13 @@ class Run:
     warnings: list[Line]
     validations: list[Line]
     logged: dict[str, Series]  # columns of the CSV logger that are losses
+    logged_rates: dict[str, Series]  # and those that are learning rates
 
     @property
     def last_step(self) -> int:
         lines = [*self.observations, *self.levels, *self.validations, *self.starts]
-        return max((line["step"] for line in lines), default=0)
+        logged = [series.steps[-1] for series in self.logged.values()]
+        return max((*(line["step"] for line in lines), *logged), default=0)
 
     @property
     def start(self) -> Line:
@@ -56,11 +75,21 @@ class Run:
         return Series.of([(line["step"], line["total"][key]) for line in self.observations])
 
     def of_step(self, key: str) -> Series:
-        """A figure of the whole step, such as ``codec_ms``."""
-        return Series.of([(line["step"], line[key]) for line in self.observations])
+        """A figure of the whole step, such as ``codec_ms``; not every framework gives the loss or the learning rate."""
+        return Series.of([(line["step"], line.get(key)) for line in self.observations])
+
+    def learning_rates(self) -> dict[str, Series]:
+        """What a learning rate monitor has logged, else the rate at observed steps."""
+        observed = self.of_step("learning_rate")
+        return self.logged_rates or ({"learning rate": observed} if observed else {})
 
     def group(self, name: str, key: str) -> Series:
         return Series.of([(line["step"], line["groups"].get(name, {}).get(key)) for line in self.observations])
+
+    @property
+    def timed(self) -> list[Line]:
+        """Observations that know how long their step took: all but those of first steps."""
+        return [line for line in self.observations if line["step_ms"] is not None]
 
     @property
     def groups(self) -> list[str]:
@@ -82,16 +111,33 @@ class Run:
                 curves[name] = Series.of([(line["step"], line["metrics"].get(name)) for line in self.validations])
         return curves
 
-    def bytes_so_far(self) -> tuple[Series, Series]:
-        """Sent, and what uncompressed float32 would have sent; between observations as in the last one."""
-        sent, dense, total_sent, total_dense = [], [], 0.0, 0.0
+    def bytes_so_far(self, *keys: str) -> Series:
+        """The sum of these figures of a step over all steps so far; between observations as in the last one."""
+        pairs, total = [], 0.0
         for line, following in zip(self.observations, self.observations[1:], strict=False):
             steps = following["step"] - line["step"]
-            total_sent += steps * (line["sent_nbytes"] or 0.0)
-            total_dense += steps * line["dense_nbytes"]
-            sent.append((following["step"], total_sent))
-            dense.append((following["step"], total_dense))
-        return Series.of(sent), Series.of(dense)
+            total += steps * sum(line.get(key) or 0.0 for key in keys)
+            pairs.append((following["step"], total))
+        return Series.of(pairs)
+
+    @property
+    def counts_weights(self) -> bool:
+        """Whether the record has the bytes of weights beside those of gradients."""
+        return any(line.get(WEIGHTS) for line in self.observations)
+
+
+def find_run(folder: Path) -> Path:
+    """`folder`, or the newest run in it, one or two levels down.
+
+    Raises:
+        FileNotFoundError: There is none; the message says how to get one.
+    """
+    if (folder / FILE_NAME).is_file():
+        return folder
+    below = [path for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{FILE_NAME}")]
+    if not below:
+        read_record(folder)  # its error says how to get a record
+    return max(below, key=lambda path: path.stat().st_mtime).parent
 
 
 def read_run(folder: str | Path) -> Run:
@@ -103,6 +149,35 @@ def read_run(folder: str | Path) -> Run:
     lines = read_record(folder)
     if not lines:
         raise ValueError(f"the record in {folder} is empty: the run has not begun to train yet")
+    return _run(folder, lines)
+
+
+def read_baseline(folder: str | Path) -> Run:
+    """A run to compare with: its record, or, of an uncompressed one, ``metrics.csv`` of a CSVLogger.
+
+    Raises:
+        FileNotFoundError: There is neither.
+        ValueError: There are no losses in it, or a line of the record is none.
+    """
+    folder = Path(folder)
+    try:
+        return read_run(find_run(folder))
+    except FileNotFoundError:
+        tables = [folder / "metrics.csv", *folder.glob("*/metrics.csv"), *folder.glob("*/*/metrics.csv")]
+        tables = [path for path in tables if path.is_file()]
+        if not tables:
+            raise FileNotFoundError(
+                f"{folder} has nothing to compare with: give a run with a record ({FILE_NAME}), or one whose losses"
+                " a CSVLogger has written (metrics.csv)"
+            ) from None
+    newest = max(tables, key=lambda path: path.stat().st_mtime).parent
+    run = _run(newest, [])
+    if not run.logged:
+        raise ValueError(f"{newest / 'metrics.csv'} has no column whose name contains 'loss': nothing to compare with")
+    return run
+
+
+def _run(folder: Path, lines: list[Line]) -> Run:
     by_kind: dict[str, list[Line]] = {}
     for line in lines:
         by_kind.setdefault(line["kind"], []).append(line)
@@ -114,21 +189,27 @@ def read_run(folder: str | Path) -> Run:
         switches=by_kind.get("switch", []),
         warnings=by_kind.get("warning", []),
         validations=by_kind.get("validation", []),
-        logged=_logged_losses(folder / "metrics.csv"),
+        logged=_logged(folder / "metrics.csv", lambda name: "loss" in name),
+        logged_rates=_logged(folder / "metrics.csv", lambda name: name.startswith("lr-")),
     )
 
 
-def _logged_losses(path: Path) -> dict[str, Series]:
-    """Columns of a CSVLogger's file that are called a loss; of a metric logged twice, that of steps."""
+def _logged(path: Path, wanted: Callable[[str], bool]) -> dict[str, Series]:
+    """Columns of a CSVLogger's file; of a metric that was logged per step and per epoch, that of steps."""
     if not path.is_file():
         return {}
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    names = [name for name in (rows[0] if rows else {}) if "loss" in name and not name.startswith("lowbit/")]
+    names = [name for name in (rows[0] if rows else {}) if wanted(name) and not name.startswith("lowbit/")]
     names = [name for name in names if not (name.endswith("_epoch") and f"{name.removesuffix('_epoch')}_step" in names)]
     curves = {}
     for name in names:
-        curve = Series.of([(int(row["step"]), float(row[name])) for row in rows if row[name] and row["step"]])
+        curve = Series.of([(int(row["step"]), _finite(row[name])) for row in rows if row[name] and row["step"]])
         if curve:
             curves[name] = curve
     return curves
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None

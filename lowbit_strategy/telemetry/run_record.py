@@ -1,4 +1,4 @@
-"""A run's record: one JSON object a line, appended as things happen, so that a running job can be read too."""
+"""A run's record: one JSON object per line, appended as things happen, so that a running job can be read too."""
 
 from __future__ import annotations
 
@@ -66,6 +66,9 @@ def _parse(path: Path) -> Iterator[dict[str, Any]]:
         if not text.endswith("\n"):
             return  # the last line of a running job may be half written
         try:
-            yield json.loads(text)
+            line = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not a line of a record ({error})") from error
+        if not isinstance(line, dict) or not isinstance(line.get("kind"), str) or not isinstance(line.get("step"), int):
+            raise ValueError(f"{path}, line {number}: not a line of a record (it needs a kind and a step)")
+        yield line

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import io
+import sys
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -13,6 +17,7 @@ from lowbit_strategy.cli import app
 from lowbit_strategy.launch import doctor
 from lowbit_strategy.launch.arguments import launch_parser
 from lowbit_strategy.version import __version__
+from tests.scripts import REPOSITORY
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -51,9 +56,11 @@ def test_the_doctor_on_packages_that_may_be_missing(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("versions", "problem"),
     [
-        ({"torch": "2.10.1+cu128"}, "needs 2.11 or newer"),
-        ({"accelerate": "1.9rc1"}, "needs 1.15 or newer"),
-        ({"lightning": None}, "pip install lightning"),
+        ({"torch": "1.13.1+cu117"}, "needs torch>="),
+        ({"accelerate": "0.9rc1"}, "needs accelerate>="),
+        ({"lightning": None}, "pip install 'lightning"),
+        ({"lightning": "2.6.2"}, "GHSA-w37p-236h-pfx3"),
+        ({"pytorch-lightning": "2.6.3+local"}, "GHSA-w37p-236h-pfx3"),
     ],
 )
 def test_the_doctor_on_packages_that_will_not_do(
@@ -61,9 +68,32 @@ def test_the_doctor_on_packages_that_will_not_do(
 ) -> None:
     before = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: versions[name] if name in versions else before(name))
-    problems = [finding.advice for finding in doctor.examine() if finding.level == "problem"]
-    assert problems == [problem]
+    (advice,) = [finding.advice for finding in doctor.examine() if finding.level == "problem"]
+    assert problem in advice
     assert run("doctor", "--strict")[0] == 1
+
+
+@pytest.mark.parametrize("name", ["lightning_fabric", "Lightning.Fabric"])
+def test_the_doctor_finds_a_malicious_release_however_its_name_is_spelled(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / f"{name}-2.6.3.dist-info"  # what pip leaves behind
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.6.3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (problem,) = [finding for finding in doctor.examine() if finding.level == "problem"]
+    assert (problem.what, problem.found) == ("lightning-fabric", "2.6.3")
+    assert "replace every credential" in problem.advice
+
+
+def test_malicious_releases_are_never_installed() -> None:
+    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
+    bounds = {each.name: each.specifier for each in map(Requirement, texts) if "lightning" in each.name}
+    assert set(bounds) == {"lightning", "pytorch-lightning"}
+    for bound in bounds.values():
+        assert [version for version in ("2.6.1", "2.6.2", "2.6.3", "2.6.4") if version in bound] == ["2.6.1", "2.6.4"]
 
 
 def test_the_doctor_on_kernels_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

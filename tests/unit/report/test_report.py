@@ -1,10 +1,14 @@
-"""`lowbit report`: what it reads, what it writes, what it says when there is nothing to read."""
+"""`lowbit report`: what it reads, what it writes, and its errors when there is nothing to read."""
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lowbit_strategy.cli import app
+from lowbit_strategy.report.charts import SCREEN, draw_all
+from lowbit_strategy.report.comparison import compare, configuration
 from lowbit_strategy.report.run import read_run
 from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord, read_record
 
@@ -22,6 +28,7 @@ def figures(error: float, *, compressed: bool = True, numel: int = 1000) -> dict
     return {
         "numel": numel,
         "relative_error": error,
+        "end_to_end_error": 2 * error,
         "cosine": 1 - error,
         "sent_energy_ratio": 0.9,
         "residual_norm": 0.5,
@@ -33,25 +40,35 @@ def figures(error: float, *, compressed: bool = True, numel: int = 1000) -> dict
     }
 
 
-def write_run(folder: Path, num_steps: int = 200, *, switches: int = 1) -> RunRecord:
+def write_run(
+    folder: Path,
+    num_steps: int = 200,
+    *,
+    switches: int = 1,
+    group: str = "blocks.*.weight",
+    start: dict[str, Any] | None = None,
+    observation: dict[str, Any] | None = None,
+) -> RunRecord:
+    """A run of 20 observations; `start` and `observation` replace or add fields."""
     record = RunRecord(folder / FILE_NAME)
-    record.write("start", 0, world_size=4, layout="all-reduce", strategy="LowBitDDPStrategy", num_steps=num_steps)
+    first = {"world_size": 4, "layout": "all-reduce", "strategy": "LowBitDDPStrategy", "num_steps": num_steps}
+    record.write("start", 0, **(first | (start or {})))
     record.write("levels", 0, labels=LABELS, shares={LABELS[0]: 1.0, LABELS[1]: 0.0}, parameters={}, accumulation=None)
     for step in range(0, num_steps, 10):
-        record.write(
-            "observation",
-            step,
-            epoch=0,
-            loss=5 / (1 + step),
-            total=figures(0.1 + step / 1000),
-            groups={"blocks.*.weight": figures(0.2), "norm.<weight>": figures(0.0, compressed=False, numel=8)},
-            sent_nbytes=1000.0,
-            dense_nbytes=8000.0,
-            codec_ms=1.0,
-            comm_ms=5.0,
-            step_ms=20.0 if step else None,
-            nonfinite=[],
-        )
+        fields: dict[str, Any] = {
+            "epoch": 0,
+            "loss": 5 / (1 + step),
+            "total": figures(0.1 + step / 1000),
+            "groups": {group: figures(0.2), "norm.<weight>": figures(0.0, compressed=False, numel=8)},
+            "sent_nbytes": 1000.0,
+            "dense_nbytes": 8000.0,
+            "codec_ms": 1.0,
+            "comm_ms": 5.0,
+            "step_ms": 20.0 if step else None,
+            "nonfinite": [],
+        }
+        fields |= observation or {}
+        record.write("observation", step, **{key: value for key, value in fields.items() if value is not ...})
     for at in range(switches):
         switch = {"what": "blocks.0.weight", "before": LABELS[0], "after": LABELS[1], "reason": f"reason {at} <b>"}
         record.write("switch", 50, epoch=0, **switch)
@@ -65,14 +82,20 @@ def run_report(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
-def test_page_is_self_contained_and_says_what_matters(tmp_path: Path) -> None:
+def test_page_is_self_contained_and_has_what_matters(tmp_path: Path) -> None:
     write_run(tmp_path)
     result = run_report(tmp_path)
     assert result.exit_code == 0, result.output
     page = (tmp_path / "report" / "index.html").read_text()
     assert not re.search(r'(src|href)="(?!data:)', page)
-    assert page.count("data:image/png;base64,") == 5
-    for text in ("4 ranks, all-reduce", "8.0x", "blocks.*.weight", "reason 0 &lt;b&gt;", "relative error 0.9 &gt; 0.5"):
+    assert page.count("data:image/png;base64,") == 10  # for wide screens and narrow ones
+    for text in (
+        "4 ranks, all-reduce",
+        "8.0x",
+        "blocks.<wbr>*.<wbr>weight",
+        "reason 0 &lt;b&gt;",
+        "relative error 0.9 &gt; 0.5",
+    ):
         assert text in page, text
     assert "val_loss" in page
     for stem in ("loss", "error", "bits", "bytes", "time"):
@@ -151,6 +174,167 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", [999, 1000, 5e14])
 def test_sizes(nbytes: float) -> None:
-    from lowbit_strategy.report.charts import size
+    from lowbit_strategy.report.formats import size
 
     assert size(nbytes) == {999: "999 B", 1000: "1 KB", 5e14: "500 TB"}[nbytes]
+
+
+# -- records of other frameworks and folders ------------------------------------------------------------------------
+
+
+def test_a_record_without_losses(tmp_path: Path) -> None:
+    """Fabric's: nobody tells the monitor the loss."""
+    write_run(tmp_path, observation={"loss": ..., "epoch": ...})
+    result = run_report(tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "training loss" not in (tmp_path / "report" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("name", [r"blocks.$\frac$.weight", "blocks.$.weight", "blocks.<b>&.weight"])
+def test_names_that_matplotlib_or_html_would_read(name: str, tmp_path: Path) -> None:
+    write_run(tmp_path, group=name)
+    result = run_report(tmp_path)
+    assert result.exit_code == 0, result.output
+    shown = (tmp_path / "report" / "index.html").read_text().replace("<wbr>", "")
+    assert f"<code>{html.escape(name)}</code>" in shown
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 3}', '{"kind": "observation"}', '{"kind": "start", "step": "3"}', "[1, 2]", "3"]
+)
+def test_lines_that_are_no_record_s(line: str, tmp_path: Path) -> None:
+    record = write_run(tmp_path)
+    with record.path.open("a") as file:
+        file.write(line + "\n")
+    result = run_report(tmp_path)
+    assert result.exit_code == 2
+    assert "not a line of a record (it needs a kind and a step)" in " ".join(result.output.split())
+
+
+def test_the_newest_run_below_a_folder(tmp_path: Path) -> None:
+    for age, folder in enumerate(("lightning_logs/version_1", "lightning_logs/version_0", "other")):
+        record = write_run(tmp_path / folder)
+        os.utime(record.path, (1e9 - age, 1e9 - age))
+    for given in (tmp_path, tmp_path / "lightning_logs"):
+        result = run_report(given)
+        assert result.exit_code == 0, result.output
+        assert "the newest run in it is" in result.output
+        page = tmp_path / "lightning_logs" / "version_1" / "report" / "index.html"
+        assert page.is_file()
+        page.unlink()
+
+
+# -- two runs -------------------------------------------------------------------------------------------------------
+
+
+def _csv(folder: Path, losses: list[float]) -> None:
+    folder.mkdir(parents=True)
+    rows = ["step,train_loss,val_loss,lr-AdamW"]
+    rows += [f"{10 * at},{loss},,0.1" for at, loss in enumerate(losses)]
+    rows += [f"{10 * at},,{loss + 1}," for at, loss in enumerate(losses)]
+    (folder / "metrics.csv").write_text("\n".join(rows))
+
+
+def test_compared_with_an_uncompressed_run(tmp_path: Path) -> None:
+    _csv(tmp_path / "run", [4.0, 2.0, 1.02])
+    write_run(tmp_path / "run")
+    _csv(tmp_path / "plain" / "version_0", [4.0, 2.0, 1.0, 0.5])
+    result = run_report(tmp_path / "run", tmp_path / "plain")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "run" / "report" / "index.html").read_text()
+    assert "Compared with plain/version_0" in page
+    row = re.search(r"train_loss at step 20</td><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td>", page)
+    assert row is not None
+    assert row.groups() == ("1.02", "1", "+2.00%")
+
+
+def test_compared_with_another_compressed_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", start={"configuration": {"compressor.bits": "4"}})
+    write_run(tmp_path / "b", start={"configuration": {"compressor.bits": "8"}}, observation={"sent_nbytes": 2000.0})
+    rows = compare(read_run(tmp_path / "a"), read_run(tmp_path / "b"))
+    assert ("gradients sent, per rank and step", "1 KB", "2 KB", "2.0x fewer") in rows
+    assert ("step time, median", "20 ms", "20 ms", "+0.0%") in rows
+    settings = {row.name: row for row in configuration(read_run(tmp_path / "a"), read_run(tmp_path / "b"))}
+    assert settings["compressor.bits"][1:] == ("4", "8", "differs")
+    assert settings["world_size"][1:] == ("4", "4", "")
+
+
+def test_a_baseline_that_has_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    result = run_report(tmp_path / "run", tmp_path / "empty")
+    assert result.exit_code == 2
+    assert "has nothing to compare with: give a run with a record" in " ".join(result.output.split())
+    (tmp_path / "empty" / "metrics.csv").write_text("step,accuracy\n1,0.5\n")
+    assert "no column whose name contains 'loss'" in " ".join(
+        run_report(tmp_path / "run", tmp_path / "empty").output.split()
+    )
+
+
+# -- charts ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_slow_step_does_not_flatten_the_times(tmp_path: Path) -> None:
+    record = write_run(tmp_path)
+    write = {
+        "total": figures(0.1),
+        "groups": {},
+        "sent_nbytes": 1.0,
+        "dense_nbytes": 2.0,
+        "codec_ms": 1.0,
+        "comm_ms": 5.0,
+    }
+    record.write("observation", 200, loss=1.0, step_ms=9000.0, **write)
+    figure = draw_all(read_run(tmp_path))["time"]
+    (axes,) = figure.axes
+    assert 20 < axes.get_ylim()[1] < 40
+    assert "1 slower step, up to 9,000 ms" in [text.get_text() for text in axes.texts]
+
+
+def test_the_axis_of_losses(tmp_path: Path) -> None:
+    write_run(tmp_path)  # from 5 to 0.03
+    for log_loss, scale in ((None, "log"), (False, "linear"), (True, "log")):
+        figure = draw_all(read_run(tmp_path), SCREEN._replace(log_loss=log_loss))["loss"]
+        assert figure.axes[0].get_yscale() == scale
+    assert run_report(tmp_path, "--linear").exit_code == 0
+
+
+def test_learning_rates_are_below_the_losses(tmp_path: Path) -> None:
+    write_run(tmp_path / "recorded", observation={"learning_rate": 0.5})
+    _csv(tmp_path / "logged", [4.0, 2.0])
+    write_run(tmp_path / "logged")
+    for name, rate in (("recorded", 0.5), ("logged", 0.1)):
+        axes = draw_all(read_run(tmp_path / name))["loss"].axes[1]
+        assert axes.get_ylabel() == "learning rate"
+        assert set(axes.lines[0].get_ydata()) == {rate}
+
+
+def test_weights_count_in_the_total(tmp_path: Path) -> None:
+    weights = {"weights_nbytes": 3000.0}
+    write_run(tmp_path / "with", observation=weights)
+    run_report(tmp_path / "with")
+    page = (tmp_path / "with" / "report" / "index.html").read_text()
+    assert "2.8x" in page  # 11,000 bytes against 4,000: weights are not compressed
+    assert "gradients and weights" in page
+    write_run(tmp_path / "without", start={"layout": "reduce-scatter"})
+    run_report(tmp_path / "without")
+    page = (tmp_path / "without" / "report" / "index.html").read_text()
+    assert "8.0x" in page
+    assert "Gradients only" in page
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [500, 1280])  # chromium makes no narrower window
+def test_nothing_is_cut_off_on_a_narrow_screen(width: int, tmp_path: Path) -> None:
+    long = "model.layers.*.block_sparse_moe.experts.*.down_projection_of_the_expert.weight"
+    write_run(tmp_path, group=long, start={"configuration": {"compressor": "LoCo", "compressor.bits": "4"}})
+    run_report(tmp_path, tmp_path)
+    page = tmp_path / "report" / "index.html"
+    page.write_text(page.read_text() + "<script>document.title = document.documentElement.scrollWidth</script>")
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    command = ["chromium", *flags.split(), "--disable-component-update", "--disable-sync", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    title = re.search(r"<title>(\d+)</title>", done.stdout)
+    assert title is not None
+    assert int(title[1]) <= width

@@ -1,4 +1,4 @@
-"""The ``lowbit_config`` section: what a file may say about compression, and how it reaches the training processes.
+"""The ``lowbit_config`` section of a configuration file, and how it reaches the training processes.
 
     lowbit_config:
       compressor: loco            # any name that `<name>_ddp` is registered for
@@ -21,16 +21,17 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lowbit_strategy.accelerate.controllers_from_config import controller_from, monitor_from
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
+from lowbit_strategy.config.names import did_you_mean
+from lowbit_strategy.config.structure import structure
+from lowbit_strategy.control.base import Controller
 from lowbit_strategy.methods._base.base import Compressor
-from lowbit_strategy.methods.registry import from_options, preset
+from lowbit_strategy.methods.registry import preset
 
 SECTION = "lowbit_config"
 VARIABLE = "LOWBIT_CONFIG"  # the section as JSON, or the path of a file that holds it
@@ -44,59 +45,37 @@ def plugin_from_section(section: object) -> LowBitPlugin:
     """The plugin that a section describes.
 
     Raises:
-        ValueError: A key or a name is unknown (the message has the nearest valid one), or a value is out of range.
+        ValueError: A key or a name is unknown (the message has the nearest valid one), or a value is of another type or
+            out of range.
     """
     section = section_of({SECTION: section}, SECTION)
-    ours = {key: value for key, value in section.items() if key in OTHER_KEYS}
-    rest = {key: value for key, value in section.items() if key not in ours}
-    try:
-        if ours.get("controller") is not None:
-            ours["controller"] = controller_from(ours["controller"])
-            if not rest and ours["controller"].levels:
-                return LowBitPlugin(ours["controller"].levels[0], **_with_monitor(ours))
-        return LowBitPlugin(_compressor(rest), **_with_monitor(ours))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{SECTION}: {error}") from error
+    ours: Section = {key: section.pop(key) for key in OTHER_KEYS if key in section}
+    if ours.get("monitor") is False:
+        del ours["monitor"]
+    if ours.get("controller") is not None:
+        ours["controller"] = structure(ours["controller"], Controller, f"{SECTION}.controller")  # type: ignore[type-abstract]
+        if not section and ours["controller"].levels:
+            section = {"compressor": ours["controller"].levels[0]}
+    return structure({"compressor": _compressor(section), **ours}, LowBitPlugin, SECTION)
 
 
-def _with_monitor(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: monitor_from(value) if key == "monitor" and value is not None else value for key, value in options.items()
-    }
-
-
-def _compressor(entries: Mapping[str, Any]) -> Compressor:
-    """``{compressor: name, option: value, ..., options: {option: value}}``."""
-    entries = dict(entries)
-    name, more = entries.pop("compressor", None), entries.pop("options", None) or {}
+def _compressor(entries: Section) -> Compressor:
+    """What is left of the section without the plugin's own keys."""
+    name = entries.get("compressor")
+    if isinstance(name, Compressor):
+        return name
+    choices = ["compressor", *OTHER_KEYS]
     if name is None:
-        known = ["compressor", *OTHER_KEYS]
-        near = [match for key in entries for match in get_close_matches(str(key), known, n=1)]
-        raise ValueError(f"compressor is missing{f'; did you mean {near[0]!r}?' if near else ''}")
-    if not isinstance(name, str):
-        raise ValueError(f"compressor must be a name such as loco, got {name!r}")
-    if not isinstance(more, Mapping):
-        raise ValueError(f"options must be a mapping of the compressor's options, got {more!r}")
-    defaults = preset(name)
-    known = [field.name for field in dataclasses.fields(defaults) if field.init]
-    options = {**entries, **more}
-    for key in options:
-        if key not in known:
-            choices = [*known, *OTHER_KEYS]
-            near = get_close_matches(str(key), choices, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown key {key!r}{hint} Known with {name}: {', '.join(['compressor', *choices])}")
-    return from_options(name, {key: _number(value, getattr(defaults, key)) for key, value in options.items()})
-
-
-def _number(value: Any, default: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as text: where a number is expected it is one."""
-    if isinstance(value, str) and isinstance(default, float):
-        try:
-            return float(value)
-        except ValueError:
-            return value  # the compressor's own check says what is wrong with it
-    return value
+        hints = [did_you_mean(str(key), choices) for key in entries]
+        raise ValueError(f"{SECTION}: compressor is missing{max(hints, key=len, default='.')}")
+    if isinstance(name, str):
+        choices += ["options", *(field.name for field in dataclasses.fields(preset(name)) if field.init)]
+        for key in entries.keys() - choices:
+            raise ValueError(
+                f"{SECTION}: unknown key {key!r}{did_you_mean(str(key), choices)} Known with {name}:"
+                f" {', '.join(choices)}"
+            )
+    return structure(entries, Compressor, SECTION)  # type: ignore[type-abstract]
 
 
 def read_section(source: str | os.PathLike[str]) -> Section:

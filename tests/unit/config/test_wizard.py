@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,8 @@ from accelerate.utils import ComputeEnvironment, DistributedType
 from typer.testing import CliRunner
 
 from lowbit_strategy.cli import app
-from lowbit_strategy.launch import config_wizard
+from lowbit_strategy.config import wizard
+from tests.scripts import REPOSITORY
 
 BASE = "# ours\ndistributed_type: MULTI_GPU\nnum_processes: 2  # both\n"
 
@@ -31,8 +35,46 @@ def test_an_existing_file_keeps_its_part_and_gets_the_section(tmp_path: Path) ->
 
 def test_a_section_that_is_there_is_replaced() -> None:
     text = "a: 1\nlowbit_config:\n  compressor: loco\n  exempt:\n  - '@vector'\n\n# more\nb: 2\n"
-    changed = config_wizard.with_section(text, {"compressor": "dense"})
+    changed = wizard.with_section(text, {"compressor": "dense"})
     assert yaml.safe_load(changed) == {"a": 1, "b": 2, "lowbit_config": {"compressor": "dense"}}
+
+
+def test_what_follows_the_section_keeps_its_comments() -> None:
+    before, after = "a: 1   # one\nlist:\n    -   x\n\n", "\n# more\nb: 'NO'\n"
+    text = f"{before}lowbit_config:\n  compressor: loco\n  # own\n  exempt:\n  - '@vector'\n{after}"
+    assert wizard.with_section(text, {"compressor": "dense"}) == f"{before}lowbit_config:\n  compressor: dense\n{after}"
+
+
+def test_a_file_on_one_line() -> None:
+    changed = wizard.with_section('{"a": 1, "lowbit_config": {"compressor": "loco"}}', {"compressor": "dense"})
+    assert yaml.safe_load(changed) == {"a": 1, "lowbit_config": {"compressor": "dense"}}
+
+
+def test_answers_that_cannot_be_read_are_asked_for_again(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(BASE)
+    answers = 'loco\nbits=3\nexempt=@vector,head\nexempt\nbits=[3\n=3\nexempt=["@vector"]\n\n'
+    result = CliRunner().invoke(app, ["config", "--config-file", str(path)], input=answers)
+    assert result.exit_code == 0, result.output
+    assert "'@vector,head' is not YAML: write a list as" in result.output
+    assert "exempt must be a list, got None" in result.output
+    section = {"compressor": "loco", "bits": 3, "exempt": ["@vector"]}
+    assert yaml.safe_load(path.read_text())["lowbit_config"] == section
+
+
+@pytest.mark.parametrize("text", [None, BASE])
+def test_without_a_terminal(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    if text is not None:
+        path.write_text(text)
+    main = "from lowbit_strategy.cli import main; main()"
+    command = [sys.executable, "-c", main, "config", "--config-file", str(path)]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, env=env)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert ("nothing is written. Those so far: none" if text else "need a terminal") in done.stderr
+    assert (path.read_text() if path.exists() else None) == text
 
 
 def test_a_new_file_begins_with_accelerate_s_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +86,7 @@ def test_a_new_file_begins_with_accelerate_s_questions(tmp_path: Path, monkeypat
         debug=False,
         num_processes=4,
     )
-    monkeypatch.setattr(config_wizard, "get_user_input", lambda: config)
+    monkeypatch.setattr(wizard, "get_user_input", lambda: config)
     path = tmp_path / "job.yaml"
     result = CliRunner().invoke(app, ["config", "--config-file", str(path)], input="loco\n\n")
     assert result.exit_code == 0, result.output
@@ -63,7 +105,7 @@ def test_a_new_file_begins_with_accelerate_s_questions(tmp_path: Path, monkeypat
         (BASE, ""),
     ],
 )
-def test_what_would_not_be_compressed_is_said(tmp_path: Path, base: str, note: str) -> None:
+def test_notes_about_what_would_not_be_compressed(tmp_path: Path, base: str, note: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(base)
     result = CliRunner().invoke(app, ["config", "--config_file", str(path)], input="\n\n")

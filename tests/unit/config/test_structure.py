@@ -1,4 +1,4 @@
-"""Controllers and the monitor as files write them: what they become, and what is said about those that are wrong."""
+"""Controllers and the monitor as files write them: what they become, and the errors about those that are wrong."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import yaml
 
 from lowbit_strategy import DGC, PRESETS, LoCo, TopK
 from lowbit_strategy.accelerate import CompressionMonitor, LowBitPlugin
-from lowbit_strategy.accelerate.config import plugin_from_section, read_section
-from lowbit_strategy.accelerate.controllers_from_config import controller_from, monitor_from
+from lowbit_strategy.config.section import plugin_from_section, read_section
+from lowbit_strategy.config.structure import structure
 from lowbit_strategy.control import (
     Accordion,
     AccordionBatch,
@@ -57,15 +57,15 @@ EIGHT = LoCo(bits=8)
     ],
 )
 def test_every_controller_can_be_written(text: str, controller: Controller) -> None:
-    assert controller_from(yaml.safe_load(text)) == controller
+    assert structure(yaml.safe_load(text), Controller, "controller") == controller  # type: ignore[type-abstract]
 
 
 def test_the_monitor() -> None:
-    assert monitor_from(True) == CompressionMonitor()
-    assert monitor_from(False) is None
+    assert structure(True, CompressionMonitor, "monitor") == CompressionMonitor()
+    assert plugin_from_section({"compressor": "loco", "monitor": False}).monitor is None
     bounds = {"every_n_steps": 20, "group_by": "module", "bounds": {"max_residual": 3}}
     expected = CompressionMonitor(every_n_steps=20, group_by="module", bounds=Bounds(max_residual=3))
-    assert monitor_from(bounds) == expected
+    assert structure(bounds, CompressionMonitor, "monitor") == expected
 
 
 def test_in_a_section() -> None:
@@ -84,25 +84,40 @@ TWO_LEVELS = {"light": "loco", "heavy": "loco2"}
 @pytest.mark.parametrize(
     ("section", "message"),
     [
+        ({"compressor": "loco", "seed": "abc"}, "lowbit_config.seed must be an integer, got 'abc'"),
+        ({"compressor": "loco", "seed": True}, "lowbit_config.seed must be an integer, got True"),
+        ({"compressor": "loco", "num_steps": 1e3}, "lowbit_config.num_steps must be an integer, got 1000.0"),
+        ({"compressor": "loco", "bits": 4.0}, "lowbit_config: bits must be an integer, got 4.0"),
+        ({"compressor": "loco", "beta": "high"}, "lowbit_config: beta must be a number, got 'high'"),
+        (
+            {"compressor": "warmup", "options": {"compressor": {"compressor": "loco", "bits": 4.0}}},
+            "compressor: bits must",
+        ),
+        (
+            {"compressor": "partition", "rules": [["*.gate", "loca"]]},
+            r"rules\[0\]: unknown compressor 'loca'; did you mean 'loco'",
+        ),
+        ({"compressor": "partition", "rules": [["*.gate"]]}, r"rules\[0\] must be a list of 2"),
+        ({"controller": {"name": "accordion", "light": "loco", "heavy": "loco7"}}, "did you mean 'loco"),
         ({"controller": "accordion"}, r"controller must be a mapping with a name \(accordion,"),
         ({"controller": {"name": "acordion"}}, r"unknown controller 'acordion'; did you mean 'accordion'\?"),
         ({"controller": {"name": "accordion", **TWO_LEVELS, "intervall": 3}}, r"did you mean 'interval'\?"),
         ({"controller": {"name": "accordion", **TWO_LEVELS, "interval": 0}}, "interval must be a positive integer"),
         (
             {"controller": {"name": "accordion", **TWO_LEVELS, "interval": "ten"}},
-            "interval must be a number, got 'ten'",
+            "interval must be an integer, got 'ten'",
         ),
         ({"controller": {"name": "accordion", **TWO_LEVELS, "eta": "much"}}, "eta must be a number, got 'much'"),
         ({"controller": {"name": "accordion", **TWO_LEVELS, "unit": "step"}}, "unit must be 'epochs' or 'steps'"),
         ({"controller": {"name": "accordion", "light": "loco2", "heavy": "loco"}}, "heavy must compress more than"),
-        ({"controller": {"name": "accordion", "light": "loco"}}, "controller accordion needs heavy"),
+        ({"controller": {"name": "accordion", "light": "loco"}}, "controller.heavy is missing"),
         ({"controller": {"name": "accordion", "light": 8, "heavy": "loco2"}}, "light must be a compressor such as"),
         ({"controller": {"name": "accordion", "light": "loca", "heavy": "loco2"}}, r"did you mean 'loco'\?"),
         ({"controller": {"name": "adaqs", "ladder": "loco"}}, "ladder must be a list, got 'loco'"),
         ({"controller": {"name": "guard", "inner": {"name": "statics"}, "bounds": {}}}, r"did you mean 'static'\?"),
         (
             {"controller": {"name": "schedule", "phases": [{"compressor": "loco", "begin": 0}]}},
-            r"phases\[0\] has no key",
+            r"phases\[0\]: unknown key \'begin\'\. Known: compressor, start",
         ),
         ({"controller": {"name": "schedule", "phases": ["loco"]}}, r"phases\[0\] must be a mapping"),
         ({"controller": {"name": "accordion_batch"}}, "compressor is missing"),
@@ -115,7 +130,7 @@ TWO_LEVELS = {"light": "loco", "heavy": "loco2"}
         ({"compressor": "loco", "monitor": {"bounds": {"max_err": 1}}}, r"did you mean 'max_error'\?"),
         ({"compressor": "loco", "monitor": {"bounds": {}}}, "give max_error, max_residual or both"),
         ({"compressor": "loco", "num_steps": 0}, "num_steps must be a positive integer"),
-        ({"compressor": "loco", "record": 3}, "record must be true, false or a folder"),
+        ({"compressor": "loco", "record": 3}, "record must be true or false or a text or a path, got 3"),
     ],
 )
 def test_what_is_wrong_is_named(section: Any, message: str) -> None:

@@ -1,0 +1,127 @@
+"""``lowbit config``: Accelerate's questions, then ours; the answers become a file for ``lowbit launch``."""
+
+from __future__ import annotations
+
+import dataclasses
+import termios
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+from accelerate.commands.config.config import get_user_input
+
+from lowbit_strategy.accelerate.support import check_served
+from lowbit_strategy.config.section import OTHER_KEYS, SECTION, Section, plugin_from_section
+from lowbit_strategy.methods.registry import PRESETS, preset
+
+
+def configure(path: Path) -> None:
+    """Ask, and write `path`. A file that is there keeps its Accelerate part as it is, comments included.
+
+    Raises:
+        ValueError: `path` is not a YAML file, or there is nobody to answer; nothing is written then.
+    """
+    if path.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"the configuration is written as YAML: call the file {path.with_suffix('.yaml')}")
+    if path.exists():
+        typer.echo(f"{path} is there: its Accelerate part stays as it is")
+        text = path.read_text(encoding="utf-8")
+        if not isinstance(yaml.safe_load(text), dict):
+            raise ValueError(f"{path} is not a configuration file of Accelerate: it must be a mapping")
+    else:
+        text = _ask_accelerate(path)
+    _warn_of(yaml.safe_load(text))
+    section = ask_section()
+    path.write_text(with_section(text, section), encoding="utf-8")
+    typer.echo(f"Written: {path}. Train with: lowbit launch --config_file {path} train.py")
+
+
+def _ask_accelerate(path: Path) -> str:
+    """Accelerate's part of a new file."""
+    try:
+        return yaml.safe_dump(get_user_input().to_dict(), sort_keys=True)
+    except (termios.error, EOFError, OSError):  # its menus read single keys
+        raise ValueError(
+            f"Accelerate's questions need a terminal: run this in one, or make {path} without questions, accelerate"
+            f" config default --config_file {path}, and add a {SECTION} section to it such as"
+            f" {SECTION}: {{compressor: loco, bits: 4}}"
+        ) from None
+
+
+def _warn_of(config: Mapping[str, Any]) -> None:
+    """Report what of Accelerate's part would keep gradients from being compressed."""
+    fsdp = config.get("fsdp_config") or {}
+    try:
+        check_served(str(config.get("distributed_type", "NO")), fsdp_version=int(fsdp.get("fsdp_version", 1)))
+    except ValueError as error:
+        typer.echo(f"  Note: {error}")
+    if config.get("num_processes", 1) == 1:
+        typer.echo("  Note: one process sends no gradients, so nothing would be compressed (num_processes)")
+
+
+def with_section(text: str, section: Section) -> str:
+    """`text` of a configuration with `section` in the place of the one it may have; all else is as it was."""
+    written = yaml.safe_dump({SECTION: section}, sort_keys=False)
+    root = yaml.compose(text)
+    if not isinstance(root, yaml.MappingNode) or root.flow_style:  # JSON: there are no lines to put it between
+        return yaml.safe_dump({**(yaml.safe_load(text) or {}), SECTION: section}, sort_keys=False)
+    lines = text.splitlines(keepends=True)
+    names = [key.value for key, _ in root.value]
+    starts = [key.start_mark.line for key, _ in root.value] + [len(lines)]
+    if SECTION not in names:
+        return f"{text.rstrip()}\n{written}"
+    start, end = starts[names.index(SECTION)], starts[names.index(SECTION) + 1]
+    while end > start + 1 and (lines[end - 1].startswith("#") or not lines[end - 1].strip()):
+        end -= 1  # comments before the next key are that key's
+    return "".join((*lines[:start], written, *lines[end:]))
+
+
+def ask_section() -> Section:
+    """The section that the answers give; asked again where an answer is not valid.
+
+    Raises:
+        ValueError: There are no more answers.
+    """
+    section: Section = {}
+    try:
+        section = {"compressor": _ask_compressor()}
+        _ask_options(section)
+    except typer.Abort:
+        raise ValueError(f"the answers end here, so nothing is written. Those so far: {section or 'none'}") from None
+    return section
+
+
+def _ask_compressor() -> str:
+    while True:
+        answer: str = typer.prompt(f"Which compressor? ({', '.join(sorted(PRESETS))})", default="loco").strip()
+        if _valid({"compressor": answer}):
+            return answer
+
+
+def _ask_options(section: Section) -> None:
+    defaults = preset(section["compressor"])
+    options = {field.name: getattr(defaults, field.name) for field in dataclasses.fields(defaults) if field.init}
+    shown = ", ".join(f"{key}={value}" for key, value in options.items() if isinstance(value, (int, float, str)))
+    typer.echo(f"Its options: {shown}")
+    typer.echo(f"For any compressor: exempt, high_precision, {', '.join(OTHER_KEYS)}")
+    while answer := typer.prompt("Change one (name=value; empty to finish)", default="", show_default=False).strip():
+        key, _, text = (part.strip() for part in answer.partition("="))
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            typer.echo(f'  {text!r} is not YAML: write a list as ["@vector", "head"] and a text with @ in quotes')
+            continue
+        if _valid({**section, key: value}):
+            section[key] = value
+
+
+def _valid(section: Section) -> bool:
+    """Whether the section is; prints why not."""
+    try:
+        plugin_from_section(section)
+    except ValueError as error:
+        typer.echo(f"  {error}")
+        return False
+    return True
