@@ -21,7 +21,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,9 @@ import yaml
 from lowbit_strategy.accelerate.controllers_from_config import controller_from, monitor_from
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.presets import option_names
 from lowbit_strategy.methods.registry import from_options, preset
+from lowbit_strategy.options.suggestions import did_you_mean
 
 SECTION = "lowbit_config"
 VARIABLE = "LOWBIT_CONFIG"  # the section as JSON, or the path of a file that holds it
@@ -71,32 +72,21 @@ def _compressor(entries: Mapping[str, Any]) -> Compressor:
     name, more = entries.pop("compressor", None), entries.pop("options", None) or {}
     if name is None:
         known = ["compressor", *OTHER_KEYS]
-        near = [match for key in entries for match in get_close_matches(str(key), known, n=1)]
-        raise ValueError(f"compressor is missing{f'; did you mean {near[0]!r}?' if near else ''}")
+        hints = [hint for key in entries if (hint := did_you_mean(str(key), known)) != "."]
+        raise ValueError(f"compressor is missing{hints[0] if hints else '.'}")
     if not isinstance(name, str):
         raise ValueError(f"compressor must be a name such as loco, got {name!r}")
     if not isinstance(more, Mapping):
         raise ValueError(f"options must be a mapping of the compressor's options, got {more!r}")
-    defaults = preset(name)
-    known = [field.name for field in dataclasses.fields(defaults) if field.init]
+    names = option_names(preset(name))
     options = {**entries, **more}
     for key in options:
-        if key not in known:
-            choices = [*known, *OTHER_KEYS]
-            near = get_close_matches(str(key), choices, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown key {key!r}{hint} Known with {name}: {', '.join(['compressor', *choices])}")
-    return from_options(name, {key: _number(value, getattr(defaults, key)) for key, value in options.items()})
-
-
-def _number(value: Any, default: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as text: where a number is expected it is one."""
-    if isinstance(value, str) and isinstance(default, float):
-        try:
-            return float(value)
-        except ValueError:
-            return value  # the compressor's own check says what is wrong with it
-    return value
+        if key not in names:
+            known = ["compressor", *dict.fromkeys(names.values()), *OTHER_KEYS]
+            raise ValueError(
+                f"unknown key {key!r}{did_you_mean(str(key), known)} Known with {name}: {', '.join(known)}"
+            )
+    return from_options(name, options)
 
 
 def read_section(source: str | os.PathLike[str]) -> Section:

@@ -17,7 +17,6 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from lowbit_strategy.accelerate.monitor import CompressionMonitor
@@ -36,7 +35,8 @@ from lowbit_strategy.control import (
     dgc_warmup,
 )
 from lowbit_strategy.methods._base.base import Compressor
-from lowbit_strategy.methods.registry import nested
+from lowbit_strategy.methods.registry import as_compressor
+from lowbit_strategy.options.suggestions import did_you_mean
 
 CONTROLLERS: dict[str, Callable[..., Controller]] = {
     "accordion": Accordion,
@@ -70,7 +70,7 @@ def controller_from(value: object) -> Controller:
     key = by_plain_name.get(name.lower().replace("_", "").replace("-", ""))
     if key is None:
         raise ValueError(
-            f"unknown controller {name!r}{_near(name.lower(), CONTROLLERS)} Known: {', '.join(CONTROLLERS)}"
+            f"unknown controller {name!r}{did_you_mean(name.lower(), CONTROLLERS)} Known: {', '.join(CONTROLLERS)}"
         )
     made = _build(CONTROLLERS[key], options, f"controller {key}")
     assert isinstance(made, Controller)
@@ -99,7 +99,7 @@ def _build(make: Callable[..., Any], options: Mapping[str, Any], what: str) -> A
     }
     for key in options:
         if key not in known:
-            raise ValueError(f"{what} has no key {key!r}{_near(str(key), known)} Known: {', '.join(known)}")
+            raise ValueError(f"{what} has no key {key!r}{did_you_mean(str(key), known)} Known: {', '.join(known)}")
     missing = [name for name, each in known.items() if each.default is each.empty and name not in options]
     if missing:
         raise ValueError(f"{what} needs {' and '.join(missing)}")
@@ -124,12 +124,7 @@ def _value(value: Any, hint: Any, where: str) -> Any:
         inner = typing.get_args(hint)[0]
         return tuple(_value(entry, inner, f"{where}[{at}]") for at, entry in enumerate(value))
     if hint is Compressor:
-        made = nested(value)
-        if not isinstance(made, Compressor):
-            raise ValueError(
-                f"{where} must be a compressor such as loco2 or {{compressor: loco, bits: 2}}, got {value!r}"
-            )
-        return made
+        return as_compressor(value, where)
     if hint is Controller:
         return controller_from(value)
     if hint in _PARTS:
@@ -149,8 +144,3 @@ def _number(value: Any, hint: Any, where: str) -> Any:
     if hint in (float, int) and (isinstance(value, bool) or not isinstance(value, (int, float))):
         raise ValueError(f"{where} must be a number, got {value!r}")
     return value
-
-
-def _near(name: str, known: Any) -> str:
-    near = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else "."

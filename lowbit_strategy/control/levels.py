@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 from lowbit_strategy.methods._base.base import Assignment, Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 # Big enough that headers and padding do not matter, and a matrix, so that low-rank methods compress it.
 _REFERENCE = TensorSpec("reference.weight", (1024, 1024))
@@ -59,7 +60,7 @@ def labels(levels: Sequence[Compressor]) -> tuple[str, ...]:
     return tuple(text if texts.count(text) == 1 else f"{text} #{at}" for at, text in enumerate(texts))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class PerParameter(Compressor):
     """Several configurations, one of them chosen for each parameter; exemptions are each configuration's own.
 

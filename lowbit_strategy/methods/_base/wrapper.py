@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec
 from lowbit_strategy.methods._base.base import Assignment, Compressor
@@ -12,9 +12,10 @@ from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class Wrapper(Compressor):
     """Changes the methods that `compressor` gives; what that one exempts stays exempt.
 
@@ -27,11 +28,6 @@ class Wrapper(Compressor):
     compressor: Compressor
     exempt: tuple[Selector, ...] = ()
     high_precision: tuple[Selector, ...] = ()
-
-    def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
-        if not isinstance(self.compressor, Compressor):
-            raise ValueError(f"compressor must be a compressor's configuration, got {self.compressor!r}")
 
     @property
     def approaches_mean(self) -> bool:  # type: ignore[override]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal
 
@@ -35,6 +34,7 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 Values = Literal["float32", "bfloat16", "int8", "int4"]
 _CODECS: dict[str, Codec] = {
@@ -216,7 +216,7 @@ class SparseReducer(Reducer):
         return sum_entries_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=scatter)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class SparseCompressor(Compressor):
     """Configurations of sparse methods.
 
@@ -233,7 +233,7 @@ class SparseCompressor(Compressor):
         check_density(self.density)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class EntriesCompressor(SparseCompressor):
     """Configurations of methods in which each rank chooses positions of its own.
 

@@ -21,6 +21,7 @@ from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.orthogonal import orthogonalize
 from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.options.configuration import configuration
 
 
 def matrix_shape(spec: TensorSpec) -> tuple[int, int]:
@@ -125,7 +126,7 @@ def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class PowerSGD(Compressor):
     """Every matrix as a product of two thin ones, with error feedback.
 
@@ -173,7 +174,7 @@ class PowerSGD(Compressor):
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_positive("rank", self.rank)
-        if not isinstance(self.start_step, int) or self.start_step < 0:
+        if self.start_step < 0:
             raise ValueError(f"start_step must be 0 or a positive integer, got {self.start_step!r}")
         if not self.min_compression_rate > 0:
             raise ValueError(f"min_compression_rate must be positive, got {self.min_compression_rate!r}")

@@ -20,6 +20,7 @@ from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.shared_scale_base import SharedViews, agreed_nbytes, row_numel
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.sharedscale import SharedScaleReducer
+from lowbit_strategy.options.configuration import configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class MultiScaleReducer(Reducer):
         return bits + codes + agreed_nbytes(spec, self.block_size, world_size)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class MultiScale(Compressor):
     """As `SharedScale`, with a second step 2**finer_bits times finer for elements that are small on every rank.
 
@@ -117,7 +118,7 @@ class MultiScale(Compressor):
         check_bits("bits", self.bits)
         check_bits("high_precision_bits", self.high_precision_bits)
         check_block_size(self.block_size)
-        if not isinstance(self.finer_bits, int) or not 1 <= self.finer_bits <= 8:
+        if not 1 <= self.finer_bits <= 8:
             raise ValueError(f"finer_bits must be an integer from 1 to 8, got {self.finer_bits!r}")
 
     def method(self, spec: TensorSpec) -> MultiScaleReducer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from lowbit_strategy.codecs.natural import NaturalCodec
@@ -12,9 +11,10 @@ from lowbit_strategy.methods._base.option_checks import check_bits, check_block_
 from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class NaturalCompression(Compressor):
     """Only signs and exponents travel.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec
@@ -12,11 +12,12 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, ResidualDtype
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size, check_choice
+from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class OneBitSGD(Compressor):
     """One bit an element; each of its two values decodes to the mean of what it stands for. Error feedback both ways.
 
@@ -49,7 +50,6 @@ class OneBitSGD(Compressor):
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_block_size(self.block_size)
-        check_choice("residual", self.residual, ("float32", "int8"))
         check_bits("high_precision_bits", self.high_precision_bits)
 
     def conserving(self) -> OneBitSGD:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec
@@ -14,9 +13,10 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.option_checks import check_bits
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class QSGD(Compressor):
     """Every bucket on an even grid between minus and plus its norm, rounded at random without bias.
 
@@ -57,8 +57,6 @@ class QSGD(Compressor):
         check_bits("high_precision_bits", self.high_precision_bits)
         if self.return_bits is not None:
             check_bits("return_bits", self.return_bits)
-        if self.norm not in ("max", "l2"):
-            raise ValueError(f"norm must be 'max' or 'l2', got {self.norm!r}")
         uniform(self.bits, self.block_size)
 
     def codec(self, bits: int) -> Codec:

@@ -19,6 +19,7 @@ from lowbit_strategy.methods._base.option_checks import check_bits, check_block_
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.shared_scale_base import SharedViews, agreed_nbytes, row_numel
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +77,7 @@ class SharedScaleReducer(Reducer):
         return codes + agreed_nbytes(spec, self.block_size, world_size)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class SharedScale(Compressor):
     """All ranks round to the same grid, so that an integer sum is the sum of what they said.
 

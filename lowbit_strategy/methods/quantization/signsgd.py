@@ -19,9 +19,10 @@ from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size, check_choice
+from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 VoteScale = Literal["mean_abs", "one"]
 
@@ -86,7 +87,7 @@ class VoteCodec(StatefulCodec):
         packed.spread_(votes.sign() * size * alpha, out)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class SignSGD(Compressor):
     """The sign of the sum of signs.
 
@@ -123,7 +124,6 @@ class SignSGD(Compressor):
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_block_size(self.block_size)
-        check_choice("scale", self.scale, ("mean_abs", "one"))
         check_bits("high_precision_bits", self.high_precision_bits)
 
     def method(self, spec: TensorSpec) -> CodecPair:

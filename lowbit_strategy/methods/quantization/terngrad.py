@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lowbit_strategy.codecs.block import BlockCodec
@@ -11,15 +10,16 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size, check_choice
+from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.sharedscale import SharedScaleReducer
+from lowbit_strategy.options.configuration import configuration
 
 Scaler = Literal["shared", "rank"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class TernGrad(Compressor):
     """Gradients as -1, 0 and 1 times a scaler, drawn so that the mean is right.
 
@@ -62,7 +62,6 @@ class TernGrad(Compressor):
         check_block_size(self.block_size)
         check_bits("return_bits", self.return_bits)
         check_bits("high_precision_bits", self.high_precision_bits)
-        check_choice("scaler", self.scaler, ("shared", "rank"))
         if self.clip_sigmas is not None and not self.clip_sigmas > 0:
             raise ValueError(f"clip_sigmas must be positive or None, got {self.clip_sigmas!r}")
 

@@ -32,6 +32,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     observe_,
     zero_residuals,
 )
+from lowbit_strategy.options.configuration import configuration
 
 _CODEC = DenseCodec("float32")
 
@@ -151,7 +152,7 @@ class _Tree:
         return self.layout.unpack(message[:table].clone().view(torch.int32), message[table:], _CODEC)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class GTopK(SparseCompressor):
     """Global top-k by a tree of merges.
 

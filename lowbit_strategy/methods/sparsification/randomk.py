@@ -18,6 +18,7 @@ from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
 from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, SparseCompressor, accumulate_, conditions
+from lowbit_strategy.options.configuration import configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ class RandomKReducer(CommonPositionsReducer):
         return view.flat().index_select(0, indices).float() * edges.diff()  # one over the chance of each position
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class RandomK(SparseCompressor):
     """Random sparsification.
 

@@ -29,6 +29,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     value_codec,
     zero_residuals,
 )
+from lowbit_strategy.options.configuration import configuration
 
 _SAMPLE_NUMEL = 1 << 16
 _SAMPLE_KEPT = 256  # of the sample above the threshold: enough for the last stage's moments
@@ -102,7 +103,7 @@ class SIDCoReducer(SparseReducer):
         tensors["steps"].zero_()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class SIDCo(EntriesCompressor):
     """Sparsification by a fitted distribution: no sorting, one pass over the gradient to select.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec
@@ -12,9 +12,10 @@ from lowbit_strategy.methods._base.markov import MarkovCodec
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.wrapper import Wrapper
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class EF21(Wrapper):
     """Markov compression with the codec of any quantiser, both ways (CD-Adam's rule).
 

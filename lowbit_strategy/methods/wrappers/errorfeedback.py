@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import ClassVar
 
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer, ResidualDtype, check_decay
-from lowbit_strategy.methods._base.option_checks import check_choice
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.wrapper import Wrapper
 from lowbit_strategy.methods.quantization.qsgd import QSGD
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class ErrorFeedback(Wrapper):
     """Any compressor without a residual, with one, on both ways.
 
@@ -50,7 +50,6 @@ class ErrorFeedback(Wrapper):
     def __post_init__(self) -> None:
         Wrapper.__post_init__(self)
         check_decay(self.decay)
-        check_choice("residual", self.residual, ("float32", "int8"))
 
     @property
     def approaches_mean(self) -> bool:  # type: ignore[override]

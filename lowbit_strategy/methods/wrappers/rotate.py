@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec
@@ -17,9 +17,10 @@ from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.wrapper import Wrapper
 from lowbit_strategy.methods.quantization.loco import LoCoCodec
 from lowbit_strategy.methods.quantization.qsgd import QSGD
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class Rotate(Wrapper):
     """Blocks are rotated before they are coded, and back after the ranks' values have been added.
 

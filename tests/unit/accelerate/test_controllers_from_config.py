@@ -96,7 +96,7 @@ TWO_LEVELS = {"light": "loco", "heavy": "loco2"}
         ({"controller": {"name": "accordion", **TWO_LEVELS, "unit": "step"}}, "unit must be 'epochs' or 'steps'"),
         ({"controller": {"name": "accordion", "light": "loco2", "heavy": "loco"}}, "heavy must compress more than"),
         ({"controller": {"name": "accordion", "light": "loco"}}, "controller accordion needs heavy"),
-        ({"controller": {"name": "accordion", "light": 8, "heavy": "loco2"}}, "light must be a compressor such as"),
+        ({"controller": {"name": "accordion", "light": 8, "heavy": "loco2"}}, "light must be a compressor's"),
         ({"controller": {"name": "accordion", "light": "loca", "heavy": "loco2"}}, r"did you mean 'loco'\?"),
         ({"controller": {"name": "adaqs", "ladder": "loco"}}, "ladder must be a list, got 'loco'"),
         ({"controller": {"name": "guard", "inner": {"name": "statics"}, "bounds": {}}}, r"did you mean 'static'\?"),
