@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.presets import as_compressor, from_options, preset, register_presets
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
@@ -32,6 +34,9 @@ from lowbit_strategy.methods.wrappers.warmup import WarmUp
 
 __all__ = ["PRESETS", "as_compressor", "from_options", "preset"]
 
+_FITTED = LoCo(bits=3, codebook="fitted", block_size=64, reset_steps=None)
+
+# Below 4 bits LoCo is never reset: its residual then holds several gradients that a reset would throw away.
 PRESETS: dict[str, Compressor] = {
     "adacomp": AdaComp(),
     "dense": Dense(),
@@ -42,10 +47,12 @@ PRESETS: dict[str, Compressor] = {
     "exdyna": ExDyna(),
     "gtopk": GTopK(),
     "loco": LoCo(),
-    "loco1": LoCo(bits=1, codebook="fitted", block_size=64, beta=0.95, return_beta=0.95, warmup_steps=128),
-    "loco2": LoCo(bits=2, codebook="fitted", block_size=64, beta=0.95, return_beta=0.95, warmup_steps=128),
-    "loco3": LoCo(bits=3, codebook="fitted", block_size=64),
-    "loco_ternary": LoCo(bits=2, codebook="ternary", block_size=128, beta=0.95, return_beta=0.95, warmup_steps=64),
+    "loco1": replace(_FITTED, bits=1, warmup_steps=128, beta=0.95, return_beta=0.95),
+    "loco2": replace(_FITTED, bits=2, warmup_steps=128, beta=0.95, return_beta=0.95),
+    "loco3": _FITTED,
+    "loco_ternary": replace(
+        _FITTED, bits=2, codebook="ternary", block_size=128, warmup_steps=64, beta=0.95, return_beta=0.95
+    ),
     "micro": MiCRO(),
     "multiscale": MultiScale(),
     "naturalcompression": NaturalCompression(),
@@ -59,6 +66,7 @@ PRESETS: dict[str, Compressor] = {
     "sharedscale": SharedScale(),
     "sidco": SIDCo(),
     "signsgd": SignSGD(),
+    "signum": SignSGD(momentum=0.9),
     "terngrad": TernGrad(),
     "topk": TopK(),
     "warmup": WarmUp(),

@@ -11,7 +11,7 @@ from lowbit_strategy.methods._base.base import Assignment, Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.tensor_spec import REFERENCE, TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -22,12 +22,19 @@ class Wrapper(Compressor):
     Args:
         compressor: The wrapped one.
         exempt: Parameters that are exempt besides.
-        high_precision: Not used: what is milder is for the wrapped one to say.
+        high_precision: Not used: the wrapped compressor decides what gets high precision.
+
+    Raises:
+        ValueError: The wrapped compressor cannot be wrapped.
     """
 
     compressor: Compressor
     exempt: tuple[Selector, ...] = ()
     high_precision: tuple[Selector, ...] = ()
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        self.method(REFERENCE)  # what cannot be wrapped is refused now, not when training starts
 
     @property
     def approaches_mean(self) -> bool:  # type: ignore[override]

@@ -16,7 +16,7 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class EFSignSGD(Compressor):
-    """One bit an element, the error fed back in full, both ways.
+    """One bit per element, the error fed back in full, both ways.
 
     For each block, on every rank, and again at the owner for the mean (DDP):
 
@@ -27,9 +27,9 @@ class EFSignSGD(Compressor):
     The fused LoCo kernel with 1-bit codes and beta 0 does it in one pass.
 
     Args:
-        block_size: Elements that share a magnitude, a power of two; the publication has one a layer. Smaller: less
+        block_size: Elements that share a magnitude, a power of two; the publication has one per layer. Smaller: less
             error, 16 / block_size bits more.
-        residual: ``float32`` costs 4 bytes a parameter and keeps the error exactly; ``int8`` costs 1.
+        residual: ``float32`` costs 4 bytes per parameter on every rank and keeps the error exactly; ``int8`` 1.
         high_precision_bits: Of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
 

@@ -90,9 +90,9 @@ class LoCo(Compressor):
 
     1. ``h = g + e``
     2. ``s = absmax(h) / (2**(bits-1) - 1)``, ``q = clamp(round(h / s))``; q and s go to the block's owner
-    3. ``e' = beta * e + (1 - beta) * (h - q * s)``, kept as int8 with a scale a block
+    3. ``e' = beta * e + (1 - beta) * (h - q * s)``, kept as int8 with a scale per block
     4. the owner adds all ranks' ``q * s`` in float32 and divides by W
-    5. DDP only: the owner sends the mean back the same way, with a residual of its own
+    5. DDP only: the owner sends the mean back the same way (the downlink), with a residual of its own
 
     Below 4 bits an even grid wastes its few values on the tails. ``codebook="fitted"`` puts them where a Gaussian has
     its mass (Lloyd-Max), in units of the block's root mean square: what is clipped is fed back. ``codebook="ternary"``
@@ -102,23 +102,24 @@ class LoCo(Compressor):
 
     Args:
         bits: Of a code: 2 to 8 uniform, 1 to 4 fitted, 2 ternary. Fewer bits: fewer bytes, more error to feed back.
-        levels: ``uniform``: step 2 above; ``fitted`` and ``ternary`` as just said.
+        codebook: Values that codes stand for: ``uniform``: step 2 above; ``fitted`` and ``ternary`` as just described.
         block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size bits more.
         beta: Weight of the old error in the residual, in [0, 1). 0 is classic error feedback; larger smooths the
             quantisation noise and answers more slowly.
-        reset_steps: The residual is forgotten every so many optimizer steps, None for never.
-        residual: ``int8`` costs 1 byte a parameter; ``float32`` costs 4 and stores the average exactly.
+        reset_steps: The residual is forgotten every so many optimizer steps, None for never. What it holds is lost
+            then, below 4 bits the sum of three to four gradients: use None there.
+        residual: ``int8`` costs 1 byte per parameter on every rank; ``float32`` costs 4 and stores the average exactly.
         rounding: Of codes. ``nearest``: least error; ``stochastic``: unbiased, more noise.
         residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured as good; ``stochastic``:
             increments below half a step are kept on average.
-        return_beta: As `beta`, for the owner's residual on the way back.
-        return_bits: Of an even code on the way back, at least `bits`; where what goes there has more bits (milder
-            parameters, the warm-up) so has this. None for the same code. What is lost on that way is lost for all ranks
-            alike: no other rank's noise evens it out.
+        return_beta: As `beta`, for the owner's residual on the downlink.
+        return_bits: Of an even code on the downlink, at least `bits`; where the uplink has more bits (parameters of
+            high precision, the warm-up) so has the downlink. None for the same code. What is lost on the downlink is
+            lost for all ranks alike: no other rank's noise evens it out.
         high_precision_bits: Of embeddings and output heads, which carry most of the error.
         warmup_steps: For so many optimizer steps `warmup_bits`, whose residual then goes on: at the start of training
             gradients turn fastest, and below 4 bits most of what is lost is lost there.
-        warmup_bits: Of a code during the warm-up; below 4 at fitted levels, else at even ones.
+        warmup_bits: Of a code during the warm-up; below 4 with the fitted codebook, else with the uniform one.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -126,7 +127,7 @@ class LoCo(Compressor):
 
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,
-        equations of sections 3 and 4. Levels: Lloyd, 1957/1982; Max, 1960; ternary threshold: Li et al., 2016,
+        equations of sections 3 and 4. Codebook: Lloyd, 1957/1982; Max, 1960; ternary threshold: Li et al., 2016,
         arXiv 1605.04711.
     """
 

@@ -61,12 +61,12 @@ class MultiScaleReducer(Reducer):
             for fine, width_N in zip(finer, widths, strict=True)
         ]
         codes = [shared.round(i, step_N, self.limit, self.rounding) for i, step_N in enumerate(steps)]
-        shared.tell(codes, steps)
+        shared.observe_(codes, steps)
         totals = yield from sum_integers(shared.rows(codes), self.limit, comm, scatter=shared.scatter)
         shared.write_(totals, steps)
 
     def _agree_where(self, shared: SharedViews, fits: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
-        """Boolean, flat, for every view: where the finer scale fits on all ranks. One bit an element, twice."""
+        """Boolean, flat, for every view: where the finer scale fits on all ranks. One bit per element, twice."""
         rows_WN = shared.rows(fits)
         numel = rows_WN.shape[1]
         padded = torch.nn.functional.pad(rows_WN, (0, -numel % 8))
@@ -87,7 +87,7 @@ class MultiScale(Compressor):
     With ``s = 2**(bits-1) - 1`` and ``r = 2**finer_bits``:
 
     1. all ranks agree on ``w = max over ranks of max|g|`` of each block
-    2. all ranks agree, one bit an element there and back, where ``|g| <= w / r`` on every rank: there the step is
+    2. all ranks agree, one bit per element and direction, where ``|g| <= w / r`` on every rank: there the step is
        ``w / (s r)``, elsewhere ``w / s``
     3. every rank rounds to its integers in [-s, s] at random, without bias; they are summed exactly
     4. the mean is the sum times the step over W

@@ -19,7 +19,7 @@ from lowbit_strategy.options.configuration import configuration
 
 @configuration
 class OneBitSGD(Compressor):
-    """One bit an element; each of its two values decodes to the mean of what it stands for. Error feedback both ways.
+    """One bit per element; each of its two values decodes to the mean of what it stands for. Error feedback both ways.
 
     For each block, on every rank, and again at the owner for the mean (DDP):
 
@@ -28,8 +28,8 @@ class OneBitSGD(Compressor):
     3. ``e' = h - Q``
 
     Args:
-        block_size: Elements that share two means (bfloat16), a power of two; the publication has two a column.
-        residual: ``float32`` costs 4 bytes a parameter and keeps the error exactly; ``int8`` costs 1.
+        block_size: Elements that share two means (bfloat16), a power of two; the publication has two per column.
+        residual: ``float32`` costs 4 bytes per parameter on every rank and keeps the error exactly; ``int8`` 1.
         high_precision_bits: Of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
 

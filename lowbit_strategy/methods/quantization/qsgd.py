@@ -25,13 +25,13 @@ class QSGD(Compressor):
     1. ``Q(v_i) = norm(v) / s * sign(v_i) * xi_i``, ``xi_i = floor(s |v_i| / norm) + Bernoulli(frac)``
     2. codes and the bucket's norm go to the owner, which adds all ranks' Q in float32 and divides by W
     3. DDP only: the owner quantises the mean again, with `return_bits`, and sends it back. That error is not averaged
-       over ranks, so at 2 or 3 bits a wider way back is worth its bytes.
+       over ranks, so at 2 or 3 bits a wider downlink is worth its bytes.
 
     Args:
-        bits: Of a code, 2 to 8. Variance grows fourfold a bit less.
-        block_size: Elements of a bucket, a power of two. Smaller: less variance, 16 / block_size bits more.
+        bits: Of a code, 2 to 8. One bit less means four times the variance.
+        block_size: Elements of a bucket, a power of two. Smaller: less variance, 16 / block_size bits more per element.
         norm: ``max``: least variance in practice; ``l2``: the publication's, sparser codes.
-        return_bits: Of the way back; None takes `bits`.
+        return_bits: Of the downlink; None takes `bits`.
         high_precision_bits: Of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
 

@@ -25,9 +25,9 @@ class TernGrad(Compressor):
 
     For each block, on every rank:
 
-    1. clip at `clip_sigmas` standard deviations of the block
-    2. ``s = max|g|``; with ``scaler="shared"`` the largest of all ranks' (an all-reduce of one float a block)
-    3. ``s * sign(g)`` with probability ``|g| / s``, else 0; five trits to a byte, 1.6 bits an element
+    1. clip at `clip_sigmas` standard deviations of the rank's own block
+    2. ``s = max|g|``; with ``scaler="shared"`` the largest of all ranks' (an all-reduce of one float per block)
+    3. ``s * sign(g)`` with probability ``|g| / s``, else 0; five trits to a byte, 1.6 bits per element
     4. shared: trits are summed as integers and go back exactly in as many bits as ``-W ... W`` needs, so nothing is
        quantised twice. Per rank: the owner sends the mean back in `return_bits`, rounded without bias.
 
@@ -37,7 +37,7 @@ class TernGrad(Compressor):
         block_size: Elements that share a scaler and a clipping bound, a power of two; the publication has a layer.
         clip_sigmas: Smaller: less variance, more bias. None does not clip.
         scaler: ``shared`` or each ``rank`` its own.
-        return_bits: Of the way back with a scaler a rank (DDP), 2 to 8.
+        return_bits: Of the downlink with a scaler per rank (DDP), 2 to 8.
         high_precision_bits: Of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
 

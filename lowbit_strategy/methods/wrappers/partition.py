@@ -20,13 +20,13 @@ Rule = tuple[Selector, Compressor]
 class Partition(Compressor):
     """The first rule whose selector chooses a parameter gives its compressor; the others get `default`.
 
-    Each compressor decides for its own parameters what is exempt and what is milder.
+    Each compressor decides for its own parameters what is exempt and what gets high precision.
 
     Args:
         rules: Pairs of a selector (a name with wildcards, a predicate, a function; see `Compressor`) and a compressor.
         default: For everything else.
-        exempt: Parameters that are exempt whatever the rules say.
-        high_precision: Not used: what is milder is for the chosen compressor to say.
+        exempt: Parameters that are exempt whatever the rules are.
+        high_precision: Not used: the chosen compressor decides.
 
     Raises:
         ValueError: A rule is not a selector and a compressor.

@@ -1,4 +1,4 @@
-"""A milder compressor, or none, for the first steps."""
+"""A lighter compressor, or none, for the first steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WarmUp(Compressor):
         compressor: After the warm-up.
         steps: Its length in optimizer steps.
         first: During it; uncompressed by default.
-        exempt, high_precision: Not used: that is for the two compressors to say.
+        exempt, high_precision: Not used: the two compressors decide.
 
     Raises:
         ValueError: `steps` is not positive, or a field is not a compressor.

@@ -60,6 +60,8 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (ErrorFeedback, {"decay": 0.0}, r"decay must be in \(0, 1\]"),
     (ErrorFeedback, {"compressor": "qsg"}, "unknown compressor 'qsg'; did you mean 'qsgd'"),
     (ErrorFeedback, {"compressor": {"bits": 3}}, "needs the compressor's name under 'compressor'"),
+    (EF21, {"momentum": 1.0}, r"momentum must be in \[0, 1\)"),
+    (SignSGD, {"momentum": -0.1}, r"momentum must be in \[0, 1\)"),
     (EF21, {"compressor": None}, "compressor must be a compressor's configuration"),
     (
         Partition,
@@ -160,6 +162,12 @@ def test_bits_of_loco_with_scales(name: str, bits: float) -> None:
     compressor = PRESETS[name]
     assert isinstance(compressor, LoCo)
     assert compressor.fmt.bits_per_element == bits
+
+
+def test_presets_below_4_bits_never_forget_their_residual() -> None:
+    low = [preset for preset in PRESETS.values() if isinstance(preset, LoCo) and preset.bits < 4]
+    assert len(low) == 4
+    assert all(preset.reset_steps is None for preset in low)
 
 
 @pytest.mark.parametrize("name", PRESETS)
