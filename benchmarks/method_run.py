@@ -1,6 +1,6 @@
 """Runs of the demo's training for `benchmarks/methods.py`, one after another: strategies by name, or with options.
 
-    python benchmarks/method_run.py --strategy 'loco_ddp {"bits": 2, "levels": "fitted"}' --steps 600 --folder records
+    python benchmarks/method_run.py --strategy 'loco_ddp {"bits": 2, "codebook": "fitted"}' --steps 600 --folder records
 
 Lightning starts the other process with the same command line, so both ranks register the same strategies.
 """

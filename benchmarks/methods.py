@@ -1,7 +1,7 @@
 """Every method in the demo's own training: two processes, Lightning, DDP or FSDP2, loss against the uncompressed run.
 
     python -m benchmarks.methods --strategy loco2_fsdp --strategy loco1_ddp --seeds 3 --json methods.json
-    python -m benchmarks.methods --strategy 'loco_fsdp {"bits": 3, "levels": "fitted"}' --json methods.json
+    python -m benchmarks.methods --strategy 'loco_fsdp {"bits": 3, "codebook": "fitted"}' --json methods.json
     python -m benchmarks.methods --every --steps 150 --json methods.json
 
 Each run is `recipes/demo_train.py`, about two minutes for its default of 600 steps on two idle cores; one pair of

@@ -5,7 +5,7 @@ training loss over the last steps and of the final validation loss. Ranks are si
 engines, so any registered compressor can be measured; bytes are counted by its communicators. That is for trying
 settings; `benchmarks/methods.py` trains with real processes and strategies, and its figures are the ones to quote.
 
-    python -m benchmarks.quality --variant loco2 --variant 'loco {"bits": 3, "levels": "fitted"}' --json quality.json
+    python -m benchmarks.quality --variant loco2 --variant 'loco {"bits": 3, "codebook": "fitted"}' --json quality.json
 
 Results are added to the JSON file as they come, and what is there already is not run again.
 """

@@ -21,7 +21,7 @@ from lowbit_strategy.control import Accordion
 from lowbit_strategy.lightning import AdaptiveCompression
 from recipes import demo_train
 
-LIGHT, HEAVY = LoCo(bits=8), LoCo(bits=2, levels="fitted", block_size=64, beta=0.95)  # as loco2, no warm-up
+LIGHT, HEAVY = LoCo(bits=8), LoCo(bits=2, codebook="fitted", block_size=64, beta=0.95)  # as loco2, no warm-up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

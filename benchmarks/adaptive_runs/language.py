@@ -28,7 +28,7 @@ LEARNING_RATE, WARMUP_STEPS = 2e-3, 20
 AVERAGED_STEPS = 50  # the training loss is the mean over the last ones
 VALIDATION_WINDOWS = 256
 
-EIGHT, TWO = LoCo(bits=8), LoCo(bits=2, levels="fitted", block_size=64)
+EIGHT, TWO = LoCo(bits=8), LoCo(bits=2, codebook="fitted", block_size=64)
 
 
 def methods() -> dict[str, Compressor | Controller]:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from lowbit_strategy.codecs.contraction import contracts
 from lowbit_strategy.kernels.segments import Segments
 
 
@@ -27,10 +28,16 @@ class Codec(ABC):
         return type(self).__name__.removesuffix("Codec").lower()
 
     def nearest(self) -> Codec:
-        """The same code with the least error instead of no bias: what error feedback wants, since an unbiased code with
-        few levels errs by more than its input. Itself where there is no such choice.
+        """The code with the least error instead of no bias: what error feedback wants, since the error of an unbiased
+        code with few values is larger than its input. Itself where there is no such choice.
         """
         return self
+
+    @property
+    def contracts(self) -> bool:
+        """Whether ``|x - C(x)| < |x|``, as error feedback and EF21 need; found out with some hard blocks."""
+        size = max(self.block_size, 64)
+        return contracts(lambda x: self.decode_sum(self.encode(x, seed=0)[None], size), size)
 
     @abstractmethod
     def wire_nbytes(self, numel: int) -> int:

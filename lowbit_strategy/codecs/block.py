@@ -1,4 +1,4 @@
-"""Blockwise codes with one scale a block, through the fused kernels."""
+"""Blockwise codes with one scale per block, through the fused kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.contraction import contracts
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.reference import blocks as reference
+from lowbit_strategy.kernels.reference.rng import dither
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 Rounding = Literal["nearest", "stochastic"]
@@ -21,7 +24,7 @@ class BlockCodec(Codec):
     """Codes and scales as `fmt` says.
 
     Args:
-        fmt: Bits, block size, scale rule, levels.
+        fmt: Bits, block size, scale rule, codebook.
         rounding: ``nearest``: least error; ``stochastic``: unbiased, twice the variance (uniform grids only).
     """
 
@@ -37,7 +40,23 @@ class BlockCodec(Codec):
         return self.fmt.block_size
 
     def nearest(self) -> BlockCodec:
+        if self.fmt.bits == 1 and self.fmt.scale_rule == "rms":  # whatever the block, signs fit best at its mean
+            return BlockCodec(replace(self.fmt, scale_rule="mean_abs", levels=(-1.0, 1.0)))
         return replace(self, rounding="nearest")
+
+    @property
+    def contracts(self) -> bool:
+        if self.rounding == "nearest" and (self.fmt.is_uniform or self.fmt.is_ternary):
+            return True  # no element's error is larger than the element
+        return contracts(self._decoded, self.block_size)
+
+    def _decoded(self, x_N: Tensor) -> Tensor:
+        """What the others decode of one block, by the definition: no kernel is built or compiled for it."""
+        x_KB, count_K = x_N.view(1, -1), torch.full((1,), self.block_size, dtype=torch.int64)
+        scale_K, _ = reference.block_scale(x_KB, count_K, self.fmt)
+        noise_KB = dither(0, self.block_size, 0, x_N.device) if self.rounding == "stochastic" else 0.0
+        codes_KB = reference.quantize(x_KB, scale_K, self.fmt, noise_KB)
+        return reference.dequantize(codes_KB, scale_K, self.fmt).view(-1)
 
     def wire_nbytes(self, numel: int) -> int:
         return self.fmt.wire_nbytes(numel)

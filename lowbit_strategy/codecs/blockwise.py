@@ -72,7 +72,7 @@ class BlockwiseCodec(Codec):
         pack_segments(segments, self.block_size).spread_(total.mul_(alpha), out)
 
     def decode_rows(self, wire_WB: Tensor, segments: Segments) -> Iterator[Tensor]:
-        """What each source says, packed, in rank order."""
+        """What each source has sent, decoded and packed, in rank order."""
         packed = pack_segments(segments, self.block_size)
         for wire in wire_WB:
             yield self.decode_blocks(packed.collect_wire(wire, self.block_nbytes)).reshape(-1)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 
-_EXPONENT_BIAS = 126  # the byte of exponents -125 ... 128; 0 says an all-zero block, 255 a non-finite one
+_EXPONENT_BIAS = 126  # the byte of exponents -125 ... 128; 0 stands for an all-zero block, 255 for a non-finite one
 _NOT_FINITE = 255
 
 
 @dataclass(frozen=True, slots=True)
 class NaturalCodec(BlockwiseCodec):
-    """Powers of two below a block's largest magnitude, unbiased.
+    """Powers of two up to a block's largest magnitude.
 
     With ``K = 2**(bits-1) - 1`` and ``2**E`` the smallest power of two not below the block's largest magnitude:
 
@@ -29,14 +30,20 @@ class NaturalCodec(BlockwiseCodec):
     Args:
         bits: Of a code, 2 to 8. 8 bits reach down to ``2**-126`` of the largest magnitude.
         block_size: Elements that share ``E``.
+        rounding: ``stochastic`` as above, without bias; ``nearest``: the nearer of the two powers, or of 0 and the
+            smallest value.
     """
 
     bits: int = 4
     block_size: int = 128
+    rounding: Rounding = "stochastic"
 
     @property
     def label(self) -> str:
         return f"natural {self.bits}-bit, blocks of {self.block_size}"
+
+    def nearest(self) -> NaturalCodec:
+        return replace(self, rounding="nearest")
 
     @property
     def fmt(self) -> BlockFormat:
@@ -54,7 +61,7 @@ class NaturalCodec(BlockwiseCodec):
         magnitude_KB = h_KB.abs()
         top_K = _ceil_log2(magnitude_KB.amax(-1))
         usable_K = top_K > -_EXPONENT_BIAS
-        uniform_KB = noise(CODE_STREAM) + 0.5
+        uniform_KB: Tensor | float = noise(CODE_STREAM) + 0.5 if self.rounding == "stochastic" else 0.5
         mantissa_KB, exponent_KB = torch.frexp(magnitude_KB)  # mantissa in [0.5, 1): the power below is 2**(exponent-1)
         power_KB = exponent_KB - 1 + (uniform_KB < 2.0 * mantissa_KB - 1.0).int()
         level_KB = power_KB - (top_K - self.num_levels)[:, None]

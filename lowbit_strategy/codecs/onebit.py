@@ -15,7 +15,7 @@ _MEAN_NBYTES = 4  # both means, bfloat16
 
 @dataclass(frozen=True, slots=True)
 class TwoMeansCodec(BlockwiseCodec):
-    """1-bit SGD's quantiser: of all 1-bit codes of a block the one with the least squared error.
+    """1-bit SGD's quantiser: of the 1-bit codes of a block that split it at 0, the one with the least squared error.
 
     1. the bit says whether ``h >= 0``
     2. it decodes to the mean of the block's elements that share it
@@ -28,7 +28,7 @@ class TwoMeansCodec(BlockwiseCodec):
 
     @property
     def label(self) -> str:
-        return f"1-bit, two means a block of {self.block_size}"
+        return f"1-bit, two means per block of {self.block_size}"
 
     @property
     def block_nbytes(self) -> int:

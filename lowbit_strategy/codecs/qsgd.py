@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.block import Rounding
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.kernels.format import SCALE_NBYTES, BlockFormat, uniform
 from lowbit_strategy.kernels.reference import blocks
@@ -30,19 +31,18 @@ class L2Codec(BlockwiseCodec):
     Args:
         bits: Of a code, 2 to 8.
         block_size: Elements of a bucket.
-        rounding: ``stochastic`` as above, or ``nearest``.
     """
 
     bits: int = 4
     block_size: int = 128
-    rounding: Rounding = "stochastic"
 
     @property
     def label(self) -> str:
         return f"qsgd {self.bits}-bit, L2 norm, buckets of {self.block_size}"
 
-    def nearest(self) -> L2Codec:
-        return replace(self, rounding="nearest")
+    def nearest(self) -> Codec:
+        """With the maximum norm: the grid of the Euclidean one is so coarse at few bits that a block rounds to 0."""
+        return BlockCodec(self.fmt)
 
     @property
     def fmt(self) -> BlockFormat:
@@ -60,8 +60,7 @@ class L2Codec(BlockwiseCodec):
         scale_K = blocks.round_up_bfloat16(norm_K * torch.tensor(1.0 / fmt.qmax, dtype=torch.float32))
         scale_K = torch.where(scale_K < torch.finfo(torch.float32).tiny, 0.0, scale_K)
         scale_K = torch.where(finite_K & scale_K.isfinite(), scale_K, torch.nan)
-        dither_KB = noise(CODE_STREAM) if self.rounding == "stochastic" else 0.0
-        codes_KB = blocks.quantize(h_KB, scale_K, fmt, dither_KB)
+        codes_KB = blocks.quantize(h_KB, scale_K, fmt, noise(CODE_STREAM))
         scale_bytes = blocks.to_bfloat16(scale_K)[:, None].view(torch.uint8)
         return torch.cat([blocks.pack(codes_KB, fmt), scale_bytes], 1)
 

@@ -18,7 +18,7 @@ DENSE_BLOCK = 128  # rotated together where the codec itself has no blocks
 
 @dataclass(frozen=True, slots=True)
 class RotatedCodec(Codec):
-    """``codec`` on ``H D x / sqrt(n)``, block by block; the sum of what all ranks say is rotated back once.
+    """``codec`` on ``H D x / sqrt(n)``, block by block; the sum of what all ranks send is rotated back once.
 
     ``H`` is the Hadamard matrix of n = `size` elements, ``D`` fixed random signs, so that a constant block is spread
     as well. The rotation keeps lengths: the error is the inner codec's error of a block that looks Gaussian.
@@ -54,6 +54,10 @@ class RotatedCodec(Codec):
     def nearest(self) -> RotatedCodec:
         return replace(self, codec=self.codec.nearest())
 
+    @property
+    def contracts(self) -> bool:
+        return self.codec.contracts  # a rotation keeps lengths
+
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(-(-numel // self.block_size) * self.block_size)
 
@@ -84,7 +88,7 @@ class RotatedCodec(Codec):
         packed.spread_((hadamard(rotated.view(-1, self.rotation_size)) * self._signs(out.device)).view(-1), out)
 
     def _signs(self, device: torch.device) -> Tensor:
-        return torch.where(dither(0, self.rotation_size, _SIGN_KEY, device) < 0, -1.0, 1.0)
+        return dither(0, self.rotation_size, _SIGN_KEY, device).lt(0).float() * -2.0 + 1.0
 
 
 def hadamard(x_KN: Tensor) -> Tensor:

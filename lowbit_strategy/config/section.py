@@ -27,11 +27,12 @@ from typing import Any
 import yaml
 
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
-from lowbit_strategy.config.names import did_you_mean
 from lowbit_strategy.config.structure import structure
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.presets import option_names
 from lowbit_strategy.methods.registry import preset
+from lowbit_strategy.options.suggestions import did_you_mean
 
 SECTION = "lowbit_config"
 VARIABLE = "LOWBIT_CONFIG"  # the section as JSON, or the path of a file that holds it
@@ -69,8 +70,9 @@ def _compressor(entries: Section) -> Compressor:
         hints = [did_you_mean(str(key), choices) for key in entries]
         raise ValueError(f"{SECTION}: compressor is missing{max(hints, key=len, default='.')}")
     if isinstance(name, str):
-        choices += ["options", *(field.name for field in dataclasses.fields(preset(name)) if field.init)]
-        for key in entries.keys() - choices:
+        names = option_names(preset(name))
+        choices += ["options", *dict.fromkeys(names.values())]
+        for key in entries.keys() - {*choices, *names}:
             raise ValueError(
                 f"{SECTION}: unknown key {key!r}{did_you_mean(str(key), choices)} Known with {name}:"
                 f" {', '.join(choices)}"

@@ -30,7 +30,6 @@ from cattrs.gen import make_dict_structure_fn
 
 from lowbit_strategy.accelerate.monitor import CompressionMonitor
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.config.names import did_you_mean
 from lowbit_strategy.control import (
     Accordion,
     AccordionBatch,
@@ -45,6 +44,7 @@ from lowbit_strategy.control import (
 )
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods.registry import from_options, preset
+from lowbit_strategy.options.suggestions import did_you_mean
 
 T = TypeVar("T")
 _Hook = Callable[[Any, Any], Any]  # value and type; the object

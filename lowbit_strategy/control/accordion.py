@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from lowbit_strategy.control.base import (
@@ -22,11 +22,12 @@ from lowbit_strategy.control.critical import CriticalRegimes, Unit
 from lowbit_strategy.control.levels import check_order, labels
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 MODEL = "model"  # the name under which the whole model is judged
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class Accordion(Controller):
     """Two levels of compression, chosen by how fast the gradient changes.
 
@@ -117,7 +118,7 @@ class Accordion(Controller):
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class AccordionBatch(Controller):
     """Accordion on the batch size: small batches in critical regimes, large ones otherwise.
 

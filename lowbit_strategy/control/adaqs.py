@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, describe_switches
 from lowbit_strategy.control.levels import check_order, labels
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 MODEL = "model"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class AdaQS(Controller):
     """Start with the heaviest level; step to a lighter one whenever the mean-to-deviation ratio has fallen enough.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,9 +14,10 @@ from lowbit_strategy.control.groups import GroupBy, check_group_by, grouped
 from lowbit_strategy.control.levels import check_order, labels, level_nbytes
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class ErrorBudget(Controller):
     """Spend the error (or the bytes) where it buys most.
 

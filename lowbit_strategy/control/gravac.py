@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, describe_switches
@@ -13,13 +13,14 @@ from lowbit_strategy.control.levels import check_order, labels
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.options.configuration import configuration
 
 _DENSE = 0  # index of the uncompressed level; candidates follow
 _FORGOTTEN = 3.0  # time constants after which e**-3 = 5 % of the residual before is left
 _SLOWEST_AVERAGE = 5  # steps: LoCo's residual is a moving average with a weight of 0.8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class GraVAC(Controller):
     """Search the candidates from light to heavy for the best throughput that keeps the gradient's information.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry, describe_switches
@@ -12,6 +12,7 @@ from lowbit_strategy.control.groups import GroupBy, check_group_by, group_of, gr
 from lowbit_strategy.control.levels import describe, labels, reference_nbytes
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 
 class Reading(NamedTuple):
@@ -30,7 +31,7 @@ class Verdict(NamedTuple):
     state: State
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class Bounds:
     """What a group's error and residual may be.
 
@@ -88,7 +89,7 @@ class Bounds:
         return ", ".join(parts)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class Guard(Controller):
     """Around another controller: watches what it chose and overrides it where that goes wrong.
 

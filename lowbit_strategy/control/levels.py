@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 from lowbit_strategy.methods._base.base import Assignment, Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.parameter_selectors import Selector
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.tensor_spec import REFERENCE, TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
-# Big enough that headers and padding do not matter, and a matrix, so that low-rank methods compress it.
-_REFERENCE = TensorSpec("reference.weight", (1024, 1024))
 _REFERENCE_WORLD_SIZE = 4
 _STRENGTHS = ("bits", "density", "rank")
 
@@ -24,8 +23,8 @@ def level_nbytes(level: Compressor, spec: TensorSpec, world_size: int, *, scatte
 
 
 def reference_nbytes(level: Compressor) -> int:
-    """Bytes for a matrix of 1024 x 1024 that is neither exempt nor milder, over four ranks."""
-    return level.method(_REFERENCE).wire_nbytes(_REFERENCE, _REFERENCE_WORLD_SIZE, scatter=False)
+    """Bytes for a matrix of 1024 x 1024 that is neither exempt nor of high precision, over four ranks."""
+    return level.method(REFERENCE).wire_nbytes(REFERENCE, _REFERENCE_WORLD_SIZE, scatter=False)
 
 
 def check_order(levels: Sequence[Compressor], names: Sequence[str]) -> None:
@@ -59,7 +58,7 @@ def labels(levels: Sequence[Compressor]) -> tuple[str, ...]:
     return tuple(text if texts.count(text) == 1 else f"{text} #{at}" for at, text in enumerate(texts))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class PerParameter(Compressor):
     """Several configurations, one of them chosen for each parameter; exemptions are each configuration's own.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -13,11 +12,12 @@ from lowbit_strategy.control.base import Controller, Decision, Progress, State, 
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration, positional_configuration
 
 PhaseUnit = Literal["step", "epoch", "fraction"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class Phase:
     """One compressor for a while.
 
@@ -79,7 +79,7 @@ def _in_steps(value: float, unit: PhaseUnit, progress: Progress) -> float:
     return value * progress.steps_per_epoch
 
 
-@dataclass(frozen=True, slots=True)
+@positional_configuration
 class Schedule(Controller):
     """Phases one after the other: "8 bits for 500 steps, then 4, 8 again for the last 5 %" is::
 

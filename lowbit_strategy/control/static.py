@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from lowbit_strategy.control.base import Controller, Decision, State, Telemetry
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import positional_configuration
 
 
-@dataclass(frozen=True, slots=True)
+@positional_configuration
 class Static(Controller):
     """Every parameter has the same level at every step."""
 

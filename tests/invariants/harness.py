@@ -25,6 +25,7 @@ from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.quantization.multiscale import MultiScale
 from lowbit_strategy.methods.quantization.naturalcompression import NaturalCompression
 from lowbit_strategy.methods.quantization.qsgd import QSGD
+from lowbit_strategy.methods.quantization.signsgd import SignSGD
 from lowbit_strategy.methods.quantization.terngrad import TernGrad
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.wrappers.ef21 import EF21
@@ -60,12 +61,14 @@ def _warmed_up(compressor: Compressor) -> Compressor:
 
 
 CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, compressor in PRESETS.items()} | {
-    "LoCo, 1 bit after two steps": LoCo(bits=1, levels="fitted", warmup_steps=2),
-    "LoCo, 2 bits up, 4 down": LoCo(bits=2, levels="ternary", return_bits=4, return_beta=0.8),
+    "LoCo, 1 bit after two steps": LoCo(bits=1, codebook="fitted", warmup_steps=2),
+    "LoCo, 2 bits up, 4 down": LoCo(bits=2, codebook="ternary", return_bits=4, return_beta=0.8),
     "qsgd, L2 norm": QSGD(norm="l2", bits=6),
     "natural, 4 bits": NaturalCompression(bits=4),
     "feedback in 8 bits": ErrorFeedback(compressor=QSGD(bits=4), residual="int8"),
     "EF21, 4 bits": EF21(compressor=LoCo(bits=4)),
+    "EF21 with momentum": EF21(compressor=QSGD(bits=4), momentum=0.5),
+    "Signum, magnitude one": SignSGD(momentum=0.5, scale="one"),
     "rotated LoCo": Rotate(compressor=LoCo(bits=3), size=32),
     "rotated EF21": Rotate(compressor=EF21()),
     "partition": Partition(rules=(("m*", LoCo(bits=2)), ("t*", QSGD(bits=8))), default=EFSignSGD()),

@@ -188,7 +188,7 @@ def decode_sum_(
     wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat, *, alpha: float, max_elements: int = WHOLE
 ) -> None:
     for piece in pieces(segments, fmt, max_elements):
-        total_KB = torch.zeros(1, device=out.device)
+        total_KB = torch.zeros(1, dtype=torch.float32, device=out.device)
         for source in wire_WB:  # rank order, float32: the same bits wherever it is computed
             total_KB = total_KB + read_blocks(source, piece, fmt)
         numel = piece.x.stop - piece.x.start

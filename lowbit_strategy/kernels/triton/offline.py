@@ -97,9 +97,7 @@ def dense_decode_sum_resources(fmt: DenseFormat, *, out: str, sources: int, arch
     signature = {"wire": "*u8", "stride": "i64", "out": _POINTERS[out], **_TABLES, "alpha": "fp32", "groups": "i32"}
     groups, rest = split_sources(sources)
     constants = {**_dense_constants(fmt), "LOOP": groups > 0, "REST": rest}
-    return _compile(
-        dense.decode_sum_kernel, signature, constants, unaligned=("out",), launch=dense.LAUNCH, arch=arch
-    )
+    return _compile(dense.decode_sum_kernel, signature, constants, unaligned=("out",), launch=dense.LAUNCH, arch=arch)
 
 
 _TABLES = {"segment_of_tile": "*i32", "segments": "*i64", "table": "*fp32"}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -20,6 +19,7 @@ from lowbit_strategy.methods._base.optimizer_checks import check_momentum
 from lowbit_strategy.methods._base.parameter_selectors import Selector, describe, matching, validate_selectors
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration, former_option
 
 AssignmentKind = Literal["compressed", "high_precision", "exempt"]
 
@@ -32,18 +32,19 @@ class Assignment(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class Compressor(ABC):
     """A configuration that gives every parameter its method.
 
     Args:
         exempt: Parameters that stay dense: names with wildcards (``"*.gate.*"``), the predicates ``"@vector"``
             (fewer than two dims), ``"@small"``, ``"@embedding"``, ``"@head"``, or functions of a `TensorSpec`.
-        high_precision: Parameters that get the milder method, likewise. Exemption goes first.
+        high_precision: Parameters that get the method of high precision, likewise. Exemption goes first.
     """
 
     name: ClassVar[str]
     approaches_mean: ClassVar[bool] = True  # results for one gradient, averaged over many steps, approach the true mean
+    renamed_options: ClassVar[Mapping[str, str]] = {"milder": "high_precision", "milder_bits": "high_precision_bits"}
 
     exempt: tuple[Selector, ...] = ("@vector", "@small")
     high_precision: tuple[Selector, ...] = ("@embedding", "@head")
@@ -52,12 +53,17 @@ class Compressor(ABC):
         validate_selectors("exempt", self.exempt)
         validate_selectors("high_precision", self.high_precision)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return former_option(self, name)
+
     @abstractmethod
     def method(self, spec: TensorSpec) -> Method:
-        """The method of a parameter that is neither exempt nor milder."""
+        """The method of a parameter that is neither exempt nor of high precision."""
 
     def high_precision_method(self, spec: TensorSpec) -> Method | None:
-        """The method of embeddings and heads; None where the compressor has no milder level."""
+        """The method of embeddings and heads; None where the compressor treats them like the rest."""
         return None
 
     def check(self, specs: Sequence[TensorSpec]) -> None:  # noqa: B027 (most have nothing to check)

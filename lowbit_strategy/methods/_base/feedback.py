@@ -1,7 +1,8 @@
-"""Error feedback for any codec: what was not said is added to the next gradient."""
+"""Error feedback for any codec: what was not sent is added to the next gradient."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.contraction import contracts
 from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import flat_cut
+from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.stateful_codec import Arena, State, StatefulCodec
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import uniform
@@ -42,7 +46,7 @@ class FeedbackCodec(StatefulCodec):
         codec: C.
         beta: 0 is classic feedback; above, LoCo's moving average.
         decay: Below 1 old errors fade; nothing is conserved then.
-        residual: ``int8`` has one scale a block and rounds at random.
+        residual: ``int8`` has one scale per block and rounds at random.
     """
 
     codec: Codec
@@ -81,9 +85,9 @@ class FeedbackCodec(StatefulCodec):
         idle = packed.idle(g)
         h = torch.where(idle, 0.0, g + e)
         self.codec.encode_segments_(h, wire, packed.segments, seed=step.seed, flag=flag)
-        said = torch.zeros_like(h)
-        self.codec.decode_sum_segments_(wire.view(1, -1), said, packed.segments, alpha=1.0)
-        updated = (e * self.beta + (h - said) * (1.0 - self.beta)) * self.decay
+        sent = torch.zeros_like(h)
+        self.codec.decode_sum_segments_(wire.view(1, -1), sent, packed.segments, alpha=1.0)
+        updated = (e * self.beta + (h - sent) * (1.0 - self.beta)) * self.decay
         keep = idle | ~updated.isfinite()
         self._write_(packed, state, torch.where(keep, e, updated), keep, step)
 
@@ -120,7 +124,7 @@ class FeedbackReducer(Reducer):
 
     Args:
         inner: Fills ``View.sent``.
-        decay: As in `FeedbackLane`.
+        decay: As in `FeedbackCodec`.
     """
 
     inner: Reducer
@@ -174,16 +178,64 @@ class FeedbackReducer(Reducer):
 
 
 def codec_of(stateful: StatefulCodec) -> Codec:
-    """The codec of a lane, whatever residual it keeps.
+    """The codec of a stateful one, whatever residual it keeps.
 
     Raises:
-        ValueError: The lane has no codec that could serve alone.
+        ValueError: It has no codec that could serve alone.
     """
     if isinstance(stateful, (PlainCodec, FeedbackCodec)):
         return stateful.codec
     if isinstance(stateful, LoCoCodec):
         return BlockCodec(stateful.fmt, stateful.rounding)
     raise ValueError(f"{stateful.label!r} has no codec of its own: wrap a quantiser such as QSGD, LoCo or OneBitSGD")
+
+
+def contracting(codec: Codec) -> Codec:
+    """The nearest form of `codec`, which feedback can do with.
+
+    Raises:
+        ValueError: Its error can be larger than its input: a residual would grow with every step.
+    """
+    nearest = codec.nearest()
+    if not _contracts(nearest):
+        raise ValueError(
+            f"{codec.label!r} can err by more than its input, so what has not been sent would grow with every step: use"
+            " smaller blocks, more bits or another compressor"
+        )
+    return nearest
+
+
+def contracting_reducer(reducer: Reducer) -> Reducer:
+    """As `contracting`, for a method with communication of its own."""
+    nearest = reducer.nearest()
+    if not _contracts_alone(nearest):
+        raise ValueError(
+            f"{reducer.label!r} can err by more than its input, so what has not been sent would grow with every step:"
+            " use it without feedback (for random-k: RandomK(scale=False), which has feedback of its own)"
+        )
+    return nearest
+
+
+@functools.cache
+def _contracts(codec: Codec) -> bool:
+    return codec.contracts
+
+
+@functools.cache
+def _contracts_alone(reducer: Reducer) -> bool:
+    """Tried on one rank."""
+    size = 1024
+    spec, comm = TensorSpec("probe", (32, size // 32)), LocalComm()
+
+    def sent(x: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        view = View(spec, flat_cut(size, 1, 1), x.clone(), torch.zeros_like(x), False, sent=result)
+        state = reducer.init([spec], x.device)
+        for pending in reducer.reduce([view], state, comm, StepContext(0, 0, 0)):
+            pending.wait()
+        return result
+
+    return contracts(sent, size)
 
 
 def check_decay(decay: float) -> None:

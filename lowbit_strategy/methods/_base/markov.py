@@ -1,4 +1,4 @@
-"""EF21's lane: both sides keep an estimate, and differences from it travel (Markov compression)."""
+"""EF21's codec: both sides keep an estimate, and differences from it travel (Markov compression)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.codecs.packed import pack_segments
+from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.collectives.stateful_codec import Arena, State, StatefulCodec
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.methods._base.momentum import average_
 
 
 @dataclass(frozen=True, slots=True)
 class MarkovCodec(StatefulCodec):
-    """The sender says ``c = C(g - estimate)`` and both add c to what they know.
+    """The sender sends ``c = C(v - estimate)``, and both sides add c to what they know.
 
-    1. sender: ``c_r = C(g_r - estimate_r)``, ``estimate_r += c_r``
+    1. sender: ``v_r = momentum * v_r + (1 - momentum) * g_r`` (at first ``v_r = g_r``), ``c_r = C(v_r - estimate_r)``,
+       ``estimate_r += c_r``
     2. receiver: ``total += sum of c_r``; the result is total
 
     So ``total`` is always the sum of the senders' estimates, to rounding. Where c is not finite the result is, for this
@@ -26,20 +28,23 @@ class MarkovCodec(StatefulCodec):
 
     Args:
         codec: C; may be biased, must shrink: ``|x - C(x)| < |x|``.
+        momentum: 0 keeps no average: v is g.
     """
 
     codec: Codec
+    momentum: float = 0.0
 
     @property
     def label(self) -> str:
-        return f"{self.codec.label}, differences (EF21)"
+        return f"{self.codec.label}, differences (EF21{f', momentum {self.momentum:g}' if self.momentum else ''})"
 
     @property
     def block_size(self) -> int:
         return self.codec.block_size
 
     def arenas(self) -> dict[str, Arena]:
-        return {"estimate": Arena(torch.float32), "total": Arena(torch.float32, extent="receiver")}
+        arenas = {"estimate": Arena(torch.float32), "total": Arena(torch.float32, extent="receiver")}
+        return arenas | {"average": Arena(torch.float32)} if self.momentum else arenas
 
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(numel)
@@ -51,9 +56,12 @@ class MarkovCodec(StatefulCodec):
             return
         packed = pack_segments(segments, self.block_size)
         estimate = packed.collect_state(state["estimate"])
-        difference = packed.collect(x) - estimate
+        difference = self._averaged(packed, packed.collect(x), state) - estimate
         self.codec.encode_segments_(difference, wire, packed.segments, seed=step.seed, flag=flag)
         packed.store_state_(state["estimate"], estimate + _finite(self._decode(wire.view(1, -1), segments)))
+
+    def _averaged(self, packed: Packed, g: Tensor, state: State) -> Tensor:
+        return average_(packed, state, "average", g, self.momentum) if self.momentum else g
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
         if not segments.rows:
@@ -61,10 +69,10 @@ class MarkovCodec(StatefulCodec):
         packed = pack_segments(segments, self.block_size)
         total = packed.collect_state(state["total"])
         bad = torch.zeros_like(total, dtype=torch.bool)
-        for rank in range(wire_WB.shape[0]):  # one by one: what a rank failed to say is left out for it alone
-            said = self._decode(wire_WB[rank : rank + 1], segments)
-            bad |= ~said.isfinite()
-            total += _finite(said)
+        for rank in range(wire_WB.shape[0]):  # one by one: a rank's message that is not finite is left out alone
+            sent = self._decode(wire_WB[rank : rank + 1], segments)
+            bad |= ~sent.isfinite()
+            total += _finite(sent)
         packed.store_state_(state["total"], total)
         packed.spread_(torch.where(bad, torch.nan, total * alpha), out)
 
@@ -74,9 +82,9 @@ class MarkovCodec(StatefulCodec):
 
     def _decode(self, wire_1B: Tensor, segments: Segments) -> Tensor:
         packed = pack_segments(segments, self.block_size)
-        said = torch.zeros(packed.numel, dtype=torch.float32, device=wire_1B.device)
-        self.codec.decode_sum_segments_(wire_1B, said, packed.segments, alpha=1.0)
-        return said
+        sent = torch.zeros(packed.numel, dtype=torch.float32, device=wire_1B.device)
+        self.codec.decode_sum_segments_(wire_1B, sent, packed.segments, alpha=1.0)
+        return sent
 
 
 def _finite(values: Tensor) -> Tensor:

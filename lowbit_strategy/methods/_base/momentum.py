@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.codecs.packed import pack_segments
+from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.collectives.stateful_codec import Arena, State, StatefulCodec
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
@@ -23,37 +24,64 @@ def add_momentum(momentum: Tensor, gradient: Tensor, factor: float, *, nesterov:
     return updated, updated
 
 
+def average_(packed: Packed, state: State, key: str, gradient: Tensor, momentum: float) -> Tensor:
+    """The moving average ``momentum * old + (1 - momentum) * gradient``, which is also stored under `key`.
+
+    The first gradient of a piece is its first average. A gradient that is not finite is passed on, and what is stored
+    stays as it was.
+    """
+    old = packed.collect_state(state[key])
+    average = torch.where(packed.idle(old), gradient, old * momentum + gradient * (1.0 - momentum))
+    packed.store_state_(state[key], torch.where(average.isfinite(), average, old))
+    return average
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MomentumCodec(StatefulCodec):
-    """Floats with momentum: for parameters that stay dense while the optimizer leaves momentum to DGC."""
+    """A codec of the momentum of what comes in, for parameters whose optimizer leaves momentum to the compressor.
+
+    Args:
+        momentum: In [0, 1).
+        nesterov: Sum of gradients with Nesterov's rule.
+        averaged: A moving average (`average_`) instead of a sum; `nesterov` is not used then.
+        codec: Of the momentum; floats by default.
+    """
 
     momentum: float
-    nesterov: bool
+    nesterov: bool = False
+    averaged: bool = False
+    codec: Codec = field(default_factory=DenseCodec)
 
     @property
     def label(self) -> str:
-        return f"float32 with momentum {self.momentum:g}"
+        return f"{self.codec.label} with momentum {self.momentum:g}"
 
     @property
     def block_size(self) -> int:
-        return 1
+        return self.codec.block_size
 
     def arenas(self) -> dict[str, Arena]:
         return {"momentum": Arena(torch.float32)}
 
     def wire_nbytes(self, numel: int) -> int:
-        return DenseCodec().wire_nbytes(numel)
+        return self.codec.wire_nbytes(numel)
 
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
     ) -> None:
         if not segments.rows:
             return
-        packed = pack_segments(segments, 1)
+        packed = pack_segments(segments, self.block_size)
+        added = self._added(packed, packed.collect(x), state)
+        self.codec.encode_segments_(added, wire, packed.segments, seed=step.seed, flag=flag)
+
+    def _added(self, packed: Packed, gradient: Tensor, state: State) -> Tensor:
+        if self.averaged:
+            return average_(packed, state, "momentum", gradient, self.momentum)
         old = packed.collect_state(state["momentum"])
-        updated, added = add_momentum(old, packed.collect(x), self.momentum, nesterov=self.nesterov)
+        updated, added = add_momentum(old, gradient, self.momentum, nesterov=self.nesterov)
         packed.store_state_(state["momentum"], torch.where(updated.isfinite(), updated, old))
-        DenseCodec().encode_segments_(added, wire, packed.segments, seed=step.seed, flag=flag)
+        return added
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
-        DenseCodec().decode_sum_segments_(wire_WB, out, segments, alpha=alpha)
+        self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.suggestions import did_you_mean
 
 Selector = str | Callable[[TensorSpec], bool]
 
@@ -22,18 +22,11 @@ _PREDICATES: dict[str, tuple[Callable[[TensorSpec], bool], str]] = {
 
 def validate_selectors(field: str, selectors: Sequence[Selector]) -> None:
     """Raises:
-    ValueError: Not a sequence of names, known predicates and functions.
+    ValueError: One looks like a predicate and is none.
     """
-    if isinstance(selectors, str) or not isinstance(selectors, Sequence):
-        raise ValueError(f"{field} must be a tuple of names, predicates or functions, got {selectors!r}")
     for selector in selectors:
-        if callable(selector):
-            continue
-        if not isinstance(selector, str):
-            raise ValueError(f"{field}: {selector!r} is neither a name, a predicate nor a function")
-        if selector.startswith("@") and selector not in _PREDICATES:
-            near = get_close_matches(selector, _PREDICATES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+        if isinstance(selector, str) and selector.startswith("@") and selector not in _PREDICATES:
+            hint = did_you_mean(selector, _PREDICATES)
             raise ValueError(f"{field}: unknown predicate {selector!r}, known: {', '.join(_PREDICATES)}{hint}")
 
 

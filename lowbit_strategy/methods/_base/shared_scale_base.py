@@ -49,12 +49,24 @@ class SharedViews:
         return list(agreed.split([norm.numel() for norm in norms]))
 
     def spread(self, values_K: Tensor, index: int) -> Tensor:
-        """One number a block as one number an element, flat [numel]."""
+        """One number per block as one number per element, flat [numel]."""
         return values_K.repeat_interleave(self.block_size)[: self.views[index].spec.numel]
 
-    def round(self, index: int, step_N: Tensor, limit: int, rounding: Rounding) -> Tensor:
-        """int32 [numel]: gradient over `step_N` as a whole number; 0 where the step is 0 or NaN."""
+    def round(
+        self, index: int, step_N: Tensor, limit: int, rounding: Rounding, bound_N: Tensor | None = None
+    ) -> Tensor:
+        """int32 [numel]: gradient over `step_N` as a whole number; 0 where the step is 0 or NaN.
+
+        Args:
+            index: Of the view.
+            step_N: Distance of two whole numbers.
+            limit: Largest magnitude of the result.
+            rounding: ``stochastic``: without bias.
+            bound_N: The gradient is clipped to these magnitudes first; None: not at all.
+        """
         name, gradient = self.views[index].spec.name, self.gradients[index]
+        if bound_N is not None:
+            gradient = gradient.clamp(-bound_N, bound_N)
         usable = step_N >= _TINY
         y = torch.where(usable, gradient, 0.0) / torch.where(usable, step_N, 1.0)
         if rounding == "stochastic":
@@ -91,8 +103,8 @@ class SharedViews:
             view.out[:length] = total[:length] * step_N[start : start + length]
             view.out[length:] = 0
 
-    def tell(self, codes: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
-        """For feedback and monitors: what was to be said, and what was."""
+    def observe_(self, codes: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+        """For feedback and monitors: the gradient, and what the others decode of it."""
         for view, gradient, code, step_N in zip(self.views, self.gradients, codes, steps, strict=True):
             if view.compensated is not None:
                 view.compensated.copy_(gradient)

@@ -1,4 +1,4 @@
-"""What the layers above tell a method about a parameter."""
+"""What a method knows about a parameter."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ class TensorSpec:
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+
+# Stands for a model's parameters where none is known yet. Big enough that headers and padding do not matter, and a
+# matrix, so that low-rank methods compress it.
+REFERENCE = TensorSpec("reference.weight", (1024, 1024))

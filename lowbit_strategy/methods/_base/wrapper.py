@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec
 from lowbit_strategy.methods._base.base import Assignment, Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.tensor_spec import REFERENCE, TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class Wrapper(Compressor):
     """Changes the methods that `compressor` gives; what that one exempts stays exempt.
 
     Args:
         compressor: The wrapped one.
         exempt: Parameters that are exempt besides.
-        high_precision: Not used: what is milder is for the wrapped one to say.
+        high_precision: Not used: the wrapped compressor decides what gets high precision.
+
+    Raises:
+        ValueError: The wrapped compressor cannot be wrapped.
     """
 
     compressor: Compressor
@@ -30,8 +34,7 @@ class Wrapper(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        if not isinstance(self.compressor, Compressor):
-            raise ValueError(f"compressor must be a compressor's configuration, got {self.compressor!r}")
+        self.method(REFERENCE)  # what cannot be wrapped is refused now, not when training starts
 
     @property
     def approaches_mean(self) -> bool:  # type: ignore[override]

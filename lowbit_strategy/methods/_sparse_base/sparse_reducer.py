@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal
 
@@ -35,6 +34,7 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 Values = Literal["float32", "bfloat16", "int8", "int7", "int6", "int5", "int4", "int3", "int2"]
 _CODECS: dict[str, Codec] = {
@@ -240,7 +240,7 @@ class SparseReducer(Reducer):
         return entries_sum_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=scatter)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class SparseCompressor(Compressor):
     """Configurations of sparse methods.
 

@@ -21,6 +21,7 @@ from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.orthogonal import orthogonalize
 from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.options.configuration import configuration
 
 
 def matrix_shape(spec: TensorSpec) -> tuple[int, int]:
@@ -81,7 +82,7 @@ class PowerSGDReducer(Reducer):
         for i, view in enumerate(views):
             mean_q = sums[i] / comm.world_size
             mean = torch.where(bad[i], torch.nan, ps[i] @ mean_q.T)
-            self._tell(view, matrices[i], ps[i], own_qs[i])
+            self._observe_(view, matrices[i], ps[i], own_qs[i])
             self._update_(state[view.spec.name], matrices[i], mean, mean_q)
             view.write_mean_(mean.reshape(-1), comm.rank)
 
@@ -91,7 +92,7 @@ class PowerSGDReducer(Reducer):
             h += tensors["residual"]
         return h.view(matrix_shape(view.spec))
 
-    def _tell(self, view: View, matrix: Tensor, p: Tensor, own_q: Tensor) -> None:
+    def _observe_(self, view: View, matrix: Tensor, p: Tensor, own_q: Tensor) -> None:
         if view.compensated is not None:
             view.compensated.copy_(matrix.reshape(-1))
         if view.sent is not None:
@@ -111,9 +112,9 @@ class PowerSGDReducer(Reducer):
 
 
 def random_q(spec: TensorSpec, rank: int, seed: int) -> Tensor:
-    """float32 [columns, rank] on the CPU: normal, the same on all ranks, a parameter's own."""
+    """float32 [columns, rank] on the CPU: normal, the same on all ranks, different for every parameter."""
     generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()) ^ seed)
-    return torch.randn(matrix_shape(spec)[1], rank, generator=generator)
+    return torch.randn(matrix_shape(spec)[1], rank, generator=generator, dtype=torch.float32)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -125,7 +126,7 @@ def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class PowerSGD(Compressor):
     """Every matrix as a product of two thin ones, with error feedback.
 
@@ -146,10 +147,11 @@ class PowerSGD(Compressor):
         start_step: Uncompressed until then: early gradients are the least low-rank.
         min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
         warm_start: Keep Q from step to step; otherwise one step of iteration starts from a random Q every time.
-        feedback: Keep the error. Without it what a low rank cannot say is lost.
-        epsilon: Added to norms in the orthonormalisation of one or two columns (Gram-Schmidt; more: QR).
+        feedback: Keep the error. Without it what a low rank cannot express is lost.
+        epsilon: Times the matrix's norm, added to norms in the orthonormalisation of one or two columns (Gram-Schmidt;
+            more: QR). Relative, so that the loss scale and the size of gradients make no difference.
         exempt: Parameters that stay dense; see `Compressor`.
-        high_precision: Not used: there is no milder level.
+        high_precision: Not used: there is no method of higher precision.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.
@@ -173,7 +175,7 @@ class PowerSGD(Compressor):
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_positive("rank", self.rank)
-        if not isinstance(self.start_step, int) or self.start_step < 0:
+        if self.start_step < 0:
             raise ValueError(f"start_step must be 0 or a positive integer, got {self.start_step!r}")
         if not self.min_compression_rate > 0:
             raise ValueError(f"min_compression_rate must be positive, got {self.min_compression_rate!r}")

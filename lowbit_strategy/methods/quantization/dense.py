@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lowbit_strategy.codecs.dense import DenseCodec
@@ -11,9 +10,10 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class Dense(Compressor):
     """Gradients as floats, summed in float32 in rank order.
 

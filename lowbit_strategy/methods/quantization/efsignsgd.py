@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size, check_choice
+from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCoCodec, ResidualDtype
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class EFSignSGD(Compressor):
-    """One bit an element, the error fed back in full, both ways.
+    """One bit per element, the error fed back in full, both ways.
 
     For each block, on every rank, and again at the owner for the mean (DDP):
 
@@ -26,9 +27,9 @@ class EFSignSGD(Compressor):
     The fused LoCo kernel with 1-bit codes and beta 0 does it in one pass.
 
     Args:
-        block_size: Elements that share a magnitude, a power of two; the publication has one a layer. Smaller: less
+        block_size: Elements that share a magnitude, a power of two; the publication has one per layer. Smaller: less
             error, 16 / block_size bits more.
-        residual: ``float32`` costs 4 bytes a parameter and keeps the error exactly; ``int8`` costs 1.
+        residual: ``float32`` costs 4 bytes per parameter on every rank and keeps the error exactly; ``int8`` 1.
         high_precision_bits: Of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
 
@@ -49,7 +50,6 @@ class EFSignSGD(Compressor):
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_block_size(self.block_size)
-        check_choice("residual", self.residual, ("float32", "int8"))
         check_bits("high_precision_bits", self.high_precision_bits)
 
     def conserving(self) -> EFSignSGD:

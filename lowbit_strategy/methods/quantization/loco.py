@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -20,9 +21,10 @@ from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.option_checks import check_bits
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 ResidualDtype = Literal["int8", "float32"]
-Levels = Literal["uniform", "fitted", "ternary"]
+Codebook = Literal["uniform", "fitted", "ternary"]
 _BITS = {"uniform": range(2, 9), "fitted": range(1, 5), "ternary": range(2, 3)}
 
 
@@ -80,7 +82,7 @@ class LoCoCodec(StatefulCodec):
         decode_sum_(wire_WB, out, segments, self.fmt, alpha=alpha)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class LoCo(Compressor):
     """Low-bit gradients, the error fed back through a moving average.
 
@@ -88,33 +90,36 @@ class LoCo(Compressor):
 
     1. ``h = g + e``
     2. ``s = absmax(h) / (2**(bits-1) - 1)``, ``q = clamp(round(h / s))``; q and s go to the block's owner
-    3. ``e' = beta * e + (1 - beta) * (h - q * s)``, kept as int8 with a scale a block
+    3. ``e' = beta * e + (1 - beta) * (h - q * s)``, kept as int8 with a scale per block
     4. the owner adds all ranks' ``q * s`` in float32 and divides by W
-    5. DDP only: the owner sends the mean back the same way, with a residual of its own
+    5. DDP only: the owner sends the mean back the same way (the downlink), with a residual of its own
 
-    Below 4 bits an even grid wastes its few levels on the tails. ``levels="fitted"`` puts them where a Gaussian has its
-    mass (Lloyd-Max), in units of the block's root mean square: what is clipped is fed back. ``levels="ternary"`` says
-    -1, 0 or 1 times the mean magnitude of what exceeds 0.7 of the mean magnitude, five to a byte: 1.6 bits.
+    Below 4 bits an even grid wastes its few values on the tails. ``codebook="fitted"`` puts them where a Gaussian has
+    its mass (Lloyd-Max), in units of the block's root mean square: what is clipped is fed back. ``codebook="ternary"``
+    sends -1, 0 or 1 times the mean magnitude of what exceeds 0.7 of the mean magnitude, five to a byte: 1.6 bits.
+    At 1 bit a fitted codebook is no contraction for every block: of a block of 64 with a single element that is not
+    zero the error has 1.44 times the block's energy. The average in step 3 absorbs this; plain feedback would not.
 
     Args:
         bits: Of a code: 2 to 8 uniform, 1 to 4 fitted, 2 ternary. Fewer bits: fewer bytes, more error to feed back.
-        levels: ``uniform``: step 2 above; ``fitted`` and ``ternary`` as just said.
+        codebook: Values that codes stand for: ``uniform``: step 2 above; ``fitted`` and ``ternary`` as just described.
         block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size bits more.
         beta: Weight of the old error in the residual, in [0, 1). 0 is classic error feedback; larger smooths the
             quantisation noise and answers more slowly.
-        reset_steps: The residual is forgotten every so many optimizer steps, None for never.
-        residual: ``int8`` costs 1 byte a parameter; ``float32`` costs 4 and stores the average exactly.
+        reset_steps: The residual is forgotten every so many optimizer steps, None for never. What it holds is lost
+            then, below 4 bits the sum of three to four gradients: use None there.
+        residual: ``int8`` costs 1 byte per parameter on every rank; ``float32`` costs 4 and stores the average exactly.
         rounding: Of codes. ``nearest``: least error; ``stochastic``: unbiased, more noise.
         residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured as good; ``stochastic``:
             increments below half a step are kept on average.
-        return_beta: As `beta`, for the owner's residual on the way back.
-        return_bits: Of an even code on the way back, at least `bits`; where what goes there has more bits (milder
-            parameters, the warm-up) so has this. None for the same code. What is lost on that way is lost for all ranks
-            alike: no other rank's noise evens it out.
+        return_beta: As `beta`, for the owner's residual on the downlink.
+        return_bits: Of an even code on the downlink, at least `bits`; where the uplink has more bits (parameters of
+            high precision, the warm-up) so has the downlink. None for the same code. What is lost on the downlink is
+            lost for all ranks alike: no other rank's noise evens it out.
         high_precision_bits: Of embeddings and output heads, which carry most of the error.
         warmup_steps: For so many optimizer steps `warmup_bits`, whose residual then goes on: at the start of training
             gradients turn fastest, and below 4 bits most of what is lost is lost there.
-        warmup_bits: Of a code during the warm-up; below 4 at fitted levels, else at even ones.
+        warmup_bits: Of a code during the warm-up; below 4 with the fitted codebook, else with the uniform one.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -122,14 +127,15 @@ class LoCo(Compressor):
 
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,
-        equations of sections 3 and 4. Levels: Lloyd, 1957/1982; Max, 1960; ternary threshold: Li et al., 2016,
+        equations of sections 3 and 4. Codebook: Lloyd, 1957/1982; Max, 1960; ternary threshold: Li et al., 2016,
         arXiv 1605.04711.
     """
 
     name: ClassVar[str] = "loco"
+    renamed_options: ClassVar[Mapping[str, str]] = {**Compressor.renamed_options, "levels": "codebook"}
 
     bits: int = 4
-    levels: Levels = "uniform"
+    codebook: Codebook = "uniform"
     block_size: int = 128
     beta: float = 0.8
     reset_steps: int | None = 512
@@ -144,7 +150,7 @@ class LoCo(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        self._check_levels()
+        self._check_codebook()
         check_bits("high_precision_bits", self.high_precision_bits)
         check_bits("warmup_bits", self.warmup_bits)
         if self.return_bits is not None:
@@ -152,48 +158,43 @@ class LoCo(Compressor):
             if self.return_bits < self.bits:
                 raise ValueError(
                     f"return_bits must be at least bits, {self.bits}, got {self.return_bits}: the mean would come back "
-                    "in a coarser code than the gradients go there in"
+                    "in a coarser code than the gradients are sent in"
                 )
-        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be an integer, 0 for none, got {self.warmup_steps!r}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be 0 (no warm-up) or more, got {self.warmup_steps!r}")
         for field in ("beta", "return_beta"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)!r}")
-        if self.reset_steps is not None and (not isinstance(self.reset_steps, int) or self.reset_steps < 1):
+        if self.reset_steps is not None and self.reset_steps < 1:
             raise ValueError(f"reset_steps must be a positive integer or None, got {self.reset_steps!r}")
-        if self.residual not in ("int8", "float32"):
-            raise ValueError(f"residual must be 'int8' or 'float32', got {self.residual!r}")
-        for field in ("rounding", "residual_rounding"):
-            if getattr(self, field) not in ("nearest", "stochastic"):
-                raise ValueError(f"{field} must be 'nearest' or 'stochastic', got {getattr(self, field)!r}")
         self.fmt  # noqa: B018 (checks the block size)
 
-    def _check_levels(self) -> None:
-        if self.levels not in _BITS:
-            raise ValueError(f"levels must be one of {', '.join(_BITS)}, got {self.levels!r}")
-        if self.bits not in _BITS[self.levels]:
-            known = _BITS[self.levels]
+    def _check_codebook(self) -> None:
+        known = _BITS[self.codebook]
+        if self.bits not in known:
             choice = f"{known[0]}" if len(known) == 1 else f"an integer from {known[0]} to {known[-1]}"
-            hint = ", or levels='fitted'" if self.bits == 1 else ""
-            raise ValueError(f"bits must be {choice} with {self.levels} levels{hint}, got {self.bits!r}")
-        if self.rounding == "stochastic" and self.levels != "uniform":
-            raise ValueError(f"rounding must be 'nearest' with {self.levels} levels: they are not evenly spaced")
+            hint = ", or codebook='fitted'" if self.bits == 1 else ""
+            raise ValueError(f"bits must be {choice} with codebook={self.codebook!r}{hint}, got {self.bits!r}")
+        if self.rounding == "stochastic" and self.codebook != "uniform":
+            raise ValueError(
+                f"rounding must be 'nearest' with codebook={self.codebook!r}, whose values are not evenly spaced"
+            )
 
     @property
     def fmt(self) -> BlockFormat:
-        """Of parameters that are neither exempt nor milder."""
-        if self.levels == "uniform":
+        """Of parameters that are neither exempt nor of high precision."""
+        if self.codebook == "uniform":
             return uniform(self.bits, self.block_size)
-        return ternary(self.block_size) if self.levels == "ternary" else fitted(self.bits, self.block_size)
+        return ternary(self.block_size) if self.codebook == "ternary" else fitted(self.bits, self.block_size)
 
     def at(self, step_index: int) -> LoCo:
         if not self.warmup_steps:
             return self
         if step_index >= self.warmup_steps:
             return replace(self, warmup_steps=0)
-        levels: Levels = "fitted" if self.warmup_bits < 4 else "uniform"
+        codebook: Codebook = "fitted" if self.warmup_bits < 4 else "uniform"
         downlink = None if self.return_bits is None else max(self.return_bits, self.warmup_bits)
-        return replace(self, bits=self.warmup_bits, levels=levels, return_bits=downlink, warmup_steps=0)
+        return replace(self, bits=self.warmup_bits, codebook=codebook, return_bits=downlink, warmup_steps=0)
 
     def conserving(self) -> LoCo:
         return replace(self, residual="float32", reset_steps=None)

@@ -20,6 +20,7 @@ from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.shared_scale_base import SharedViews, agreed_nbytes, row_numel
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.sharedscale import SharedScaleReducer
+from lowbit_strategy.options.configuration import configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +61,12 @@ class MultiScaleReducer(Reducer):
             for fine, width_N in zip(finer, widths, strict=True)
         ]
         codes = [shared.round(i, step_N, self.limit, self.rounding) for i, step_N in enumerate(steps)]
-        shared.tell(codes, steps)
+        shared.observe_(codes, steps)
         totals = yield from sum_integers(shared.rows(codes), self.limit, comm, scatter=shared.scatter)
         shared.write_(totals, steps)
 
     def _agree_where(self, shared: SharedViews, fits: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
-        """Boolean, flat, for every view: where the finer scale fits on all ranks. One bit an element, twice."""
+        """Boolean, flat, for every view: where the finer scale fits on all ranks. One bit per element, twice."""
         rows_WN = shared.rows(fits)
         numel = rows_WN.shape[1]
         padded = torch.nn.functional.pad(rows_WN, (0, -numel % 8))
@@ -79,14 +80,14 @@ class MultiScaleReducer(Reducer):
         return bits + codes + agreed_nbytes(spec, self.block_size, world_size)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class MultiScale(Compressor):
     """As `SharedScale`, with a second step 2**finer_bits times finer for elements that are small on every rank.
 
     With ``s = 2**(bits-1) - 1`` and ``r = 2**finer_bits``:
 
     1. all ranks agree on ``w = max over ranks of max|g|`` of each block
-    2. all ranks agree, one bit an element there and back, where ``|g| <= w / r`` on every rank: there the step is
+    2. all ranks agree, one bit per element and direction, where ``|g| <= w / r`` on every rank: there the step is
        ``w / (s r)``, elsewhere ``w / s``
     3. every rank rounds to its integers in [-s, s] at random, without bias; they are summed exactly
     4. the mean is the sum times the step over W
@@ -117,7 +118,7 @@ class MultiScale(Compressor):
         check_bits("bits", self.bits)
         check_bits("high_precision_bits", self.high_precision_bits)
         check_block_size(self.block_size)
-        if not isinstance(self.finer_bits, int) or not 1 <= self.finer_bits <= 8:
+        if not 1 <= self.finer_bits <= 8:
             raise ValueError(f"finer_bits must be an integer from 1 to 8, got {self.finer_bits!r}")
 
     def method(self, spec: TensorSpec) -> MultiScaleReducer:

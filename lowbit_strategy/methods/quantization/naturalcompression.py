@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from lowbit_strategy.codecs.natural import NaturalCodec
@@ -12,9 +11,10 @@ from lowbit_strategy.methods._base.option_checks import check_bits, check_block_
 from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class NaturalCompression(Compressor):
     """Only signs and exponents travel.
 
@@ -24,12 +24,12 @@ class NaturalCompression(Compressor):
 
     Unbiased, second moment at most 9/8 of the input's. The publication sends 9 bits, sign and exponent; here the
     exponent counts from the block's largest, so 8 bits reach ``2**-126`` of it and lose nothing in practice, and fewer
-    bits make smaller values 0 or the smallest level, still without bias (the publication's natural dithering).
+    bits make smaller values 0 or the smallest power, still without bias (the publication's natural dithering).
 
     Args:
         bits: Of a code, 2 to 8.
         block_size: Elements that share the byte of the largest exponent, a power of two.
-        exempt, high_precision: Which parameters; see `Compressor`. There is no milder level.
+        exempt, high_precision: Which parameters; see `Compressor`. There is no method of higher precision.
 
     Raises:
         ValueError: A field is out of range.

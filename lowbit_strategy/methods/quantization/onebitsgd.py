@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec
@@ -12,13 +12,14 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, ResidualDtype
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size, check_choice
+from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class OneBitSGD(Compressor):
-    """One bit an element; each of its two values decodes to the mean of what it stands for. Error feedback both ways.
+    """One bit per element; each of its two values decodes to the mean of what it stands for. Error feedback both ways.
 
     For each block, on every rank, and again at the owner for the mean (DDP):
 
@@ -27,8 +28,8 @@ class OneBitSGD(Compressor):
     3. ``e' = h - Q``
 
     Args:
-        block_size: Elements that share two means (bfloat16), a power of two; the publication has two a column.
-        residual: ``float32`` costs 4 bytes a parameter and keeps the error exactly; ``int8`` costs 1.
+        block_size: Elements that share two means (bfloat16), a power of two; the publication has two per column.
+        residual: ``float32`` costs 4 bytes per parameter on every rank and keeps the error exactly; ``int8`` 1.
         high_precision_bits: Of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
 
@@ -49,7 +50,6 @@ class OneBitSGD(Compressor):
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_block_size(self.block_size)
-        check_choice("residual", self.residual, ("float32", "int8"))
         check_bits("high_precision_bits", self.high_precision_bits)
 
     def conserving(self) -> OneBitSGD:

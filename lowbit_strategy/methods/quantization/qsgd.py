@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec
@@ -14,9 +13,10 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.option_checks import check_bits
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class QSGD(Compressor):
     """Every bucket on an even grid between minus and plus its norm, rounded at random without bias.
 
@@ -25,13 +25,13 @@ class QSGD(Compressor):
     1. ``Q(v_i) = norm(v) / s * sign(v_i) * xi_i``, ``xi_i = floor(s |v_i| / norm) + Bernoulli(frac)``
     2. codes and the bucket's norm go to the owner, which adds all ranks' Q in float32 and divides by W
     3. DDP only: the owner quantises the mean again, with `return_bits`, and sends it back. That error is not averaged
-       over ranks, so at 2 or 3 bits a wider way back is worth its bytes.
+       over ranks, so at 2 or 3 bits a wider downlink is worth its bytes.
 
     Args:
-        bits: Of a code, 2 to 8. Variance grows fourfold a bit less.
-        block_size: Elements of a bucket, a power of two. Smaller: less variance, 16 / block_size bits more.
+        bits: Of a code, 2 to 8. One bit less means four times the variance.
+        block_size: Elements of a bucket, a power of two. Smaller: less variance, 16 / block_size bits more per element.
         norm: ``max``: least variance in practice; ``l2``: the publication's, sparser codes.
-        return_bits: Of the way back; None takes `bits`.
+        return_bits: Of the downlink; None takes `bits`.
         high_precision_bits: Of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
 
@@ -57,8 +57,6 @@ class QSGD(Compressor):
         check_bits("high_precision_bits", self.high_precision_bits)
         if self.return_bits is not None:
             check_bits("return_bits", self.return_bits)
-        if self.norm not in ("max", "l2"):
-            raise ValueError(f"norm must be 'max' or 'l2', got {self.norm!r}")
         uniform(self.bits, self.block_size)
 
     def codec(self, bits: int) -> Codec:

@@ -19,6 +19,7 @@ from lowbit_strategy.methods._base.option_checks import check_bits, check_block_
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.shared_scale_base import SharedViews, agreed_nbytes, row_numel
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,7 @@ class SharedScaleReducer(Reducer):
     Args:
         limit: Largest code; 1 makes trits.
         block_size: Elements that share a scale.
-        clip_sigmas: Clip each block's elements at so many standard deviations first; None does not.
+        clip_sigmas: Clip each block's elements at so many of this rank's standard deviations first; None does not.
         rounding: ``stochastic``: no bias; ``nearest``: least error.
         title: For reports.
     """
@@ -58,14 +59,15 @@ class SharedScaleReducer(Reducer):
         norms = [self._norm(shared.blocks(i), shared.views[i].spec) for i in range(len(shared.views))]
         agreed = yield from shared.agree(norms)
         steps = [shared.spread(norm_K / self.limit, i) for i, norm_K in enumerate(agreed)]
-        codes = [shared.round(i, step_N, self.limit, self.rounding) for i, step_N in enumerate(steps)]
-        shared.tell(codes, steps)
+        bounds = [None if self.clip_sigmas is None else shared.spread(norm_K, i) for i, norm_K in enumerate(norms)]
+        codes = [shared.round(i, step_N, self.limit, self.rounding, bounds[i]) for i, step_N in enumerate(steps)]
+        shared.observe_(codes, steps)
         totals = yield from sum_integers(shared.rows(codes), self.limit, comm, scatter=shared.scatter)
         shared.write_(totals, steps)
 
     def _norm(self, h_KB: Tensor, spec: TensorSpec) -> Tensor:
         """float32 [K]: largest magnitude of each block after clipping; not finite where the block is not."""
-        counts_K = torch.full((h_KB.shape[0],), float(self.block_size), device=h_KB.device)
+        counts_K = torch.full((h_KB.shape[0],), float(self.block_size), dtype=torch.float32, device=h_KB.device)
         counts_K[-1] -= h_KB.numel() - spec.numel
         norm_K = clipped_absmax(h_KB, counts_K, self.clip_sigmas)
         return torch.where(h_KB.isfinite().all(-1), norm_K, torch.inf)
@@ -76,24 +78,24 @@ class SharedScaleReducer(Reducer):
         return codes + agreed_nbytes(spec, self.block_size, world_size)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class SharedScale(Compressor):
-    """All ranks round to the same grid, so that an integer sum is the sum of what they said.
+    """All ranks round to the same grid, so that an integer sum is the sum of what they sent.
 
     With ``s = 2**(bits-1) - 1``:
 
-    1. all ranks agree on ``w = max over ranks of max|g|`` of each block (an all-reduce of one float a block)
+    1. all ranks agree on ``w = max over ranks of max|g|`` of each block (an all-reduce of one float per block)
     2. every rank rounds ``g * s / w`` to integers in [-s, s] at random, without bias
-    3. integers are summed exactly: `bits` an element to the owners, int32 there, and ``log2(2 W s + 1)`` bits an
-       element back (DDP), as wide as any world size needs
+    3. integers are summed exactly: `bits` per element to the owners, int32 there, and ``log2(2 W s + 1)`` bits per
+       element from the owners (DDP), as wide as any world size needs
     4. the mean is the sum times ``w / s / W``
 
-    Nothing is quantised twice, so the way back costs bits instead of error. A rank with small gradients pays for
+    Nothing is quantised twice, so the downlink costs bits instead of error. A rank with small gradients pays for
     another rank's outliers.
 
     Args:
         bits: Of a code, 2 to 8.
-        block_size: Elements that share w, a power of two; the publication has one a tensor.
+        block_size: Elements that share w, a power of two; the publication has one per tensor.
         high_precision_bits: Of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lowbit_strategy.codecs.block import BlockCodec
@@ -11,23 +10,24 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size, check_choice
+from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.sharedscale import SharedScaleReducer
+from lowbit_strategy.options.configuration import configuration
 
 Scaler = Literal["shared", "rank"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class TernGrad(Compressor):
     """Gradients as -1, 0 and 1 times a scaler, drawn so that the mean is right.
 
     For each block, on every rank:
 
-    1. clip at `clip_sigmas` standard deviations of the block
-    2. ``s = max|g|``; with ``scaler="shared"`` the largest of all ranks' (an all-reduce of one float a block)
-    3. ``s * sign(g)`` with probability ``|g| / s``, else 0; five trits to a byte, 1.6 bits an element
+    1. clip at `clip_sigmas` standard deviations of the rank's own block
+    2. ``s = max|g|``; with ``scaler="shared"`` the largest of all ranks' (an all-reduce of one float per block)
+    3. ``s * sign(g)`` with probability ``|g| / s``, else 0; five trits to a byte, 1.6 bits per element
     4. shared: trits are summed as integers and go back exactly in as many bits as ``-W ... W`` needs, so nothing is
        quantised twice. Per rank: the owner sends the mean back in `return_bits`, rounded without bias.
 
@@ -37,7 +37,7 @@ class TernGrad(Compressor):
         block_size: Elements that share a scaler and a clipping bound, a power of two; the publication has a layer.
         clip_sigmas: Smaller: less variance, more bias. None does not clip.
         scaler: ``shared`` or each ``rank`` its own.
-        return_bits: Of the way back with a scaler a rank (DDP), 2 to 8.
+        return_bits: Of the downlink with a scaler per rank (DDP), 2 to 8.
         high_precision_bits: Of embeddings and output heads.
         exempt, high_precision: Which parameters; see `Compressor`.
 
@@ -62,7 +62,6 @@ class TernGrad(Compressor):
         check_block_size(self.block_size)
         check_bits("return_bits", self.return_bits)
         check_bits("high_precision_bits", self.high_precision_bits)
-        check_choice("scaler", self.scaler, ("shared", "rank"))
         if self.clip_sigmas is not None and not self.clip_sigmas > 0:
             raise ValueError(f"clip_sigmas must be positive or None, got {self.clip_sigmas!r}")
 

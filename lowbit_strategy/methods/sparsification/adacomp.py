@@ -19,6 +19,7 @@ from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, Values, value_codec
+from lowbit_strategy.options.configuration import configuration
 
 _SIGNS = BlockCodec(BlockFormat(bits=1, block_size=64, scale_rule="mean_abs", levels=(-1.0, 1.0)))
 _MOST = 4  # times the expected count, whatever the gradient
@@ -72,7 +73,7 @@ class AdaCompReducer(SparseReducer):
         return Chosen(indices, residual.index_select(0, indices))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class AdaComp(Compressor):
     """Adaptive residual compression: the density follows from the gradient.
 

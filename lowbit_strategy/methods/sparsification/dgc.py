@@ -37,6 +37,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     value_codec,
     zero_residuals,
 )
+from lowbit_strategy.options.configuration import configuration
 
 _SAMPLE_SHARE = 0.01
 _SAMPLE_KEPT = 128  # of the sample above the threshold, if 1 % has fewer: the count is off by 9 % then
@@ -208,7 +209,7 @@ class ClippedDGCReducer(DGCReducer):
         return limit / norm if norm > limit else 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class DGC(SparseCompressor):
     """Deep gradient compression.
 

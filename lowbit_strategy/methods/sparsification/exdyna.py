@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.exclusive_partitions import ExclusiveReducer
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, value_codec
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class ExDyna(SparseCompressor):
     """Sparsification without sorting and without build-up: the ranks never choose the same position.
 

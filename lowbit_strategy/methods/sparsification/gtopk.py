@@ -34,6 +34,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     value_codec,
     zero_residuals,
 )
+from lowbit_strategy.options.configuration import configuration
 
 
 def merge(a: Chosen, b: Chosen, k: int) -> tuple[Chosen, Chosen]:
@@ -163,7 +164,7 @@ class _Tree:
         return self.layout.unpack(counts_B, sizes_V, message[table:], self.codec)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class GTopK(SparseCompressor):
     """Global top-k by a tree of merges.
 

@@ -26,6 +26,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     conditions,
     value_codec,
 )
+from lowbit_strategy.options.configuration import configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,7 @@ class RandomKReducer(CommonPositionsReducer):
             CommonPositionsReducer.keep_(self, view, tensors, chosen, sent)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class RandomK(SparseCompressor):
     """Random sparsification.
 

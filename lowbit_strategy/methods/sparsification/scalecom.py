@@ -26,6 +26,7 @@ from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, value_codec
+from lowbit_strategy.options.configuration import configuration
 
 Selection = Literal["exact", "chunk"]
 
@@ -113,7 +114,7 @@ class ScaleComReducer(CommonPositionsReducer):
 _POSITIONS = DenseCodec("bfloat16")  # only the positions of what it packs are used
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class ScaleCom(SparseCompressor):
     """Cyclic local top-k with a low-pass residual.
 

@@ -31,6 +31,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     value_codec,
     zero_residuals,
 )
+from lowbit_strategy.options.configuration import configuration
 
 _SAMPLE_NUMEL = 1 << 14
 _SAMPLE_KEPT = 256  # of the sample above the threshold: enough for the last stage's moments
@@ -119,7 +120,7 @@ class SIDCoReducer(SparseReducer):
         tensors["steps"].zero_()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class SIDCo(SparseCompressor):
     """Sparsification by a fitted distribution: no sorting, one pass over the gradient to select.
 

@@ -13,6 +13,7 @@ from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, SparseReducer, value_codec
+from lowbit_strategy.options.configuration import configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +32,7 @@ class TopKReducer(SparseReducer):
         return Chosen(*top_k(tensors["residual"], self.num_kept(view.spec)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class TopK(SparseCompressor):
     """Top-k sparsification with error feedback.
 

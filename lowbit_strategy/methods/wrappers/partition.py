@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import ClassVar
 
 from lowbit_strategy.methods._base.base import Assignment, Compressor
@@ -11,21 +11,22 @@ from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.parameter_selectors import Selector, describe, matches, validate_selectors
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.options.configuration import configuration
 
 Rule = tuple[Selector, Compressor]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class Partition(Compressor):
     """The first rule whose selector chooses a parameter gives its compressor; the others get `default`.
 
-    Each compressor decides for its own parameters what is exempt and what is milder.
+    Each compressor decides for its own parameters what is exempt and what gets high precision.
 
     Args:
         rules: Pairs of a selector (a name with wildcards, a predicate, a function; see `Compressor`) and a compressor.
         default: For everything else.
-        exempt: Parameters that are exempt whatever the rules say.
-        high_precision: Not used: what is milder is for the chosen compressor to say.
+        exempt: Parameters that are exempt whatever the rules are.
+        high_precision: Not used: the chosen compressor decides.
 
     Raises:
         ValueError: A rule is not a selector and a compressor.
@@ -40,12 +41,7 @@ class Partition(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        for rule in self.rules:
-            if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[1], Compressor):
-                raise ValueError(f"rules are pairs of a selector and a compressor's configuration, got {rule!r}")
-            validate_selectors("rules", (rule[0],))
-        if not isinstance(self.default, Compressor):
-            raise ValueError(f"default must be a compressor's configuration, got {self.default!r}")
+        validate_selectors("rules", [selector for selector, _ in self.rules])
 
     @property
     def approaches_mean(self) -> bool:  # type: ignore[override]

@@ -1,9 +1,9 @@
-"""A milder compressor, or none, for the first steps."""
+"""A lighter compressor, or none, for the first steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import ClassVar
 
 from lowbit_strategy.methods._base.base import Assignment, Compressor
@@ -13,9 +13,10 @@ from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class WarmUp(Compressor):
     """`first` for `steps` optimizer steps, then `compressor`.
 
@@ -26,7 +27,7 @@ class WarmUp(Compressor):
         compressor: After the warm-up.
         steps: Its length in optimizer steps.
         first: During it; uncompressed by default.
-        exempt, high_precision: Not used: that is for the two compressors to say.
+        exempt, high_precision: Not used: the two compressors decide.
 
     Raises:
         ValueError: `steps` is not positive, or a field is not a compressor.
@@ -43,9 +44,6 @@ class WarmUp(Compressor):
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_positive("steps", self.steps)
-        for name in ("compressor", "first"):
-            if not isinstance(getattr(self, name), Compressor):
-                raise ValueError(f"{name} must be a compressor's configuration, got {getattr(self, name)!r}")
 
     @property
     def approaches_mean(self) -> bool:  # type: ignore[override]

@@ -36,6 +36,8 @@ CODECS: dict[str, Codec] = {
     "signs": SignCodec(64),
     "natural 8": NaturalCodec(8, 64),
     "natural 3": NaturalCodec(3, 64),
+    "natural 3, nearest": NaturalCodec(3, 64).nearest(),
+    "signs at the mean magnitude": BlockCodec(fitted(1, 64)).nearest(),
     "trits": TernaryCodec(64),
     "rotated": RotatedCodec(BlockCodec(uniform(4, 64), "nearest")),
     "rotated by 32": RotatedCodec(NaturalCodec(4, 64), 32),

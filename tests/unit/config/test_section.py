@@ -59,7 +59,7 @@ def test_a_configuration_inside_a_configuration() -> None:
         ({"compressor": "loca"}, r"unknown compressor 'loca'; did you mean 'loco'\?"),
         ({"compressor": "loco", "bit": 4}, r"unknown key 'bit'; did you mean 'bits'\?"),
         ({"compressor": "loco", "on_world_size_chang": "fold"}, r"did you mean 'on_world_size_change'\?"),
-        ({"compressor": "loco", "bits": 40}, "bits must be an integer from 2 to 8 with uniform levels, got 40"),
+        ({"compressor": "loco", "bits": 40}, "bits must be an integer from 2 to 8 with codebook='uniform', got 40"),
         ({"compressor": "loco", "bits": "four"}, "bits must be an integer, got 'four'"),
         ({"compressor": "loco", "beta": "much"}, "lowbit_config: beta must be a number, got 'much'"),
         ({"compressor": "loco", "exempt": "@vector"}, "exempt must be a list, got '@vector'"),

@@ -102,7 +102,7 @@ def test_parameters_whose_method_stays_keep_every_bit() -> None:
 
 
 def test_a_checkpoint_between_two_phases_continues_as_if_never_stopped() -> None:
-    compressor = LoCo(bits=1, levels="fitted", warmup_steps=2)
+    compressor = LoCo(bits=1, codebook="fitted", warmup_steps=2)
     straight, saved = engine(compressor), engine(compressor)
     for step in range(2):
         reduce_step(straight, gradients(step))

@@ -32,7 +32,13 @@ from tests.worlds.one_tensor import OneTensor
 WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (QSGD, {"bits": 1}, "bits must be an integer from 2 to 8, got 1"),
     (QSGD, {"bits": 9}, "bits must be an integer from 2 to 8"),
-    (QSGD, {"bits": 4.0}, "bits must be an integer"),
+    (QSGD, {"bits": 4.0}, "bits must be an integer, got 4.0"),
+    (QSGD, {"bits": True}, "bits must be an integer, got True"),
+    (QSGD, {"return_bits": "4"}, "return_bits must be an integer or None, got '4'"),
+    (LoCo, {"beta": "high"}, "beta must be a number, got 'high'"),
+    (LoCo, {"warmup_steps": 1e3}, "warmup_steps must be an integer, got 1000.0"),
+    (PowerSGD, {"warm_start": 1}, "warm_start must be True or False, got 1"),
+    (PowerSGD, {"exempt": (3,)}, "exempt must be a tuple, each element a string or a function, got"),
     (QSGD, {"return_bits": 0}, "return_bits must be an integer from 2 to 8"),
     (QSGD, {"norm": "l1"}, "norm must be 'max' or 'l2'"),
     (QSGD, {"block_size": 100}, "block_size must be a power of two"),
@@ -42,7 +48,7 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (TernGrad, {"block_size": 0}, "block_size must be a power of two"),
     (SignSGD, {"scale": "two"}, "scale must be 'mean_abs' or 'one'"),
     (SignSGD, {"block_size": 16}, "block_size must be a power of two"),
-    (EFSignSGD, {"residual": "int4"}, "residual must be 'float32' or 'int8'"),
+    (EFSignSGD, {"residual": "int4"}, "residual must be 'int8' or 'float32', got 'int4'"),
     (OneBitSGD, {"residual": "bf16"}, "residual must be 'float32' or 'int8'"),
     (SharedScale, {"bits": 1}, "bits must be an integer from 2 to 8"),
     (MultiScale, {"finer_bits": 0}, "finer_bits must be an integer from 1 to 8"),
@@ -52,22 +58,37 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (PowerSGD, {"min_compression_rate": 0.0}, "min_compression_rate must be positive"),
     (PowerSGD, {"epsilon": -1.0}, "epsilon must not be negative"),
     (ErrorFeedback, {"decay": 0.0}, r"decay must be in \(0, 1\]"),
-    (ErrorFeedback, {"compressor": "qsgd"}, "compressor must be a compressor's configuration"),
+    (ErrorFeedback, {"compressor": "qsg"}, "unknown compressor 'qsg'; did you mean 'qsgd'"),
+    (ErrorFeedback, {"compressor": {"bits": 3}}, "needs the compressor's name under 'compressor'"),
+    (EF21, {"momentum": 1.0}, r"momentum must be in \[0, 1\)"),
+    (SignSGD, {"momentum": -0.1}, r"momentum must be in \[0, 1\)"),
     (EF21, {"compressor": None}, "compressor must be a compressor's configuration"),
-    (Partition, {"rules": (("layer.*", "qsgd"),)}, "rules are pairs of a selector and a compressor"),
+    (
+        Partition,
+        {"rules": (("layer.*",),)},
+        "rules must be a tuple, each element a tuple of 2",
+    ),
     (Partition, {"rules": (("@vectors", QSGD()),)}, "did you mean '@vector'"),
     (WarmUp, {"steps": 0}, "steps must be a positive integer"),
-    (WarmUp, {"first": "dense"}, "first must be a compressor's configuration"),
-    (LoCo, {"bits": 1}, "or levels='fitted'"),
-    (LoCo, {"bits": 5, "levels": "fitted"}, "bits must be an integer from 1 to 4 with fitted levels"),
-    (LoCo, {"bits": 4, "levels": "ternary"}, "bits must be 2 with ternary levels"),
-    (LoCo, {"levels": "gaussian"}, "levels must be one of uniform, fitted, ternary"),
-    (LoCo, {"bits": 2, "levels": "fitted", "rounding": "stochastic"}, "rounding must be 'nearest' with fitted levels"),
+    (
+        WarmUp,
+        {"first": Dense},
+        "first must be a compressor's configuration, a preset's name such as 'loco2' or .* got <class",
+    ),
+    (LoCo, {"bits": 1}, "or codebook='fitted'"),
+    (LoCo, {"bits": 5, "codebook": "fitted"}, "bits must be an integer from 1 to 4 with codebook='fitted'"),
+    (LoCo, {"bits": 4, "codebook": "ternary"}, "bits must be 2 with codebook='ternary'"),
+    (LoCo, {"codebook": "gaussian"}, "codebook must be 'uniform', 'fitted' or 'ternary'"),
+    (
+        LoCo,
+        {"bits": 2, "codebook": "fitted", "rounding": "stochastic"},
+        "rounding must be 'nearest' with codebook",
+    ),
     (LoCo, {"beta": 1.0}, r"beta must be in \[0, 1\)"),
     (LoCo, {"high_precision_bits": 9}, "high_precision_bits must be an integer from 2 to 8"),
     (LoCo, {"return_bits": 1}, "return_bits must be an integer from 2 to 8"),
     (LoCo, {"return_bits": 3}, "return_bits must be at least bits, 4, got 3"),
-    (LoCo, {"warmup_steps": -1}, "warmup_steps must be an integer, 0 for none, got -1"),
+    (LoCo, {"warmup_steps": -1}, r"warmup_steps must be 0 \(no warm-up\) or more, got -1"),
     (LoCo, {"warmup_bits": 1}, "warmup_bits must be an integer from 2 to 8"),
 ]
 
@@ -118,7 +139,7 @@ def test_files_nest_compressors() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compressor": {"bits": 3}}, "needs its name under 'compressor'"),
+        ({"compressor": {"bits": 3}}, "needs the compressor's name under 'compressor'"),
         ({"compressor": "locoo"}, "did you mean 'loco"),
         ({"compressor": {"compressor": "loco", "bit": 3}}, "did you mean 'bits'"),
         ({"compressor": 3}, "compressor must be a compressor's configuration"),
@@ -141,6 +162,12 @@ def test_bits_of_loco_with_scales(name: str, bits: float) -> None:
     compressor = PRESETS[name]
     assert isinstance(compressor, LoCo)
     assert compressor.fmt.bits_per_element == bits
+
+
+def test_presets_below_4_bits_never_forget_their_residual() -> None:
+    low = [preset for preset in PRESETS.values() if isinstance(preset, LoCo) and preset.bits < 4]
+    assert len(low) == 4
+    assert all(preset.reset_steps is None for preset in low)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -94,7 +94,7 @@ def test_terngrad_with_a_shared_scaler_sums_trits(world_size: int) -> None:
     assert ((results.mean(0) - mean).abs() <= Z * scaler_N / (2 * np.sqrt(world_size * STEPS))).all()
 
 
-def test_terngrad_clips_at_the_largest_bound_of_any_rank() -> None:
+def test_terngrad_scaler_is_the_largest_bound_of_any_rank() -> None:
     """Each rank clips at its own sigmas, the scaler is the largest of what is left."""
     g = gradients(2)
     ranks = OneTensor(TernGrad(block_size=BLOCK, clip_sigmas=2.0, exempt=()), SHAPE, 2)
@@ -104,9 +104,21 @@ def test_terngrad_clips_at_the_largest_bound_of_any_rank() -> None:
         parts = x.reshape(-1).split(BLOCK)
         scaler.append([min(part.abs().max(), 2.0 * part.std(unbiased=False)) for part in parts])
     expected = torch.tensor(scaler).amax(0).repeat_interleave(BLOCK)[:300]
-    said = result.abs() > 0
-    sums = (result.abs() * 2 / expected)[said]
+    sent = result.abs() > 0
+    sums = (result.abs() * 2 / expected)[sent]
     assert torch.allclose(sums, sums.round(), atol=1e-4)
+
+
+def test_terngrad_ranks_clip_at_their_own_bound() -> None:
+    """A rank's outlier is clipped by what is usual on that rank, although the scaler that all share is larger."""
+    loud, quiet = torch.full(SHAPE, 50.0), torch.ones(SHAPE)
+    quiet[0, 0] = 50.0
+    bound = 2.0 * quiet.reshape(-1)[:BLOCK].std(unbiased=False)
+    assert 10 < bound < 15
+    ranks = OneTensor(TernGrad(block_size=BLOCK, clip_sigmas=2.0, exempt=()), SHAPE, 2)
+    mean = sum(ranks.step([loud, quiet])[0] for _ in range(STEPS)) / STEPS
+    deviation = 25.0 * (bound / 50.0 * (1 - bound / 50.0)).sqrt() / np.sqrt(STEPS)
+    assert abs(mean - (50.0 + bound) / 2) < Z * deviation < 10
 
 
 def test_bytes_of_shared_trits() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.kernels.reference.blocks import round_up_bfloat16
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.quantization.onebitsgd import OneBitSGD
@@ -58,6 +59,57 @@ def test_signsgd_ranks_without_gradient_abstain() -> None:
     ranks = OneTensor(SignSGD(block_size=BLOCK, scale="one", exempt=()), SHAPE, 3)
     g = [-gaussian(SHAPE, 0).abs(), torch.zeros(SHAPE), torch.zeros(SHAPE)]
     assert torch.equal(ranks.step(g), -torch.ones(200))
+
+
+@pytest.mark.parametrize("scale", ["one", "mean_abs"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_signsgd_passes_on_what_is_not_finite(scale: str, value: float) -> None:
+    """In the whole block, on every rank, and nowhere else; the step after is clean."""
+    ranks = OneTensor(SignSGD(block_size=BLOCK, scale=scale, exempt=()), SHAPE, 3)  # type: ignore[arg-type]
+    g = gradients(0, 3)
+    g[1][0, 3] = value
+    results = [x.reshape(-1).clone() for x in g]
+    ranks.world.reduce(ranks.syncs, BucketLayout((Entry("p", 0),)), results, results)
+    for result in results:
+        assert not result[:BLOCK].isfinite().any()
+        assert result[BLOCK:].isfinite().all()
+    assert ranks.step(gradients(1, 3)).isfinite().all()
+
+
+def test_signsgd_zeros_vote_for_neither_side() -> None:
+    """A zero beside other values is drawn at random: over many steps it votes as often for as against."""
+    ranks = OneTensor(SignSGD(block_size=BLOCK, scale="one", exempt=()), (1, BLOCK), 1)
+    g = torch.ones(1, BLOCK)
+    g[0, 1::2] = 0.0
+    results = torch.stack([ranks.step([g]) for _ in range(200)])
+    assert torch.equal(results[:, 0::2], torch.ones_like(results[:, 0::2]))
+    assert results[:, 1::2].mean().abs() < 0.05  # 6400 draws: four standard deviations
+    assert results[:, 1::2].mean(0).abs().max() < 0.4
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_signum_votes_with_local_momenta(world_size: int) -> None:
+    """``m = beta m + (1 - beta) g`` on every rank, at first g; the sign of the sum of signs of m. In NumPy."""
+    ranks = OneTensor(SignSGD(block_size=BLOCK, scale="one", momentum=0.8, exempt=()), SHAPE, world_size)
+    m = np.zeros((world_size, 200), np.float32)
+    for step in range(5):
+        g = gradients(step, world_size)
+        flat = np.stack([x.reshape(-1).numpy() for x in g])
+        m = flat if step == 0 else np.float32(0.8) * m + np.float32(0.2) * flat
+        assert np.array_equal(ranks.step(g).numpy(), np.sign(np.sign(m).sum(0)))
+
+
+def test_signum_gives_all_parameters_the_same_momentum() -> None:
+    """Exempt ones uncompressed, high-precision ones in 8 bits."""
+    for compressor, shape, tolerance in (
+        (SignSGD(momentum=0.5), (200,), 1e-6),  # exempt as a vector
+        (SignSGD(momentum=0.5, high_precision=("p",)), (64, 64), 0.05),
+    ):
+        ranks = OneTensor(compressor, shape, 2)
+        ranks.step([torch.ones(shape), torch.ones(shape)])
+        result = ranks.step([torch.zeros(shape), 2.0 * torch.ones(shape)])
+        assert torch.allclose(result, torch.full_like(result, 1.0), atol=tolerance)  # (0.5 + 1.5) / 2
+        assert set(ranks.state(0)) == {"uplink.momentum"}
 
 
 def transcribed_feedback(quantize, world_size: int, steps: int) -> list[np.ndarray]:  # type: ignore[no-untyped-def]

@@ -30,7 +30,7 @@ SHAPE, NUMEL = (7, 33), 231
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("density", [0.0, -0.5, 1.0001, float("nan"), "0.1", True])
 def test_a_density_outside_its_range_is_refused(kind: type[Compressor], density: object) -> None:
-    with pytest.raises(ValueError, match=r"density must be in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"density must be (in \(0, 1\]|a number)"):
         kind(density=density)  # type: ignore[call-arg]
 
 

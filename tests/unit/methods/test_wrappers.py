@@ -11,6 +11,7 @@ import torch
 
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.rotate import RotatedCodec
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer
@@ -20,9 +21,12 @@ from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.quantization.naturalcompression import NaturalCompression
 from lowbit_strategy.methods.quantization.qsgd import QSGD
 from lowbit_strategy.methods.quantization.sharedscale import SharedScale
 from lowbit_strategy.methods.quantization.terngrad import TernGrad
+from lowbit_strategy.methods.sparsification.randomk import RandomK
+from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.methods.wrappers.ef21 import EF21
 from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.wrappers.partition import Partition
@@ -140,6 +144,83 @@ def test_ef21_error_vanishes_for_a_constant_gradient() -> None:
     assert (result - mean).norm() < 0.05 * mean.norm()
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [NaturalCompression(bits=2), QSGD(bits=2, norm="l2"), LoCo(bits=1, codebook="fitted"), TernGrad(scaler="rank")],
+)
+def test_feedback_and_ef21_converge_whatever_the_code(inner: Compressor) -> None:
+    """A constant gradient: the residual stays a few gradients, and EF21's single results approach it."""
+    g, mean = [gaussian((32, 64), 0)], gaussian((32, 64), 0).reshape(-1)
+    if not isinstance(inner, LoCo):  # which has feedback of its own
+        ranks = OneTensor(ErrorFeedback(compressor=inner), (32, 64), 1)
+        for _ in range(200):
+            ranks.step(g)
+        assert ranks.state(0)["uplink.residual"].norm() < 15 * mean.norm()
+    ranks = OneTensor(EF21(compressor=inner), (32, 64), 1)
+    for _ in range(200):
+        result = ranks.step(g)
+    assert (result - mean).norm() < 0.1 * mean.norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "inner"),
+    [
+        (ErrorFeedback, RandomK(scale=True)),
+        (EF21, LoCo(bits=2, codebook="fitted", block_size=512)),
+        (EF21, Rotate(compressor=LoCo(bits=2, codebook="fitted", block_size=512))),
+    ],
+)
+def test_codes_that_do_not_shrink_are_refused_at_once(kind: type[Compressor], inner: Compressor) -> None:
+    with pytest.raises(ValueError, match="can err by more than its input, so what has not been sent would grow"):
+        kind(compressor=inner)  # type: ignore[call-arg]
+
+
+def test_what_cannot_be_wrapped_is_refused_at_once() -> None:
+    for kind in (EF21, Rotate):
+        with pytest.raises(ValueError, match="needs a quantiser"):
+            kind(compressor=PowerSGD(rank=1))
+    with pytest.raises(ValueError, match="has error feedback of its own"):
+        ErrorFeedback(compressor=TopK())
+
+
+def test_ef21_with_momentum_is_its_definition() -> None:
+    """``v = m v + (1 - m) g``, at first g; then EF21 of v. The owner's mean is not averaged again. In NumPy."""
+    ranks = OneTensor(EF21(compressor=EFSignSGD(block_size=64), momentum=0.75), (16, 64), 2)
+    v, ghat, gt = np.zeros((2, 1024), np.float32), np.zeros((2, 1024), np.float32), np.zeros(1024, np.float32)
+    for step in range(6):
+        g = [gaussian((16, 64), 10 * step + rank) for rank in range(2)]
+        for rank in range(2):
+            flat = g[rank].reshape(-1).numpy()
+            v[rank] = flat if step == 0 else np.float32(0.75) * v[rank] + np.float32(0.25) * flat
+            ghat[rank] += scaled_signs(v[rank] - ghat[rank])
+        gt += scaled_signs(ghat.sum(0) * np.float32(0.5) - gt)
+        assert np.allclose(ranks.step(g).numpy(), gt, atol=1e-6)
+
+
+def test_ef21_with_momentum_sees_through_noise() -> None:
+    """Signal-to-noise 0.5: without momentum the differences never shrink, with it the result finds the signal."""
+    signal = gaussian((32, 64), 0)
+    errors = {}
+    for momentum in (0.0, 0.9):
+        ranks = OneTensor(EF21(momentum=momentum), (32, 64), 1)
+        results = [ranks.step([signal + 2.0 * gaussian((32, 64), step + 1)]) for step in range(150)]
+        errors[momentum] = sum(float((each - signal.reshape(-1)).norm() / signal.norm()) for each in results[50:]) / 100
+    assert errors[0.9] < 0.5 * errors[0.0]
+
+
+def test_ef21_momentum_passes_nan_on_and_recovers() -> None:
+    ranks = OneTensor(EF21(compressor=QSGD(), momentum=0.5), (32, 64), 2)
+    g = gaussian((32, 64), 0)
+    ranks.step([g, g])
+    bad = [torch.full((2048,), torch.nan), g.reshape(-1).clone()]
+    ranks.world.reduce(ranks.syncs, BucketLayout((Entry("p", 0),)), bad, bad)
+    assert bad[0].isnan().all()
+    assert bad[1].isnan().all()
+    for _ in range(60):
+        result = ranks.step([g, g])
+    assert torch.allclose(result, g.reshape(-1), atol=1e-2)
+
+
 def test_ef21_takes_only_quantizers() -> None:
     assert isinstance(EF21(compressor=LoCo()).method(MATRIX).uplink, MarkovCodec)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="EF21 needs a quantiser"):
@@ -195,8 +276,10 @@ def test_residuals_of_the_warm_up_go_on() -> None:
 
 
 def test_loco_has_a_warm_up_of_its_own() -> None:
-    compressor = LoCo(bits=1, levels="fitted", warmup_steps=3, warmup_bits=5)
+    compressor = LoCo(bits=1, codebook="fitted", warmup_steps=3, warmup_bits=5)
     assert compressor.at(0) == compressor.at(2) == LoCo(bits=5, warmup_bits=5)
-    assert compressor.at(3) == LoCo(bits=1, levels="fitted", warmup_bits=5)
-    assert LoCo(bits=1, levels="fitted", warmup_steps=3, warmup_bits=3).at(0).fmt == LoCo(bits=3, levels="fitted").fmt
+    assert compressor.at(3) == LoCo(bits=1, codebook="fitted", warmup_bits=5)
+    assert (
+        LoCo(bits=1, codebook="fitted", warmup_steps=3, warmup_bits=3).at(0).fmt == LoCo(bits=3, codebook="fitted").fmt
+    )
     assert LoCo().at(0) == LoCo()

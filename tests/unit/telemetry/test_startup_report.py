@@ -12,7 +12,7 @@ from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
 from lowbit_strategy.telemetry.dry_run_report import plan
 
-WARMED_UP = LoCo(bits=1, levels="fitted", warmup_steps=64)
+WARMED_UP = LoCo(bits=1, codebook="fitted", warmup_steps=64)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_the_report_says_until_when_it_holds(compressor: Compressor, step: int |
 
 @pytest.mark.parametrize("scatter", [False, True])
 def test_a_hop_back_with_other_bits_is_told(scatter: bool) -> None:
-    compressor = LoCo(bits=2, levels="fitted", block_size=64, return_bits=4)
+    compressor = LoCo(bits=2, codebook="fitted", block_size=64, return_bits=4)
     report = plan(nn.Linear(256, 256), compressor, world_size=2, scatter=scatter, device=torch.device("cpu"))
     label = next(group.method for group in report.groups if group.kind == "compressed")
     assert label == "loco 2-bit fitted, blocks of 64" + ("" if scatter else "; back loco 4-bit, blocks of 64")

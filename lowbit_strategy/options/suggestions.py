@@ -6,7 +6,12 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` is most like; None if it is like none."""
+    return next(iter(get_close_matches(name, list(known), n=1)), None)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: ``"; did you mean 'loco'?"``, or a full stop."""
-    near = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else "."
+    near = nearest(name, known)
+    return "." if near is None else f"; did you mean {near!r}?"

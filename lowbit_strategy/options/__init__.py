@@ -1,0 +1,1 @@
+"""How options are written: which names and types a configuration takes, and what its errors suggest."""

@@ -1,0 +1,100 @@
+"""Configurations: frozen dataclasses that check the types of their options and know the options' former names."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from typing_extensions import dataclass_transform
+
+from lowbit_strategy.options.field_types import Mismatch, converted, describe, field_types
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+def configuration(cls: type[T]) -> type[T]:
+    """``@dataclass(frozen=True, kw_only=True, slots=True)`` whose constructor checks what it is given.
+
+    1. An option's former name is replaced by the present one, with a ``DeprecationWarning``. Former names are in the
+       class attribute ``renamed_options``: former name -> present one.
+    2. Every value must be of its field's type: `bool` is no integer, 4.0 neither; integers are accepted for floats,
+       lists for tuples, and what `register_conversion` allows.
+
+    Raises:
+        ValueError: By the constructor, if a value is of another type. The message has field, value and what is allowed.
+    """
+    return _checking(dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls))
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def positional_configuration(cls: type[T]) -> type[T]:
+    """As `configuration`, for classes of one or two fields whose names need not be written."""
+    return _checking(dataclasses.dataclass(frozen=True, slots=True)(cls))
+
+
+def _checking(cls: type[T]) -> type[T]:
+    initialize = cls.__init__
+    names = [field.name for field in dataclasses.fields(cls) if field.init and not field.kw_only]  # type: ignore[arg-type]
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, *values: Any, **options: Any) -> None:
+        options = _present(cls, options)
+        types = field_types(cls)  # type: ignore[arg-type]
+        checked = [check_option(name, value, types[name]) for name, value in zip(names, values, strict=False)]
+        for name, value in options.items():
+            if name in types:
+                options[name] = check_option(name, value, types[name])
+        initialize(self, *checked, *values[len(checked) :], **options)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+def check_option(name: str, value: Any, kind: Any) -> Any:
+    """`value` as a field of type `kind` holds it.
+
+    Raises:
+        ValueError: It is of another type.
+    """
+    try:
+        return converted(value, kind)
+    except Mismatch:
+        raise ValueError(f"{name} must be {describe(kind)}, got {value!r}") from None
+
+
+def renamed_options(cls: type) -> Mapping[str, str]:
+    """Former names of options and the present ones."""
+    return getattr(cls, "renamed_options", {})
+
+
+def _present(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options under their present names. A former name goes first: `dataclasses.replace` gives the present one too."""
+    present = dict(options)
+    for former, name in renamed_options(cls).items():
+        if former in options:
+            warn_of_former_name(cls, former, name, stacklevel=4)
+            present[name] = present.pop(former)
+    return present
+
+
+def former_option(configuration: object, name: str) -> Any:
+    """The value of an option that is asked for under its former name; the body of a ``__getattr__``."""
+    cls = type(configuration)
+    present = renamed_options(cls).get(name)
+    if present is None or present not in cls.__dataclass_fields__:  # type: ignore[attr-defined]
+        raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
+    warn_of_former_name(cls, name, present, stacklevel=4)
+    return getattr(configuration, present)
+
+
+def warn_of_former_name(cls: type, former: str, name: str, *, stacklevel: int) -> None:
+    warnings.warn(
+        f"{cls.__name__}: the option {former!r} is now called {name!r}; the old name will be removed in the next"
+        " release",
+        DeprecationWarning,
+        stacklevel=stacklevel,
+    )

@@ -1,0 +1,90 @@
+"""Codes that feedback can do with shrink what they have not sent; the others say so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.contraction import contracts, hard_blocks
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.natural import NaturalCodec
+from lowbit_strategy.codecs.onebit import TwoMeansCodec
+from lowbit_strategy.codecs.qsgd import L2Codec
+from lowbit_strategy.codecs.rotate import RotatedCodec
+from lowbit_strategy.codecs.ternary import TernaryCodec
+from lowbit_strategy.kernels.codebooks import fitted, ternary
+from lowbit_strategy.kernels.format import BlockFormat, uniform
+
+SHRINK: dict[str, Codec] = {
+    "dense": DenseCodec(),
+    "bfloat16": DenseCodec("bfloat16"),
+    "2 bits": BlockCodec(uniform(2, 128)),
+    "ternary": BlockCodec(ternary(128)),
+    "signs": BlockCodec(BlockFormat(bits=1, block_size=4096, scale_rule="mean_abs", levels=(-1.0, 1.0))),
+    "fitted, 2 bits": BlockCodec(fitted(2, 64)),
+    "two means": TwoMeansCodec(4096),
+    "rotated": RotatedCodec(BlockCodec(uniform(2, 64))),
+    "l2, nearest": L2Codec(2, 128).nearest(),
+    "natural, 2 bits, nearest": NaturalCodec(2, 128).nearest(),
+    "natural, 8 bits, nearest": NaturalCodec(8, 128).nearest(),
+    "trits, nearest": TernaryCodec(128).nearest(),
+    "fitted, 1 bit, nearest": BlockCodec(fitted(1, 64)).nearest(),
+}
+GROW: dict[str, Codec] = {
+    "l2": L2Codec(2, 128),
+    "trits": TernaryCodec(128),
+    "stochastic 2 bits": BlockCodec(uniform(2, 128), "stochastic"),
+    "fitted, 1 bit": BlockCodec(fitted(1, 64)),
+    "fitted, 2 bits, large blocks": BlockCodec(fitted(2, 512)),
+    "rotated": RotatedCodec(BlockCodec(fitted(1, 64))),
+}
+
+
+def decoded(codec: Codec, x: Tensor) -> Tensor:
+    return codec.decode_sum(codec.encode(x, seed=0)[None], x.numel())
+
+
+def ratio(codec: Codec, x: Tensor) -> float:
+    """Energy of the error relative to that of x."""
+    return float((x - decoded(codec, x)).double().square().sum() / x.double().square().sum())
+
+
+@pytest.mark.parametrize("name", SHRINK)
+def test_codes_that_shrink(name: str) -> None:
+    codec = SHRINK[name]
+    assert codec.contracts
+    generator = torch.Generator().manual_seed(1)
+    size = max(codec.block_size, 64)
+    for x in [*hard_blocks(size), *(torch.randn(size, generator=generator) ** power for power in (1, 2, 3, 7))]:
+        assert ratio(codec, x) < 1
+
+
+@pytest.mark.parametrize("name", GROW)
+def test_codes_that_do_not(name: str) -> None:
+    assert not GROW[name].contracts
+
+
+def test_one_bit_codebooks_overshoot_on_blocks_with_one_element() -> None:
+    """The figure in LoCo's documentation."""
+    x = torch.zeros(64)
+    x[5] = 1.0
+    assert ratio(BlockCodec(fitted(1, 64)), x) == pytest.approx(1.44, abs=0.01)
+    assert ratio(BlockCodec(fitted(1, 64)).nearest(), x) < 1
+
+
+def test_natural_rounds_to_the_nearer_power() -> None:
+    codec = NaturalCodec(4, 64).nearest()  # powers from 2**-6 to 1, and 0
+    x = torch.zeros(64)
+    x[:8] = torch.tensor([1.0, 0.76, 0.74, -0.38, -0.37, 2.0**-6, 0.51 * 2.0**-6, 0.49 * 2.0**-6])
+    expected = torch.zeros(64)
+    expected[:8] = torch.tensor([1.0, 1.0, 0.5, -0.5, -0.25, 2.0**-6, 2.0**-6, 0.0])
+    assert torch.equal(decoded(codec, x), expected)
+
+
+def test_a_map_that_doubles_is_no_contraction() -> None:
+    assert contracts(lambda x: 0.5 * x, 32)
+    assert not contracts(lambda x: 2.0 * x, 32)
+    assert not contracts(torch.zeros_like, 32)
