@@ -4,7 +4,7 @@ Trains the same small GPT with top-k, random-k, DGC and ExDyna at 50, 500 and 50
 LoCo at 8, 4 and 2 bits, and uncompressed, on 1, 2 and 4 workers, and writes
 
 * ``study.csv``, a line a run: perplexity on held-out text, milliseconds of computation, of the compressor's own work
-  and of communication (medians over rank 0's steps), bytes a rank sends a step and the time these take at 1 Gbit/s
+  and of communication (medians over rank 0's steps), bytes that a rank sends per step and the time these take at 1 Gbit/s
 * ``study.png``: perplexity and times over the ratio, means of the seeds
 
 Every step each rank computes its gradient, all ranks meet, and the gradient is reduced as one bucket: what waits for
@@ -212,7 +212,7 @@ def study(workers: int, steps: int, seed: int, quick: bool, console: Console) ->
             runs.append(run)
             console.print(
                 f"seed {seed}, {workers} workers, {run.method} {run.ratio:g}x: perplexity {run.perplexity:.3f}, "
-                f"compressor {run.compressor_ms:.1f} ms, {run.sent_bytes:,} bytes a step"
+                f"compressor {run.compressor_ms:.1f} ms, {run.sent_bytes:,} bytes per step"
             )
         while not processes.join():
             pass
@@ -220,7 +220,7 @@ def study(workers: int, steps: int, seed: int, quick: bool, console: Console) ->
 
 
 def plot(runs: list[Run], path: Path) -> None:
-    """Perplexity above, the times of a step below; one column a number of workers."""
+    """Perplexity above, the times of a step below; one column per number of workers."""
     columns = sorted({run.workers for run in runs})
     figure, axes = plt.subplots(
         2, len(columns), figsize=(5 * len(columns), 8), squeeze=False, layout="constrained", sharex=True, sharey="row"
@@ -246,7 +246,7 @@ def plot(runs: list[Run], path: Path) -> None:
                 axis.set_major_formatter("{x:g}")
                 axis.set_minor_formatter(NullFormatter())
     axes[0][0].set_ylabel("perplexity per byte")
-    axes[1][0].set_ylabel("compressor's own work, ms a step")
+    axes[1][0].set_ylabel("compressor's own work, ms per step")
     axes[0][0].legend(fontsize=9)
     axes[1][0].legend(fontsize=9)
     figure.savefig(path, dpi=120)

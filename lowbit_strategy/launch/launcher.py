@@ -128,7 +128,7 @@ def _insert_run_module(args: argparse.Namespace) -> None:
 
 def _several_on_cpu(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
     """Accelerate (1.15) starts one process on CPU where several are asked for, unless mpirun is there, and under FSDP
-    independent ones: start them through torchrun, and tell them that they are on CPU.
+    independent ones: start them through torchrun, and set the variable that keeps them on CPU.
     """
     import torch
 

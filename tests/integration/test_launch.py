@@ -1,6 +1,6 @@
 """The command line, as users run it: `lowbit launch`, the run module under other launchers, what comes back from them.
 
-Every test starts interpreters; what can be told without doing so is in tests/unit/accelerate.
+Every test starts interpreters; what can be tested without doing so is in tests/unit/launch and tests/unit/config.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def test_accelerate_s_own_test_scripts(script: str, tmp_path: Path) -> None:
     assert ("made no Accelerator" in done.stderr) == (script == "test_ops.py")  # it uses PartialState only
 
 
-@pytest.mark.slow  # in parts: tests/unit/accelerate/test_dry_run.py and test_launcher.py
+@pytest.mark.slow  # in parts: tests/unit/launch
 def test_a_dry_run_reports_and_trains_nothing(tmp_path: Path) -> None:
     job = config(tmp_path, "fsdp", lowbit_config=SECTION)
     command = [*LAUNCH, "--dry-run", "--config_file", job, "--num_processes", "8", SCRIPT, "--out", tmp_path]
@@ -204,11 +204,11 @@ def test_the_script_s_exit_status_comes_back(tmp_path: Path) -> None:
     assert done.returncode == 7
 
 
-_TOLD = """\
+_ENDS_ON_SIGNALS = """\
 import os, pathlib, signal, sys, time
 rank = os.environ.get("RANK", "0")
 def end(*_):
-    pathlib.Path(f"told-{rank}").touch()
+    pathlib.Path(f"signalled-{rank}").touch()
     sys.exit(9)
 signal.signal(signal.SIGTERM, end)
 signal.signal(signal.SIGUSR1, end)
@@ -226,7 +226,7 @@ time.sleep(200)
     ],
 )
 def test_signals_reach_the_script_and_come_back(processes: int, number: int, status: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_TOLD)
+    (tmp_path / "train.py").write_text(_ENDS_ON_SIGNALS)
     job = config(tmp_path, "ddp", lowbit_config=SECTION, num_processes=processes)
     command = [sys.executable, *LAUNCH, "--config_file", str(job), "train.py"]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
@@ -237,7 +237,7 @@ def test_signals_reach_the_script_and_come_back(processes: int, number: int, sta
             time.sleep(0.1)
         launcher.send_signal(number)
         assert launcher.wait(60) == status
-        assert len(list(tmp_path.glob("told-*"))) == processes
+        assert len(list(tmp_path.glob("signalled-*"))) == processes
     finally:
         if launcher.poll() is None:
             for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:

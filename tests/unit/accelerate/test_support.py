@@ -1,4 +1,4 @@
-"""What can be served, and what is said about the rest."""
+"""What can be served, and the errors about the rest."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_sizes(nbytes: float) -> None:
 
 
 def test_a_record_without_losses(tmp_path: Path) -> None:
-    """Fabric's: nobody tells the monitor the loss."""
+    """Fabric's: the monitor does not know the loss."""
     write_run(tmp_path, observation={"loss": ..., "epoch": ...})
     result = run_report(tmp_path)
     assert result.exit_code == 0, result.output
