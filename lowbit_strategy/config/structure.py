@@ -22,7 +22,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from cattrs import Converter, transform_error
 from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
@@ -102,15 +102,19 @@ def _describe(error: BaseException, _: object) -> str:
 class _Unfit(ValueError):
     """A value is of another type than its field."""
 
-    def __init__(self, wanted: str, value: object) -> None:
-        super().__init__(f"must be {wanted}, got {value!r}")
+    def __init__(self, message: str, wanted: str) -> None:
+        super().__init__(message)
         self.wanted = wanted
+
+
+def _refuse(wanted: str, value: object) -> NoReturn:
+    raise _Unfit(f"must be {wanted}, got {value!r}", wanted)
 
 
 def _exactly(kind: type, description: str) -> _Hook:
     def check(value: Any, _: Any) -> Any:
         if type(value) is not kind:
-            raise _Unfit(description, value)
+            _refuse(description, value)
         return value
 
     return check
@@ -120,19 +124,19 @@ def _number(value: Any, _: Any) -> float:
     if not isinstance(value, bool):
         with contextlib.suppress(TypeError, ValueError):
             return float(value)
-    raise _Unfit("a number", value)
+    _refuse("a number", value)
 
 
 def _path(value: Any, _: Any) -> Path:
     if not isinstance(value, (str, Path)):
-        raise _Unfit("a path", value)
+        _refuse("a path", value)
     return Path(value)
 
 
 def _choice(value: Any, kind: Any) -> Any:
     choices = typing.get_args(kind)
     if value not in choices:
-        raise _Unfit(" or ".join(map(repr, choices)), value)
+        _refuse(" or ".join(map(repr, choices)), value)
     return value
 
 
@@ -146,7 +150,7 @@ def _first_that_fits(value: Any, kind: Any) -> Any:
             return _converter.structure(value, part)
         except _Unfit as error:
             wanted.append(error.wanted)
-    raise _Unfit(" or ".join(wanted), value)
+    _refuse(" or ".join(wanted), value)
 
 
 def _has_a_form_in_files(kind: Any) -> bool:
@@ -157,12 +161,12 @@ def _has_a_form_in_files(kind: Any) -> bool:
 def _entries(value: Any, kind: Any) -> tuple[Any, ...]:
     """A tuple from a list: of any length, or as long as its type says."""
     if not isinstance(value, (list, tuple)):
-        raise _Unfit("a list", value)
+        _refuse("a list", value)
     first, *rest = typing.get_args(kind)
     if not rest or rest == [Ellipsis]:
         return tuple(_converter.structure(value, list[first]))  # type: ignore[valid-type]
     if len(value) != 1 + len(rest):
-        raise _Unfit(f"a list of {1 + len(rest)}", value)
+        _refuse(f"a list of {1 + len(rest)}", value)
     return tuple(_converter.structure(each, part) for each, part in zip(value, (first, *rest), strict=True))
 
 
@@ -179,7 +183,7 @@ def _dataclass(value: Any, kind: Any) -> Any:
     if isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
-        raise _Unfit("a mapping", value)
+        _refuse("a mapping", value)
     return _fields_of(kind)(value, kind)
 
 
@@ -190,7 +194,7 @@ def _compressor(value: Any, _: Any) -> Compressor:
     if isinstance(value, str):
         return preset(value)
     if not isinstance(value, Mapping):
-        raise _Unfit("a compressor such as loco2 or {compressor: loco, bits: 2}", value)
+        _refuse("a compressor such as loco2 or {compressor: loco, bits: 2}", value)
     options = dict(value)
     name, more = options.pop("compressor", None), options.pop("options", None) or {}
     if not isinstance(name, str):
@@ -216,7 +220,7 @@ def _controller(value: Any, _: Any) -> Controller:
     if isinstance(value, Controller):
         return value
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        raise _Unfit(f"a mapping with a name ({', '.join(CONTROLLERS)}) and the controller's options", value)
+        _refuse(f"a mapping with a name ({', '.join(CONTROLLERS)}) and the controller's options", value)
     options = dict(value)
     name = options.pop("name")
     by_plain_name = {key.replace("_", ""): key for key in CONTROLLERS}
@@ -249,7 +253,7 @@ def _monitor(value: Any, kind: Any) -> CompressionMonitor:
     if value is True:
         return CompressionMonitor()
     if not isinstance(value, (Mapping, CompressionMonitor)):
-        raise _Unfit("true or a mapping such as {every_n_steps: 50}", value)
+        _refuse("true or a mapping such as {every_n_steps: 50}", value)
     return _dataclass(value, kind)
 
 
