@@ -18,7 +18,7 @@ Graph = dict[str, set[str]]
 ROOMS = {
     "cli": (0, 0, "the command lowbit"),
     "run": (2, 0, "python -m lowbit_strategy.run"),
-    "launch": (1, 1, "launch, run, config, doctor"),
+    "launch": (1, 1, "launch, run, doctor"),
     "transformers": (0, 2, "the HF Trainer"),
     "accelerate": (0, 3, "plugin, config file"),
     "pytorch_lightning": (1, 2, "the same, other bases"),

@@ -17,7 +17,10 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 def configuration(cls: type[T]) -> type[T]:
-    """``@dataclass(frozen=True, kw_only=True, slots=True)`` whose constructor checks what it is given.
+    """``@dataclass(frozen=True, kw_only=True)`` whose constructor checks what it is given.
+
+    Without slots: a dataclass with slots is made anew, and the first one stays among its base's subclasses. Command
+    lines that find a class by its name (jsonargparse, LightningCLI) would find two.
 
     1. An option's former name is replaced by the present one, with a ``DeprecationWarning``. Former names are in the
        class attribute ``renamed_options``: former name -> present one.
@@ -27,13 +30,13 @@ def configuration(cls: type[T]) -> type[T]:
     Raises:
         ValueError: By the constructor, if a value is of another type. The message has field, value and what is allowed.
     """
-    return _checking(dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls))
+    return _checking(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def positional_configuration(cls: type[T]) -> type[T]:
     """As `configuration`, for classes of one or two fields whose names need not be written."""
-    return _checking(dataclasses.dataclass(frozen=True, slots=True)(cls))
+    return _checking(dataclasses.dataclass(frozen=True)(cls))
 
 
 def _checking(cls: type[T]) -> type[T]:
