@@ -3,8 +3,8 @@
 Trains the same small GPT with top-k, random-k, DGC and ExDyna at 50, 500 and 5000 times fewer elements, with QSGD and
 LoCo at 8, 4 and 2 bits, and uncompressed, on 1, 2 and 4 workers, and writes
 
-* ``study.csv``, a line a run: perplexity on held-out text, milliseconds of computation, of the compressor's own work
-  and of communication (medians over rank 0's steps), bytes that a rank sends per step and the time these take at 1 Gbit/s
+* ``study.csv``, per run: perplexity on held-out text, milliseconds of computation, of the compressor's own work
+  and of communication (medians over steps of rank 0), bytes sent per rank and step and the time these take at 1 Gbit/s
 * ``study.png``: perplexity and times over the ratio, means of the seeds
 
 Every step each rank computes its gradient, all ranks meet, and the gradient is reduced as one bucket: what waits for
