@@ -3,6 +3,7 @@
 #   make demo        train a small GPT with compressed gradients and without, side by side
 #   make test        the test suite, without the tests marked slow
 #   make test-all    the whole suite
+#   make test-oldest the same as make test with the oldest versions that pyproject.toml claims (constraints-oldest.txt)
 #   make check       formatter, linter, type checker, layer contract, documentation
 #   make docs        the documentation as a web site, build/docs/index.html; a warning is an error
 #   make bench-X     benchmarks/X.py, options in ARGS:  make bench-network ARGS="--rate 1gbit"  (as root)
@@ -19,12 +20,13 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do "$$p" -c '$(USABLE)' >/dev/null 2>&
 
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := .venv-oldest
 ARGS ?=
 # A change to any of these means another installation.
 INSTALLS := pyproject.toml constraints.txt $(wildcard setup.py lowbit_strategy/kernels/native/*.c lowbit_strategy/kernels/native/*.h)
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-gpu check docs clean
+.PHONY: demo test test-all test-oldest test-gpu check docs clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
@@ -35,6 +37,9 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "" $(ARGS)
+
+test-oldest: $(OLDEST)/.test
+	$(OLDEST)/bin/python -m pytest $(ARGS)
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -77,7 +82,13 @@ $(VENV)/.dev: $(VENV)/.runtime
 	$(PIP_INSTALL) -e ".[dev]"
 	@touch $@
 
+$(OLDEST)/.test: constraints-oldest.txt $(INSTALLS) | $(VENV)/.python
+	$(BIN)/python -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check "$$(grep -E '^torch==' constraints-oldest.txt)"
+	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c constraints-oldest.txt -e ".[test]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find lowbit_strategy -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import native
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCo
-from tests.unit.engine.echo import EchoComm, Operations
+from tests.worlds.echo import EchoComm, Operations
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="counts the calls of the C kernels")
 

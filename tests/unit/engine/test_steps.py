@@ -16,7 +16,7 @@ from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods._base.method import MethodStore
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from tests.unit.engine.single import engine, gradients, reduce_step
+from tests.worlds.single import engine, gradients, reduce_step
 
 TWO_PHASES = LoCo(bits=2, block_size=64, warmup_steps=1)
 

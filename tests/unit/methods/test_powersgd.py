@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit_strategy.methods.low_rank.orthogonal import orthogonalize
-from tests.unit.methods.world import gaussian
+from tests.worlds.one_tensor import gaussian
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])

@@ -1,0 +1,201 @@
+"""The exchanges of a bucket on simulated ranks: any shapes, types and numbers of ranks, any mix of codecs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.collectives.exchange import Exchange, Hop, Route
+from lowbit_strategy.collectives.layout import Slot, cut_of
+from lowbit_strategy.collectives.stateful_codec import StatefulCodec
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.step_flags import StepFlags
+from lowbit_strategy.collectives.wire_buffers import WireBuffers
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
+from tests.worlds.simulated import SimulatedWorld
+
+CPU = torch.device("cpu")
+EXACT = PlainCodec(DenseCodec("float32"))
+COARSE = PlainCodec(BlockCodec(uniform(4, 32)))
+
+
+class Part(NamedTuple):
+    """One parameter of a bucket."""
+
+    shape: tuple[int, ...]
+    codec: StatefulCodec
+
+
+class Bucket:
+    """Parameters in one buffer, as DDP or FSDP2 lays them out, and the exchanges that reduce it in a world."""
+
+    def __init__(self, parts: Sequence[Part], world_size: int, *, scatter: bool, prefix: str = "p") -> None:
+        self.world, self.scatter = SimulatedWorld(world_size), scatter
+        cuts = [cut_of(part.shape, world_size, part.codec.block_size, scatter=scatter) for part in parts]
+        self.row_numel, at = sum(cut.row_numel for cut in cuts), 0
+        self.slots: dict[Slot, StatefulCodec] = {}
+        for i, (part, cut) in enumerate(zip(parts, cuts, strict=True)):
+            slot = Slot(f"{prefix}{i}", at, self.row_numel if scatter else cut.row_numel, cut)
+            self.slots[slot] = part.codec
+            at += cut.row_numel if scatter else cut.numel
+        self.numel = at * world_size if scatter else at
+        self.flags = [StepFlags(CPU) for _ in range(world_size)]
+        self.exchanges = [
+            Exchange(self._routes(), comm, CPU, scatter=scatter, buffers=WireBuffers(CPU), flags=flags)
+            for comm, flags in zip(self.world.comms, self.flags, strict=True)
+        ]
+
+    def _routes(self) -> list[Route]:
+        routes = []
+        for codec in dict.fromkeys(self.slots.values()):
+            slots = tuple(slot for slot, own in self.slots.items() if own == codec)
+            no_state = {slot.name: 0 for slot in slots}
+            routes.append(Route(Hop(codec, {}), Hop(codec, {}), slots, no_state, no_state))
+        return routes
+
+    def chunk(self, slot: Slot, rank: int) -> slice:
+        """Where the chunk that `rank` owns of a parameter lies in a buffer."""
+        start = slot.offset + rank * slot.stride
+        return slice(start, start + slot.cut.row_length(rank))
+
+    def fill(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """Every rank's bucket; what no parameter fills is zero."""
+        generator, buffers = torch.Generator().manual_seed(self.numel), []
+        for rank in range(self.world.size):
+            x = torch.zeros(self.numel)
+            for slot, owner in itertools.product(self.slots, range(self.world.size)):
+                values = torch.randn(slot.cut.row_length(owner), generator=generator)
+                x[self.chunk(slot, owner)] = values * (rank + 1)
+            buffers.append(x.to(dtype))
+        return buffers
+
+    def run(self, buffers: Sequence[Tensor], sent: Sequence[Tensor | None] | None = None) -> list[Tensor]:
+        """Every rank's result, at once: under FSDP2 rows, under DDP buffers."""
+        outs = [torch.zeros(self.row_numel, dtype=x.dtype) if self.scatter else x.clone() for x in buffers]
+        stages = [
+            exchange.run(x, out, StepContext(0, rank + 1, 7), None if sent is None else sent[rank])
+            for rank, (exchange, x, out) in enumerate(zip(self.exchanges, buffers, outs, strict=True))
+        ]
+        for pending in itertools.zip_longest(*stages):
+            for handle in pending:
+                handle.wait()
+        return outs
+
+    def owned(self, outs: Sequence[Tensor], slot: Slot, rank: int) -> Tensor:
+        """What the ranks' results hold of the chunk of `rank`."""
+        if self.scatter:
+            return outs[rank][slot.offset : slot.offset + slot.cut.row_length(rank)]
+        return outs[0][self.chunk(slot, rank)]
+
+
+def total(values: Sequence[Tensor]) -> Tensor:
+    """float32, added in rank order."""
+    result = values[0].float()
+    for value in values[1:]:
+        result = result + value.float()
+    return result
+
+
+parts = st.lists(
+    st.builds(Part, st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from([EXACT, COARSE])),
+    min_size=1,
+    max_size=5,
+)
+worlds = st.integers(1, 5)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+@given(parts, worlds, st.booleans(), dtypes)
+def test_a_codec_without_loss_gives_the_sum_in_rank_order(
+    parts: list[Part], world_size: int, scatter: bool, dtype: torch.dtype
+) -> None:
+    bucket = Bucket([part._replace(codec=EXACT) for part in parts], world_size, scatter=scatter)
+    buffers = bucket.fill(dtype)
+    outs = bucket.run(buffers)
+    for slot, owner in itertools.product(bucket.slots, range(world_size)):
+        wanted = total([x[bucket.chunk(slot, owner)] for x in buffers]) * (1.0 if scatter else 1.0 / world_size)
+        assert torch.equal(bucket.owned(outs, slot, owner), wanted.to(dtype))
+    if not scatter:
+        assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@given(parts, worlds, dtypes)
+def test_owners_add_what_the_others_report_to_have_sent(parts: list[Part], world_size: int, dtype: torch.dtype) -> None:
+    bucket = Bucket(parts, world_size, scatter=True)
+    buffers = bucket.fill(dtype)
+    sent = [torch.zeros(bucket.numel) for _ in buffers]
+    outs = bucket.run(buffers, sent)
+    for (slot, codec), owner in itertools.product(bucket.slots.items(), range(world_size)):
+        chunk = bucket.chunk(slot, owner)
+        assert torch.equal(bucket.owned(outs, slot, owner), total([s[chunk] for s in sent]).to(dtype))
+        for x, s in zip(buffers, sent, strict=True):
+            error = (x[chunk].float() - s[chunk]).abs()
+            limit = 0.0 if codec == EXACT else float(x[chunk].float().abs().amax()) / 7 if error.numel() else 0.0
+            assert (error <= limit).all()
+
+
+@given(parts, worlds)
+def test_all_ranks_decode_the_same_bits_within_two_quantisation_steps(parts: list[Part], world_size: int) -> None:
+    bucket = Bucket(parts, world_size, scatter=False)
+    buffers = bucket.fill()
+    outs = bucket.run(buffers)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    for slot, owner in itertools.product(bucket.slots, range(world_size)):
+        chunk = bucket.chunk(slot, owner)
+        if slot.cut.row_length(owner):
+            mean = total([x[chunk] for x in buffers]) / world_size
+            largest = max(float(x[chunk].abs().amax()) for x in buffers)
+            assert ((outs[0][chunk] - mean).abs() <= 2 * largest / 7).all()
+
+
+@given(parts, worlds, st.booleans())
+def test_bytes_are_counted_before_and_while_they_travel(parts: list[Part], world_size: int, scatter: bool) -> None:
+    bucket = Bucket(parts, world_size, scatter=scatter)
+    bucket.run(bucket.fill())
+    for exchange, comm in zip(bucket.exchanges, bucket.world.comms, strict=True):
+        assert exchange.sent_nbytes == comm.sent_nbytes
+        assert (comm.sent_nbytes > 0) == (world_size > 1)
+
+
+@given(parts, worlds, st.booleans())
+def test_memory_for_messages_is_given_back(parts: list[Part], world_size: int, scatter: bool) -> None:
+    bucket = Bucket(parts, world_size, scatter=scatter)
+    results = [bucket.run(bucket.fill()) for _ in range(2)]
+    held = [exchange._buffers.nbytes for exchange in bucket.exchanges]
+    results.append(bucket.run(bucket.fill()))
+    assert [exchange._buffers.nbytes for exchange in bucket.exchanges] == held  # no step asks for more than the last
+    assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_value_that_is_not_finite_reaches_its_owner_and_is_noted(value: float, scatter: bool) -> None:
+    bucket = Bucket([Part((40, 2), EXACT), Part((64, 3), COARSE)], 3, scatter=scatter)
+    buffers = bucket.fill()
+    for slot in bucket.slots:
+        buffers[1][bucket.chunk(slot, 2).start] = value
+    outs = bucket.run(buffers)
+    for slot in bucket.slots:
+        assert not bucket.owned(outs, slot, 2).isfinite().all()
+        assert bucket.owned(outs, slot, 0).isfinite().all()
+    assert bucket.flags[1].overflow.item() == 1
+
+
+def test_a_message_of_another_layout_is_an_error_that_names_its_sender() -> None:
+    bucket = Bucket([Part((64,), COARSE)], 3, scatter=False)
+    other = Bucket([Part((64,), COARSE)], 3, scatter=False, prefix="another")
+    bucket.exchanges[2] = Exchange(
+        other._routes(), bucket.world.comms[2], CPU, scatter=False, buffers=WireBuffers(CPU), flags=StepFlags(CPU)
+    )
+    with pytest.raises(RuntimeError, match="rank 2 sent a message of another layout than rank 0 expects"):
+        bucket.run(bucket.fill())

@@ -1,0 +1,140 @@
+"""One bucket: its order of work, what observers see, and how it brings methods of several kinds together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver, Entry, Stages
+from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
+from lowbit_strategy.methods.wrappers.partition import Partition
+from tests.worlds.single import engine, gradients, reduce_step
+
+SPECS = (TensorSpec("a", (48, 64)), TensorSpec("b", (30, 40)), TensorSpec("c", (33, 21)), TensorSpec("bias", (37,)))
+EXACT = LoCo(bits=4, beta=0.0, residual="float32", reset_steps=None)
+MIXED = Partition(rules=(("a", EXACT), ("b", TopK(density=0.1)), ("c", PowerSGD(rank=2))), default=Dense())
+
+
+class Recorder:
+    """An observer that keeps what it is shown."""
+
+    def __init__(self, *, traces: bool, log: list[str] | None = None, name: str = "") -> None:
+        self.traces = traces
+        self.log = [] if log is None else log
+        self.name = name
+        self.before: list[Tensor] = []
+        self.after: list[Tensor] = []
+        self.traced: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def begin_step(self) -> BucketObserver:
+        return self
+
+    def end_step(self, *, counted: bool) -> None:
+        self.log.append(f"end {self.name} {counted}")
+
+    def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
+        self.log.append(f"before {self.name}")
+        self.before.append(x.clone())
+        yield from stages
+        self.after.append(out.clone())
+        self.log.append(f"after {self.name}")
+
+    def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
+        self.traced[name] = (compensated.clone(), sent.clone())
+
+
+def observed(compressor: Compressor, *, scatter: bool, steps: int = 3) -> Iterator[tuple[Any, Mapping[str, Tensor]]]:
+    """Every step's observer, gradients, residuals before it and results, on one rank."""
+    sync = engine(compressor, SPECS, scatter=scatter)
+    for step in range(steps):
+        recorder = Recorder(traces=True)
+        sync.subscribe(recorder, StepPhase.OBSERVE)
+        grads = gradients(step, SPECS)
+        residuals = {name: sync.residual(name) for name in grads}
+        residuals = {name: torch.zeros_like(grads[name]) if r is None else r.clone() for name, r in residuals.items()}
+        means = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
+        sync.unsubscribe(recorder)
+        yield recorder, {name: (grads[name], residuals[name], means[name]) for name in grads}
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("compressor", [MIXED, ErrorFeedback(), TopK(density=0.1)], ids=lambda c: c.name)
+def test_observers_are_shown_what_each_parameter_was_to_send_and_what_the_others_decode(
+    compressor: Compressor, scatter: bool
+) -> None:
+    for recorder, facts in observed(compressor, scatter=scatter):
+        assert recorder.traced.keys() == facts.keys()
+        for name, (grad, residual, mean) in facts.items():
+            compensated, sent = recorder.traced[name]
+            torch.testing.assert_close(compensated, grad + residual)
+            if scatter:  # of one rank: the sum is what it has sent
+                torch.testing.assert_close(sent, mean, rtol=1e-6, atol=0)
+
+
+def test_observing_changes_no_bit() -> None:
+    plain, watched = engine(MIXED, SPECS), engine(MIXED, SPECS)
+    watched.subscribe(Recorder(traces=True), StepPhase.OBSERVE)
+    for step in range(3):
+        wanted, found = (reduce_step(sync, gradients(step, SPECS)) for sync in (plain, watched))
+        assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+        assert all(torch.equal(a, b) for a, b in zip(plain.state_tensors(), watched.state_tensors(), strict=True))
+
+
+def test_the_innermost_observer_measures_the_methods_alone() -> None:
+    log: list[str] = []
+    sync = engine(EXACT, SPECS)
+    sync.subscribe(Recorder(traces=False, log=log, name="probe"), StepPhase.DECIDE)
+    sync.subscribe(Recorder(traces=False, log=log, name="monitor"), StepPhase.OBSERVE)
+    reduce_step(sync, gradients(0, SPECS))
+    assert log == [
+        "before probe",
+        "before monitor",
+        "after monitor",
+        "after probe",
+        "end monitor True",
+        "end probe True",
+    ]
+
+
+def test_a_leftover_residual_is_added_before_anyone_reduces() -> None:
+    sync = engine(Dense(), SPECS)
+    sync.carryover.keep("b", torch.full((1200,), 2.0))
+    recorder = Recorder(traces=True)
+    sync.subscribe(recorder, StepPhase.OBSERVE)
+    grads = gradients(0, SPECS)
+    means = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
+    torch.testing.assert_close(means["b"], grads["b"] + 2.0)
+    torch.testing.assert_close(recorder.traced["b"][0], grads["b"] + 2.0)
+    torch.testing.assert_close(means["a"], grads["a"])
+
+
+@pytest.mark.parametrize("compressor", [EXACT, TopK(density=0.1), PowerSGD(rank=2)], ids=lambda c: c.name)
+def test_a_parameter_may_be_reduced_in_any_bucket(compressor: Compressor) -> None:
+    """DDP rebuilds its buckets: state belongs to parameters, and plans to what buckets hold."""
+    together, apart = engine(compressor, SPECS), engine(compressor, SPECS)
+    for step in range(3):
+        grads = gradients(step, SPECS)
+        wanted = reduce_step(together, {name: grad.clone() for name, grad in grads.items()})
+        for i, name in enumerate(reversed(grads)):
+            x = grads[name].clone()
+            for pending in apart.reduce(BucketLayout((Entry(name, 0),), last=i == len(grads) - 1), x, x):
+                if pending is not None:
+                    pending.wait()
+            assert torch.equal(x, wanted[name]), (step, name)
+        apart.end_step()
+
+
+def test_a_bucket_without_parameters_is_no_error() -> None:
+    sync = engine(EXACT, SPECS)
+    assert list(sync.reduce(BucketLayout(()), torch.zeros(0), torch.zeros(0))) == []
