@@ -33,8 +33,10 @@ from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
 from lowbit_strategy.hooks.digest import ParameterDigest
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.model.fsdp_sharding import check_process_groups
 from lowbit_strategy.model.handshake import facts, handshake
-from lowbit_strategy.model.parameters import canonical_name, describe_parameters
+from lowbit_strategy.model.parameters import canonical_name, describe_parameters, refuse_sparse_gradients
+from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
 from lowbit_strategy.telemetry.startup_report import build_report
 
 CHECKPOINT_KEY = "lowbit_strategy"
@@ -98,9 +100,13 @@ def prepare(
     specs = tuple(describe_parameters(module))
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
+    refuse_sparse_gradients(module)
     if not scatter:
         refuse_python_reducer()
     handshake(facts(compressor, module, scatter=scatter, settings=asdict(options)), group)
+    if dist.get_rank(group) == 0:
+        for sentence in unmatched_patterns(compressor, module):
+            _log.warning("%s", sentence)
     return Prepared(compressor, options, specs, scatter)
 
 
@@ -287,6 +293,8 @@ def attach_ddp(
 ) -> Attached:
     """Register the hook. A group of its own, as patient as DDP's, keeps its collectives apart from DDP's on CPU."""
     group, own_group = model.process_group, None
+    handshake(_circumstances(device, has_scaler), group)
+    model.join_hook = _refuse_join  # type: ignore[method-assign]
     if device.type == "cpu":
         timeout = group._get_backend(device).options._timeout
         own_group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout)
@@ -319,10 +327,24 @@ def attach_fsdp(
     Raises:
         ValueError: `module` has no FSDP2 module, or is sharded in a way that cannot be compressed.
     """
+    handshake(_circumstances(device, has_scaler), group)
     sync = _engine(prepared, GroupComm(group), device, has_scaler)
+    check_process_groups(module, group)
     if fsdp.install(module, sync) == 0:
         raise ValueError("no module is sharded with fully_shard: nothing to compress")
     return Attached(sync, module, prepared.options, group=group)
+
+
+def _circumstances(device: torch.device, has_scaler: bool) -> dict[str, object]:
+    """What must be the same on all ranks and is known only when the model has been wrapped."""
+    return {"gradient scaler": "one" if has_scaler else "none", "type of device": device.type}
+
+
+def _refuse_join(**options: Any) -> Any:
+    raise RuntimeError(
+        "torch.distributed.algorithms.Join does not work with compressed gradients: a rank that has no more batches"
+        " misses exchanges between the others. Give every rank the same number of batches (DistributedSampler does)"
+    )
 
 
 def _engine(prepared: Prepared, comm: Comm, device: torch.device, has_scaler: bool) -> GradientSync:
