@@ -52,7 +52,8 @@ class SyncOptions:
         seed: Of stochastic rounding and selection; the same on all ranks.
         on_world_size_change: Resuming on another number of ranks: ``reset`` starts residuals from zero, ``fold`` gives
             every rank the mean of the saved ones (reads all ranks' files).
-        on_missing_residual: A checkpoint's residual file is missing or damaged: ``error``, or ``reset`` to go on.
+        on_missing_residual: A checkpoint's residual file is missing or damaged: ``error``, or ``reset`` to start
+            from zero.
         rollback: Put residuals back when a step overflows. None: only where there is a loss scaler (fp16); costs a
             second copy of the residuals.
         check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
@@ -147,7 +148,7 @@ class Attached:
         self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
 
     def set_loss_scale(self, scaler: Any) -> None:
-        """Before backward: tell the residuals what the coming gradients are multiplied by (None: nothing).
+        """Before backward: what the coming gradients are multiplied by (None: nothing).
 
         The step begins here, on the thread and stream of training: controllers decide, parameters are regrouped.
         """
@@ -224,13 +225,13 @@ class Attached:
             _log.warning("%s", text)
 
     def adopt(self, earlier: Attached) -> None:
-        """Go on with the state of an earlier attachment of the same model (a second fit)."""
+        """Continue with the state of an earlier attachment of the same model (a second fit)."""
         self.sync.extend(self._describe_frozen(earlier.sync.specs))
         saved = capture.capture(earlier.sync)
         capture.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
 
     def _describe_frozen(self, names: Iterable[str]) -> list[TensorSpec]:
-        """Those of `names` that are frozen here: what they are still owed is kept until they are trained again."""
+        """Those of `names` that are frozen here: their residuals are kept until they are trained again."""
         also = {name for name in names if name in self._frozen}
         return [spec for spec in describe_parameters(self._module, also) if spec.name in also]
 
@@ -309,7 +310,7 @@ def attach_ddp(
 
 
 def _replicated(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """What DDP keeps the same on all ranks: all parameters that it was not told to ignore."""
+    """What DDP keeps the same on all ranks: all parameters that it does not ignore."""
     ignored = model.parameters_to_ignore
     return {canonical_name(name): param for name, param in model.module.named_parameters() if name not in ignored}
 

@@ -93,7 +93,7 @@ def test_fsdp2_over_other_ranks_is_refused(facts: list[Facts]) -> None:
         assert "ValueError: module 2 is sharded over one dim of its mesh and replicated over another" in replicated
 
 
-# -- what ranks are told ----------------------------------------------------------------------------------------------
+# -- what is reported ----------------------------------------------------------------------------------------------
 
 
 def mistyped(folder: Path, kind: Kind) -> Facts:

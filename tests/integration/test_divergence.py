@@ -148,7 +148,7 @@ def test_the_first_parameter_and_the_ranks_are_named(facts: list[Facts]) -> None
 
 
 def agreed(folder: Path) -> Facts:
-    """Statistics of BatchNorm differ between ranks, and so may what DDP was told to ignore."""
+    """Statistics of BatchNorm differ between ranks, and so may what DDP ignores."""
     net = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     net.register_parameter("own", nn.Parameter(torch.full((3,), float(dist.get_rank())), requires_grad=False))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["own"])

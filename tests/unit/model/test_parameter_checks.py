@@ -28,7 +28,7 @@ def test_heads_by_name_and_as_wide_as_the_vocabulary() -> None:
 
 
 def test_heads_by_what_the_model_itself_calls_its_output() -> None:
-    """With other linear layers after it, under a name that says nothing, in a wrapper."""
+    """With other linear layers after it, under a name that means nothing, in a wrapper."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
