@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.simulated_world import SimulatedWorld
 from lowbit_strategy import QSGD, Dense, ErrorFeedback, LoCo, PowerSGD, TopK
 from lowbit_strategy.checkpoint.capture import Saved, capture, restore
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from tests.worlds.simulated import SimulatedWorld
 
 SPECS = [TensorSpec("first", (24, 40)), TensorSpec("second", (50, 30))]
 LAYOUT = BucketLayout((Entry("first", 0), Entry("second", 960)))
