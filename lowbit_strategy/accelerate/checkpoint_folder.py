@@ -1,6 +1,6 @@
 """Residuals inside a checkpoint's folder, so that what copies, rotates or removes the folder takes them along.
 
-``<folder>/residuals.lowbit/`` has one file per rank and ``stamp.json``, which says which of them belong to the
+``<folder>/residuals.lowbit/`` has one file per rank and ``stamp.json``, which lists those that belong to the
 checkpoint; a second prepared model has ``residuals_1.lowbit``, and so on.
 """
 
@@ -62,7 +62,7 @@ def load(folder: str, attachments: Sequence[Attached], *, compressed: bool = Fal
 def _incomplete(path: str) -> ResidualFileError:
     return ResidualFileError(
         f"the run that saved {path} was compressed, but its residuals are not there (was it stopped while saving?):"
-        ' take an earlier checkpoint, or pass on_missing_residual="reset" to go on with residuals of zero'
+        ' take an earlier checkpoint, or pass on_missing_residual="reset" to continue with residuals of zero'
     )
 
 
@@ -95,7 +95,7 @@ def _read(path: str) -> Stamp | ResidualFileError | None:
         return None
     except (OSError, ValueError) as error:
         return ResidualFileError(
-            f'{name} cannot be read ({error}): restore it, or pass on_missing_residual="reset" to go on with'
+            f'{name} cannot be read ({error}): restore it, or pass on_missing_residual="reset" to continue with'
             " residuals of zero"
         )
     return {} if stamp is None else stamp

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.method import unsent_part
+from lowbit_strategy.methods._base.tensor_spec import MemoryOrder, in_memory_order
 
 FORMAT = 3
 OnWorldSizeChange = Literal["reset", "fold"]
@@ -47,6 +48,7 @@ def _capture_parameter(sync: GradientSync, name: str) -> Saved:
     leftover = sync.carryover.get(name)
     return {
         "shape": list(sync.specs[name].shape),
+        "memory_order": sync.specs[name].memory_order,
         "tensors": _copy(sync.tensors(name)),
         "numbers": sync.store(name).numbers(name),
         "carryover": None if leftover is None else leftover.cpu().clone(),
@@ -126,20 +128,23 @@ def _copy_into(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> bo
 
 
 def _restore_parameter(sync: GradientSync, name: str, entry: Saved) -> None:
-    same_numbers = entry["numbers"] == sync.store(name).numbers(name)
-    if same_numbers and _copy_into(sync.tensors(name), entry["tensors"]):
+    memory_order = sync.specs[name].memory_order
+    same = entry["numbers"] == sync.store(name).numbers(name) and entry["memory_order"] == memory_order
+    if same and _copy_into(sync.tensors(name), entry["tensors"]):
         if entry["carryover"] is not None:
             sync.carryover.keep(name, entry["carryover"])
-    elif (unsent := _unsent(entry)) is not None:
+    elif (unsent := _unsent(entry, memory_order)) is not None:
         sync.carry_over_(name, unsent.to(sync.device))
 
 
-def _unsent(entry: Saved) -> Tensor | None:
-    """What one saved rank had not sent yet of a parameter, in units of the gradient."""
+def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
+    """What one saved rank had not sent yet of a parameter, in units of the gradient and in `memory_order`."""
     unsent, leftover = unsent_part(entry["tensors"], entry["numbers"]), entry["carryover"]
     if leftover is None or unsent is None:
-        return leftover if unsent is None else unsent
-    return unsent + leftover
+        unsent = leftover if unsent is None else unsent
+    else:
+        unsent = unsent + leftover
+    return None if unsent is None else in_memory_order(unsent, entry["shape"], entry["memory_order"], memory_order)
 
 
 def _change_world_size(
@@ -154,7 +159,7 @@ def _change_world_size(
     totals: dict[str, Tensor] = {}
     for rank in range(old):
         for name, entry in load_rank(rank)["parameters"].items():
-            if (unsent := _unsent(entry)) is not None:
+            if (unsent := _unsent(entry, sync.specs[name].memory_order)) is not None:
                 totals[name] = totals[name].add_(unsent) if name in totals else unsent.clone()
     for name, total in totals.items():
         sync.carry_over_(name, (total / old).to(sync.device))

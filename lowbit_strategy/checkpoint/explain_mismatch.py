@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit the model: which parameters, said in names and shapes.
+"""A checkpoint that does not fit the model: which parameters, by names and shapes.
 
 FSDP2's loaders fail on the first tensor, often in words about broadcasting. This looks only after they have failed.
 """
@@ -22,7 +22,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @contextmanager
 def explain_mismatch(path: Any, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Loading of `path` goes on inside; `modules` by the name under which the checkpoint has their state.
+    """`path` is loaded inside; `modules` by the name under which the checkpoint has their state.
 
     Raises:
         ValueError: Loading failed, and the checkpoint has other parameters than a module.
@@ -37,17 +37,17 @@ def explain_mismatch(path: Any, modules: Mapping[str, nn.Module]) -> Iterator[No
 
 
 def _readable_shapes(path: Path, key: str) -> Shapes | None:
-    """As `_saved_shapes`; None if the checkpoint cannot be read safely. Then the framework's own error must do.
+    """As `_held`; None if the checkpoint cannot be read safely. Then the framework's own error must do.
 
     A checkpoint may come from anywhere, so nothing in it is ever run to explain why it did not load.
     """
     try:
-        return _saved_shapes(path, key)
+        return _held(path, key)
     except Exception:  # damaged or hostile bytes fail in any of the ways of pickle
         return None
 
 
-def _saved_shapes(path: Path, key: str) -> Shapes | None:
+def _held(path: Path, key: str) -> Shapes | None:
     """Shapes in a full file or in a folder of shards; None if there are none under `key`."""
     if path.is_dir():
         entries = FileSystemReader(path).read_metadata().state_dict_metadata
@@ -64,12 +64,15 @@ def _saved_shapes(path: Path, key: str) -> Shapes | None:
 def _difference(saved: Shapes | None, module: nn.Module) -> str:
     if saved is None:
         return ""
-    there = {canonical_name(name): shape for name, shape in saved.items()}
+    held = {canonical_name(name): shape for name, shape in saved.items()}
     here = {canonical_name(name): tuple(value.shape) for name, value in module.state_dict().items()}
     parts = []
-    for what, names in (("it lacks", here.keys() - there.keys()), ("the model lacks", there.keys() - here.keys())):
+    for what, names in (
+        ("it lacks", here.keys() - held.keys()),
+        ("the model lacks", held.keys() - here.keys()),
+    ):
         if names:
             parts.append(f"{what} {', '.join(sorted(names)[:3])}{' ...' if len(names) > 3 else ''}")
-    for name in [name for name, shape in here.items() if name in there and there[name] != shape][:3]:
-        parts.append(f"{name} is {list(there[name])} there and {list(here[name])} here")
+    for name in [name for name, shape in here.items() if name in held and held[name] != shape][:3]:
+        parts.append(f"{name} is {list(held[name])} in the checkpoint and {list(here[name])} in the model")
     return "; ".join(parts)

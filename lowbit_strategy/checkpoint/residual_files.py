@@ -25,7 +25,7 @@ from lowbit_strategy.checkpoint.capture import Saved
 
 SUFFIX = ".lowbit"
 ADVICE = (
-    'restore the file, or pass on_missing_residual="reset" to go on with residuals of zero'
+    'restore the file, or pass on_missing_residual="reset" to continue with residuals of zero'
     " (the checkpoint itself is not affected)"
 )
 _NAME = re.compile(r"step-\d+-rank-(?P<rank>\d+)-of-\d+-[0-9a-f]+\.pt")

@@ -33,8 +33,10 @@ from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
 from lowbit_strategy.hooks.digest import ParameterDigest
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.model.fsdp_sharding import check_process_groups
 from lowbit_strategy.model.handshake import facts, handshake
-from lowbit_strategy.model.parameters import canonical_name, describe_parameters
+from lowbit_strategy.model.parameters import canonical_name, describe_parameters, refuse_sparse_gradients
+from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
 from lowbit_strategy.telemetry.startup_report import build_report
 
 CHECKPOINT_KEY = "lowbit_strategy"
@@ -50,7 +52,8 @@ class SyncOptions:
         seed: Of stochastic rounding and selection; the same on all ranks.
         on_world_size_change: Resuming on another number of ranks: ``reset`` starts residuals from zero, ``fold`` gives
             every rank the mean of the saved ones (reads all ranks' files).
-        on_missing_residual: A checkpoint's residual file is missing or damaged: ``error``, or ``reset`` to go on.
+        on_missing_residual: A checkpoint's residual file is missing or damaged: ``error``, or ``reset`` to start
+            from zero.
         rollback: Put residuals back when a step overflows. None: only where there is a loss scaler (fp16); costs a
             second copy of the residuals.
         check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
@@ -98,9 +101,13 @@ def prepare(
     specs = tuple(describe_parameters(module))
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
+    refuse_sparse_gradients(module)
     if not scatter:
         refuse_python_reducer()
     handshake(facts(compressor, module, scatter=scatter, settings=asdict(options)), group)
+    if dist.get_rank(group) == 0:
+        for sentence in unmatched_patterns(compressor, module):
+            _log.warning("%s", sentence)
     return Prepared(compressor, options, specs, scatter)
 
 
@@ -141,7 +148,7 @@ class Attached:
         self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
 
     def set_loss_scale(self, scaler: Any) -> None:
-        """Before backward: tell the residuals what the coming gradients are multiplied by (None: nothing).
+        """Before backward: what the coming gradients are multiplied by (None: nothing).
 
         The step begins here, on the thread and stream of training: controllers decide, parameters are regrouped.
         """
@@ -218,13 +225,13 @@ class Attached:
             _log.warning("%s", text)
 
     def adopt(self, earlier: Attached) -> None:
-        """Go on with the state of an earlier attachment of the same model (a second fit)."""
+        """Continue with the state of an earlier attachment of the same model (a second fit)."""
         self.sync.extend(self._describe_frozen(earlier.sync.specs))
         saved = capture.capture(earlier.sync)
         capture.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
 
     def _describe_frozen(self, names: Iterable[str]) -> list[TensorSpec]:
-        """Those of `names` that are frozen here: what they are still owed is kept until they are trained again."""
+        """Those of `names` that are frozen here: their residuals are kept until they are trained again."""
         also = {name for name in names if name in self._frozen}
         return [spec for spec in describe_parameters(self._module, also) if spec.name in also]
 
@@ -287,6 +294,8 @@ def attach_ddp(
 ) -> Attached:
     """Register the hook. A group of its own, as patient as DDP's, keeps its collectives apart from DDP's on CPU."""
     group, own_group = model.process_group, None
+    handshake(_circumstances(device, has_scaler), group)
+    model.join_hook = _refuse_join  # type: ignore[method-assign]
     if device.type == "cpu":
         timeout = group._get_backend(device).options._timeout
         own_group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout)
@@ -301,7 +310,7 @@ def attach_ddp(
 
 
 def _replicated(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """What DDP keeps the same on all ranks: all parameters that it was not told to ignore."""
+    """What DDP keeps the same on all ranks: all parameters that it does not ignore."""
     ignored = model.parameters_to_ignore
     return {canonical_name(name): param for name, param in model.module.named_parameters() if name not in ignored}
 
@@ -319,10 +328,24 @@ def attach_fsdp(
     Raises:
         ValueError: `module` has no FSDP2 module, or is sharded in a way that cannot be compressed.
     """
+    handshake(_circumstances(device, has_scaler), group)
     sync = _engine(prepared, GroupComm(group), device, has_scaler)
+    check_process_groups(module, group)
     if fsdp.install(module, sync) == 0:
         raise ValueError("no module is sharded with fully_shard: nothing to compress")
     return Attached(sync, module, prepared.options, group=group)
+
+
+def _circumstances(device: torch.device, has_scaler: bool) -> dict[str, object]:
+    """What must be the same on all ranks and is known only when the model has been wrapped."""
+    return {"gradient scaler": "one" if has_scaler else "none", "type of device": device.type}
+
+
+def _refuse_join(**options: Any) -> Any:
+    raise RuntimeError(
+        "torch.distributed.algorithms.Join does not work with compressed gradients: a rank that has no more batches"
+        " misses exchanges between the others. Give every rank the same number of batches (DistributedSampler does)"
+    )
 
 
 def _engine(prepared: Prepared, comm: Comm, device: torch.device, has_scaler: bool) -> GradientSync:

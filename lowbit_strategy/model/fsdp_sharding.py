@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 DEFAULT_MIN_SHARD_NUMEL = 1_000_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -107,6 +109,32 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> No
         for method in policy.forward_methods:
             if hasattr(whole, method):
                 register_fsdp_forward_method(whole, method)
+
+
+def check_process_groups(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Whether FSDP2 reduces over the ranks that gradients are compressed over.
+
+    Raises:
+        ValueError: A module is sharded over other ranks, or replicated as well (HSDP).
+    """
+    ours = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    for name, child in module.named_modules():
+        param_group = child._get_fsdp_state()._fsdp_param_group if isinstance(child, FSDPModule) else None
+        if param_group is None:
+            continue
+        where = f"module {name}" if name else "the model"
+        mesh_info: Any = param_group.mesh_info
+        if isinstance(mesh_info, HSDPMeshInfo):
+            raise ValueError(
+                f"{where} is sharded over one dim of its mesh and replicated over another (HSDP), which compression"
+                " does not support: give fully_shard a mesh of one dim with all ranks"
+            )
+        theirs = dist.get_process_group_ranks(mesh_info.shard_process_group)
+        if theirs != ours:
+            raise ValueError(
+                f"{where} is sharded over the ranks {theirs}, but gradients are compressed over {ours}: give"
+                " fully_shard and compression the same group"
+            )
 
 
 def _called_children(module: nn.Module) -> list[nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -47,13 +47,40 @@ def describe_parameters(module: nn.Module, also: Container[str] = ()) -> list[Te
                 f"parameter {name} is {param.dtype}: gradients are reduced as float32, bfloat16 or float16."
                 " Convert it, train with another precision, or freeze it"
             )
-        specs.append(TensorSpec(name, tuple(param.shape), roles.get(id(param), "other")))
+        specs.append(TensorSpec(name, tuple(param.shape), roles.get(id(param), "other"), _memory_order(param)))
     return specs
 
 
+def _memory_order(param: nn.Parameter) -> tuple[int, ...] | None:
+    """The order that DDP's buckets give to gradients of `param`."""
+    if param.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(param):
+        return None
+    strides: Sequence[int] = param.stride()
+    return tuple(sorted(range(param.ndim), key=lambda dim: -strides[dim]))
+
+
+def refuse_sparse_gradients(module: nn.Module) -> None:
+    """Raises:
+    ValueError: An embedding makes sparse gradients, which fit into no bucket.
+    """
+    for name, table in module.named_modules():
+        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.sparse and table.weight.requires_grad:
+            raise ValueError(
+                f"{canonical_name(name) or 'the model'} is an {type(table).__name__} with sparse=True, whose sparse"
+                " gradients cannot be compressed: make it with sparse=False (its gradient then travels at the"
+                " compressor's bits), freeze it, or use the framework's own DDP"
+            )
+
+
 def _roles(module: nn.Module) -> dict[int, Role]:
-    """Embeddings by type. Heads: linear layers with a head's name, and the last one if it is as wide as an embedding
-    has entries (whatever it is called, it predicts the vocabulary).
+    """What parameters are for.
+
+    | role | which |
+    |---|---|
+    | embedding | tables of ``nn.Embedding`` and ``nn.EmbeddingBag``; a weight tied to one is an embedding |
+    | head | what a submodule returns from ``get_output_embeddings()`` (transformers) or ``get_classifier()`` (timm) |
+    | head | the last linear layer, if it is as wide as an embedding has entries: it predicts the vocabulary |
+    | head | linear layers called ``lm_head``, ``output_projection``, ``classifier``, ``score`` or ``head`` |
     """
     vocabularies = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}
     linears = [(canonical_name(name), child) for name, child in module.named_modules() if isinstance(child, nn.Linear)]
@@ -62,7 +89,21 @@ def _roles(module: nn.Module) -> dict[int, Role]:
         is_last = child is linears[-1][1]
         if name.rsplit(".", 1)[-1] in _HEAD_NAMES or (is_last and child.out_features in vocabularies):
             roles[id(child.weight)] = "head"
+    for each in module.modules():
+        roles |= {id(param): "head" for param in _head_of(each) if param.ndim > 1}
     for table in module.modules():
         if isinstance(table, (nn.Embedding, nn.EmbeddingBag)):
             roles[id(table.weight)] = "embedding"
     return roles
+
+
+def _head_of(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of what a module itself calls its output layer."""
+    for accessor in ("get_output_embeddings", "get_classifier"):
+        if callable(method := getattr(module, accessor, None)):
+            try:
+                head = method()
+            except (NotImplementedError, AttributeError, TypeError):  # declared for all models, made for some
+                continue
+            if isinstance(head, nn.Linear):
+                yield from head.parameters()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.fabric import LowBitDDPStrategy
-from lowbit_strategy.hooks.attach import Attached, SyncOptions, attach_ddp, prepare
+from lowbit_strategy.hooks.attach import SyncOptions
 from lowbit_strategy.hooks.digest import ParameterDigest
 from tests.accelerated import make, prepared
 from tests.accelerated import train as train_job
+from tests.ddp_loop import Loop
 from tests.integration.test_hf_trainer import trainer as hf_trainer
 from tests.scenarios import Facts, raised, scenarios
 from tests.training import BATCH, WIDTH, Regression, dataset, fit, loader, mlp, strategy, trainer
@@ -114,24 +113,6 @@ def test_a_gradient_that_differs_on_one_rank(facts: list[Facts]) -> None:
 # -- what is compared, and when ---------------------------------------------------------------------------------------
 
 
-class _Loop:
-    """A model under DDP in a loop of one's own."""
-
-    def __init__(self, net: nn.Module, options: SyncOptions | None = None, **ddp: Any) -> None:
-        prepared = prepare(net, LoCo(block_size=32), options or SyncOptions(), scatter=False)
-        self.net = net
-        self.model = DistributedDataParallel(net, bucket_cap_mb=0.01, **ddp)
-        self.attached: Attached = attach_ddp(self.model, prepared, device=CPU)
-        self.optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
-
-    def step(self) -> None:
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-        self.optimizer.zero_grad()
-        self.model(x).square().mean().backward()
-        self.optimizer.step()
-        self.attached.end_step()
-
-
 @contextmanager
 def _comparisons() -> Iterator[list[int]]:
     """The steps after which parameters were compared."""
@@ -147,7 +128,7 @@ def _comparisons() -> Iterator[list[int]]:
 
 def named(folder: Path) -> Facts:
     """Two parameters of the second of three ranks; at any of the chosen steps; both without a gradient."""
-    loop = _Loop(mlp())
+    loop = Loop(mlp())
     with _comparisons() as steps:
         for _ in range(9):
             loop.step()
@@ -167,18 +148,18 @@ def test_the_first_parameter_and_the_ranks_are_named(facts: list[Facts]) -> None
 
 
 def agreed(folder: Path) -> Facts:
-    """Statistics of BatchNorm differ between ranks, and so may what DDP was told to ignore."""
+    """Statistics of BatchNorm differ between ranks, and so may what DDP ignores."""
     net = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     net.register_parameter("own", nn.Parameter(torch.full((3,), float(dist.get_rank())), requires_grad=False))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["own"])
-    loop = _Loop(net, broadcast_buffers=False)
+    loop = Loop(net, broadcast_buffers=False)
     sent = []
     with _comparisons() as steps:
         for _ in range(3):
             before = loop.attached.sync.comm.sent_nbytes
             loop.step()
             sent.append(loop.attached.sync.comm.sent_nbytes - before)
-    off = _Loop(mlp(), SyncOptions(check_digest=False))
+    off = Loop(mlp(), SyncOptions(check_digest=False))
     with torch.no_grad():
         off.net[0].weight += dist.get_rank()
     with _comparisons() as none:
@@ -207,45 +188,3 @@ def sharded(folder: Path) -> Facts:
 @scenarios(sharded)
 def test_under_fsdp2_nothing_is_compared(facts: list[Facts]) -> None:
     assert facts[0] == {"steps": [], "step_index": 3}
-
-
-# -- many attachments in one process ----------------------------------------------------------------------------------
-
-
-def _held() -> tuple[int, int]:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
-def many(folder: Path, how: str) -> Facts:
-    held = []
-    for _ in range(20):
-        if how == "fit":
-            fit("ddp", Regression(), max_steps=2)
-        else:
-            loop = _Loop(mlp())
-            loop.step()
-            del loop
-        held.append(_held())
-    return {"held": held}
-
-
-@scenarios(many, how=("fit", "loop"))
-def test_attachments_give_back_their_threads_and_descriptors(facts: list[Facts]) -> None:
-    for rank in facts:
-        assert rank["held"][-1] == rank["held"][4], rank["held"]
-
-
-def torn_down(folder: Path) -> Facts:
-    """The default group is destroyed first; a second close is none."""
-    loop = _Loop(mlp())
-    loop.step()
-    dist.barrier()
-    dist.destroy_process_group()
-    errors = [raised(loop.attached.close), raised(loop.attached.close)]
-    return {"errors": errors, "step_index": loop.attached.sync.step_index}
-
-
-@scenarios(torn_down)
-def test_closing_after_the_default_group_is_gone(facts: list[Facts]) -> None:
-    assert facts[0] == {"errors": ["", ""], "step_index": 1}

@@ -159,7 +159,7 @@ def test_from_an_uncompressed_checkpoint_and_back(facts: list[Facts]) -> None:
 
 
 def another_configuration(folder: Path, kind: Kind) -> Facts:
-    """What one configuration owes is owed by another: ``residual / (1 - beta)``, and what the owner has not said."""
+    """What one configuration has not sent passes to another: ``residual / (1 - beta)``, and the owner's residual."""
     made = fit(kind, ByStep(), options={"compressor": LoCo(block_size=32, beta=0.5, residual="float32")}, max_steps=4)
     sync = made.strategy.sync
     unsent = sync.export_unsent("net.2.weight")
@@ -203,7 +203,7 @@ def frozen_since(folder: Path, kind: Kind) -> Facts:
 
 
 @scenarios(frozen_since, kind=KINDS)
-def test_what_a_parameter_is_owed_outlives_its_being_frozen(facts: list[Facts]) -> None:
+def test_a_residual_outlives_the_freezing_of_its_parameter(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank == {"kept": True, "steps": 8}
 

@@ -28,7 +28,7 @@ class Seen(NamedTuple):
     end: dict[str, Tensor]
     print: int
     steps: int
-    said: str
+    log: str
 
 
 class _AtStart(L.Callback):
@@ -48,7 +48,7 @@ def _run(rank: int, world_size: int, folder: Path, resumed: bool, save: bool) ->
         for policy in POLICIES if resumed else ("reset",):
             torch.manual_seed(0)
             model, at_start = ByStep(), _AtStart()
-            with listen() as said:
+            with listen() as lines:
                 made = trainer(
                     strategy(kind, COMPRESSOR, on_world_size_change=policy),
                     max_steps=8 if resumed else 4,
@@ -56,7 +56,7 @@ def _run(rank: int, world_size: int, folder: Path, resumed: bool, save: bool) ->
                 )
                 made.fit(model, loader(), ckpt_path=folder / f"{kind}.ckpt" if resumed else None)
             ended = _residuals(made)
-            seen[kind, policy] = Seen(at_start.residuals, ended, fingerprint(model), made.global_step, "\n".join(said))
+            seen[kind, policy] = Seen(at_start.residuals, ended, fingerprint(model), made.global_step, "\n".join(lines))
         if save:
             made.save_checkpoint(folder / f"{kind}.ckpt")
     return seen
@@ -86,8 +86,8 @@ def test_reset_starts_from_zero(folder: Path, before: int, after: int, kind: Kin
         assert not any(unsent.any() for unsent in rank.start.values())
         assert rank.steps == 8
         assert rank.print == seconds[0][kind, "reset"].print
-    said = seconds[0][kind, "reset"].said
-    assert f"the number of ranks changed from {before} to {after}: compression residuals start from zero" in said
+    log = seconds[0][kind, "reset"].log
+    assert f"the number of ranks changed from {before} to {after}: compression residuals start from zero" in log
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,8 +102,8 @@ def test_fold_keeps_what_has_not_been_sent(folder: Path, before: int, after: int
     for rank in (rank[kind, "fold"] for rank in seconds):
         assert rank.steps == 8
         assert rank.print == seconds[0][kind, "fold"].print
-    said = seconds[0][kind, "fold"].said
+    log = seconds[0][kind, "fold"].log
     assert (
         f"the number of ranks changed from {before} to {after}: compression residuals are averaged over the old ranks"
-        in said
+        in log
     )

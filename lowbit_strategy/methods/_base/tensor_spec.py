@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 Role = Literal["embedding", "head", "other"]
+MemoryOrder = tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One parameter: its name in the model, unsharded shape, and what it is for."""
+    """One parameter: its name in the model, unsharded shape, what it is for, and how its elements lie in memory.
+
+    Args:
+        name: In the model.
+        shape: Unsharded.
+        role: What it is for.
+        memory_order: Dims from the outermost in memory to the innermost, as of ``channels_last``; None: in order. Flat
+            gradients and residuals have their elements in this order.
+    """
 
     name: str
     shape: tuple[int, ...]
     role: Role = "other"
+    memory_order: MemoryOrder = None
 
     @property
     def numel(self) -> int:
@@ -29,3 +42,13 @@ class TensorSpec:
 # Stands for a model's parameters where none is known yet. Big enough that headers and padding do not matter, and a
 # matrix, so that low-rank methods compress it.
 REFERENCE = TensorSpec("reference.weight", (1024, 1024))
+
+
+def in_memory_order(values_N: Tensor, shape: Sequence[int], source: MemoryOrder, target: MemoryOrder) -> Tensor:
+    """Flat values of a parameter of `shape`, brought from one memory order into another."""
+    if source == target:
+        return values_N
+    dims = range(len(shape))
+    source, target = tuple(dims) if source is None else source, tuple(dims) if target is None else target
+    values = values_N.view([shape[dim] for dim in source])
+    return values.permute([source.index(dim) for dim in target]).reshape(-1)

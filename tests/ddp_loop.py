@@ -1,0 +1,43 @@
+"""A model under DDP, compressed, in a training loop of one's own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy import LoCo
+from lowbit_strategy.hooks.attach import Attached, SyncOptions, attach_ddp, prepare
+from lowbit_strategy.methods._base.base import Compressor
+from tests.training import WIDTH
+
+CPU = torch.device("cpu")
+
+
+class Loop:
+    """SGD on inputs that differ between ranks."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        compressor: Compressor | None = None,
+        options: SyncOptions | None = None,
+        *,
+        shape: tuple[int, ...] = (WIDTH,),
+        has_scaler: bool = False,
+        **ddp: object,
+    ) -> None:
+        prepared = prepare(net, compressor or LoCo(block_size=32), options or SyncOptions(), scatter=False)
+        self.net = net
+        self.model = DistributedDataParallel(net, bucket_cap_mb=0.01, **ddp)
+        self.attached: Attached = attach_ddp(self.model, prepared, device=CPU, has_scaler=has_scaler)
+        self.optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+        self._shape = shape
+
+    def step(self) -> None:
+        x = torch.randn(4, *self._shape, generator=torch.Generator().manual_seed(dist.get_rank()))
+        self.optimizer.zero_grad()
+        self.model(x).square().mean().backward()
+        self.optimizer.step()
+        self.attached.end_step()

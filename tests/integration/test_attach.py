@@ -1,0 +1,193 @@
+"""Attaching to a model and letting go of it: what is refused, what ranks agree on, what is given back."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lowbit_strategy import LoCo
+from lowbit_strategy.hooks.attach import SyncOptions, attach_fsdp, prepare
+from lowbit_strategy.methods._base.tensor_spec import in_memory_order
+from tests.ddp_loop import CPU, Loop
+from tests.scenarios import Facts, raised, scenarios
+from tests.training import KINDS, WIDTH, Kind, Regression, fit, listen, mlp
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def sparse_embedding(folder: Path, kind: Kind) -> Facts:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.net = nn.Embedding(10, WIDTH, sparse=True), mlp()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.net(x + self.table(torch.zeros(len(x), dtype=torch.int64)))
+
+    return {"error": raised(lambda: fit(kind, Regression(Tokens(), optimizer="plain")))}
+
+
+@scenarios(sparse_embedding, kind=KINDS)
+def test_sparse_gradients_are_refused_before_training(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["error"].startswith("ValueError: net.table is an Embedding with sparse=True")
+
+
+def one_scaler(folder: Path) -> Facts:
+    return {"error": raised(lambda: Loop(mlp(), has_scaler=dist.get_rank() == 1))}
+
+
+@scenarios(one_scaler)
+def test_a_gradient_scaler_on_one_rank_only(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert "RuntimeError: rank 1 differs from rank 0 in gradient scaler: one instead of none" in rank["error"]
+
+
+def join(folder: Path) -> Facts:
+    loop = Loop(mlp())
+
+    def uneven() -> None:
+        with Join([loop.model]):
+            for _ in range(1 + dist.get_rank()):
+                loop.step()
+
+    return {"error": raised(uneven)}
+
+
+@scenarios(join)
+def test_uneven_inputs_are_refused(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["error"].startswith("RuntimeError: torch.distributed.algorithms.Join does not work")
+
+
+def other_ranks(folder: Path) -> Facts:
+    """FSDP2 over other ranks than compression: as a whole, in a part, and replicated as well."""
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    one = init_device_mesh("cpu", (dist.get_world_size(),))
+    errors = []
+    for inner, outer in ((both["shard"], both["shard"]), (both["shard"], one), (both, one)):
+        net = mlp()
+        prepared = prepare(net, LoCo(), SyncOptions(), scatter=True)
+        fully_shard(net[2], mesh=inner)
+        fully_shard(net, mesh=outer)
+        errors.append(raised(lambda net=net, prepared=prepared: attach_fsdp(net, prepared, device=CPU)))  # type: ignore[misc]
+    return {"errors": errors}
+
+
+@scenarios(other_ranks)
+def test_fsdp2_over_other_ranks_is_refused(facts: list[Facts]) -> None:
+    for rank, own in enumerate(facts):
+        whole, part, replicated = own["errors"]
+        end = f"is sharded over the ranks [{rank}], but gradients are compressed over [0, 1]"
+        assert f"ValueError: the model {end}" in whole
+        assert f"ValueError: module 2 {end}" in part
+        assert "ValueError: module 2 is sharded over one dim of its mesh and replicated over another" in replicated
+
+
+# -- what is reported ----------------------------------------------------------------------------------------------
+
+
+def mistyped(folder: Path, kind: Kind) -> Facts:
+    compressor = LoCo(block_size=32, exempt=("@vector", "nett.*"))
+    with listen() as lines:
+        fit(kind, Regression(), options={"compressor": compressor}, max_steps=3)
+    return {"lines": [line for line in lines if "nett" in line and "matches no parameter" in line]}
+
+
+@scenarios(mistyped, kind=KINDS)
+def test_a_pattern_that_matches_nothing_is_reported_once(facts: list[Facts]) -> None:
+    assert facts[0]["lines"] == [
+        "exempt: 'nett.*' matches no parameter of the model. Its parameters are net.0.weight, net.0.bias,"
+        " net.2.weight, ..., net.4.bias"
+    ]
+    assert facts[1]["lines"] == []
+
+
+# -- memory order -----------------------------------------------------------------------------------------------------
+
+
+def memory_order(folder: Path) -> Facts:
+    """Saved with a model in channels_last, loaded into one in order, and back."""
+
+    def loop(memory_format: torch.memory_format) -> Loop:
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).to(memory_format=memory_format)
+        compressor = LoCo(block_size=32, residual="float32", exempt=("@vector",))
+        return Loop(net, compressor, shape=(3, 8, 8))
+
+    unsent, formats = [], (torch.channels_last, torch.contiguous_format, torch.channels_last)
+    path, stamp = folder / "one.ckpt", None
+    for memory_format in formats:
+        made = loop(memory_format)
+        if stamp is None:
+            for _ in range(3):
+                made.step()
+        else:
+            made.attached.load(path, stamp)
+        sync = made.attached.sync
+        for name in ("0.weight", "2.weight"):
+            spec, values = sync.specs[name], sync.export_unsent(name)
+            unsent.append((spec.memory_order, in_memory_order(values, spec.shape, spec.memory_order, None)))
+        stamp = made.attached.save(path).stamp
+    return {"orders": [order for order, _ in unsent[::2]], "unsent": [values for _, values in unsent]}
+
+
+@scenarios(memory_order)
+def test_residuals_follow_the_memory_order_of_parameters(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["orders"] == [(0, 2, 3, 1), None, (0, 2, 3, 1)]
+        for i in range(2):
+            first, second, third = rank["unsent"][i::2]
+            assert first.any()
+            torch.testing.assert_close(second, first)
+            torch.testing.assert_close(third, first)
+
+
+# -- many attachments in one process ----------------------------------------------------------------------------------
+
+
+def _held() -> tuple[int, int]:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def many(folder: Path, how: str) -> Facts:
+    held = []
+    for _ in range(20):
+        if how == "fit":
+            fit("ddp", Regression(), max_steps=2)
+        else:
+            loop = Loop(mlp())
+            loop.step()
+            del loop
+        held.append(_held())
+    return {"held": held}
+
+
+@scenarios(many, how=("fit", "loop"))
+def test_attachments_give_back_their_threads_and_descriptors(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["held"][-1] == rank["held"][4], rank["held"]
+
+
+def torn_down(folder: Path) -> Facts:
+    """The default group is destroyed first; a second close is none."""
+    loop = Loop(mlp())
+    loop.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    errors = [raised(loop.attached.close), raised(loop.attached.close)]
+    return {"errors": errors, "step_index": loop.attached.sync.step_index}
+
+
+@scenarios(torn_down)
+def test_closing_after_the_default_group_is_gone(facts: list[Facts]) -> None:
+    assert facts[0] == {"errors": ["", ""], "step_index": 1}
