@@ -4,7 +4,7 @@ Bytes are those a kernel has to move: each input read once, each output written 
 what it writes. First every format is compared with the reference, bit for bit; a difference ends the run.
 
     python benchmarks/gpu_kernels.py --json gpu_kernels.json
-    python benchmarks/gpu_kernels.py --sweep --only loco      # other tiles and warps
+    python benchmarks/gpu_kernels.py --sweep --shard 0/8      # other tiles and warps; an eighth takes some minutes
     python benchmarks/gpu_kernels.py --offline                # registers and spills, no GPU needed
 """
 
@@ -15,6 +15,7 @@ import itertools
 import json
 import statistics
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +25,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
 from lowbit_strategy.kernels.reference import blocks as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
 from tests.kernel_cases import FITTED_1, FITTED_2, check_case, core_cases, fitted
 
 ARCHITECTURES = (80, 90)
-SOURCES = (2, 4, 8)
+SOURCES = (2, 8, 64)
 FORMATS: dict[str, BlockFormat] = {
     "4bit": uniform(4, 128),
     "8bit": uniform(8, 128),
@@ -110,20 +111,41 @@ def encode_work(numel: int) -> Iterator[Work]:
 def decode_work(numel: int) -> Iterator[Work]:
     from lowbit_strategy.kernels.triton import blocks
 
-    segments = Segments([Segment(0, numel, 0, 0, 1)])
     for (name, fmt), num in itertools.product(FORMATS.items(), SOURCES):
-        wire = [torch.empty(num, fmt.wire_nbytes(numel), dtype=torch.uint8, device="cuda") for _ in range(NUM_SETS)]
+        size = numel if num <= 8 else numel // 8  # there is room for so many messages
+        segments = Segments([Segment(0, size, 0, 0, 1)])
+        wire = [torch.empty(num, fmt.wire_nbytes(size), dtype=torch.uint8, device="cuda") for _ in range(NUM_SETS)]
         flag = torch.zeros(1, dtype=torch.int32, device="cuda")
         for i, s in itertools.product(range(NUM_SETS), range(num)):
-            x = torch.randn(numel, device="cuda")
+            x = torch.randn(size, device="cuda")
             blocks.encode_(x, wire[i][s], segments, fmt, stochastic=False, seed=5, flag=flag)
-        out = [torch.empty(numel, device="cuda") for _ in range(NUM_SETS)]
+        out = [torch.empty(size, device="cuda") for _ in range(NUM_SETS)]
 
-        def run(i: int, launch: object, *, fmt=fmt, wire=wire, out=out, num=num) -> None:
+        def run(i: int, launch: object, *, fmt=fmt, wire=wire, out=out, num=num, segments=segments) -> None:
             blocks.decode_sum_(wire[i], out[i], segments, fmt, alpha=1 / num, launch=launch)
 
-        nbytes = numel * 4 + num * fmt.wire_nbytes(numel)
+        nbytes = size * 4 + num * fmt.wire_nbytes(size)
         yield Work(name=f"decode_sum {name} W={num}", nbytes=nbytes, run=run, launches=launches(4))
+
+
+def dense_work(numel: int) -> Iterator[Work]:
+    from lowbit_strategy.kernels.triton import dense
+
+    segments = Segments([Segment(0, numel, 0, 0)])
+    for name in ("float32", "bfloat16"):
+        fmt = DenseFormat(name)
+        x, flag = gradients(numel, torch.float32), torch.zeros(1, dtype=torch.int32).cuda()
+        wire = [torch.zeros(4, fmt.wire_nbytes(numel), dtype=torch.uint8, device="cuda") for _ in range(NUM_SETS)]
+
+        def encode(i: int, launch: object, *, fmt=fmt, x=x, wire=wire, flag=flag) -> None:
+            dense.encode_(x[i], wire[i][0], segments, fmt, flag=flag)
+
+        def decode(i: int, launch: object, *, fmt=fmt, x=x, wire=wire) -> None:
+            dense.decode_sum_(wire[i], x[i], segments, fmt, alpha=0.25)
+
+        once = fmt.wire_nbytes(numel)
+        yield Work(name=f"encode dense {name}", nbytes=numel * 4 + once, run=encode, launches=())
+        yield Work(name=f"decode_sum dense {name} W=4", nbytes=numel * 4 + 4 * once, run=decode, launches=())
 
 
 def gradients(numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -176,17 +198,20 @@ def check(seed: int) -> None:
     print("every format equals the reference, bit for bit")
 
 
-def measure(numel: int, repeats: int, only: str, sweep: bool) -> dict[str, object]:
+def measure(
+    numel: int, repeats: int, only: str, sweep: bool, *, shard: int = 0, of: int = 1
+) -> dict[str, object]:
+    """Figures of the kernels whose name holds `only`, or of every `of`-th of them."""
     rows: list[Row] = []
     copies = [copy_gb_per_s(numel, repeats)]
-    for work in itertools.chain(loco_work(numel), encode_work(numel), decode_work(numel)):
-        if only not in work.name:
+    for work in itertools.chain(*(make(numel) for make in (loco_work, encode_work, decode_work, dense_work))):
+        if only not in work.name or zlib.crc32(work.name.encode()) % of != shard:
             continue
         copies.append(copy_gb_per_s(numel, repeats))
         for launch in (None, *work.launches) if sweep else (None,):
             try:
                 ms = median_ms(lambda i, work=work, launch=launch: work.run(i, launch), repeats)
-            except RuntimeError as error:  # of a launch that does not fit; the default one must
+            except Exception as error:  # Triton has errors of its own for a launch that does not fit; the default one must
                 if launch is None:
                     raise
                 print(f"{work.name} {launch}: {error}", file=sys.stderr)
@@ -239,6 +264,14 @@ def offline() -> dict[str, object]:
     return {"triton": triton.__version__, "rows": rows}
 
 
+def shard_of(text: str) -> tuple[int, int]:
+    """Two numbers of ``i/n``."""
+    shard, _, of = text.partition("/")
+    if not (shard.isdigit() and of.isdigit() and int(shard) < int(of)):
+        raise argparse.ArgumentTypeError(f"must be i/n with i from 0 to n - 1, such as 0/8, got {text!r}")
+    return int(shard), int(of)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=1 << 27, help="elements of the gradient")
@@ -246,6 +279,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kernels whose name holds this text")
     parser.add_argument("--seed", type=int, default=0, help="of the random tensors that are compared")
     parser.add_argument("--sweep", action="store_true", help="also other tile sizes, numbers of warps and vectors")
+    parser.add_argument("--shard", type=shard_of, default=(0, 1), help="i/n: only the i-th of n parts of the kernels")
     parser.add_argument("--offline", action="store_true", help="compile only: registers and spills as JSON")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
@@ -257,7 +291,9 @@ def main() -> None:
         sys.exit(2)
     else:
         check(arguments.seed)
-        figures = measure(arguments.numel, arguments.repeats, arguments.only, arguments.sweep)
+        shard, of = arguments.shard
+        only, sweep = arguments.only, arguments.sweep
+        figures = measure(arguments.numel, arguments.repeats, only, sweep, shard=shard, of=of)
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 

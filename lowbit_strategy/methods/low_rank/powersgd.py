@@ -19,7 +19,7 @@ from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.low_rank.orthogonal import orthogonalize
+from lowbit_strategy.methods.low_rank.orthogonal import orthogonalize_all
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.options.configuration import configuration
 
@@ -69,13 +69,14 @@ class PowerSGDReducer(Reducer):
             tensors = state[view.spec.name]
             matrices.append(self._matrix(view, tensors))
             q = tensors["q"] if self.warm_start else random_q(view.spec, self.rank, step.shared_seed).to(view.x.device)
-            qs.append(orthogonalize(q, self.epsilon))
+            qs.append(q)
+        qs = orthogonalize_all(qs, self.epsilon)
 
         ps = [m @ q for m, q in zip(matrices, qs, strict=True)]
         ps = _like(ps, (yield from sum_ordered(_flat(ps), comm)))
         # A decomposition may refuse NaN: it gets zeros, and the result is made NaN again.
         bad = [~p.isfinite().all() for p in ps]
-        ps = [orthogonalize(torch.where(b, 0.0, p), self.epsilon) for p, b in zip(ps, bad, strict=True)]
+        ps = orthogonalize_all([torch.where(b, 0.0, p) for p, b in zip(ps, bad, strict=True)], self.epsilon)
 
         own_qs = [m.T @ p for m, p in zip(matrices, ps, strict=True)]
         sums = _like(own_qs, (yield from sum_ordered(_flat(own_qs), comm)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import native
@@ -24,7 +25,7 @@ def operations_of_a_reduce(specs: list[TensorSpec], world_size: int, *, scatter:
     entries, at = [], 0
     for spec in specs:
         entries.append(Entry(spec.name, at))
-        at += sync.cut(spec.name, 1).row_numel if scatter else spec.numel
+        at += dim0_cut(spec.shape, world_size).row_numel if scatter else spec.numel
     layout = BucketLayout(tuple(entries), at if scatter else None)
     x = torch.randn(at * world_size if scatter else at, generator=torch.Generator().manual_seed(0))
     out = torch.empty(at) if scatter else x

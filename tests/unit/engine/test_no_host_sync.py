@@ -1,0 +1,107 @@
+"""In a step of LoCo on CUDA the host never waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.quantization.loco import LoCo
+from tests.unit.engine.echo import EchoComm, Operations
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tests.unit.engine.cuda_host_code import CUDA, HostWaits, NoHostSync, on_cuda
+
+WORLD_SIZE = 8
+SPECS = [TensorSpec(f"layer.{i}.weight", (256, 192)) for i in range(6)]
+SPECS += [TensorSpec(f"layer.{i}.bias", (256,)) for i in range(8)]
+
+
+def bucket(*, scatter: bool) -> tuple[BucketLayout, int]:
+    entries, at = [], 0
+    for spec in SPECS:
+        entries.append(Entry(spec.name, at))
+        at += dim0_cut(spec.shape, WORLD_SIZE).row_numel if scatter else spec.numel
+    return BucketLayout(tuple(entries), at if scatter else None), at
+
+
+def step(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
+    sync.begin_step()
+    for pending in sync.reduce(layout, x, out):
+        if pending is not None:
+            pending.wait()
+    sync.end_step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scatter", [False, True], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "compressor",
+    [LoCo(), LoCo(bits=2, levels="fitted"), LoCo(bits=2, levels="ternary"), LoCo(reset_steps=1), Dense()],
+    ids=["loco", "fitted", "ternary", "reset", "dense"],
+)
+def test_no_step_waits_for_the_device(compressor: Compressor, scatter: bool, dtype: torch.dtype) -> None:
+    layout, numel = bucket(scatter=scatter)
+    with on_cuda() as launched:
+        sync = GradientSync(compressor, SPECS, EchoComm(WORLD_SIZE), CUDA, scatter=scatter)
+        x = torch.empty(numel * WORLD_SIZE if scatter else numel, dtype=dtype, device=CUDA)
+        out = torch.empty(numel, dtype=dtype, device=CUDA) if scatter else x
+        step(sync, layout, x, out)  # makes tables and copies them to the device, once
+        launched.clear()
+        with NoHostSync():
+            for _ in range(3):
+                step(sync, layout, x, out)
+    kinds = 1 if isinstance(compressor, Dense) else 2
+    assert len(launched) == 3 * kinds * (2 if scatter else 4)
+
+
+def test_a_step_on_cuda_takes_few_operations() -> None:
+    layout, numel = bucket(scatter=False)
+    with on_cuda() as launched:
+        sync = GradientSync(LoCo(), SPECS, EchoComm(64), CUDA, scatter=False)
+        x = torch.empty(numel, device=CUDA)
+        step(sync, layout, x, x)
+        launched.clear()
+        with Operations() as operations:
+            step(sync, layout, x, x)
+    assert len(operations.names) <= 40, operations.names  # views included
+    assert len(launched) == 8  # LoCo and dense: encode and decode on both hops
+
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x.isfinite().all()),
+    "tolist": lambda x: x[:2].tolist(),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "write by mask": lambda x: x.__setitem__(x > 0, torch.zeros(3, device=CUDA)),
+    "equal": lambda x: torch.equal(x, x),
+    "cpu": lambda x: x.cpu(),
+    "copy to the host": lambda x: torch.empty(x.shape).copy_(x),
+    "a table from the host": lambda x: torch.tensor([1.0, 2.0]).to(CUDA),
+    "repeat_interleave": lambda x: torch.repeat_interleave(torch.empty(3, dtype=torch.int64, device=CUDA)),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_waits_is_noticed(name: str) -> None:
+    with on_cuda():
+        x = torch.empty(10, device=CUDA)
+        with NoHostSync(), pytest.raises(HostWaits):
+            READS[name](x)
+
+
+def test_a_copy_that_does_not_wait_is_allowed() -> None:
+    with on_cuda():
+        x = torch.empty(10, device=CUDA)
+        with NoHostSync():
+            torch.empty(10).copy_(x, non_blocking=True)
