@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lowbit_strategy import DGC, PRESETS, LoCo, TopK
+from lowbit_strategy import PRESETS, LoCo, TopK
 from lowbit_strategy.accelerate import CompressionMonitor, LowBitPlugin
 from lowbit_strategy.config.section import plugin_from_section, read_section
 from lowbit_strategy.config.structure import structure
@@ -53,7 +53,10 @@ EIGHT = LoCo(bits=8)
             "{name: schedule, phases: [{compressor: loco}, {compressor: loco2, start: 0.5, unit: fraction}]}",
             Schedule([Phase(compressor=LoCo()), Phase(compressor=LOCO2, start=0.5, unit="fraction")]),
         ),
-        ("{name: dgc_warmup, compressor: dgc, unit: step, every: 100}", dgc_warmup(DGC(), unit="step", every=100)),
+        (
+            "{name: dgc_warmup, compressor: dgc, unit: step, every: 100}",
+            dgc_warmup(PRESETS["dgc"], unit="step", every=100),
+        ),
     ],
 )
 def test_every_controller_can_be_written(text: str, controller: Controller) -> None:

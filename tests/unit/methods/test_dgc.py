@@ -18,7 +18,7 @@ from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.methods.sparsification.dgc import DGC, select_by_sample
 from lowbit_strategy.methods.wrappers.partition import Partition
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
-from tests.unit.methods.world import OneTensor, gaussian
+from tests.worlds.one_tensor import OneTensor, gaussian
 
 
 def _values(kind: str, numel: int) -> torch.Tensor:
