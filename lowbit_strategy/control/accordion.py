@@ -79,15 +79,13 @@ class Accordion(Controller):
             gradient=self.gradient,
         )
         object.__setattr__(self, "regimes", regimes)
-        if self.per not in ("parameter", "model"):
-            raise ValueError(f"per must be 'parameter' or 'model', got {self.per!r}")
         check_order(self.levels, ("light", "heavy"))
 
     @property
     def levels(self) -> tuple[Compressor, ...]:
         return (self.light, self.heavy)
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
         return {
             "regimes": self.regimes.init(),
             "levels": {spec.name: 0 for spec in specs},
@@ -109,7 +107,7 @@ class Accordion(Controller):
             for name in judged:
                 key = MODEL if self.per == "model" else name
                 levels[name] = 0 if finding.critical[key] else 1
-                reasons[name] = finding.reasons[key].partition(" (")[0]  # those that go together are told together
+                reasons[name] = finding.reasons[key].partition(" (")[0]  # one line for all that switch together
         return Decision(
             state={"regimes": finding.state, "levels": levels, "judged": judged},
             levels=levels,
@@ -124,6 +122,10 @@ class AccordionBatch(Controller):
 
     The batch is changed through gradient accumulation, the learning rate follows linearly. As published the batch only
     grows: once large it stays large, so that a later learning-rate decay does not shrink it again.
+
+    A large batch has fewer optimizer steps per epoch. A learning-rate schedule (or a `Schedule` of compressors) that
+    counts optimizer steps then reaches its stages later in the data than it would with small batches: let it count
+    epochs, as the publication does.
 
     Args:
         small: Batches accumulated into one step in critical regimes.
@@ -165,7 +167,7 @@ class AccordionBatch(Controller):
     def initial_accumulation(self) -> int:
         return self.small
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
         judged = [spec.name for spec in specs if spec.ndim > 1]
         return {"regimes": self.regimes.init(), "accumulation": self.small, "judged": judged}
 
@@ -174,8 +176,9 @@ class AccordionBatch(Controller):
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         norms = {name: telemetry.accumulated_norm.get(name, 0.0) for name in state["judged"]}
-        # Gradients are means over a step's batches: a window of fewer, larger steps has a smaller sum.
-        norm = total_norm(norms) * state["accumulation"]
+        # Gradients are means over a step's batches. A window of one epoch has fewer of them where batches are larger,
+        # and a smaller sum; a window in steps has as many as ever.
+        norm = total_norm(norms) * (state["accumulation"] if self.unit == "epochs" else 1)
         finding = self.regimes.update(telemetry, {MODEL: norm}, state["regimes"])
         before = accumulation = state["accumulation"]
         switches: tuple[Switch, ...] = ()

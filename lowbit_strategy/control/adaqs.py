@@ -1,11 +1,21 @@
-"""AdaQS: more bits as the gradient's mean drowns in its deviation."""
+"""AdaQS: more bits as the mean of the gradient drowns in its noise."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, describe_switches
+from lowbit_strategy.control.base import (
+    Accumulate,
+    Controller,
+    Decision,
+    Probe,
+    Progress,
+    State,
+    Telemetry,
+    describe_switches,
+)
 from lowbit_strategy.control.levels import check_order, labels
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -18,20 +28,27 @@ MODEL = "model"
 class AdaQS(Controller):
     """Start with the heaviest level; step to a lighter one whenever the mean-to-deviation ratio has fallen enough.
 
-    Early in training a gradient points somewhere: its elements' mean is large against their deviation and coarse codes
-    do. Later it is mostly noise around zero, and quantisation error tells.
+    Early in training the gradients of different batches point the same way: their mean is large against their deviation
+    and coarse codes do. Later they are mostly noise around a small mean, and quantisation error does harm.
 
-    1. ``r`` = moving average of ``|mean| / standard deviation`` of the elements, measured every `interval` steps
-    2. ``r < factor * r_ref``: one level lighter, and ``r_ref = r``; `r_ref` is the first average otherwise
+    1. Over `interval` steps, with g the gradient of one step, for every matrix:
+       ``r = |mean of g| / sqrt(mean of |g - mean of g|^2)``, with Euclidean norms of whole parameters. The mean of g
+       over n steps keeps a share of the noise, so r does not fall below about ``1 / sqrt(n)``.
+    2. moving average of r; ``r < factor * r_ref``: one level lighter, and ``r_ref = r``; `r_ref` is the first average
+       otherwise
 
-    The rule is worked out from the method's definition, not from its authors' code, which is not public.
+    The rule is worked out from the method's definition, not from its authors' code, which is not public. The ratio is
+    taken over steps: the mean of the elements of a single gradient is close to 0 whatever the training does (in a
+    transformer with layer norms before its blocks it is 0).
 
     Args:
         ladder: Configurations from light (many bits) to heavy (few), at least two.
         factor: Fall of the ratio that costs one level, in (0, 1).
-        interval: Steps between two measurements.
-        ewma: Weight of a new measurement in the average.
-        per: Judge each ``parameter`` by itself, or the ``model`` by the mean over its matrices.
+        interval: Steps over which a ratio is taken, at least 2. Longer: smaller ratios can be told apart.
+        ewma: Weight of a new ratio in the average.
+        per: Judge each ``parameter`` by itself, or the ``model`` by the norms of all its matrices together.
+        gradient: ``local``: each rank's own, a float32 copy of the whole model on every rank; ``mean``: what all ranks
+            agreed on, under FSDP2 a shard's size. The mean has less noise, and that of the codes in force.
 
     Raises:
         ValueError: A field is out of range or the ladder is not in order.
@@ -45,6 +62,7 @@ class AdaQS(Controller):
     interval: int = 10
     ewma: float = 0.2
     per: Literal["parameter", "model"] = "model"
+    gradient: Accumulate = "local"
 
     def __post_init__(self) -> None:
         if len(self.ladder) < 2:
@@ -53,17 +71,15 @@ class AdaQS(Controller):
             raise ValueError(f"factor must be between 0 and 1, got {self.factor!r}")
         if not 0 < self.ewma <= 1:
             raise ValueError(f"ewma must be in (0, 1], got {self.ewma!r}")
-        if not isinstance(self.interval, int) or self.interval < 1:
-            raise ValueError(f"interval must be a positive integer, got {self.interval!r}")
-        if self.per not in ("parameter", "model"):
-            raise ValueError(f"per must be 'parameter' or 'model', got {self.per!r}")
+        if self.interval < 2:
+            raise ValueError(f"interval must be at least 2, got {self.interval!r}: one gradient has no deviation")
         check_order(self.ladder, [f"ladder[{at}]" for at in range(len(self.ladder))])
 
     @property
     def levels(self) -> tuple[Compressor, ...]:
         return self.ladder
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
         heaviest = len(self.ladder) - 1
         return {
             "levels": {spec.name: heaviest for spec in specs},
@@ -72,12 +88,15 @@ class AdaQS(Controller):
             "references": {},
         }
 
+    def reads_accumulated(self, progress: Progress, state: State) -> bool:
+        return progress.step > 0 and progress.step % self.interval == 0
+
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         new = dict(state)
         before = state["levels"]
         reasons: dict[str, str] = {}
-        if telemetry.mean_to_std:
-            new["ratios"], new["references"], fallen = self._compare(telemetry.mean_to_std, state)
+        if telemetry.accumulated_steps > 1:
+            new["ratios"], new["references"], fallen = self._compare(self._measured(telemetry, state["judged"]), state)
             new["levels"] = dict(before)
             for name in state["judged"]:
                 if (MODEL if self.per == "model" else name) in fallen and before[name] > 0:
@@ -86,15 +105,22 @@ class AdaQS(Controller):
         return Decision(
             state=new,
             levels=new["levels"],
-            probe=Probe(moments=telemetry.progress.step % self.interval == 0),
+            probe=Probe(accumulate=self.gradient, square=True),
             switches=describe_switches(before, new["levels"], labels(self.ladder), reasons),
         )
+
+    def _measured(self, telemetry: Telemetry, judged: Sequence[str]) -> dict[str, float]:
+        groups: Mapping[str, Iterable[str]] = (
+            {MODEL: judged} if self.per == "model" else {name: [name] for name in judged}
+        )
+        ratios = {key: mean_to_deviation(telemetry, names) for key, names in groups.items()}
+        return {key: ratio for key, ratio in ratios.items() if ratio is not None}
 
     def _compare(
         self, measured: Mapping[str, float], state: State
     ) -> tuple[dict[str, float], dict[str, float], set[str]]:
         ratios, references, fallen = dict(state["ratios"]), dict(state["references"]), set()
-        for key, value in self._judged(measured, state["judged"]).items():
+        for key, value in measured.items():
             old = ratios.get(key)
             ratios[key] = value if old is None else (1 - self.ewma) * old + self.ewma * value
             reference = references.setdefault(key, ratios[key])
@@ -103,8 +129,16 @@ class AdaQS(Controller):
                 fallen.add(key)
         return ratios, references, fallen
 
-    def _judged(self, measured: Mapping[str, float], judged: Sequence[str]) -> dict[str, float]:
-        values = {name: measured[name] for name in judged if name in measured}
-        if self.per == "parameter" or not values:
-            return values
-        return {MODEL: sum(values.values()) / len(values)}
+
+def mean_to_deviation(telemetry: Telemetry, names: Iterable[str]) -> float | None:
+    """Over the accumulated steps, of these parameters together; None where gradients are all alike or not finite.
+
+    With n steps, S the squared norm of the sum and Q the sum of the squared norms: the squared norm of the mean is
+    ``S / n^2``, the mean squared distance from it ``Q / n - S / n^2``.
+    """
+    names = list(names)
+    total = sum(telemetry.accumulated_norm.get(name, 0.0) ** 2 for name in names)
+    deviation = telemetry.accumulated_steps * sum(telemetry.accumulated_square.get(name, 0.0) for name in names) - total
+    if not (math.isfinite(deviation) and deviation > 0.0):
+        return None
+    return math.sqrt(total / deviation)

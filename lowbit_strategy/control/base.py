@@ -26,9 +26,9 @@ class Progress:
     Args:
         step: Optimizer steps completed.
         epoch: Epochs completed.
-        num_steps: Optimizer steps planned, None if nobody knows.
+        num_steps: Optimizer steps planned, None if that is not known.
         steps_per_epoch: Optimizer steps of one epoch, likewise.
-        learning_rate: Of the first parameter group, in the step that begins; None if nobody told.
+        learning_rate: Of the first parameter group, in the step that begins; None if it is not known.
     """
 
     step: int
@@ -39,7 +39,7 @@ class Progress:
 
 
 class Energy(NamedTuple):
-    """Squared norms of one parameter, summed over ranks: what was to be said, what was said, the difference."""
+    """Squared norms of one parameter, summed over ranks: compensated gradient, what was sent of it, the difference."""
 
     compensated: float
     sent: float
@@ -48,14 +48,15 @@ class Energy(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Telemetry:
-    """What a controller may know, by parameter name where it is about parameters; empty where nobody asked.
+    """What a controller may know, by parameter name where it is about parameters; empty where no probe has asked.
 
     Args:
         progress: Where training stands.
         accumulated_norm: Norm, over ranks, of the gradient summed over the steps since it was last read.
-        mean_to_std: Magnitude of the mean divided by the standard deviation, over the elements of the last step's
-            local gradients, mean over ranks.
-        energy: For each level that was watched in the last step.
+        accumulated_square: The sum of the squared norms of the same gradients, over the same steps and ranks; only if
+            the probes had `square`.
+        accumulated_steps: How many steps these were.
+        energy: For each level that was tried in the last step.
         residual_norm: Over ranks, before the last step, for the parameters that `energy` is about.
         end_to_end_error: ``||result - mean|| / ||mean||`` of the last step, both hops, with what was in force; mean is
             the true mean over ranks. Estimated from a sample.
@@ -64,7 +65,8 @@ class Telemetry:
 
     progress: Progress
     accumulated_norm: Mapping[str, float] = field(default_factory=dict)
-    mean_to_std: Mapping[str, float] = field(default_factory=dict)
+    accumulated_square: Mapping[str, float] = field(default_factory=dict)
+    accumulated_steps: int = 0
     energy: Mapping[int, Mapping[str, Energy]] = field(default_factory=dict)
     residual_norm: Mapping[str, float] = field(default_factory=dict)
     end_to_end_error: Mapping[str, float] = field(default_factory=dict)
@@ -78,14 +80,14 @@ class Probe:
     Args:
         accumulate: Add this step's gradients to the sum whose norm is read later: each rank's own (``local``; float32
             of one whole model) or the mean over ranks (``mean``; under FSDP2 only the own shard is kept).
-        moments: Mean and standard deviation of the local gradients.
+        square: Add their squared norms as well; only together with `accumulate`.
         levels: Levels to try on this step's gradients, whatever is in force: each costs an encode and a decode.
         end_to_end: The error of the whole reduction, from a sample of a few kilobytes per parameter.
         seconds: Wall time.
     """
 
     accumulate: Accumulate | None = None
-    moments: bool = False
+    square: bool = False
     levels: tuple[int, ...] = ()
     end_to_end: bool = False
     seconds: bool = False
@@ -109,7 +111,7 @@ class Decision:
         levels: Index into the controller's levels for every parameter. Empty: leave methods alone.
         probe: What to measure.
         switches: What changed and why.
-        warnings: For people, said once each time they are given.
+        warnings: For people, logged each time they are given.
         accumulation: Batches accumulated into one optimizer step; None leaves them alone.
         learning_rate_factor: On top of the scheduler's learning rate.
     """
@@ -140,8 +142,13 @@ class Controller(ABC):
         return None
 
     @abstractmethod
-    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
         """The state before the first step.
+
+        Args:
+            specs: The model's parameters.
+            world_size: Ranks.
+            scatter: Gradients are reduce-scattered (FSDP2): there is no downlink.
 
         Raises:
             ValueError: The configuration cannot serve this model.

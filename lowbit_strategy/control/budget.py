@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.control.base import Controller, Decision, Energy, Probe, State, Telemetry, describe_switches
-from lowbit_strategy.control.groups import GroupBy, check_group_by, grouped
+from lowbit_strategy.control.groups import GroupBy, grouped
 from lowbit_strategy.control.levels import check_order, labels, level_nbytes
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -33,7 +33,8 @@ class ErrorBudget(Controller):
     Args:
         choices: Configurations from light to heavy, at least two; any compressors.
         max_error: Bound on the relative error of all groups together.
-        max_bits: Bound on the mean bits an element and hop. Exactly one of the two bounds is given.
+        max_bits: Bound on the mean bits per element and hop: uplink and downlink under DDP, the uplink under FSDP2.
+            Exactly one of the two bounds is given.
         interval: Steps between two solutions.
         group_by: What shares a level: each ``parameter``, a ``module``, a ``kind`` (the same layer of all blocks), or
             a function of the name.
@@ -65,19 +66,21 @@ class ErrorBudget(Controller):
         if self.max_bits is not None and not self.max_bits > 0:
             raise ValueError(f"max_bits must be positive, got {self.max_bits!r}")
         for name in ("interval", "resolution"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+            if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
-        check_group_by(self.group_by)
         check_order(self.choices, [f"choices[{at}]" for at in range(len(self.choices))])
 
     @property
     def levels(self) -> tuple[Compressor, ...]:
         return self.choices
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
         world_size = max(world_size, 2)
         judged = [spec for spec in specs if len({level.assign(spec).method for level in self.choices}) > 1]
-        nbytes = {spec.name: [level_nbytes(level, spec, world_size) for level in self.choices] for spec in judged}
+        nbytes = {
+            spec.name: [level_nbytes(level, spec, world_size, scatter=scatter) for level in self.choices]
+            for spec in judged
+        }
         elements = sum(spec.numel for spec in judged)
         state: State = {
             "levels": {spec.name: 0 for spec in specs},
@@ -86,13 +89,14 @@ class ErrorBudget(Controller):
             "solved": False,
         }
         if self.max_bits is not None:
-            ring = 2 * (world_size - 1) / world_size  # how often an element crosses the wire uncompressed
+            hops = 1 if scatter else 2
+            ring = hops * (world_size - 1) / world_size  # how often an element crosses the wire uncompressed
             state["max_nbytes"] = self.max_bits / 8 * elements * ring
             least = sum(min(sizes) for sizes in nbytes.values())
             if least > state["max_nbytes"]:
                 bits = least * 8 / (elements * ring)
                 raise ValueError(
-                    f"max_bits={self.max_bits:g} cannot be met: the heaviest choices need {bits:.3g} bits an element;"
+                    f"max_bits={self.max_bits:g} cannot be met: the heaviest choices need {bits:.3g} bits per element;"
                     " raise max_bits or add a heavier choice"
                 )
         return state
@@ -150,7 +154,7 @@ class ErrorBudget(Controller):
 
 
 class GroupOptions(NamedTuple):
-    """A group: squared norm of what is to be said, and for each level the squared error and the bytes."""
+    """A group: squared norm of the compensated gradient, and for each level the squared error and the bytes."""
 
     names: list[str]
     compensated: float

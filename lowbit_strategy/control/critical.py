@@ -29,7 +29,7 @@ class CriticalRegimes:
     3. Critical as well: the first window, a norm that was zero, and everything from the moment the learning rate falls
        until the next window closes.
 
-    Fields as in `Accordion`.
+    Fields as in `Accordion`, which checks their types.
     """
 
     eta: float
@@ -41,14 +41,10 @@ class CriticalRegimes:
     def __post_init__(self) -> None:
         if not self.eta > 0:
             raise ValueError(f"eta must be positive, got {self.eta!r}: 0.5 asks for a change of half the norm")
-        if not isinstance(self.interval, int) or self.interval < 1:
+        if self.interval < 1:
             raise ValueError(f"interval must be a positive integer, got {self.interval!r}")
-        if self.unit not in ("epochs", "steps"):
-            raise ValueError(f"unit must be 'epochs' or 'steps', got {self.unit!r}")
         if not 0 < self.learning_rate_drop < 1:
             raise ValueError(f"learning_rate_drop must be between 0 and 1, got {self.learning_rate_drop!r}")
-        if self.gradient not in ("local", "mean"):
-            raise ValueError(f"gradient must be 'local' or 'mean', got {self.gradient!r}")
 
     def init(self) -> State:
         return {"window": None, "norms": {}, "learning_rate": None}

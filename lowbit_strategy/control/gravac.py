@@ -43,6 +43,7 @@ class GraVAC(Controller):
        best score.
 
     Rules 1 to 3 go on after the search. Gains are measured on the gradients of the last step and hold for the next one.
+    Since gradients change while training goes on, the search starts again `search_every` steps after it has ended.
 
     Why `settle`: just after a switch the residual is still the small one of the lighter candidate before, and the gain
     looks better than it will be. With gain c, ``|e|^2 <- (1 - c) |g + e|^2`` in every step, so the residual before is
@@ -57,7 +58,9 @@ class GraVAC(Controller):
         settle: Steps before that, until the residual is the candidate's own. None: three time constants, ``3 /
             epsilon`` steps and 15 at least, as moving averages like LoCo's want. 0 judges at once.
         ewma: Weight of a new gain in the average.
-        measure_every: Steps between two measurements of gains; each costs an encode and a decode of what is watched.
+        measure_every: Steps between two measurements of gains; each costs an encode and a decode of what is tried.
+        search_every: Steps from the end of a search to the next one; None searches once. A search takes ``settle +
+            window`` steps per candidate, most of them with more bytes than the best candidate sends.
 
     Raises:
         ValueError: A field is out of range or the candidates are not in order.
@@ -75,6 +78,7 @@ class GraVAC(Controller):
     settle: int | None = None
     ewma: float = 0.05
     measure_every: int = 1
+    search_every: int | None = 5000
 
     def __post_init__(self) -> None:
         if len(self.candidates) < 2:
@@ -85,12 +89,14 @@ class GraVAC(Controller):
         if not 0 <= self.omega < 1:
             raise ValueError(f"omega must be in [0, 1), got {self.omega!r}")
         for name in ("window", "measure_every"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+            if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
         if self.measure_every > self.window:
             raise ValueError(f"measure_every ({self.measure_every}) must not be longer than window ({self.window})")
-        if self.settle is not None and (not isinstance(self.settle, int) or self.settle < 0):
+        if self.settle is not None and self.settle < 0:
             raise ValueError(f"settle must be a number of steps, 0 or more, or None, got {self.settle!r}")
+        if self.search_every is not None and self.search_every < 1:
+            raise ValueError(f"search_every must be a positive integer or None, got {self.search_every!r}")
         check_order(self.levels, ("dense", *(f"candidates[{at}]" for at in range(len(self.candidates)))))
 
     @staticmethod
@@ -119,12 +125,13 @@ class GraVAC(Controller):
             return self.settle
         return math.ceil(_FORGOTTEN * max(1 / self.epsilon, _SLOWEST_AVERAGE))
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
         return {
             "names": [spec.name for spec in specs],
             "candidate": 1,
             "in_force": 1,
             "settled": False,
+            "settled_step": 0,
             "turn_start": 0,
             "compression_gains": {},
             "own_compression_gains": [],  # of the candidate in this turn, while it is sent and judged
@@ -141,7 +148,7 @@ class GraVAC(Controller):
         if not state["started"]:
             new["turn_start"] = step
         self._learn(telemetry, new)
-        reason = ""
+        reason = self._search_again(new, step)
         if not new["settled"] and step - new["turn_start"] >= self.settle_steps + self.window:
             reason = self._end_turn(new, step)
         new["in_force"], why = self._admissible(new)
@@ -180,6 +187,14 @@ class GraVAC(Controller):
         if telemetry.step_seconds is not None and judged and not new["fresh"]:
             new["seconds"] = [*new["seconds"], telemetry.step_seconds]
 
+    def _search_again(self, new: State, step: int) -> str:
+        """Start from the lightest candidate if it is time to; changes `new`. Returns why, for the log."""
+        if self.search_every is None or not new["settled"] or step - new.get("settled_step", 0) < self.search_every:
+            return ""
+        new.update(candidate=1, settled=False, turn_start=step, refused=False)
+        new.update(compression_gains={}, own_compression_gains=[], seconds=[], scores={})  # they are out of date
+        return f"searches again after {self.search_every} steps"
+
     def _end_turn(self, new: State, step: int) -> str:
         """Score the candidate, then go on or settle; changes `new`. Returns why, for the log."""
         candidate, scores = new["candidate"], dict(new["scores"])
@@ -199,8 +214,7 @@ class GraVAC(Controller):
         if good and not saturated and candidate < len(self.candidates):
             new["candidate"] = candidate + 1
             return "next candidate"
-        new["settled"] = True
-        new["candidate"] = best
+        new.update(settled=True, settled_step=step, candidate=best)
         if saturated:
             return f"settled: two best within {self.omega:g}"
         return "settled: best of all candidates" if good else "settled: the gain of a heavier one is too small"

@@ -1,4 +1,4 @@
-"""Guard: notice when compression hurts, say so, and fall back to a lighter level until it no longer does."""
+"""Guard: notice when compression hurts, warn, and fall back to a lighter level until it no longer does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry, describe_switches
-from lowbit_strategy.control.groups import GroupBy, check_group_by, group_of, grouped
+from lowbit_strategy.control.groups import GroupBy, group_of, grouped
 from lowbit_strategy.control.levels import describe, labels, reference_nbytes
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -54,7 +54,7 @@ class Bounds:
         for name in ("max_error", "max_residual"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value!r}")
-        if not isinstance(self.patience, int) or self.patience < 1:
+        if self.patience < 1:
             raise ValueError(f"patience must be a positive integer, got {self.patience!r}")
 
     def init(self) -> State:
@@ -117,9 +117,8 @@ class Guard(Controller):
     def __post_init__(self) -> None:
         if not self.inner.levels:
             raise ValueError("a guard needs a controller that chooses compressors")
-        if not isinstance(self.observe_every, int) or self.observe_every < 1:
+        if self.observe_every < 1:
             raise ValueError(f"observe_every must be a positive integer, got {self.observe_every!r}")
-        check_group_by(self.group_by)
         if self.fallback is not None:
             heaviest = min(self.inner.levels, key=reference_nbytes)
             if reference_nbytes(self.fallback) <= reference_nbytes(heaviest):
@@ -132,8 +131,9 @@ class Guard(Controller):
     def levels(self) -> tuple[Compressor, ...]:
         return self.inner.levels if self.fallback is None else (*self.inner.levels, self.fallback)
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
-        return {"inner": self.inner.init(specs, world_size), "bounds": self.bounds.init(), "levels": {}, "wanted": {}}
+    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
+        inner = self.inner.init(specs, world_size, scatter=scatter)
+        return {"inner": inner, "bounds": self.bounds.init(), "levels": {}, "wanted": {}}
 
     def reads_accumulated(self, progress: Progress, state: State) -> bool:
         return self.inner.reads_accumulated(progress, state["inner"])

@@ -37,8 +37,6 @@ class Phase:
     unit: PhaseUnit = "step"
 
     def __post_init__(self) -> None:
-        if self.unit not in ("step", "epoch", "fraction"):
-            raise ValueError(f"unit must be 'step', 'epoch' or 'fraction', got {self.unit!r}")
         limit = 1.0 if self.unit == "fraction" else math.inf
         if not 0 <= self.start <= limit or (self.end is not None and not self.start < self.end <= limit):
             raise ValueError(
@@ -109,13 +107,13 @@ class Schedule(Controller):
                 _check_neighbours(at, phase.start, phase.end, following.start)
         last = self.phases[-1]
         if last.end is not None and (last.unit, last.end) != ("fraction", 1.0):
-            raise ValueError(f"nothing is said of the time after {last.unit} {last.end:g}: leave the last `end` out")
+            raise ValueError(f"no phase covers the time after {last.unit} {last.end:g}: leave the last `end` out")
 
     @property
     def levels(self) -> tuple[Compressor, ...]:
         return tuple(phase.compressor for phase in self.phases)
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
         return {"names": [spec.name for spec in specs], "phase": None}
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:

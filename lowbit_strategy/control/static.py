@@ -20,7 +20,7 @@ class Static(Controller):
     def levels(self) -> tuple[Compressor, ...]:
         return (self.level,)
 
-    def init(self, specs: Sequence[TensorSpec], world_size: int) -> State:
+    def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
         return {"levels": {spec.name: 0 for spec in specs}}
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:

@@ -73,9 +73,10 @@ class AdaptiveDriver:
         self._probe = Probe()
         self._shown: dict[str, Any] = {}  # Telemetry fields of the last step
         self._sums: dict[str, Tensor] = {}
+        self._squares: dict[str, Tensor] = {}
+        self._summed_steps = 0
         self._measured: dict[int, dict[str, Tensor]] = {}
         self._residuals: dict[str, Tensor] = {}
-        self._moments: dict[str, Tensor] = {}
         self._end_to_end: dict[str, Tensor] = {}
         self._last_end: float | None = None
 
@@ -98,7 +99,8 @@ class AdaptiveDriver:
         self._names = tuple(self.sync.specs)
         for level in self.controller.levels:
             level.check(list(self.sync.specs.values()))
-        return self.controller.init(list(self.sync.specs.values()), self.sync.comm.world_size)
+        specs = list(self.sync.specs.values())
+        return self.controller.init(specs, self.sync.comm.world_size, scatter=self.sync.scatter)
 
     def _compile_kernels(self) -> None:
         """Every level once on a small tensor, so that no switch waits for a compiler."""
@@ -117,12 +119,11 @@ class AdaptiveDriver:
             if self._names != tuple(sync.specs):  # parameters have been unfrozen
                 self.state = _extended(self._initial_state(), self.state)
             if self.controller.reads_accumulated(progress, self.state):
-                shown["accumulated_norm"] = self._read_sums()
+                shown |= self._read_sums()
             self._apply(self.controller.decide(Telemetry(progress=progress, **shown), self.state), progress)
         probe = self._probe
-        self._measured, self._moments, self._residuals = {level: {} for level in probe.levels}, {}, {}
-        self._end_to_end = {}
-        return self if probe.accumulate or probe.moments or probe.levels or probe.end_to_end else None
+        self._measured, self._residuals, self._end_to_end = {level: {} for level in probe.levels}, {}, {}
+        return self if probe.accumulate or probe.levels or probe.end_to_end else None
 
     def _apply(self, decision: Decision, progress: Progress) -> None:
         self.state = decision.state
@@ -148,10 +149,6 @@ class AdaptiveDriver:
         if probe.accumulate == "local":
             for view in views:
                 self._add_(view.spec.name, view.flat(), scale)
-        if probe.moments:
-            for view in views:
-                flat = view.flat().float()
-                self._moments[view.spec.name] = torch.stack([flat.mean(), flat.square().mean()])
         if probe.levels:
             self._try_levels(bucket, x, out)
         if probe.end_to_end:
@@ -187,44 +184,56 @@ class AdaptiveDriver:
         if self.sync.rollback:  # a step that overflows is not taken: it must not spoil the sum
             gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
         self._sums[name].add_(gradient, alpha=factor)
+        if self._probe.square:
+            square = (torch.linalg.vector_norm(gradient, dtype=torch.float32) * factor).square()
+            self._squares[name] = self._squares[name] + square if name in self._squares else square
 
     def end_step(self, *, counted: bool) -> None:
         now = self.timer()
         if counted:
+            self._summed_steps += self._probe.accumulate is not None
             self._shown = self._summarize(now)
         self._last_end = now
 
     # -- summing over ranks -------------------------------------------------------------------------------------
 
-    def _read_sums(self) -> dict[str, float]:
-        """Norms of the accumulated gradients, which start again from zero."""
-        names = list(self.sync.specs)
-        squares = {name: values.square().sum().view(1) for name, values in self._sums.items()}
-        total = sum_over_ranks(table(squares, names, 1, self.sync.device), self.sync.comm)
+    def _read_sums(self) -> dict[str, Any]:
+        """Telemetry of the accumulated gradients, which start again from zero."""
+        names, zero = list(self.sync.specs), torch.zeros((), device=self.sync.device)
+        squares = {
+            name: torch.stack([values.square().sum(), self._squares.get(name, zero).to(values.dtype)])
+            for name, values in self._sums.items()
+        }
+        total = sum_over_ranks(table(squares, names, 2, self.sync.device), self.sync.comm)
+        shown: dict[str, Any] = {
+            "accumulated_norm": dict(zip(names, total[:, 0].sqrt().tolist(), strict=True)),
+            "accumulated_square": dict(zip(names, total[:, 1].tolist(), strict=True)) if self._squares else {},
+            "accumulated_steps": self._summed_steps,
+        }
         self._sums.clear()
-        return {name: float(square) ** 0.5 for name, square in zip(names, total.view(-1), strict=True)}
+        self._squares.clear()
+        self._summed_steps = 0
+        return shown
 
     def _summarize(self, now: float) -> dict[str, Any]:
         probe, comm = self._probe, self.sync.comm
         shown: dict[str, Any] = {}
         seconds = now - self._last_end if probe.seconds and self._last_end is not None else None
-        if not (probe.levels or probe.moments or probe.end_to_end or seconds is not None):
+        if not (probe.levels or probe.end_to_end or seconds is not None):
             return shown
         names, device = list(self.sync.specs), self.sync.device
         residuals = {name: square.view(1) for name, square in self._residuals.items()}
         parts = [table(self._measured[level], names, 4, device)[:, :3] for level in probe.levels]
         both_hops = table(self._end_to_end, names, NUM_SUMS, device)
-        columns = torch.cat([*parts, both_hops, table(residuals, names, 1, device), self._ratios(names)], dim=1)
+        columns = torch.cat([*parts, both_hops, table(residuals, names, 1, device)], dim=1)
         last = torch.zeros(1, columns.shape[1], dtype=torch.float64, device=device)
         last[0, 0] = seconds or 0.0
         total = sum_over_ranks(torch.cat([columns, last]), comm)
         rows = total[:-1]
         if seconds is not None:
             shown["step_seconds"] = float(total[-1, 0]) / comm.world_size
-        if probe.moments:
-            shown["mean_to_std"] = dict(zip(names, (rows[:, -1] / comm.world_size).tolist(), strict=True))
         if probe.end_to_end:
-            errors, means = rows[:, -2 - NUM_SUMS : -2].T.tolist()
+            errors, means = rows[:, -1 - NUM_SUMS : -1].T.tolist()
             shown["end_to_end_error"] = {
                 name: (error / mean) ** 0.5 if mean > 0 else 0.0
                 for name, error, mean in zip(names, errors, means, strict=True)
@@ -233,16 +242,10 @@ class AdaptiveDriver:
             rows = rows / (self.sync.loss_scale or 1.0) ** 2
             shown["energy"] = {
                 level: {name: Energy(*row) for name, row in zip(names, part.tolist(), strict=True)}
-                for level, part in zip(probe.levels, rows[:, : -2 - NUM_SUMS].split(3, dim=1), strict=True)
+                for level, part in zip(probe.levels, rows[:, : -1 - NUM_SUMS].split(3, dim=1), strict=True)
             }
-            shown["residual_norm"] = dict(zip(names, rows[:, -2].sqrt().tolist(), strict=True))
+            shown["residual_norm"] = dict(zip(names, rows[:, -1].sqrt().tolist(), strict=True))
         return shown
-
-    def _ratios(self, names: list[str]) -> Tensor:
-        """float64 [names, 1]: |mean| / standard deviation of this rank's gradients."""
-        moments = table(self._moments, names, 2, self.sync.device)
-        deviation = (moments[:, 1] - moments[:, 0].square()).clamp_min(0).sqrt()
-        return torch.where(deviation > 0, moments[:, 0].abs() / deviation, torch.zeros_like(deviation))[:, None]
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -263,6 +266,8 @@ class AdaptiveDriver:
             "learning_rate_factor": self.learning_rate_factor,
             "shown": shown,
             "sums": {name: values.cpu().clone() for name, values in self._sums.items()},
+            "squares": {name: float(square) for name, square in self._squares.items()},
+            "summed_steps": self._summed_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -283,6 +288,11 @@ class AdaptiveDriver:
                 for level, by_name in self._shown["energy"].items()
             }
         self._sums = {name: values.to(self.sync.device) for name, values in state["sums"].items()}
+        squares = state.get("squares", {}).items()
+        self._squares = {
+            name: torch.tensor(square, dtype=torch.float32).to(self.sync.device) for name, square in squares
+        }
+        self._summed_steps = state.get("summed_steps", 0)
         self.levels = dict(state["levels"])
         if self.levels:
             self.sync.use(PerParameter.of(self.controller.levels, self.levels))

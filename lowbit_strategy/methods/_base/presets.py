@@ -8,7 +8,7 @@ from typing import Any
 
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.options.configuration import renamed_options
-from lowbit_strategy.options.field_types import Conversion, field_types, register_conversion
+from lowbit_strategy.options.field_types import Conversion, register_conversion
 from lowbit_strategy.options.suggestions import did_you_mean
 
 _DESCRIPTION = "a compressor's configuration, a preset's name such as 'loco2' or {compressor: loco, bits: 2}"
@@ -69,22 +69,12 @@ def from_options(name: str, options: Mapping[str, Any]) -> Compressor:
         ValueError: Unknown name or option, or an option out of range.
     """
     base = preset(name)
-    known, kinds = option_names(base), field_types(type(base))
+    known = option_names(base)
     for key in options:
         if key not in known:
             shown = [each for each in known if known[each] == each]
             raise ValueError(f"{name} has no option {key!r}{did_you_mean(key, shown)} Known: {', '.join(shown)}")
-    return dataclasses.replace(base, **{key: _number(value, kinds[known[key]]) for key, value in options.items()})
-
-
-def _number(value: Any, kind: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as text: where a number is expected it is one."""
-    if isinstance(value, str) and (kind is float or kind == float | None):
-        try:
-            return float(value)
-        except ValueError:
-            return value  # the configuration's own check says what is wrong with it
-    return value
+    return dataclasses.replace(base, **options)
 
 
 register_conversion(Compressor, Conversion(as_compressor, (str, Mapping), _DESCRIPTION))

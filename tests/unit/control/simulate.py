@@ -28,6 +28,7 @@ def run(
     *,
     measure: Measure = nothing,
     norms: Callable[[Progress], Mapping[str, float]] | None = None,
+    accumulated: Callable[[Progress], Mapping[str, Any]] | None = None,
     restart_at: int | None = None,
 ) -> list[Decision]:
     """The decision of every step.
@@ -35,9 +36,10 @@ def run(
     Args:
         controller: Under test.
         specs: The model.
-        progresses: One a step.
+        progresses: One per step.
         measure: What a step with this decision shows to the next one, as `Telemetry` fields.
         norms: Accumulated norms, given whenever the controller reads them.
+        accumulated: The same with the other `Telemetry` fields about accumulated gradients; instead of `norms`.
         restart_at: Before this step the state goes through JSON, as through a checkpoint.
     """
     state = controller.init(list(specs), 4)
@@ -48,8 +50,9 @@ def run(
             state = json.loads(json.dumps(state))
         telemetry = replace(Telemetry(progress=progress), **shown)
         if controller.reads_accumulated(progress, state):
-            assert norms is not None
-            telemetry = replace(telemetry, accumulated_norm=norms(progress))
+            assert (norms is None) != (accumulated is None)
+            fields = {"accumulated_norm": norms(progress)} if norms is not None else accumulated(progress)
+            telemetry = replace(telemetry, **fields)
         decision = controller.decide(telemetry, state)
         state = decision.state
         shown = measure(progress, decision)

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from lowbit_strategy.control import Accordion, AccordionBatch, Progress
+from lowbit_strategy.control import Accordion, AccordionBatch, Progress, Telemetry
 from lowbit_strategy.control.critical import CriticalRegimes
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.registry import preset
 from tests.unit.control.simulate import matrices, run
 
 LIGHT, HEAVY = LoCo(bits=8), LoCo(bits=2)
@@ -120,28 +121,36 @@ def test_a_restart_changes_nothing() -> None:
 
 def test_batch_grows_outside_critical_regimes_and_never_shrinks() -> None:
     controller = AccordionBatch(small=2, large=16, interval=INTERVAL, unit="steps")
-    accumulation = 2
+    # A window in steps has as many gradients whatever the batch: the norm of their sum follows the gradient alone.
+    norm = {1: 10.0, 2: 4.0, 3: 3.9, 4: 4.0, 5: 1.0, 6: 1.0}
+    decisions = run(
+        controller, matrices("a"), progresses(70), norms=lambda progress: {"a": norm[progress.step // INTERVAL]}
+    )
+    assert all(decision.learning_rate_factor == decision.accumulation / 2 for decision in decisions)
+    assert not any(decision.levels for decision in decisions)
+    assert [decision.accumulation for decision in decisions[::INTERVAL]] == [2, 2, 2, 16, 16, 16, 16]
 
-    def norms(progress: Progress) -> dict[str, float]:
-        # The same gradient; the sum over a window of larger steps has fewer terms.
-        base = {1: 10.0, 2: 4.0, 3: 3.9, 4: 4.0, 5: 1.0, 6: 1.0}[progress.step // INTERVAL]
-        return {"a": base / decisions_so_far[-1]}
 
-    decisions_so_far = [accumulation]
-    state = controller.init(matrices("a"), 4)
-    from lowbit_strategy.control import Telemetry
-
-    for progress in progresses(70):
+@pytest.mark.parametrize("only_grows", [False, True])
+@pytest.mark.parametrize("unit", ["steps", "epochs"])
+def test_the_batch_of_a_constant_gradient_stays_large(unit: str, only_grows: bool) -> None:
+    """Sums of real gradients: g + noise / sqrt(batch), a window of 10 steps or of one epoch of 80 batches."""
+    controller = AccordionBatch(
+        small=1, large=8, interval=INTERVAL if unit == "steps" else 1, unit=unit, only_grows=only_grows
+    )
+    state, accumulation, batches, step, total, sizes = controller.init(matrices("a"), 4), 1, 0, 0, 0.0, []
+    while batches < 1600:
+        progress = Progress(step=step, epoch=batches // 80)
         telemetry = Telemetry(progress=progress)
         if controller.reads_accumulated(progress, state):
-            telemetry = Telemetry(progress=progress, accumulated_norm=norms(progress))
+            telemetry, total = Telemetry(progress=progress, accumulated_norm={"a": total}), 0.0
         decision = controller.decide(telemetry, state)
-        state = decision.state
-        decisions_so_far.append(decision.accumulation)
-        assert decision.learning_rate_factor == decision.accumulation / 2
-        assert not decision.levels
-    per_window = decisions_so_far[1::INTERVAL]
-    assert per_window == [2, 2, 2, 16, 16, 16, 16]
+        state, accumulation = decision.state, decision.accumulation
+        assert accumulation is not None
+        total, step, batches = total + 1.0, step + 1, batches + accumulation  # the norm of a sum of equal gradients
+        sizes.append(accumulation)
+    assert sizes.index(8) <= 160
+    assert set(sizes[sizes.index(8) :]) == {8}
 
 
 def test_batch_may_shrink_if_asked() -> None:
@@ -175,6 +184,15 @@ def test_bad_options(options: dict[str, object], message: str) -> None:
 def test_bad_batch_options(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must"):
         AccordionBatch(**options)
+
+
+def test_levels_may_be_names_of_presets() -> None:
+    by_name = Accordion(light="loco", heavy="loco2")  # type: ignore[arg-type]
+    assert by_name == Accordion(light=preset("loco"), heavy=preset("loco2"))
+    with pytest.raises(ValueError, match="unknown compressor 'loco5'; did you mean 'loco"):
+        Accordion(light="loco5", heavy="loco2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"heavy must be a compressor's configuration, .* got 2"):
+        Accordion(light="loco", heavy=2)  # type: ignore[arg-type]
 
 
 def test_first_window_is_critical() -> None:

@@ -12,6 +12,7 @@ from lowbit_strategy.control import Decision, Energy, ErrorBudget, Progress
 from lowbit_strategy.control.budget import cheapest
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.quantization.qsgd import QSGD
 from tests.unit.control.simulate import matrices, run
 
 CHOICES = tuple(LoCo(bits=bits) for bits in (8, 4, 2))
@@ -105,8 +106,18 @@ def test_exempt_parameters_count_for_nothing() -> None:
     assert levels == {"a": 1, "bias": 0}
 
 
+def test_bits_count_the_uplink_alone_under_fsdp() -> None:
+    """Half of what travels under DDP is an 8-bit downlink, which FSDP2 does not have."""
+    choices = tuple(QSGD(bits=bits, return_bits=8) for bits in (8, 4, 2))
+    controller = ErrorBudget(choices=choices, max_bits=4.2, interval=50)
+    with pytest.raises(ValueError, match=r"heaviest choices need 5\.\d+ bits"):
+        controller.init(matrices("a"), 4)
+    state = controller.init(matrices("a"), 4, scatter=True)
+    assert state["nbytes"]["a"][1] <= state["max_nbytes"] < state["nbytes"]["a"][0]
+
+
 def test_impossible_bytes_are_refused_when_training_starts() -> None:
-    with pytest.raises(ValueError, match=r"heaviest choices need 2\.\d+ bits an element; raise max_bits"):
+    with pytest.raises(ValueError, match=r"heaviest choices need 2\.\d+ bits per element; raise max_bits"):
         ErrorBudget(choices=CHOICES, max_bits=1.5).init(matrices("a"), 4)
 
 

@@ -124,6 +124,26 @@ def test_falls_back_to_dense_and_returns() -> None:
     assert levels[-1] == 2
 
 
+def test_searches_again_as_training_goes_on() -> None:
+    """What was too coarse at first is good enough later, and the other way round."""
+
+    class Drifting(Link):
+        def compression_gain(self, level: int, progress: Progress) -> float:
+            early = {0: 1.0, 1: 0.99, 2: 0.9, 3: 0.6}
+            return early[level] if progress.step < 200 else self.compression_gains[level]
+
+    link = Drifting([1.0, 0.99, 0.98, 0.95], [10.0, 4.0, 3.0, 1.0])
+    options = {"candidates": CANDIDATES[:3], "epsilon": 0.75, "ewma": 1.0, "omega": 0.0}
+    levels = chosen(GraVAC(**options, search_every=150), link, count=800)
+    assert levels[199] == 2
+    assert levels[400:420].count(3)  # found by the search that began after 200
+    again = [step for step in range(1, 800) if levels[step] == 1 and levels[step - 1] != 1]
+    assert len(again) >= 3  # each search begins with the lightest
+    once = chosen(GraVAC(**options, search_every=None), link, count=800)
+    assert set(once[200:]) == {2}
+    assert chosen(GraVAC(**options, search_every=150), link, count=800, restart_at=230) == levels
+
+
 def test_measures_only_now_and_then_if_asked() -> None:
     link = Link([1.0, 0.99, 0.98, 0.95, 0.85, 0.76], [10.0, 4.0, 3.0, 2.0, 1.9, 1.85])
     controller = GraVAC(candidates=CANDIDATES, omega=0.0, measure_every=10)
@@ -157,6 +177,7 @@ def test_geometric_candidates() -> None:
         ({"epsilon": 1.5}, "epsilon must be in"),
         ({"omega": -0.1}, "omega must be in"),
         ({"ewma": 0.0}, "ewma must be in"),
+        ({"search_every": 0}, "search_every must be a positive integer or None"),
         ({"settle": -1}, "settle must be a number of steps"),
         ({"measure_every": 50}, "must not be longer than window"),
     ],

@@ -5,8 +5,22 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
-from lowbit_strategy.control import AdaQS, Bounds, Decision, Energy, Guard, Phase, Progress, Schedule, Static, group_of
+from lowbit_strategy.control import (
+    AdaQS,
+    Bounds,
+    Decision,
+    Energy,
+    Guard,
+    Phase,
+    Progress,
+    Schedule,
+    Static,
+    Telemetry,
+    group_of,
+)
+from lowbit_strategy.control.adaqs import mean_to_deviation
 from lowbit_strategy.control.guard import Reading
 from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.unit.control.simulate import matrices, run
@@ -97,16 +111,21 @@ def test_bad_guards() -> None:
         Bounds(max_error=0.0)
 
 
-def falling_ratio(progress: Progress, decision: Decision) -> dict[str, object]:
-    if not decision.probe.moments:
-        return {}
-    return {"mean_to_std": {"a": 1.0 if progress.step < 100 else 0.4, "b": 1.0}}
+def falling_ratio(progress: Progress) -> dict[str, object]:
+    """Of gradients with |mean| 1 and a given deviation, over the ten steps before: what the driver would measure."""
+    num_steps = 10
+    ratios = {"a": 2.0 if progress.step <= 100 else 0.8, "b": 2.0}
+    return {
+        "accumulated_steps": num_steps,
+        "accumulated_norm": dict.fromkeys(ratios, float(num_steps)),
+        "accumulated_square": {name: num_steps * (1 + ratio**-2) for name, ratio in ratios.items()},
+    }
 
 
 def test_adaqs_steps_lighter_when_the_ratio_has_fallen() -> None:
     controller = AdaQS(ladder=(EIGHT, FOUR, TWO), interval=10, ewma=1.0, per="parameter")
-    decisions = run(controller, matrices("a", "b"), progresses(200), measure=falling_ratio)
-    assert [decisions[step].levels for step in (0, 100, 101, 199)] == [
+    decisions = run(controller, matrices("a", "b"), progresses(200), accumulated=falling_ratio)
+    assert [decisions[step].levels for step in (0, 109, 110, 199)] == [
         {"a": 2, "b": 2},
         {"a": 2, "b": 2},
         {"a": 1, "b": 2},
@@ -114,17 +133,33 @@ def test_adaqs_steps_lighter_when_the_ratio_has_fallen() -> None:
     ]
 
 
+def test_the_ratio_is_that_of_the_gradients() -> None:
+    """From sums alone: the norm of the mean over the root mean square distance from it, both parameters together."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = {name: 0.7 + torch.randn(12, 50, generator=generator) for name in ("a", "b")}
+    telemetry = Telemetry(
+        progress=Progress(step=12),
+        accumulated_steps=12,
+        accumulated_norm={name: float(g.sum(0).norm()) for name, g in gradients.items()},
+        accumulated_square={name: float(g.square().sum()) for name, g in gradients.items()},
+    )
+    both = torch.cat(list(gradients.values()), 1)
+    expected = both.mean(0).norm() / (both - both.mean(0)).square().sum(1).mean().sqrt()
+    assert mean_to_deviation(telemetry, ["a", "b"]) == pytest.approx(float(expected), rel=1e-4)
+    assert mean_to_deviation(telemetry, ["c"]) is None
+
+
 def test_adaqs_on_the_whole_model_and_after_a_restart() -> None:
-    controller = AdaQS(ladder=(EIGHT, FOUR, TWO), interval=10, ewma=0.5, factor=0.9)
+    controller = AdaQS(ladder=(EIGHT, FOUR, TWO), interval=10, ewma=0.5, factor=0.6)
     arguments = (controller, matrices("a", "b"), progresses(200))
-    decisions = run(*arguments, measure=falling_ratio, restart_at=111)
-    assert decisions[-1].levels == {"a": 0, "b": 0} or decisions[-1].levels == {"a": 1, "b": 1}
-    assert decisions == run(*arguments, measure=falling_ratio)
+    decisions = run(*arguments, accumulated=falling_ratio, restart_at=111)
+    assert decisions[-1].levels == {"a": 1, "b": 1}
+    assert decisions == run(*arguments, accumulated=falling_ratio)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"ladder": (FOUR,)}, {"ladder": (TWO, FOUR)}, {"factor": 1.0}, {"interval": 0}, {"ewma": 0}, {"per": "x"}],
+    [{"ladder": (FOUR,)}, {"ladder": (TWO, FOUR)}, {"factor": 1.0}, {"interval": 1}, {"ewma": 0}, {"per": "x"}],
 )
 def test_bad_adaqs(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must"):

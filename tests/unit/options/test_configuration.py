@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lowbit_strategy import QSGD, LoCo, TopK, WarmUp, from_options, preset
-from lowbit_strategy.accelerate.config import plugin_from_section
+from lowbit_strategy.config.section import plugin_from_section
 from lowbit_strategy.options.configuration import configuration, positional_configuration
 from lowbit_strategy.options.suggestions import did_you_mean
 
