@@ -74,5 +74,12 @@ def warn_of_what_is_missing(app: Sphinx, _exception: Exception | None) -> None:
             logging.getLogger(__name__).warning("%s is public but not in the reference: add it to docs/api", name)
 
 
+def keep_first_sentence(_app: Sphinx, what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
+    """Napoleon takes what stands before a colon in a property's first line for its type."""
+    if what == "property" and lines:
+        lines[0] = lines[0].replace(": ", " \u2013 ")
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", keep_first_sentence, priority=400)  # before napoleon
     app.connect("env-check-consistency", lambda app, env: warn_of_what_is_missing(app, None))

@@ -25,8 +25,22 @@ def draw_total(axes: Any, run: Run, key: str, label: str, color: str) -> None:
     axes.set_ylim(bottom=0)
 
 
+def draw_groups(run: Run) -> None:
+    """What the monitor measured, by group of layers: the largest six."""
+    figure, (error, residual) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for name in run.groups[:6]:
+        for axes, key in ((error, "relative_error"), (residual, "residual_norm")):
+            series = run.group(name, key)
+            axes.plot(series.steps, series.values, lw=1.3, label=name)
+    error.set(xlabel="optimizer step", ylabel="relative error", ylim=(0, None))
+    residual.set(xlabel="optimizer step", ylabel="residual norm (relative)", ylim=(0, None))
+    figure.legend(*error.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    save(figure, "monitor")
+
+
 def main() -> None:
     run = read_run(HERE / "runs" / "adaptive")
+    draw_groups(run)
     figure, (loss, levels, bits, error) = plt.subplots(4, 1, figsize=(8, 6.6), sharex=True, layout="constrained")
     for name, series in run.losses().items():
         validation = "val" in name
