@@ -276,7 +276,7 @@ def misuse(folder: Path, kind: Kind) -> Facts:
 def test_misuse(facts: list[Facts], request: pytest.FixtureRequest) -> None:
     assert facts[0] == facts[1]
     errors = facts[0]
-    assert "invalid strategy name" in errors["nothing"]
+    assert "did you mean 'loco_" in errors["nothing"]
     assert "parameter 0.weight is torch.float64: gradients are reduced as float32" in errors["type"]
     if "fsdp" in request.node.name:
         assert errors["used optimizer"].startswith("ValueError: set the model and optimizer up before the first step")
