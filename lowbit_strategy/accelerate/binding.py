@@ -99,7 +99,7 @@ class Binding:
 
     @property
     def epoch(self) -> int | None:
-        """Set it in the loop where nothing else says what epoch it is; for controllers that count in epochs."""
+        """Set it in the loop where nothing else counts epochs; for controllers that go by them."""
         return self.adaptive.clock.epoch
 
     @epoch.setter

@@ -76,10 +76,10 @@ def keep_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelP
 
     Args:
         accelerator: Whatever it runs.
-        plugin: What it was made with; if it came from a configuration file, None: the environment says the same.
+        plugin: What it was made with; if it came from a configuration file, None: the environment has the same options.
 
     Raises:
-        ValueError: FSDP was asked for in code, and the plugin that says how is not known.
+        ValueError: FSDP was asked for in code, and the plugin with its options is not known.
     """
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if not asked or accelerator.distributed_type != DistributedType.MULTI_CPU:

@@ -18,8 +18,8 @@ _REKEY = "_rekey_optimizer_state_if_needed"
 def optimizers_without_state(strategy: object) -> Iterator[None]:
     """Let `strategy` load an optimizer that has no state, such as SGD without momentum.
 
-    Lightning 2.6.6 tells by the first entry of the saved state whether it goes by numbers, and torch 2.13 takes its
-    device from an entry: both fail if there is none. Such an optimizer only needs the options of its groups.
+    Lightning 2.6.6 looks at the first entry of the saved state to know whether it goes by numbers, and torch 2.13 takes
+    its device from an entry: both fail if there is none. Such an optimizer only needs the options of its groups.
     """
     methods = [cls.__dict__["load_checkpoint"] for cls in type(strategy).__mro__ if "load_checkpoint" in cls.__dict__]
     stock = next((m.__globals__[_LOAD] for m in methods if _LOAD in m.__globals__), None)

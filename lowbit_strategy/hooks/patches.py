@@ -64,7 +64,7 @@ PATCHES = (
         target="torch.distributed:ProcessGroup._get_backend",
         use="called",
         seen=_SEEN,
-        reason="the hook's own group has to be as patient as DDP's, whose timeout nothing public tells",
+        reason="the hook's own group has to be as patient as DDP's, whose timeout is not public",
     ),
     PrivateName(
         target="torch._dynamo.config:optimize_ddp",

@@ -129,7 +129,7 @@ class ModelControl:
         return driver
 
     def monitor(self, options: MonitorOptions) -> Observer:
-        """Observe steps as `options` say.
+        """Observe steps as set in `options`.
 
         Raises:
             ValueError: There is a monitor already.

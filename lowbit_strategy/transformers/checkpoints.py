@@ -64,7 +64,7 @@ class ResidualCallback(TrainerCallback):
 
 
 def _marks(state: TrainerState) -> dict[str, Any]:
-    """The one free-form part of ``trainer_state.json``; a dict once the state exists, whatever its annotation says."""
+    """The one free-form part of ``trainer_state.json``; a dict once the state exists, in spite of its annotation."""
     marks: Any = state.stateful_callbacks
     assert isinstance(marks, dict)
     return marks

@@ -207,7 +207,7 @@ def test_what_epoch_it_is(facts: list[Facts]) -> None:
         assert rank["resumed"] == 0
         assert 'unit="steps"' in rank["unknown"]
         assert "accelerator.lowbit.epoch" in rank["unknown"]
-        assert "say num_steps" in rank["fraction"]
+        assert "give num_steps" in rank["fraction"]
 
 
 def falling_rate(folder: Path, kind: Kind) -> Facts:

@@ -21,6 +21,7 @@ from tests.training import (
     fingerprint,
     fit,
     full_parameters,
+    listen,
     loader,
     mlp,
     strategy,
@@ -335,3 +336,34 @@ def test_parameters_on_the_meta_device(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["losses"][-1] < rank["losses"][0]
         assert "net.1 (_NoReset) is on the meta device and has no reset_parameters()" in rank["refused"]
+
+
+class Idle(Regression):
+    """Two of its parameters have no part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(8, 300)
+
+
+def idle(folder: Path) -> Facts:
+    with listen() as logged:
+        error = raised(lambda: fit("ddp", Idle(), max_steps=4))
+    model = Idle()
+    made = trainer("loco_ddp_find_unused_parameters_true", max_steps=4)
+    made.fit(model, loader())
+    steps, sent = made.strategy.sync.step_index, made.strategy.sync.comm.sent_nbytes
+    return {"error": error, "logged": logged, "steps": steps, "sent": sent, "print": fingerprint(model)}
+
+
+@scenarios(idle)
+def test_unused_parameters_are_named_with_the_remedy(facts: list[Facts]) -> None:
+    for number, rank in enumerate(facts):
+        assert 'use Trainer(strategy="loco_ddp_find_unused_parameters_true")' in rank["error"]
+        assert "LowBitDDPStrategy(..., find_unused_parameters=True)" in rank["error"]
+        assert "strategy='ddp_find_unused_parameters_true'" not in rank["error"]  # Lightning's own, uncompressed
+        (diagnosis,) = [line for line in rank["logged"] if line.startswith(f"rank {number}: ")]
+        assert "the loss does not depend on extra.weight, extra.bias, and DDP waits" in diagnosis
+        assert rank["steps"] == 4
+        assert rank["sent"] > 0
+    assert facts[0]["print"] == facts[1]["print"]

@@ -47,7 +47,7 @@ def test_a_preset_s_name_is_a_compressor_for_the_plugin() -> None:
 
 @pytest.mark.parametrize("cls", FSDP)
 def test_options_of_fsdp1_are_answered_with_the_remedy(cls: Any) -> None:
-    with pytest.raises(TypeError, match="cpu_offload is an option of FSDP1, and this strategy is FSDP2: .*min_shard_"):
+    with pytest.raises(TypeError, match=r"cpu_offload is an option of FSDP1, and this strategy is FSDP2: .*min_shard_"):
         cls(cpu_offload=True)
     with pytest.raises(TypeError, match=r"unknown option 'min_shard_nume', did you mean 'min_shard_numel'"):
         cls(min_shard_nume=3)
