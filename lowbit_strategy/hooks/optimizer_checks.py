@@ -17,11 +17,10 @@ _log = logging.getLogger("lowbit_strategy")
 
 def check_optimizers(compressor: Compressor, optimizers: Iterable[Optimizer]) -> None:
     """Raises:
-    ValueError: The compressor has momentum of its own, and so has an optimizer.
+    ValueError: An optimizer's momentum does not go with the compressor's.
     """
-    if (check := getattr(compressor, "check_optimizer", None)) is not None:
-        for optimizer in optimizers:
-            check(optimizer)
+    for optimizer in optimizers:
+        compressor.check_optimizer(optimizer)
 
 
 def warn_of_clipping(compressor: Compressor, clip: float | None, option: str) -> None:

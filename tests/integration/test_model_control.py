@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lowbit_strategy import LoCo
+from lowbit_strategy import DGC, LoCo
 from lowbit_strategy.accelerate import CompressionMonitor as AccelerateMonitor
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.control import Accordion, Bounds, Static
@@ -181,3 +181,32 @@ def test_a_record_of_fabric_has_losses_decisions_and_the_learning_rate(facts: li
     assert run.switches
     assert run.levels
     assert run.warnings
+
+
+MOMENTUM = DGC(density=0.1, momentum=0.9)
+
+
+def momentum_twice(folder: Path) -> Facts:
+    """DGC applies momentum, and so does the optimizer."""
+    model = Regression(optimizer="sgd")
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricDDP(MOMENTUM))
+    fabric.launch()
+    nets = [mlp(), mlp()]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1, momentum=0.9) for net in nets]
+    return {
+        "lightning": raised(lambda: trainer(strategy("ddp", MOMENTUM), max_steps=2).fit(model, loader())),
+        "fabric": raised(lambda: fabric.setup(nets[0], optimizers[0])),
+        "accelerate": raised(lambda: make("ddp", LowBitPlugin(MOMENTUM)).prepare(nets[1], optimizers[1])),
+        "alone": raised(
+            lambda: trainer(strategy("ddp", MOMENTUM), max_steps=2).fit(Regression(optimizer="plain"), loader())
+        ),
+    }
+
+
+@scenarios(momentum_twice)
+def test_momentum_in_the_optimizer_too_is_refused(facts: list[Facts]) -> None:
+    for rank in facts:
+        for where in ("lightning", "fabric", "accelerate"):
+            assert rank[where].startswith("ValueError: ")
+            assert "momentum" in rank[where]
+        assert rank["alone"] == ""
