@@ -11,9 +11,9 @@ from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.hooks.attach import SyncOptions
-from lowbit_strategy.hooks.strategy_options import as_compressor
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.registry import as_compressor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class PluginOptions:
     seed: int = 0
     on_world_size_change: OnWorldSizeChange = "reset"
     on_missing_residual: OnMissingResidual = "error"
+    check_digest: bool = True
     controller: Controller | None = None
     monitor: CompressionMonitor | None = None
     record: bool | str | Path = True

@@ -18,6 +18,7 @@ class LowBitPlugin(PluginOptions):
         seed: Of stochastic rounding and selection; the same on all ranks.
         on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
+        check_digest: DDP: compare a digest of the parameters over the ranks now and then, see `SyncOptions`.
         controller: One of `lowbit_strategy.control`: chooses compressors in the place of `compressor`.
         monitor: Logs what compression does through `Accelerator.log`, or the HF Trainer's.
         record: Folder of the record that `lowbit report` draws. True: the accelerator's logging folder (its

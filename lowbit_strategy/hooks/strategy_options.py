@@ -20,7 +20,7 @@ from lowbit_strategy.hooks.attach import SyncOptions
 from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB, check_ddp_options
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.registry import preset
+from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
 
 # On CUDA each bucket costs a fixed time on the host, so fewer and larger ones than DDP's 25 MiB.
@@ -40,24 +40,6 @@ _FSDP1_REMEDIES = {
 def default_bucket_cap_mb(device: torch.device) -> int:
     """The size of DDP's buckets where the user has set none."""
     return GLOO_BUCKET_CAP_MB if device.type == "cpu" else CUDA_BUCKET_CAP_MB
-
-
-def as_compressor(value: Compressor | str | None) -> Compressor:
-    """A configuration as it is, a preset by its name, `LoCo` for None.
-
-    Raises:
-        TypeError: Something else.
-        ValueError: No preset has this name; the message has the nearest one.
-    """
-    if value is None:
-        return LoCo()
-    if isinstance(value, str):
-        return preset(value)
-    if not isinstance(value, Compressor):
-        raise TypeError(
-            f"compressor must be a configuration such as LoCo(bits=4) or a preset's name such as 'loco2', got {value!r}"
-        )
-    return value
 
 
 class _Options:
@@ -82,6 +64,7 @@ class DDPConstructor(_Options):
         seed: int = 0,
         on_world_size_change: OnWorldSizeChange = "reset",
         on_missing_residual: OnMissingResidual = "error",
+        check_digest: bool = True,
         **kwargs: Any,
     ) -> None:
         for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
@@ -89,9 +72,12 @@ class DDPConstructor(_Options):
                 raise ValueError(f"the compressor is the communication hook: leave {option} out")
         check_ddp_options(kwargs, super().__init__)
         super().__init__(**kwargs)
-        self.compressor = as_compressor(compressor)
+        self.compressor = LoCo() if compressor is None else as_compressor(compressor)
         self.options = SyncOptions(
-            seed=seed, on_world_size_change=on_world_size_change, on_missing_residual=on_missing_residual
+            seed=seed,
+            on_world_size_change=on_world_size_change,
+            on_missing_residual=on_missing_residual,
+            check_digest=check_digest,
         )
         self.on_configured()
 
@@ -128,7 +114,7 @@ class FSDPConstructor(_Options):
             timeout=timeout,
         )
         self.min_shard_numel = _positive("min_shard_numel", min_shard_numel)
-        self.compressor = as_compressor(compressor)
+        self.compressor = LoCo() if compressor is None else as_compressor(compressor)
         self.options = SyncOptions(
             seed=seed, on_world_size_change=on_world_size_change, on_missing_residual=on_missing_residual
         )

@@ -21,6 +21,7 @@ class LowBitDDPStrategy(LowBitDDPMixin, DDPStrategy):
         seed: Of stochastic rounding and selection.
         on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
+        check_digest: Compare a digest of the parameters over the ranks now and then, see `SyncOptions`.
         kwargs: As for ``DDPStrategy``, without its hooks. In a notebook ``start_method="fork"`` (the name
             ``loco_ddp_notebook``) trains on several processes; with ``"fork"`` and ``"spawn"`` save with
             ``ModelCheckpoint``: when ``fit`` has returned, the processes have ended and their residuals are gone.

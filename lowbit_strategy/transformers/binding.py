@@ -12,8 +12,8 @@ from transformers import Trainer
 
 from lowbit_strategy.accelerate.binding import Binding, binding_of
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
-from lowbit_strategy.hooks.strategy_options import as_compressor
 from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.transformers.checkpoints import ResidualCallback
 from lowbit_strategy.transformers.metrics import log_metrics
 
@@ -36,6 +36,8 @@ def attach(trainer: Trainer, plugin: LowBitPlugin | Compressor | str | None = No
             "attach takes a configuration such as LoCo(bits=4), a preset's name such as 'loco2' or a LowBitPlugin, got"
             f" {plugin!r}"
         )
+    if plugin is None:
+        plugin = LowBitPlugin()
     chosen = plugin if isinstance(plugin, LowBitPlugin) else LowBitPlugin(as_compressor(plugin))
     binding = _attach_accelerator(trainer, chosen)
     create = trainer.create_accelerator_and_postprocess
