@@ -8,6 +8,7 @@ import fsspec
 import torch
 from torch import nn
 
+from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.hooks.attach import CHECKPOINT_KEY, Attached, SyncOptions
 from lowbit_strategy.hooks.optimizer_checks import check_optimizers

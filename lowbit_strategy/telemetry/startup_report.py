@@ -37,7 +37,7 @@ class Report:
         fp32_nbytes, bf16_nbytes: The same for an uncompressed ring of that type.
         residual_nbytes: Memory for residuals on this rank.
         kernels: Which implementation serves.
-        next_phase: Step in which the compressor changes its configuration, at the end of a warm-up for example; None: never.
+        next_phase: Step in which the compressor changes its configuration, as at the end of a warm-up; None: never.
     """
 
     groups: list[Group] = field(default_factory=list)
