@@ -198,9 +198,7 @@ def check(seed: int) -> None:
     print("every format equals the reference, bit for bit")
 
 
-def measure(
-    numel: int, repeats: int, only: str, sweep: bool, *, shard: int = 0, of: int = 1
-) -> dict[str, object]:
+def measure(numel: int, repeats: int, only: str, sweep: bool, *, shard: int = 0, of: int = 1) -> dict[str, object]:
     """Figures of the kernels whose name holds `only`, or of every `of`-th of them."""
     rows: list[Row] = []
     copies = [copy_gb_per_s(numel, repeats)]
@@ -211,7 +209,9 @@ def measure(
         for launch in (None, *work.launches) if sweep else (None,):
             try:
                 ms = median_ms(lambda i, work=work, launch=launch: work.run(i, launch), repeats)
-            except Exception as error:  # Triton has errors of its own for a launch that does not fit; the default one must
+            except (
+                Exception
+            ) as error:  # Triton has errors of its own for a launch that does not fit; the default one must
                 if launch is None:
                     raise
                 print(f"{work.name} {launch}: {error}", file=sys.stderr)

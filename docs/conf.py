@@ -58,9 +58,9 @@ PUBLIC_NAMES = (
     "lowbit_strategy.collectives.stateful_codec.StatefulCodec",
     "lowbit_strategy.methods._base.method.Method",
     "lowbit_strategy.methods._base.reducer.Reducer",
-    "lowbit_strategy.telemetry.custom_loop.LoopClock",
-    "lowbit_strategy.telemetry.custom_loop.adapt",
-    "lowbit_strategy.telemetry.custom_loop.monitor",
+    "lowbit_strategy.custom_loop.LoopClock",
+    "lowbit_strategy.custom_loop.adapt",
+    "lowbit_strategy.custom_loop.monitor",
 )
 
 

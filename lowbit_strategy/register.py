@@ -6,6 +6,8 @@ at once, another one as soon as it is imported.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -22,6 +24,10 @@ _NAMESPACES = {
     "lightning_fabric": ("lowbit_strategy.lightning_fabric", "lightning_fabric.strategies:STRATEGY_REGISTRY"),
 }
 
+# As Lightning registers its own "ddp".
+_START_METHODS = {"": None, "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_UNUSED = {"": None, "_find_unused_parameters_true": True, "_find_unused_parameters_false": False}
+
 
 def register_when_imported() -> None:
     """Once per process; called by ``import lowbit_strategy``."""
@@ -29,18 +35,55 @@ def register_when_imported() -> None:
         wrapt.register_post_import_hook(_register, namespace)
 
 
+def strategy_names() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Each registered name with its compressor, its kind (``DDP`` or ``FSDP``) and the strategy's other arguments."""
+    for compressor in PRESETS:
+        yield f"{compressor}_fsdp", compressor, "FSDP", {}
+        for suffix, start_method in _START_METHODS.items():
+            for ending, unused in _UNUSED.items():
+                options = {"start_method": start_method, "find_unused_parameters": unused}
+                given = {key: value for key, value in options.items() if value is not None}
+                yield f"{compressor}_ddp{suffix}{ending}", compressor, "DDP", given
+
+
 def _register(module: Any) -> None:
     ours, registry_path = _NAMESPACES[module.__name__]
     registry_module, registry_name = registry_path.split(":")
     registry = getattr(import_module(registry_module), registry_name)
-    for name, compressor in PRESETS.items():
-        for kind in ("DDP", "FSDP"):
-            key = f"{name}_{kind.lower()}"
-            if key not in registry:
-                build = partial(_build, ours, f"LowBit{kind}Strategy")
-                registry.register(key, build, description=f"{kind} with {name} gradients", compressor=compressor)
+    for name, compressor, kind, options in strategy_names():
+        if name not in registry:
+            build = partial(_build, ours, f"LowBit{kind}Strategy")
+            description = f"{kind} with {compressor} gradients"
+            registry.register(name, build, description=description, compressor=PRESETS[compressor], **options)
+    if not isinstance(registry.available_strategies(), _Names):
+        wrapt.wrap_function_wrapper(registry, "available_strategies", _available)
 
 
 def _build(ours: str, strategy: str, **arguments: Any) -> Any:
     """Ours is imported when a Trainer asks for it: it may be what is importing the framework right now."""
     return getattr(import_module(ours), strategy)(**arguments)
+
+
+class _Names(list[str]):
+    """The names of a registry. Frameworks look a strategy up in it, and their error for an unknown one has no hint."""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        if isinstance(name, str) and (advice := _advice(name.lower(), self)):
+            raise ValueError(f"there is no strategy {name!r}{advice}")
+        return False
+
+
+def _available(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> _Names:
+    return _Names(wrapped(*args, **kwargs))
+
+
+def _advice(name: str, known: list[str]) -> str:
+    """What to write instead of a name that looks like one of ours; empty if it does not."""
+    if name in PRESETS:
+        return f", {name} is a compressor: use {name}_ddp or {name}_fsdp"
+    plain = [each for each in known if "_ddp_" not in each]
+    near = get_close_matches(name, plain, n=1, cutoff=0.75)
+    stem = near[0].rpartition("_")[0] if near else ""
+    return f", did you mean {near[0]!r}?" if stem in PRESETS else ""

@@ -1,9 +1,9 @@
-"""A plugin at work on one `Accelerator`: wraps the methods that are the moments compression has to know of.
+"""A plugin at work on one `Accelerator`: wraps the methods at whose moments compression has something to do.
 
 | of the accelerator | becomes |
 |---|---|
 | `prepare_model`, and `_prepare_fsdp2` for FSDP2 | handshake before, attachment after |
-| `prepare_optimizer` | its optimizer says when a step is over, skipped ones too |
+| `prepare_optimizer` | its optimizer reports when a step is over, skipped ones too |
 | `backward` | residuals learn the loss scale first, controllers the time |
 | `accumulate` | whether it is used, for controllers that change the batch |
 | `save_state`, `load_state` | residuals go into the folder, through Accelerate's own hooks |
@@ -21,17 +21,20 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
-from lowbit_strategy.accelerate.plugin import LowBitPlugin
-from lowbit_strategy.accelerate.support import check_accelerator, keep_fsdp_on_cpu
+from lowbit_strategy.accelerate.options import PluginOptions
+from lowbit_strategy.accelerate.patches import keep_fsdp_on_cpu
+from lowbit_strategy.accelerate.support import check_accelerator
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.attach import Attached, Prepared, attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.hooks.attach import Attached, Prepared, attach_ddp, attach_fsdp, prepare, warn_of_one_rank
+from lowbit_strategy.hooks.optimizer_checks import check_optimizers
+from lowbit_strategy.hooks.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.model.handshake import handshake, plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 
@@ -52,7 +55,7 @@ class Binding:
         ValueError: See `LowBitPlugin.attach`.
     """
 
-    def __init__(self, plugin: LowBitPlugin, accelerator: Accelerator, *, fsdp_plugin: Any = None) -> None:
+    def __init__(self, plugin: PluginOptions, accelerator: Accelerator, *, fsdp_plugin: Any = None) -> None:
         if not isinstance(accelerator, Accelerator):
             raise TypeError(f"attach needs an accelerate.Accelerator, got {type(accelerator).__name__}")
         if binding_of(accelerator) is not None:
@@ -71,6 +74,7 @@ class Binding:
         self.accelerator = accelerator
         self.adaptive = AdaptiveBinding(plugin, accelerator)
         self.attachments: list[Attached] = []
+        self._warned_of_one_rank = False
         self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
         self._numbers: WeakKeyDictionary[Attached, int] = WeakKeyDictionary()  # checkpoints know models by order
         self._wrap("prepare_model", self._prepare_model)
@@ -95,7 +99,7 @@ class Binding:
 
     @property
     def epoch(self) -> int | None:
-        """Set it in the loop where nothing else says what epoch it is; for controllers that count in epochs."""
+        """Set it in the loop where nothing else counts epochs; for controllers that go by them."""
         return self.adaptive.clock.epoch
 
     @epoch.setter
@@ -106,8 +110,9 @@ class Binding:
         """Called by the prepared optimizers."""
         for attached in self.attachments:
             if attached.sync.in_step and attached.owns(optimizer):
+                attached.follow_scaler(self.accelerator.scaler)
                 attached.end_step()
-                self.adaptive.after_step(attached)
+                self.adaptive.after_step()
 
     def save(self, folder: str) -> None:
         """Put residuals into a checkpoint's folder; on all ranks."""
@@ -142,6 +147,7 @@ class Binding:
             self._revive(_attached_to(model))
             return prepare_it(model)
         self._refuse_other_hooks()
+        self._choose_buckets()
         prepared = self._agree(model, scatter=False)
         wrapped = prepare_it(model)
         ddp = _inner(wrapped)
@@ -157,7 +163,9 @@ class Binding:
         if not any(param.requires_grad for param in model.parameters()):
             return False
         if self.accelerator.distributed_type == DistributedType.NO:
-            _log.warning("lowbit_strategy: one process, so no gradient is sent and nothing is compressed")
+            if not self._warned_of_one_rank:
+                warn_of_one_rank()
+            self._warned_of_one_rank = True
             return False
         return True
 
@@ -205,8 +213,16 @@ class Binding:
                 " hook: leave comm_hook out"
             )
 
+    def _choose_buckets(self) -> None:
+        """The size of DDP's buckets that suits compression, where the user has given DDP no options at all."""
+        if self.accelerator.ddp_handler is None:
+            cap = default_bucket_cap_mb(self.accelerator.device)
+            self.accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=cap)
+
     def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
+        if self.attachments:
+            check_optimizers(self.plugin.compressor, [optimizer])
         if type(optimizer) is AcceleratedOptimizer:
             optimizer.__class__ = SteppingOptimizer  # not a patched attribute: schedulers rebind `step`
             optimizer.lowbit = self
@@ -271,7 +287,7 @@ def _attached_to(model: nn.Module) -> Attached | None:
 
 
 class SteppingOptimizer(AcceleratedOptimizer):
-    """Accelerate's optimizer; tells the binding when a step is over. Steps that a loss scaler skips count too."""
+    """Accelerate's optimizer, which reports to the binding when a step is over; also one that a loss scaler skips."""
 
     lowbit: Binding | None = None
 

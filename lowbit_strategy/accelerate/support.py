@@ -1,18 +1,14 @@
-"""What Accelerate runs that can be served, and doing what was asked where Accelerate quietly does something else."""
+"""Which of Accelerate's kinds of run can be compressed."""
 
 from __future__ import annotations
 
-import logging
 import os
-from typing import Any
 
 from accelerate import Accelerator
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 
 _SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
 _AXES = ("tp_size", "cp_size", "sp_size", "dp_replicate_size")
-_log = logging.getLogger("lowbit_strategy")
 
 
 def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes: dict[str, int] | None = None) -> None:
@@ -52,37 +48,3 @@ def check_accelerator(accelerator: Accelerator) -> None:
             f"{world_size} processes were launched, but Accelerate runs each of them on its own, without"
             " synchronisation: there is no GPU, so set ACCELERATE_USE_CPU=true (or Accelerator(cpu=True))"
         )
-
-
-def keep_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    """Accelerate (1.15, ``state.py``) turns FSDP on CPU into DDP without a word: make it FSDP2 again.
-
-    Args:
-        accelerator: Whatever it runs.
-        plugin: What it was made with; if it came from a configuration file, None: the environment says the same.
-
-    Raises:
-        ValueError: FSDP was asked for in code, and the plugin that says how is not known.
-    """
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if not asked or accelerator.distributed_type != DistributedType.MULTI_CPU:
-        return
-    if plugin is None:
-        if "FSDP_VERSION" not in os.environ:  # set by the launcher only: this was asked for in code
-            raise ValueError(
-                "Accelerate replaces FSDP on CPU by DDP and forgets the plugin: pass it on,"
-                " LowBitPlugin(...).attach(accelerator, fsdp_plugin=plugin), or use LowBitAccelerator"
-            )
-        plugin = FullyShardedDataParallelPlugin()
-    if accelerator.mixed_precision != "no":
-        plugin.set_mixed_precision(accelerator.mixed_precision)
-    accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # the next Accelerator reads it there
-    if accelerator.is_main_process:
-        _log.warning("Accelerate would train with DDP on CPU although FSDP was asked for: it is FSDP2 again")
-
-
-def describe(accelerator: Accelerator) -> Any:
-    """How the accelerator synchronises, in a word."""
-    return DistributedType(accelerator.distributed_type).value

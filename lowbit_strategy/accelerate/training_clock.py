@@ -1,4 +1,4 @@
-"""What time it is in a loop that is the user's own: steps, epochs, learning rate."""
+"""The progress of a loop that is the user's own: steps, epochs, learning rate."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lowbit_strategy.control.base import Controller, Progress
 
 
 class TrainingClock:
-    """Time for controllers; the same on all ranks, saved with the residuals.
+    """Progress for controllers; the same on all ranks, saved with the residuals.
 
-    Steps are counted. The epoch is, in this order: what the user tells (`epoch`), steps divided by `steps_per_epoch`,
+    Steps are counted. The epoch is, in this order: what the user has set (`epoch`), steps divided by `steps_per_epoch`,
     or how often the prepared data loader has been gone through to its end.
 
     Args:
         accelerator: Knows the data loader that is being gone through.
-        num_steps: Optimizer steps planned, if the user says.
-        steps_per_epoch: Optimizer steps of an epoch, likewise.
+        num_steps: Optimizer steps planned, if the user gives them.
+        steps_per_epoch: Optimizer steps per epoch, likewise.
 
     Attributes:
         epoch: Set by the user, who counts epochs; None: count them here.
@@ -65,19 +65,19 @@ class TrainingClock:
 
     def check(self, controller: Controller) -> None:
         """Raises:
-        ValueError: `controller` goes by a time that nobody knows.
+        ValueError: `controller` needs an epoch or a length of the run that nobody knows.
         """
         units = set(_units(controller))
         if units & {"epoch", "epochs"} and not self._knows_epochs():
             raise ValueError(
                 f"{type(controller).__name__} counts in epochs, and nobody knows when one ends: training does not go"
                 " through a data loader that accelerator.prepare returned. Give the controller's interval or phases in"
-                ' steps (unit="steps"), or say steps_per_epoch, or set accelerator.lowbit.epoch in the loop'
+                ' steps (unit="steps"), or give steps_per_epoch, or set accelerator.lowbit.epoch in the loop'
             )
         if "fraction" in units and self.num_steps is None:
             raise ValueError(
-                f"{type(controller).__name__} has a phase in fractions of the run, whose length nobody knows: say"
-                " num_steps, or give the phase in steps"
+                f"{type(controller).__name__} has a phase in fractions of the run, whose length nobody knows: give"
+                " num_steps, or the phase in steps"
             )
 
     def _knows_epochs(self) -> bool:

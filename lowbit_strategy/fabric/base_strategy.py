@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import torch
 from torch import nn
 
+from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.hooks.attach import CHECKPOINT_KEY, Attached, SyncOptions
+from lowbit_strategy.hooks.optimizer_checks import check_optimizers
 from lowbit_strategy.methods._base.base import Compressor
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.telemetry.model_control import ModelControl
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import ParallelStrategy as _Base
@@ -19,21 +22,16 @@ else:
 
 
 class LowBitFabricMixin(_Base):
-    """Put before a Fabric strategy in the bases of a class. One attachment a model that is set up."""
+    """Put before a constructor and a Fabric strategy in the bases of a class.
+
+    There is one attachment per model that is set up.
+    """
 
     compressor: Compressor
     options: SyncOptions
     attachments: list[Attached]
 
-    def configure(self, compressor: Compressor | None, options: dict[str, Any]) -> None:
-        """Raises:
-        TypeError: `compressor` is not a configuration.
-        ValueError: An option is unknown or out of range.
-        """
-        if compressor is not None and not isinstance(compressor, Compressor):
-            raise TypeError(f"compressor must be a configuration such as LoCo(bits=4), got {compressor!r}")
-        self.compressor = compressor if compressor is not None else LoCo()
-        self.options = SyncOptions(**options)
+    def on_configured(self) -> None:
         self.attachments = []
 
     @property
@@ -59,14 +57,21 @@ class LowBitFabricMixin(_Base):
             attached.set_loss_scale(self.loss_scaler)
             if attached.newly_trainable():
                 self.on_unfrozen(attached)
+            if (control := ModelControl.of(attached.sync)) is not None and (module is None or attached.serves(module)):
+                control.loss = tensor.detach()
         super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, **kwargs)
         for attached in self.attachments:
             if attached.owns(optimizer):
+                attached.follow_scaler(self.loss_scaler)
                 attached.end_step()
         return output
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        check_optimizers(self.compressor, [optimizer])
+        return super().setup_optimizer(optimizer)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         path = self.broadcast(path)
@@ -85,7 +90,7 @@ class LowBitFabricMixin(_Base):
         stamps: list[Stamp] | None = remainder.pop(CHECKPOINT_KEY, None)
         for i, attached in enumerate(self._attachments_of(state or {})):
             stamp = stamps[i] if stamps is not None and i < len(stamps) else None
-            attached.load(self._sidecar_path(path, i), stamp)
+            attached.load(self._saved_sidecar_path(path, i), stamp)
         return remainder
 
     def _attachments_of(self, state: dict[str, Any]) -> list[Attached]:
@@ -96,5 +101,14 @@ class LowBitFabricMixin(_Base):
 
     @staticmethod
     def _sidecar_path(path: Any, index: int) -> str:
-        """The first model's files lie at the checkpoint's own name, a second one's (a GAN's critic) beside them."""
-        return str(path) if index == 0 else f"{path}.{index}"
+        """Where a model's residual files lie: those of the first one at the checkpoint's own name, those of a second
+        one (a GAN's critic) inside of the first one's folder, where no checkpoint of the user's has its own.
+        """
+        return str(path) if index == 0 else f"{residual_files.sidecar_folder(path)}/model_{index}"
+
+    @classmethod
+    def _saved_sidecar_path(cls, path: Any, index: int) -> str:
+        """As `_sidecar_path`, or where earlier versions wrote a second model's files."""
+        current, earlier = cls._sidecar_path(path, index), f"{path}.{index}"
+        fs, folder = fsspec.core.url_to_fs(residual_files.sidecar_folder(current))
+        return earlier if index > 0 and not fs.exists(folder) else current

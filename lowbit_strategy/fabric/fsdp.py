@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,8 +11,9 @@ from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
 from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
 from lowbit_strategy.fabric.base_strategy import LowBitFabricMixin
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
-from lowbit_strategy.methods._base.base import Compressor
-from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, shard_any
+from lowbit_strategy.hooks.optimizer_checks import check_optimizers
+from lowbit_strategy.hooks.strategy_options import FSDPConstructor
+from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import ModelParallelStrategy as _Base
@@ -23,42 +23,11 @@ else:
 _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class LowBitFabricFSDPMixin(LowBitFabricMixin, _Base):
+class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, _Base):
     """See `lowbit_strategy.fabric.LowBitFSDPStrategy`."""
 
-    def __init__(
-        self,
-        compressor: Compressor | None = None,
-        *,
-        seed: int = 0,
-        on_world_size_change: str = "reset",
-        on_missing_residual: str = "error",
-        min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
-        save_distributed_checkpoint: bool = False,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
-    ) -> None:
-        super().__init__(
-            parallelize_fn=self._shard,
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        self.configure(
-            compressor,
-            {
-                "seed": seed,
-                "on_world_size_change": on_world_size_change,
-                "on_missing_residual": on_missing_residual,
-            },
-        )
-        self.min_shard_numel = min_shard_numel
-
-    def setup_environment(self) -> None:
-        self._tensor_parallel_size = 1
-        self._data_parallel_size = self.num_nodes * self.num_processes
-        super().setup_environment()
+    def stock_options(self) -> dict[str, Any]:
+        return {"parallelize_fn": self._shard}
 
     def _shard(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         policy = ShardPolicy(min_numel=self.min_shard_numel, forward_methods=_FORWARD_METHODS)
@@ -93,6 +62,7 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, _Base):
         for optimizer in optimizers:
             if optimizer.state:
                 raise ValueError("set the model and optimizer up before the first step: this optimizer has state")
+            check_optimizers(self.compressor, [optimizer])
             for group in optimizer.param_groups:
                 group["params"] = [sharded[names[id(param)]] for param in group["params"]]
         return wrapped, optimizers, scheduler

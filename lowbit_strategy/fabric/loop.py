@@ -10,6 +10,7 @@ from torch import nn
 
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.control.groups import GroupBy
+from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.telemetry import custom_loop
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
@@ -52,11 +53,14 @@ def adapt(
         model: Which, if several are set up.
         optimizer: Gives the learning rate.
         num_steps: Optimizer steps planned; for phases in fractions.
-        steps_per_epoch: Optimizer steps of an epoch; for phases in epochs.
+        steps_per_epoch: Optimizer steps per epoch; for phases in epochs.
 
     Returns:
         The driver. Its ``accumulation`` and ``learning_rate_factor`` are for the loop to apply, if the controller
         decides on them.
+
+    Raises:
+        ValueError: The controller cannot serve this model, or there is one already.
     """
     clock = custom_loop.LoopClock(optimizer, num_steps, steps_per_epoch)
     return custom_loop.adapt(engine_of(fabric, model), controller, clock)
@@ -66,18 +70,27 @@ def monitor(
     fabric: Any,
     *,
     model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     every_n_steps: int = 50,
     group_by: GroupBy = "kind",
+    bounds: Bounds | None = None,
     record: str | Path | None = None,
 ) -> Observer:
     """Log what compression does, every so many steps, through ``fabric.log_dict``; after ``fabric.setup``.
 
+    A controller's decisions (`adapt`) go the same way.
+
     Args:
         fabric: With one of our strategies.
         model: Which, if several are set up.
+        optimizer: Gives the learning rate for the record, where `adapt` has not got it already.
         every_n_steps: Optimizer steps from one observation to the next.
         group_by: As for `lowbit_strategy.lightning.CompressionMonitor`.
+        bounds: Likewise.
         record: A folder for the record that `lowbit report` draws.
     """
     sync = engine_of(fabric, model)
-    return custom_loop.monitor(sync, fabric.log_dict, every_n_steps=every_n_steps, group_by=group_by, record=record)
+    if optimizer is not None:
+        custom_loop.control_of(sync).clock = custom_loop.LoopClock(optimizer)
+    log = fabric.log_dict if fabric.loggers else None
+    return custom_loop.monitor(sync, log, every_n_steps=every_n_steps, group_by=group_by, bounds=bounds, record=record)

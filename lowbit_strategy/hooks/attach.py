@@ -33,6 +33,7 @@ from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
 from lowbit_strategy.hooks.digest import ParameterDigest
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.model.fsdp_sharding import check_process_groups
 from lowbit_strategy.model.handshake import facts, handshake
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, refuse_sparse_gradients
@@ -144,17 +145,28 @@ class Attached:
         self._module = module
         self._hook = hook
         self._warned = False
+        self._has_scale = False
         self._params = {id(param) for param in module.parameters()}
         self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
 
     def set_loss_scale(self, scaler: Any) -> None:
-        """Before backward: what the coming gradients are multiplied by (None: nothing).
+        """Before backward: take over what the coming gradients are multiplied by (None: nothing).
 
-        The step begins here, on the thread and stream of training: controllers decide, parameters are regrouped.
+        The step begins here, on the thread and stream of training: controllers decide, parameters are regrouped. The
+        scaler is read once only; then `follow_scaler` does it.
+        """
+        if not self._has_scale:
+            self.follow_scaler(scaler)
+        if self.sync.comm.world_size > 1:
+            self.sync.begin_step()
+
+    def follow_scaler(self, scaler: Any) -> None:
+        """After ``scaler.update()``, before `end_step`: the scale changes there alone, and reading it before backward
+        would make the host wait for the device.
         """
         if scaler is not None and scaler.is_enabled():
+            self._has_scale = True
             self.sync.set_loss_scale(float(scaler.get_scale()))
-        self.sync.begin_step()
 
     def end_step(self) -> bool:
         """After every optimizer step, skipped ones too. Returns whether the step counted.
@@ -165,16 +177,28 @@ class Attached:
         comm = self.sync.comm
         if not self._warned and comm.sent_nbytes == 0 and comm.world_size > 1:
             self._warned = True
-            _log.warning(
-                "rank %d: the optimizer has stepped but no gradient has been synchronised yet. If the first loss was"
-                " not skipped on purpose, backward does not reach what was set up",
-                comm.rank,
-            )
+            _log.warning("rank %d: %s", comm.rank, self._why_nothing_was_sent())
         synchronised = self.sync.in_step
         counted = self.sync.end_step()
         if self._digest is not None and synchronised and counted:
             self._digest.after_step(self.sync.step_index)
         return counted
+
+    def _why_nothing_was_sent(self) -> str:
+        params = [
+            (canonical_name(name), param) for name, param in self._module.named_parameters() if param.requires_grad
+        ]
+        idle = [name for name, param in params if param.grad is None]
+        if self._hook is not None and 0 < len(idle) < len(params):
+            more = " ..." if len(idle) > 3 else ""
+            return (
+                f"the loss does not depend on {', '.join(idle[:3])}{more}, and DDP waits for all gradients before it"
+                " synchronises: pass find_unused_parameters=True (or a name like loco_ddp_find_unused_parameters_true)"
+            )
+        return (
+            "the optimizer has stepped but no gradient has been synchronised yet. If the first loss was not skipped on"
+            " purpose, backward does not reach what was set up"
+        )
 
     def save(self, path: Any) -> SavedResiduals:
         """Write this rank's residuals beside the checkpoint `path`; call on all ranks *before* the checkpoint.
@@ -199,6 +223,7 @@ class Attached:
             ResidualFileError: A rank's file is missing or damaged, and ``on_missing_residual="error"``.
             ValueError: The residuals are of another model.
         """
+        self._has_scale = False  # the scaler is loaded as well
         try:
             stamp = agree_on_stamp(path, stamp, self.group)
         except ResidualFileError as error:
@@ -289,10 +314,18 @@ class Attached:
         self._finalizer.atexit = False
 
 
+def warn_of_one_rank() -> None:
+    """Said in all frameworks alike, once per run."""
+    _log.warning("one rank: gradients are not sent to anybody, so nothing is compressed")
+
+
 def attach_ddp(
     model: DistributedDataParallel, prepared: Prepared, *, device: torch.device, has_scaler: bool = False
 ) -> Attached:
-    """Register the hook. A group of its own, as patient as DDP's, keeps its collectives apart from DDP's on CPU."""
+    """Register the hook, unless there is one rank only.
+
+    On CPU a group of its own, as patient as DDP's, keeps its collectives apart from DDP's.
+    """
     group, own_group = model.process_group, None
     handshake(_circumstances(device, has_scaler), group)
     model.join_hook = _refuse_join  # type: ignore[method-assign]
@@ -300,8 +333,10 @@ def attach_ddp(
         timeout = group._get_backend(device).options._timeout
         own_group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout)
     sync = _engine(prepared, GroupComm(own_group or group), device, has_scaler)
-    hook = DDPHook(model, sync)
-    digest = ParameterDigest(_replicated(model), sync.comm, device) if prepared.options.check_digest else None
+    alone = sync.comm.world_size == 1
+    hook = None if alone else DDPHook(model, sync)
+    compares = prepared.options.check_digest and not alone
+    digest = ParameterDigest(_replicated(model), sync.comm, device) if compares else None
     attached = Attached(
         sync, model.module, prepared.options, group=group, hook=hook, own_group=own_group, digest=digest
     )
@@ -350,15 +385,25 @@ def _refuse_join(**options: Any) -> Any:
 
 def _engine(prepared: Prepared, comm: Comm, device: torch.device, has_scaler: bool) -> GradientSync:
     options = prepared.options
+    alone = comm.world_size == 1
     sync = GradientSync(
-        prepared.compressor,
+        Dense() if alone else prepared.compressor,  # one rank keeps no residuals, save what a checkpoint brings along
         prepared.specs,
         comm,
-        device,
+        _with_index(device),
         scatter=prepared.scatter,
         seed=options.seed,
         rollback=has_scaler if options.rollback is None else options.rollback,
     )
-    if comm.rank == 0:
+    if alone:
+        warn_of_one_rank()
+    elif comm.rank == 0:
         _log.info("%s", build_report(sync).render())
     return sync
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Futures and streams want to know which of the devices is meant by "cuda"."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -17,13 +17,19 @@ class LowBitDDPStrategy(LowBitDDPMixin, DDPStrategy):
     """DDP with compressed gradient synchronisation.
 
     Args:
-        compressor: A configuration such as ``LoCo(bits=4)``, the default.
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
         seed: Of stochastic rounding and selection.
         on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
-        kwargs: As for ``DDPStrategy``; hooks excepted.
+        check_digest: Compare a digest of the parameters over the ranks now and then, see `SyncOptions`.
+        kwargs: As for ``DDPStrategy``, without its hooks. In a notebook ``start_method="fork"`` (the name
+            ``loco_ddp_notebook``) trains on several processes; with ``"fork"`` and ``"spawn"`` save with
+            ``ModelCheckpoint``: when ``fit`` has returned, the processes have ended and their residuals are gone.
+
+    With one rank nothing is compressed.
 
     Raises:
+        TypeError: An option is unknown.
         ValueError: An option is out of range, or a communication hook is given.
     """
 
@@ -32,10 +38,11 @@ class LowBitFSDPStrategy(LowBitFSDPMixin, ModelParallelStrategy):
     """FSDP2 with compressed gradient reduce-scatter, for any LightningModule: no ``configure_model`` needed.
 
     Entries of module lists and sequences with at least ``min_shard_numel`` parameters are sharded one by one, the rest
-    as one module. A module that shards itself in ``configure_model`` is taken as it is.
+    as one module. A module that shards itself in ``configure_model`` is taken as it is. With one rank nothing is
+    compressed. ``sync_batchnorm=True`` works; callbacks that average weights in a copy of the module are refused.
 
     Args:
-        compressor: A configuration such as ``LoCo(bits=4)``, the default.
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
         seed: Of stochastic rounding and selection.
         on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
@@ -43,6 +50,10 @@ class LowBitFSDPStrategy(LowBitFSDPMixin, ModelParallelStrategy):
         save_distributed_checkpoint: True: a folder of shards; False: one full file, which ``load_from_checkpoint``
             reads.
         process_group_backend, timeout: As for ``ModelParallelStrategy``.
+
+    Raises:
+        TypeError: An option is unknown, or one of FSDP1 (the message names what to do instead).
+        ValueError: An option is out of range.
     """
 
 
@@ -50,7 +61,7 @@ class CompressionMonitor(CompressionMonitorMixin, Callback):
     """What compression does to the gradients, in the trainer's loggers and progress bar.
 
     On every n-th step, over all ranks: relative error and cosine similarity of what was sent against gradient plus
-    residual, residual norm, bits an element, bytes on the wire, milliseconds in codecs and in waiting for bytes; in
+    residual, residual norm, bits per element, bytes on the wire, milliseconds in codecs and in waiting for bytes; in
     total and by group. Between those steps it does nothing. `lowbit report` draws what it records.
 
     Args:
@@ -60,10 +71,12 @@ class CompressionMonitor(CompressionMonitorMixin, Callback):
             parameter's name.
         bounds: Warn when a group leaves them; `lowbit_strategy.control.Guard` falls back as well.
         progress_bar: Show error and bits in the progress bar.
-        record: Write ``lowbit.jsonl`` into the logger's folder, or into the folder given.
+        record: Write ``lowbit.jsonl`` into the logger's folder, or into the folder given. One run has one record: both
+            callbacks write into the same.
 
     Raises:
-        ValueError: `every_n_steps` is not positive, or the strategy is none of ours.
+        TypeError: `bounds` is not a `Bounds`.
+        ValueError: `every_n_steps` is not positive, or the strategy does not compress.
     """
 
 
@@ -75,6 +88,6 @@ class AdaptiveCompression(AdaptiveCompressionMixin, Callback):
         record: Write decisions to ``lowbit.jsonl`` in the logger's folder, or in the folder given.
 
     Raises:
-        TypeError: `controller` is none.
-        ValueError: The controller cannot serve the model, or the strategy is none of ours.
+        TypeError: `controller` is not one of `lowbit_strategy.control`.
+        ValueError: The controller cannot serve the model, there is another one, or the strategy does not compress.
     """

@@ -1,45 +1,42 @@
-"""What both Lightning strategies share: time, loss scale, checkpoints. Independent of the Lightning namespace."""
+"""What both Lightning strategies share: steps, loss scale, checkpoints. Independent of the Lightning namespace."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.stamp import Stamp
+from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.attach import CHECKPOINT_KEY, Attached, SyncOptions
+from lowbit_strategy.hooks.optimizer_checks import check_optimizers, warn_of_clipping
 from lowbit_strategy.methods._base.base import Compressor
-from lowbit_strategy.methods.quantization.loco import LoCo
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
 else:
     _Base = object
 
+_log = logging.getLogger("lowbit_strategy")
+
 
 class LowBitMixin(_Base):
-    """Put before a Lightning strategy in the bases of a class.
+    """Put before a constructor and a Lightning strategy in the bases of a class.
 
-    `configure` is called from ``__init__``; the subclass attaches compression in its own set-up and calls `attached`.
+    The subclass attaches compression in its own set-up and calls `on_attached`.
     """
 
     compressor: Compressor
     options: SyncOptions
     attached: Attached | None
 
-    def configure(self, compressor: Compressor | None, options: dict[str, Any]) -> None:
-        """Raises:
-        TypeError: `compressor` is not a configuration.
-        ValueError: An option is unknown or out of range.
-        """
-        if compressor is not None and not isinstance(compressor, Compressor):
-            raise TypeError(f"compressor must be a configuration such as LoCo(bits=4), got {compressor!r}")
-        self.compressor = compressor if compressor is not None else LoCo()
-        self.options = SyncOptions(**options)
+    def on_configured(self) -> None:
         self.attached = None
         self._attached_module: Any = None
-        self.on_sync: list[Callable[[GradientSync], None]] = []  # callbacks that listen to the next fit's engine
+        self._in_fit = False  # what is attached serves the fit under way, and not only an earlier one
+        self.on_sync: list[Callable[[GradientSync], None]] = []  # callbacks that wait for the next fit's engine
         self._resume: tuple[Any, Stamp | None] | None = None
 
     @property
@@ -60,10 +57,25 @@ class LowBitMixin(_Base):
             if self._attached_module is module:
                 attached.adopt(self.attached)
             self.attached.close()
-        self.attached, self._attached_module = attached, module
-        if self._resume is not None:
-            attached.load(*self._resume)
-            self._resume = None
+        self.attached, self._attached_module, self._in_fit = attached, module, True
+        self._load_waiting()
+
+    def _load_waiting(self) -> None:
+        """Load the residuals of a checkpoint as soon as the engine that they belong to exists."""
+        if self._resume is not None and self.attached is not None and self._in_fit:
+            resume, self._resume = self._resume, None
+            self.attached.load(*resume)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is None or self.attached is None:
+            return
+        check_optimizers(self.compressor, self.optimizers)
+        warn_of_clipping(self.compressor, trainer.gradient_clip_val, "gradient_clip_val")
+        for logger in trainer.loggers:
+            configuration = {"lowbit/strategy": type(self).__name__, "lowbit/compressor": describe(self.compressor)}
+            logger.log_hyperparams(configuration)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.attached is not None and self.attached.newly_trainable():
@@ -83,11 +95,15 @@ class LowBitMixin(_Base):
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.attached is not None:
+            self.attached.follow_scaler(self.loss_scaler)
             self.attached.end_step()
         return output
 
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.attached is None:
+            self._warn_of_lost_residuals()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         filepath = self.broadcast(filepath)
@@ -97,14 +113,23 @@ class LowBitMixin(_Base):
         self.barrier()
         written.remove_replaced()
 
+    def _warn_of_lost_residuals(self) -> None:
+        """Processes that were spawned or forked for a fit have ended with it, and their residuals with them."""
+        trained = self.lightning_module is not None and self.lightning_module.trainer.global_step > 0
+        start_method = getattr(self, "_start_method", "popen")
+        if trained and start_method != "popen":
+            _log.warning(
+                "this checkpoint has no residuals: the processes that trained (start_method=%r) have ended. Save with"
+                " ModelCheckpoint, which saves while they run, or resume with residuals of zero",
+                start_method,
+            )
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == "fit":
             self._resume = (checkpoint_path, checkpoint.get(CHECKPOINT_KEY))
-            if self.attached is not None and self.restore_checkpoint_after_setup:
-                self.attached.load(*self._resume)
-                self._resume = None
+            self._load_waiting()  # a learning rate finder loads in the middle of a fit and removes the file
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -112,6 +137,7 @@ class LowBitMixin(_Base):
         residual_files.remove(filepath, self.global_rank, self.world_size)
 
     def teardown(self) -> None:
+        self._in_fit = False
         if self.attached is not None:
             self.attached.close()
         super().teardown()

@@ -7,49 +7,26 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.hooks.attach import Prepared, attach_ddp, prepare
-from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB, check_ddp_options
+from lowbit_strategy.hooks.strategy_options import DDPConstructor
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
-from lowbit_strategy.methods._base.base import Compressor
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
 
+_UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorch's words
 
-class LowBitDDPMixin(LowBitMixin, _Base):
+
+class LowBitDDPMixin(LowBitMixin, DDPConstructor, _Base):
     """See `lowbit_strategy.lightning.LowBitDDPStrategy`."""
 
     _prepared: Prepared
 
-    def __init__(
-        self,
-        compressor: Compressor | None = None,
-        *,
-        seed: int = 0,
-        on_world_size_change: str = "reset",
-        on_missing_residual: str = "error",
-        **kwargs: Any,
-    ) -> None:
-        for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
-            if kwargs.get(option) is not None:  # LightningCLI passes every default
-                raise ValueError(f"the compressor is the communication hook: leave {option} out")
-        check_ddp_options(kwargs, super().__init__)
-        super().__init__(**kwargs)
-        self.configure(
-            compressor,
-            {
-                "seed": seed,
-                "on_world_size_change": on_world_size_change,
-                "on_missing_residual": on_missing_residual,
-            },
-        )
-
     def configure_ddp(self) -> None:
         assert self.lightning_module is not None
         self._prepared = prepare(self.lightning_module, self.compressor, self.options, scatter=False)
-        if self.root_device.type == "cpu":
-            self._ddp_kwargs.setdefault("bucket_cap_mb", GLOO_BUCKET_CAP_MB)
+        self.choose_buckets(self.root_device)
         super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:
@@ -62,7 +39,7 @@ class LowBitDDPMixin(LowBitMixin, _Base):
 
     def on_unfrozen(self) -> None:
         """DDP synchronises what was trainable when it wrapped, so the module is wrapped anew; stock DDP would let the
-        ranks drift apart without a word.
+        ranks drift apart silently.
         """
         assert self.attached is not None
         assert self.lightning_module is not None
@@ -71,6 +48,18 @@ class LowBitDDPMixin(LowBitMixin, _Base):
         wrapped = self._setup_model(self.lightning_module)
         self.model = wrapped
         self.attached.cover(wrapped)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning's own advice for unused parameters is a strategy without compression."""
+        if not any(_UNUSED in str(argument) for argument in exception.args):
+            super().on_exception(exception)
+            return
+        exception.args = (
+            "The model has parameters that the loss of training_step does not depend on, and DDP waits for their"
+            ' gradients. If that is intended, use Trainer(strategy="loco_ddp_find_unused_parameters_true") (or the same'
+            f" name of another compressor), or {type(self).__name__}(..., find_unused_parameters=True).",
+            *exception.args,
+        )
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
@@ -12,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
 from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
+from lowbit_strategy.hooks.strategy_options import FSDPConstructor
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
-from lowbit_strategy.methods._base.base import Compressor
-from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL, ShardPolicy, shard_any
+from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Base
@@ -22,44 +21,11 @@ else:
     _Base = object
 
 _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # Lightning's callbacks that copy the module
 
 
-class LowBitFSDPMixin(LowBitMixin, _Base):
+class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, _Base):
     """See `lowbit_strategy.lightning.LowBitFSDPStrategy`."""
-
-    def __init__(
-        self,
-        compressor: Compressor | None = None,
-        *,
-        seed: int = 0,
-        on_world_size_change: str = "reset",
-        on_missing_residual: str = "error",
-        min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
-        save_distributed_checkpoint: bool = False,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
-    ) -> None:
-        super().__init__(
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        self.configure(
-            compressor,
-            {
-                "seed": seed,
-                "on_world_size_change": on_world_size_change,
-                "on_missing_residual": on_missing_residual,
-            },
-        )
-        self.min_shard_numel = min_shard_numel
-
-    def setup_environment(self) -> None:
-        # Stock "auto" means one data-parallel rank a node; here every rank is one.
-        self._tensor_parallel_size = 1
-        self._data_parallel_size = self.num_nodes * self.num_processes
-        super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
         """As the stock strategy's, but sharding is done here instead of in ``configure_model``."""
@@ -69,6 +35,9 @@ class LowBitFSDPMixin(LowBitMixin, _Base):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         fitting = trainer.state.fn == "fit"
         if fitting:
+            _refuse_averaging(trainer.callbacks)
+            if self._layer_sync is not None:  # sync_batchnorm=True
+                self.model = self._layer_sync.apply(self.model)
             prepared = prepare(self.model, self.compressor, self.options, scatter=True)
         policy = ShardPolicy(
             min_numel=self.min_shard_numel,
@@ -119,3 +88,15 @@ class LowBitFSDPMixin(LowBitMixin, _Base):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: `lowbit_strategy.register` does it, for both kinds."""
+
+
+def _refuse_averaging(callbacks: list[Any]) -> None:
+    """Raises:
+    ValueError: A callback averages weights in a copy of the module.
+    """
+    for callback in callbacks:
+        if any(base.__name__ in _AVERAGING for base in type(callback).__mro__):
+            raise ValueError(
+                f"{type(callback).__name__} averages weights in a copy of the whole module, and FSDP2 keeps a shard of"
+                " them on each rank: use a DDP strategy such as loco_ddp with it, or average the checkpoints afterwards"
+            )

@@ -1,4 +1,4 @@
-"""Bounds on what compression does to groups of parameters, watched over observations."""
+"""Bounds on what compression does to groups of parameters, checked at every observation."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from lowbit_strategy.control.base import State
 from lowbit_strategy.control.guard import Bounds, Reading
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.telemetry.observe import Observation
+from lowbit_strategy.telemetry.observe import Figures, Observation
 
 _log = logging.getLogger("lowbit_strategy")
 
 
 class BoundsWatch:
-    """Tells which groups have left their bounds, observation by observation; saved with the residuals.
+    """Finds the groups that have left their bounds, observation by observation; saved with the residuals.
 
     Args:
         sync: The engine that is observed.
@@ -28,11 +28,8 @@ class BoundsWatch:
         sync.extra_state["bounds"] = self
 
     def check(self, observation: Observation) -> list[str]:
-        """A sentence for each group that leaves its bounds or is within them again; warned of on rank 0."""
-        readings = {}
-        for group, figures in observation.groups.items():
-            ratio = figures.residual_norm / figures.compensated_norm if figures.compensated_norm > 0 else 0.0
-            readings[group] = Reading(figures.relative_error, ratio)
+        """A sentence for each group that leaves its bounds or is within them again; logged as a warning on rank 0."""
+        readings = {group: _reading(figures) for group, figures in observation.groups.items()}
         verdict = self._bounds.update(readings, self._state)
         self._state = verdict.state
         times = f"{self._bounds.patience} times in a row"
@@ -47,3 +44,8 @@ class BoundsWatch:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state = state
+
+
+def _reading(figures: Figures) -> Reading:
+    ratio = figures.residual_norm / figures.compensated_norm if figures.compensated_norm > 0 else 0.0
+    return Reading(figures.relative_error, ratio)

@@ -44,7 +44,7 @@ def read_record(folder: str | Path) -> list[dict[str, Any]]:
     """All lines of the record in `folder`, in order; steps that a resumed run did again are left out the first time.
 
     Raises:
-        FileNotFoundError: There is no record; the message says how to get one.
+        FileNotFoundError: There is no record; the message names the ways to get one.
     """
     path = Path(folder) / FILE_NAME
     if not path.is_file():

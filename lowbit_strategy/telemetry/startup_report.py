@@ -29,15 +29,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank will send each step.
+    """What one rank sends in each step.
 
     Args:
-        groups: Compressed, milder, exempt, largest first.
-        sent_nbytes: Bytes this rank hands to others, a step.
+        groups: Compressed, high precision and exempt, largest first.
+        sent_nbytes: Bytes this rank hands to others per step.
         fp32_nbytes, bf16_nbytes: The same for an uncompressed ring of that type.
         residual_nbytes: Memory for residuals on this rank.
         kernels: Which implementation serves.
-        next_phase: Step in which the compressor goes on otherwise, a warm-up's end for example; None: it never does.
+        next_phase: Step in which the compressor changes its configuration, as at the end of a warm-up; None: never.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Report:
                 f" bf16 {_size(self.bf16_nbytes)} ({ratio16:.1f}x)"
             )
         else:
-            lines.append("  one rank: nothing is sent, so nothing is gained")
+            lines.append("  one rank: nothing is sent, so nothing is compressed")
         if self.next_phase is not None:
             lines.append(f"  until step {self.next_phase}, where the compressor's next phase begins")
         lines.append(f"  residual memory {_size(self.residual_nbytes)} a rank")
@@ -113,7 +113,7 @@ def _next_phase(compressor: Compressor, step_index: int) -> int | None:
 
 
 def method_label(method: object) -> str:
-    """A method in a few words: its lane on the way to the owner, or its name."""
+    """A method in a few words: its uplink codec, or its name."""
     if isinstance(method, CodecPair):
         return method.uplink.label
     return getattr(method, "label", type(method).__name__)

@@ -13,26 +13,32 @@ from transformers import Trainer
 from lowbit_strategy.accelerate.binding import Binding, binding_of
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.transformers.checkpoints import ResidualCallback
+from lowbit_strategy.transformers.metrics import log_metrics
 
 
-def attach(trainer: Trainer, plugin: LowBitPlugin | Compressor | None = None) -> Binding:
+def attach(trainer: Trainer, plugin: LowBitPlugin | Compressor | str | None = None) -> Binding:
     """Train with compressed gradient synchronisation; residuals go into ``checkpoint-*`` and come back on resume.
 
     Args:
         trainer: A Trainer that has not trained yet.
-        plugin: A compressor's configuration such as ``LoCo(bits=4)``, the default, or a `LowBitPlugin`.
+        plugin: A compressor's configuration such as ``LoCo(bits=4)``, the default, the name of a preset, or a
+            `LowBitPlugin`.
 
     Raises:
         TypeError: `plugin` is neither.
         ValueError: The trainer has prepared its model, is compressed already (``lowbit launch`` does that), or runs
             in a way that cannot be served.
     """
-    if isinstance(plugin, Compressor):
-        plugin = LowBitPlugin(plugin)
-    chosen = LowBitPlugin() if plugin is None else plugin
-    if not isinstance(chosen, LowBitPlugin):
-        raise TypeError(f"attach takes a configuration such as LoCo(bits=4) or a LowBitPlugin, got {plugin!r}")
+    if plugin is not None and not isinstance(plugin, (Compressor, LowBitPlugin, str)):
+        raise TypeError(
+            "attach takes a configuration such as LoCo(bits=4), a preset's name such as 'loco2' or a LowBitPlugin, got"
+            f" {plugin!r}"
+        )
+    if plugin is None:
+        plugin = LowBitPlugin()
+    chosen = plugin if isinstance(plugin, LowBitPlugin) else LowBitPlugin(as_compressor(plugin))
     binding = _attach_accelerator(trainer, chosen)
     create = trainer.create_accelerator_and_postprocess
 
@@ -78,7 +84,7 @@ def bind_checkpoints(trainer: Trainer) -> None:
             f"{type(controller).__name__} changes gradient accumulation, which the Trainer fixes when it begins: use"
             " another controller, such as Accordion, or a loop of your own with Accelerate"
         )
-    callback = ResidualCallback(lambda: binding_of(trainer.accelerator), lambda figures: trainer.log(figures))
+    callback = ResidualCallback(lambda: binding_of(trainer.accelerator), functools.partial(log_metrics, trainer))
     trainer.add_callback(callback)
     train = trainer.train
 

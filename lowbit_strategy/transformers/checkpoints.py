@@ -1,5 +1,5 @@
 """Residuals in the Trainer's checkpoints: written after each, read before the first step of a resumed run. Before that
-step controllers and the monitor learn what the Trainer knows: the length of the run, its folder, its loggers.
+step controllers and the monitor are given what the Trainer knows: the length of the run, its folder, its loggers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class ResidualCallback(TrainerCallback):
 
     def _control(self, binding: Binding, args: TrainingArguments, state: TrainerState) -> None:
         adaptive, sync = binding.adaptive, binding.sync
-        adaptive.log = lambda figures, step: self._log(dict(figures))  # the Trainer's own step is the same
+        adaptive.log = lambda metrics, step: self._log(metrics)  # the Trainer's own step is the same
+        adaptive.has_log = lambda: True  # its own history at least
         if binding.plugin.record is True:
             adaptive.folder = Path(str(args.output_dir))
         if binding.plugin.num_steps is None and sync is not None:
@@ -63,7 +64,7 @@ class ResidualCallback(TrainerCallback):
 
 
 def _marks(state: TrainerState) -> dict[str, Any]:
-    """The one free-form part of ``trainer_state.json``; a dict once the state exists, whatever its annotation says."""
+    """The one free-form part of ``trainer_state.json``; a dict once the state exists, in spite of its annotation."""
     marks: Any = state.stateful_callbacks
     assert isinstance(marks, dict)
     return marks

@@ -202,12 +202,12 @@ def epochs(folder: Path) -> Facts:
 def test_what_epoch_it_is(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["counted"] == rank["told"] == 2 * EPOCH
-        assert rank["accumulated"] == 2 * EPOCH + 1  # the first batch of a step decides nothing
+        assert rank["accumulated"] == 2 * EPOCH  # a step begins with its first batch
         assert rank["given"] == 2 * 3
         assert rank["resumed"] == 0
         assert 'unit="steps"' in rank["unknown"]
         assert "accelerator.lowbit.epoch" in rank["unknown"]
-        assert "say num_steps" in rank["fraction"]
+        assert "give num_steps" in rank["fraction"]
 
 
 def falling_rate(folder: Path, kind: Kind) -> Facts:

@@ -175,8 +175,8 @@ def test_unknown_names() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_strategy_options(kind: Kind) -> None:
-    with pytest.raises(TypeError, match=r"compressor must be a configuration such as LoCo\(bits=4\), got 'loco'"):
-        strategy(kind, "loco")
+    with pytest.raises(ValueError, match="unknown compressor 'lcoo'; did you mean 'loco'"):
+        strategy(kind, "lcoo")
     with pytest.raises(ValueError, match="on_world_size_change must be 'reset' or 'fold', got 'mean'"):
         strategy(kind, on_world_size_change="mean")
     with pytest.raises(ValueError, match="on_missing_residual must be 'error' or 'reset', got 'ignore'"):

@@ -224,6 +224,36 @@ def test_two_models(facts: list[Facts]) -> None:
     assert facts[0]["resumed"] == facts[0]["expected"]
 
 
+def names_that_collide(folder: Path) -> Facts:
+    """A checkpoint of two models, and one whose name is the first one's with a number."""
+    made = fabric("ddp")
+    nets = [mlp(), nn.Linear(16, 128)]
+    pairs = [setup(made, net) for net in nets]
+
+    def step(start: int, stop: int) -> list[int]:
+        for x, y in batches(made.global_rank, start, stop):
+            for (model, optimizer), target in zip(pairs, (y, torch.zeros(4, 128)), strict=True):
+                optimizer.zero_grad()
+                made.backward(F.mse_loss(model(x), target), model=model)
+                optimizer.step()
+        return [fingerprint(net) for net in nets]
+
+    state = {f"{what}{i}": part for i, pair in enumerate(pairs) for what, part in zip("mo", pair, strict=True)}
+    step(0, 3)
+    made.save(folder / "ckpt", state)
+    expected = step(3, 6)
+    made.save(folder / "ckpt.1", {"model": pairs[0][0], "optimizer": pairs[0][1]})  # removes what is not its own
+    made.load(folder / "ckpt", state)
+    return {"expected": expected, "resumed": step(3, 6), "files": sorted(path.name for path in folder.iterdir())}
+
+
+@scenarios(names_that_collide)
+def test_files_of_a_second_model_have_a_name_that_no_checkpoint_has(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["resumed"] == facts[0]["expected"]
+    assert facts[0]["files"] == ["ckpt", "ckpt.1", "ckpt.1.lowbit", "ckpt.lowbit"]
+
+
 def unfreezing(folder: Path, kind: Kind) -> Facts:
     made = fabric(kind)
     net = mlp()
@@ -276,7 +306,7 @@ def misuse(folder: Path, kind: Kind) -> Facts:
 def test_misuse(facts: list[Facts], request: pytest.FixtureRequest) -> None:
     assert facts[0] == facts[1]
     errors = facts[0]
-    assert "invalid strategy name" in errors["nothing"]
+    assert "did you mean 'loco_" in errors["nothing"]
     assert "parameter 0.weight is torch.float64: gradients are reduced as float32" in errors["type"]
     if "fsdp" in request.node.name:
         assert errors["used optimizer"].startswith("ValueError: set the model and optimizer up before the first step")

@@ -232,7 +232,8 @@ def refused(folder: Path) -> Facts:
     return {
         "twice": raised(lambda: attach(made, LoCo())),
         "late": raised(lambda: attach(late, LoCo())),
-        "what": raised(lambda: attach(made, "loco")),  # type: ignore[arg-type]
+        "what": raised(lambda: attach(made, 4)),  # type: ignore[arg-type]
+        "name": raised(lambda: attach(made, "lcoo")),
         "batch": raised(lambda: trainer(folder / "c", "ddp", LowBitPlugin(controller=AccordionBatch()))),
     }
 
@@ -243,4 +244,5 @@ def test_bad_input(facts: list[Facts]) -> None:
         assert "has a LowBitPlugin already" in rank["twice"]
         assert "has prepared a model or an optimizer already" in rank["late"]
         assert "attach takes a configuration such as LoCo(bits=4)" in rank["what"]
+        assert "did you mean 'loco'" in rank["name"]
         assert "which the Trainer fixes when it begins" in rank["batch"]

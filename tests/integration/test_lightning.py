@@ -8,12 +8,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
-from lowbit_strategy import LoCo
+from lowbit_strategy import LoCo, TopK
 from lowbit_strategy.telemetry.startup_report import build_report
-from tests.scenarios import Facts, scenarios
+from tests.scenarios import Facts, raised, scenarios
+from tests.scripts import run_script
 from tests.training import (
     KINDS,
     Kind,
@@ -27,6 +30,8 @@ from tests.training import (
     strategy,
     trainer,
 )
+
+SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def by_name(folder: Path, kind: Kind) -> Facts:
@@ -283,3 +288,141 @@ def test_second_fit_and_other_loops(facts: list[Facts]) -> None:
     assert facts[0]["carried"]
     assert (facts[0]["first"], facts[0]["second"]) == (4, 8)
     assert facts[0]["other"] == 2  # another model does not inherit the first one's residuals
+
+
+def accumulated_in_half(folder: Path) -> Facts:
+    """How often a loss scaler is asked for its scale, which on CUDA waits for the device."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    asked: list[float] = []
+    original = scaler.get_scale
+
+    def get_scale() -> float:
+        asked.append(original())
+        return asked[-1]
+
+    scaler.get_scale = get_scale  # type: ignore[method-assign]
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    model = Regression(optimizer="sgd")
+    made = fit("ddp", model, max_steps=3, plugins=[plugin], accumulate_grad_batches=4)
+    return {"asked": len(asked), "scale": made.strategy.sync.loss_scale, "print": fingerprint(model)}
+
+
+@scenarios(accumulated_in_half)
+def test_the_loss_scale_is_read_once_a_step(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["asked"] == 1 + 3  # before the first backward, then after every update
+    assert facts[0]["scale"] == 2.0**11
+
+
+def tuned(folder: Path, kind: Kind) -> Facts:
+    """A learning rate finder trains, loads what it has saved before, removes the file; then the real fit."""
+    model = Regression()
+    made = trainer(strategy(kind), max_steps=4, default_root_dir=folder)
+    found = Tuner(made).lr_find(model, train_dataloaders=loader(), num_training=6, update_attr=True)
+    after_search = made.strategy.sync.step_index
+    made.fit(model, loader())
+    once = trainer(
+        strategy(kind), max_steps=4, default_root_dir=folder, callbacks=[LearningRateFinder(num_training_steps=6)]
+    )
+    again = Regression()
+    once.fit(again, loader())
+    return {
+        "suggested": found is not None,
+        "after search": after_search,
+        "steps": (made.strategy.sync.step_index, once.strategy.sync.step_index),
+        "prints": (fingerprint(model), fingerprint(again)),
+        "left": [path.name for path in folder.iterdir()],
+    }
+
+
+@scenarios(tuned, kind=KINDS)
+def test_a_learning_rate_finder_and_then_a_fit(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["suggested"]
+    assert facts[0]["after search"] == 0
+    assert facts[0]["steps"] == (4, 4)
+    assert not [name for name in facts[0]["left"] if "lr_find" in name]
+
+
+def one_rank(folder: Path, kind: Kind) -> Facts:
+    losses = {}
+    with listen() as logged:
+        for name in ("ddp", f"loco2_{kind}"):
+            torch.manual_seed(0)
+            model = Regression()
+            made = trainer(name, max_steps=6)
+            made.fit(model, loader())
+            losses[name] = model.losses
+    sync = made.strategy.sync
+    return {
+        "losses": list(losses.values()),
+        "logged": logged,
+        "residuals": sync.residual_nbytes,
+        "sent": sync.comm.sent_nbytes,
+        "steps": sync.step_index,
+    }
+
+
+@scenarios(one_rank, world_size=1, kind=KINDS)
+def test_one_rank_compresses_nothing_and_that_is_logged_once(facts: list[Facts]) -> None:
+    (alone,) = facts
+    assert alone["losses"][0] == alone["losses"][1]
+    assert alone["logged"] == ["one rank: gradients are not sent to anybody, so nothing is compressed"]
+    assert (alone["residuals"], alone["sent"], alone["steps"]) == (0, 0, 6)
+
+
+class Normalised(Regression):
+    """With statistics over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8)))
+
+
+def with_callbacks(folder: Path, kind: Kind) -> Facts:
+    model = Normalised()
+    try:
+        fit(kind, model, max_steps=1, sync_batchnorm=True)
+    except Exception as error:  # the layers exist for accelerators only
+        text = str(error)
+    averaging = [StochasticWeightAveraging(1e-2), EMAWeightAveraging()]
+    return {
+        "text": text,
+        "layer": type(model.net[1]).__name__,
+        "averaging": [
+            raised(lambda each=each: fit(kind, Regression(), max_epochs=2, callbacks=[each])) for each in averaging
+        ],
+    }
+
+
+@scenarios(with_callbacks, kind=("fsdp",))
+def test_batch_norm_is_synchronised_and_averaging_refused_under_fsdp(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert "SyncBatchNorm expected input tensor to be on" in rank["text"]
+        for name, error in zip(("StochasticWeightAveraging", "EMAWeightAveraging"), rank["averaging"], strict=True):
+            assert error.startswith(f"ValueError: {name} averages weights in a copy of the whole module")
+            assert "use a DDP strategy such as loco_ddp" in error
+
+
+def clipped(folder: Path, kind: Kind) -> Facts:
+    warned = {}
+    for name, compressor in (("topk", TopK(density=0.1)), ("loco", LoCo(block_size=32))):
+        with listen() as logged:
+            fit(kind, Regression(), options={"compressor": compressor}, max_steps=1, gradient_clip_val=0.5)
+        warned[name] = [line for line in logged if "clips the sparse mean gradient" in line]
+    return warned
+
+
+@scenarios(clipped, kind=KINDS)
+def test_clipping_what_a_sparse_method_has_sent_is_warned_of(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert len(rank["topk"]) == 1
+        assert rank["topk"][0].startswith("gradient_clip_val=0.5 clips the sparse mean gradient")
+        assert rank["loco"] == []
+
+
+def test_processes_that_were_spawned_take_their_residuals_with_them(tmp_path: Path) -> None:
+    lines = run_script([SCRIPTS / "spawned.py"], cwd=tmp_path).stdout.splitlines()
+    assert "steps 3" in lines
+    assert "with residuals True" in lines  # written by ModelCheckpoint, inside
+    assert "warned True" in lines
+    assert "resumed 5" in lines

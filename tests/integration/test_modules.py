@@ -21,6 +21,7 @@ from tests.training import (
     fingerprint,
     fit,
     full_parameters,
+    listen,
     loader,
     mlp,
     strategy,
@@ -335,3 +336,43 @@ def test_parameters_on_the_meta_device(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["losses"][-1] < rank["losses"][0]
         assert "net.1 (_NoReset) is on the meta device and has no reset_parameters()" in rank["refused"]
+
+
+class Idle(Regression):
+    """Two of its parameters have no part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(8, 300)
+
+
+def idle(folder: Path) -> Facts:
+    with listen() as logged:
+        error = raised(lambda: fit("ddp", Idle(), max_steps=4))
+    torch.distributed.destroy_process_group()  # nothing can be relied on after DDP's error: the next scenario makes one
+    return {"error": error, "logged": logged}
+
+
+@scenarios(idle)
+def test_unused_parameters_are_named_with_the_remedy(facts: list[Facts]) -> None:
+    for number, rank in enumerate(facts):
+        assert 'use Trainer(strategy="loco_ddp_find_unused_parameters_true")' in rank["error"]
+        assert "LowBitDDPStrategy(..., find_unused_parameters=True)" in rank["error"]
+        assert "strategy='ddp_find_unused_parameters_true'" not in rank["error"]  # Lightning's own, uncompressed
+        (diagnosis,) = [line for line in rank["logged"] if line.startswith(f"rank {number}: ")]
+        assert "the loss does not depend on extra.weight, extra.bias, and DDP waits" in diagnosis
+
+
+def idle_by_name(folder: Path) -> Facts:
+    model = Idle()
+    made = trainer("loco_ddp_find_unused_parameters_true", max_steps=4)
+    made.fit(model, loader())
+    sync = made.strategy.sync
+    return {"steps": sync.step_index, "sent": sync.comm.sent_nbytes, "print": fingerprint(model)}
+
+
+@scenarios(idle_by_name)
+def test_unused_parameters_are_served_by_a_registered_name(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["steps"] == 4
+    assert facts[0]["sent"] > 0

@@ -11,7 +11,9 @@ import pytest
 
 def test_parts_of_the_sweep_are_disjoint_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"loco {i}" for i in range(20)]
-    works(monkeypatch, [gpu_kernels.Work(name=name, nbytes=1, run=lambda i, launch: None, launches=()) for name in names])
+    works(
+        monkeypatch, [gpu_kernels.Work(name=name, nbytes=1, run=lambda i, launch: None, launches=()) for name in names]
+    )
     parts = [gpu_kernels.measure(8, 1, "", sweep=False, shard=i, of=4)["rows"] for i in range(4)]
     assert sorted(row["name"] for rows in parts for row in rows) == sorted(names)
     assert max(map(len, parts)) < 20

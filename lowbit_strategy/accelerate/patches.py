@@ -1,0 +1,100 @@
+"""What the plugin relies on in Accelerate beyond its documented interface, and what it does there."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+from lowbit_strategy.private_names import PrivateName
+
+_SEEN = "accelerate 1.15"
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
+_MOMENT = "an Accelerator has no callbacks: its methods on the instance are the moments that the binding needs"
+
+PATCHES = (
+    *(
+        PrivateName(target=f"{_ACCELERATOR}.{name}", use="wrapped", parameters=parameters, seen=_SEEN, reason=_MOMENT)
+        for name, parameters in {
+            "prepare_model": ("self", "model", "device_placement", "evaluation_mode"),
+            "_prepare_fsdp2": ("self", "args"),
+            "prepare_optimizer": ("self", "optimizer", "device_placement"),
+            "backward": ("self", "loss", "kwargs"),
+            "accumulate": ("self", "models"),
+            "free_memory": ("self", "objects"),
+            "prepare": ("self", "args"),
+        }.items()
+    ),
+    PrivateName(
+        target=f"{_ACCELERATOR}._models",
+        use="read",
+        seen=_SEEN,
+        reason="a plugin that is attached too late has to be refused",
+    ),
+    PrivateName(
+        target=f"{_ACCELERATOR}._optimizers",
+        use="read",
+        seen=_SEEN,
+        reason="likewise; and the learning rate of a model is that of its optimizer",
+    ),
+    PrivateName(
+        target=f"{_ACCELERATOR}.ddp_handler",
+        use="set",
+        seen=_SEEN,
+        reason="the default size of DDP's buckets; kwargs_handlers accepts exact classes only, when it is made",
+    ),
+    PrivateName(
+        target=f"{_ACCELERATOR}.step",
+        use="set",
+        seen=_SEEN,
+        reason="windows of accumulation are counted from where a controller changes their length",
+    ),
+    PrivateName(
+        target="accelerate.optimizer:AcceleratedOptimizer.step",
+        use="overridden",
+        parameters=("self", "closure"),
+        seen=_SEEN,
+        reason="a step is over when its optimizer has stepped; schedulers rebind a patched attribute, so the class of"
+        " prepared optimizers is changed instead",
+    ),
+    PrivateName(
+        target="accelerate.state:PartialState._shared_state",
+        use="set",
+        seen=_SEEN,
+        reason="FSDP on CPU is replaced by DDP there (keep_fsdp_on_cpu)",
+    ),
+)
+
+_log = logging.getLogger("lowbit_strategy")
+
+
+def keep_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None) -> None:
+    """Accelerate (1.15, ``state.py``) silently replaces FSDP on CPU by DDP: make it FSDP2 again.
+
+    Args:
+        accelerator: Whatever it runs.
+        plugin: What it was made with; if it came from a configuration file, None: the environment has the same options.
+
+    Raises:
+        ValueError: FSDP was asked for in code, and the plugin with its options is not known.
+    """
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if not asked or accelerator.distributed_type != DistributedType.MULTI_CPU:
+        return
+    if plugin is None:
+        if "FSDP_VERSION" not in os.environ:  # set by the launcher only: this was asked for in code
+            raise ValueError(
+                "Accelerate replaces FSDP on CPU by DDP and forgets the plugin: pass it on,"
+                " LowBitPlugin(...).attach(accelerator, fsdp_plugin=plugin), or use LowBitAccelerator"
+            )
+        plugin = FullyShardedDataParallelPlugin()
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # the next Accelerator reads it there
+    if accelerator.is_main_process:
+        _log.warning("Accelerate would train with DDP on CPU although FSDP was asked for: it is FSDP2 again")

@@ -1,0 +1,50 @@
+"""Optimizers and clipping that do not go together with a compressor: noticed when training starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Iterator
+
+from torch.optim import Optimizer
+
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor
+from lowbit_strategy.methods.sparsification.adacomp import AdaComp
+
+_log = logging.getLogger("lowbit_strategy")
+
+
+def check_optimizers(compressor: Compressor, optimizers: Iterable[Optimizer]) -> None:
+    """Raises:
+    ValueError: An optimizer's momentum does not go with the compressor's.
+    """
+    for optimizer in optimizers:
+        compressor.check_optimizer(optimizer)
+
+
+def warn_of_clipping(compressor: Compressor, clip: float | None, option: str) -> None:
+    """Clipping takes away what a sparse method has sent: it has left the residual already."""
+    if clip and is_sparse(compressor):
+        _log.warning(
+            "%s=%s clips the sparse mean gradient after it has left the residual, so what is clipped away is lost:"
+            " raise it, or clip before compression (DGC(clip_norm=...))",
+            option,
+            clip,
+        )
+
+
+def is_sparse(compressor: Compressor) -> bool:
+    """Whether a part of the configuration sends chosen elements only."""
+    return any(isinstance(part, (SparseCompressor, AdaComp)) for part in _parts(compressor))
+
+
+def _parts(value: object) -> Iterator[Compressor]:
+    """`value` and the compressors inside of it."""
+    if isinstance(value, (tuple, list)):
+        for entry in value:
+            yield from _parts(entry)
+    elif isinstance(value, Compressor):
+        yield value
+        for field in dataclasses.fields(value):
+            yield from _parts(getattr(value, field.name))

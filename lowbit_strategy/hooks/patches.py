@@ -1,0 +1,83 @@
+"""What the package relies on in PyTorch beyond its documented interface."""
+
+from __future__ import annotations
+
+from lowbit_strategy.private_names import PrivateName
+
+_FSDP = "torch.distributed.fsdp"
+_SEEN = "torch 2.11 to 2.13"
+
+PATCHES = (
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_api:ReduceScatter.allocate",
+        use="overridden",
+        parameters=("self", "size", "dtype", "device"),
+        seen=_SEEN,
+        reason="set_custom_reduce_scatter takes a subclass, which the public module does not export",
+    ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_api:ReduceScatter.__call__",
+        use="overridden",
+        parameters=("self", "output_tensor", "input_tensor", "group", "op", "async_op"),
+        seen=_SEEN,
+        reason="likewise",
+    ),
+    PrivateName(
+        target=f"{_FSDP}:FSDPModule._get_fsdp_state",
+        use="called",
+        parameters=("self",),
+        seen=_SEEN,
+        reason="modules that were sharded together share one state, and only it gives their parameters in order",
+    ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_state:FSDPState._fsdp_param_group",
+        use="read",
+        seen=_SEEN,
+        reason="the layout of a reduce-scatter is that of its parameter group",
+    ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params",
+        use="read",
+        seen=_SEEN,
+        reason="likewise",
+    ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_param:FSDPParam.sharded_param",
+        use="read",
+        seen=_SEEN,
+        reason="names of parameters are those of the sharded ones",
+    ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_param:FSDPParam.fsdp_placement",
+        use="read",
+        seen=_SEEN,
+        reason="only parameters that are sharded along their first dim can be compressed",
+    ),
+    PrivateName(
+        target="torch.nn.parallel:DistributedDataParallel._remove_autograd_hooks",
+        use="called",
+        parameters=("self",),
+        seen=_SEEN,
+        reason="a module with newly trainable parameters is wrapped anew, and the old wrapper must let go of it",
+    ),
+    PrivateName(
+        target="torch.distributed:ProcessGroup._get_backend",
+        use="called",
+        seen=_SEEN,
+        reason="the hook's own group has to be as patient as DDP's, whose timeout is not public",
+    ),
+    PrivateName(
+        target="torch._dynamo.config:optimize_ddp",
+        use="read",
+        seen=_SEEN,
+        reason='"python_reducer" bypasses communication hooks, which must be refused',
+    ),
+    PrivateName(
+        target="torch.distributed.checkpoint.state_dict:set_optimizer_state_dict",
+        use="wrapped",
+        parameters=("model", "optimizers"),
+        seen=_SEEN,
+        reason="it takes the device of an optimizer's state from an entry, and SGD without momentum has none"
+        " (checkpoint/stateless_optimizers.py, while a checkpoint is loaded)",
+    ),
+)

@@ -1,0 +1,151 @@
+"""The constructors of the strategies, one for DDP and one for FSDP2, the same for Lightning and Fabric.
+
+Their arguments are written out, so that LightningCLI and editors know them. All that is about synchronisation goes into
+one `SyncOptions`: a coming option (how weights are coded, two levels of ranks, the size of a shard group, outer steps)
+is a field there, an argument in the two constructors here and a field of `LowBitPlugin`; a test compares the three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
+from lowbit_strategy.checkpoint.resume import OnMissingResidual
+from lowbit_strategy.hooks.attach import SyncOptions
+from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB, check_ddp_options
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.registry import as_compressor
+from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
+
+# On CUDA each bucket costs a fixed time on the host, so fewer and larger ones than DDP's 25 MiB.
+CUDA_BUCKET_CAP_MB = 128
+
+# Options of FSDP1, for those who come from it.
+_FSDP1_REMEDIES = {
+    "cpu_offload": "parameters stay on the device: shard smaller blocks (min_shard_numel) to save memory",
+    "sharding_strategy": "parameters are fully sharded over all ranks",
+    "auto_wrap_policy": "blocks are chosen by min_shard_numel, or call fully_shard in configure_model",
+    "mixed_precision": "give the trainer precision='bf16-mixed' or 'bf16-true'",
+    "state_dict_type": "use save_distributed_checkpoint=True for a folder of shards",
+    "activation_checkpointing_policy": "apply activation checkpointing in configure_model",
+}
+
+
+def default_bucket_cap_mb(device: torch.device) -> int:
+    """The size of DDP's buckets where the user has set none."""
+    return GLOO_BUCKET_CAP_MB if device.type == "cpu" else CUDA_BUCKET_CAP_MB
+
+
+class _Options:
+    """What both constructors leave behind: ``compressor`` and ``options``."""
+
+    compressor: Compressor
+    options: SyncOptions
+
+    def on_configured(self) -> None:
+        """All options are valid and stored; nothing has been attached."""
+
+
+class DDPConstructor(_Options):
+    """Put between a framework's mixin and its ``DDPStrategy`` in the bases of a class."""
+
+    _ddp_kwargs: dict[str, Any]
+
+    def __init__(
+        self,
+        compressor: Compressor | str | None = None,
+        *,
+        seed: int = 0,
+        on_world_size_change: OnWorldSizeChange = "reset",
+        on_missing_residual: OnMissingResidual = "error",
+        check_digest: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
+            if kwargs.get(option) is not None:  # LightningCLI passes every default
+                raise ValueError(f"the compressor is the communication hook: leave {option} out")
+        check_ddp_options(kwargs, super().__init__)
+        super().__init__(**kwargs)
+        self.compressor = LoCo() if compressor is None else as_compressor(compressor)
+        self.options = SyncOptions(
+            seed=seed,
+            on_world_size_change=on_world_size_change,
+            on_missing_residual=on_missing_residual,
+            check_digest=check_digest,
+        )
+        self.on_configured()
+
+    def choose_buckets(self, device: torch.device) -> None:
+        """Before DDP wraps: the default size of its buckets on `device`."""
+        self._ddp_kwargs.setdefault("bucket_cap_mb", default_bucket_cap_mb(device))
+
+
+class FSDPConstructor(_Options):
+    """Put between a framework's mixin and its ``ModelParallelStrategy`` in the bases of a class."""
+
+    num_nodes: int
+    num_processes: int
+
+    def __init__(
+        self,
+        compressor: Compressor | str | None = None,
+        *,
+        seed: int = 0,
+        on_world_size_change: OnWorldSizeChange = "reset",
+        on_missing_residual: OnMissingResidual = "error",
+        min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        **unknown: Any,
+    ) -> None:
+        _refuse(unknown)
+        super().__init__(  # type: ignore[call-arg]
+            **self.stock_options(),
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.min_shard_numel = _positive("min_shard_numel", min_shard_numel)
+        self.compressor = LoCo() if compressor is None else as_compressor(compressor)
+        self.options = SyncOptions(
+            seed=seed, on_world_size_change=on_world_size_change, on_missing_residual=on_missing_residual
+        )
+        self.on_configured()
+
+    def stock_options(self) -> dict[str, Any]:
+        """More arguments of the framework's strategy."""
+        return {}
+
+    def setup_environment(self) -> None:
+        # Stock "auto" means one data-parallel rank per node; here every rank is one.
+        stock: Any = self
+        stock._tensor_parallel_size = 1
+        stock._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()  # type: ignore[misc]
+
+
+def _positive(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    """Raises:
+    TypeError: There is an option.
+    """
+    known = ("min_shard_numel", "save_distributed_checkpoint", "process_group_backend", "timeout", "seed")
+    for name in options:
+        if name in _FSDP1_REMEDIES:
+            raise TypeError(f"{name} is an option of FSDP1, and this strategy is FSDP2: {_FSDP1_REMEDIES[name]}")
+        near = get_close_matches(name, known, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else "."
+        raise TypeError(f"unknown option {name!r}{hint} Options of the compressor go into it: LoCo(bits=4)")

@@ -1,0 +1,82 @@
+"""What this package relies on in other packages beyond their documented interface, as data.
+
+Each framework's adapter has a file ``patches.py`` with its list; a test resolves every entry against the installed
+version, so that an upgrade that moves one fails there, with the reason why it matters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+Use = Literal["wrapped", "overridden", "called", "read", "set"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrivateName:
+    """One name of another package.
+
+    Args:
+        target: ``module:Class.attribute`` or ``module:name``.
+        use: ``wrapped``: replaced on a class, an instance or a module by a function that calls it; ``overridden`` in a
+            subclass; ``called``; ``read``; ``set``.
+        parameters: Names of a function's parameters that callers pass or an override receives, in order; others may
+            follow. None: it is no function.
+        seen: Versions of the package it was seen in.
+        reason: Why the documented interface is not enough.
+    """
+
+    target: str
+    use: Use
+    parameters: tuple[str, ...] | None = None
+    seen: str
+    reason: str
+
+    def problem(self) -> str | None:
+        """What is wrong with it in the installed version; None: nothing."""
+        module, _, path = self.target.partition(":")
+        owner_path, _, name = path.rpartition(".")
+        try:
+            owner = _resolve(import_module(module), owner_path)
+        except (ImportError, AttributeError) as error:
+            return f"{self.target} is gone ({error}); it is {self.use} because {self.reason}"
+        if not hasattr(owner, name):
+            if self.parameters is None and _is_set_on_instances(owner, name):
+                return None
+            return f"{self.target} is gone; it is {self.use} because {self.reason}"
+        if self.parameters is None:
+            return None
+        found = tuple(inspect.signature(getattr(owner, name)).parameters)
+        if found[: len(self.parameters)] != self.parameters:
+            return f"{self.target} takes {found} instead of {self.parameters}; it is {self.use} because {self.reason}"
+        return None
+
+
+def _resolve(module: Any, path: str) -> Any:
+    found = module
+    for name in path.split(".") if path else ():
+        found = getattr(found, name)
+    return found
+
+
+def _is_set_on_instances(owner: object, name: str) -> bool:
+    """Whether a class gives its instances an attribute of this name."""
+    if not inspect.isclass(owner):
+        return False
+    classes = [base for base in owner.__mro__ if base is not object and base.__module__ != "builtins"]
+    return any(f"self.{name}" in _source(base) or name in getattr(base, "__annotations__", {}) for base in classes)
+
+
+def _source(cls: type) -> str:
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return ""
+
+
+def problems(names: Sequence[PrivateName]) -> list[str]:
+    """One sentence for each entry that the installed versions do not have as expected."""
+    return [text for name in names if (text := name.problem()) is not None]

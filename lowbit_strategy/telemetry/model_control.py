@@ -1,0 +1,303 @@
+"""One model's controller, monitor, bounds and record on one rank. Knows no framework.
+
+An adapter translates its framework's moments:
+
+| moment | call |
+|---|---|
+| the model is attached, before a checkpoint is loaded | make a `ModelControl`; `adapt`, `monitor` |
+| training begins, or goes on after a checkpoint was loaded | `begin` |
+| backward | set `loss` |
+| around the optimizer's step | `scaled` |
+| a step is over, and the framework takes metrics | `report`, unless the end of the engine's step is that moment |
+
+An adapter that can report whenever a step ends leaves `reports_at_end_of_step` on and needs neither the last call nor,
+in a loop that nobody announces, `begin`: the first step is the beginning then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+
+from lowbit_strategy.control.base import Controller, Progress
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
+from lowbit_strategy.telemetry.bounds import BoundsWatch
+from lowbit_strategy.telemetry.metric_format import (
+    level_fields,
+    level_metrics,
+    metric_name,
+    observation_fields,
+    observation_metrics,
+    start_fields,
+)
+from lowbit_strategy.telemetry.monitor_options import MonitorOptions
+from lowbit_strategy.telemetry.observe import Observation, Observer
+from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord
+from lowbit_strategy.telemetry.startup_report import build_report
+
+Clock = Callable[[int], Progress]
+Log = Callable[[dict[str, float], int], Any]
+
+_log = logging.getLogger("lowbit_strategy")
+_controls: WeakKeyDictionary[GradientSync, weakref.ref[ModelControl]] = WeakKeyDictionary()  # an engine keeps its own
+
+
+class ModelControl:
+    """The control of one engine.
+
+    Args:
+        sync: The engine.
+        clock: Gives the `Progress` of a step; the same on all ranks. By default only steps are counted.
+        log: Takes metrics and the step that they are of, on every rank; None: there is nobody to take them.
+        reports_at_end_of_step: Report as soon as the engine has ended a step; off where the framework takes metrics at
+            its own moments only.
+
+    Attributes:
+        driver: The controller at work, if there is one.
+        observer: The monitor at work, if there is one.
+        last: The last observation.
+        loss: Of the last batch, where the adapter knows it: a number, or a tensor of one.
+        accumulation: Gives the batches in one optimizer step that are in force; set by the adapter.
+        factor: The controller's factor on learning rates, in force.
+        folder: Where `begin` opens the record; None: there is none.
+    """
+
+    def __init__(
+        self,
+        sync: GradientSync,
+        clock: Clock | None = None,
+        log: Log | None = None,
+        *,
+        reports_at_end_of_step: bool = True,
+    ) -> None:
+        self.sync = sync
+        self.clock = clock or (lambda step: Progress(step=step))
+        self.log = log
+        self.reports_at_end_of_step = reports_at_end_of_step
+        self.driver: AdaptiveDriver | None = None
+        self.observer: Observer | None = None
+        self.options: MonitorOptions | None = None
+        self.last: Observation | None = None
+        self.loss: torch.Tensor | float | None = None
+        self.accumulation: Callable[[], int | None] = lambda: None
+        self.factor = 1.0
+        self.folder: Path | None = None
+        self.begun = False
+        self._record: RunRecord | None = None
+        self._bounds: BoundsWatch | None = None
+        self._fresh: Observation | None = None  # not reported yet
+        self._progress: Progress | None = None  # of the observed step
+        self._reported = False  # whether log and record have the levels in force
+        self._stepped = False  # since training began
+        self._rates: list[tuple[dict[str, Any], float]] = []
+        sync.subscribe(self, StepPhase.RECORD)
+        _controls[sync] = weakref.ref(self)
+
+    @classmethod
+    def of(cls, sync: GradientSync) -> ModelControl | None:
+        """The control that `sync` has, if it has one."""
+        known = _controls.get(sync)
+        return None if known is None else known()
+
+    # -- what it consists of ------------------------------------------------------------------------------------------
+
+    def adapt(self, controller: Controller) -> AdaptiveDriver:
+        """Let `controller` choose compressors from the next step on.
+
+        Raises:
+            ValueError: There is a controller already, or this one cannot serve the model.
+        """
+        if self.driver is not None:
+            raise ValueError(
+                f"{type(self.driver.controller).__name__} chooses this model's compressors already, so"
+                f" {type(controller).__name__} cannot as well: one model has one controller"
+                " (Guard and Schedule go around others)"
+            )
+        driver = AdaptiveDriver(controller, clock=lambda step: self.clock(step))
+        driver.attach(self.sync)
+        self.driver = driver
+        return driver
+
+    def monitor(self, options: MonitorOptions) -> Observer:
+        """Observe steps as set in `options`.
+
+        Raises:
+            ValueError: There is a monitor already.
+        """
+        if self.observer is not None:
+            raise ValueError("this model has a monitor already: give one, with the smaller every_n_steps")
+        every = options.every_n_steps
+        self.options = options
+        self.observer = Observer(
+            self.sync, lambda step: step % every == 0, group_by=options.group_by, on_observation=self._take
+        )
+        self._bounds = BoundsWatch(self.sync, options.bounds) if options.bounds is not None else None
+        return self.observer
+
+    def load_bounds(self, state: Mapping[str, Any]) -> None:
+        """Take over what a monitor's bounds have counted, from a checkpoint that kept it apart from the residuals."""
+        if self._bounds is not None:
+            self._bounds.load_state_dict(dict(state))
+
+    # -- moments ------------------------------------------------------------------------------------------------------
+
+    def begin(self, **fields: Any) -> None:
+        """Training begins, or goes on: open the record in `folder` and write its first line.
+
+        Args:
+            fields: More for that line.
+        """
+        self.begun = True
+        self._reported, self._stepped, self._fresh = False, False, None
+        self._record = None
+        self.take_effect()
+        if self.folder is not None and self.sync.comm.rank == 0:
+            self._record = RunRecord(Path(self.folder) / FILE_NAME)
+            progress = self.clock(self.sync.step_index)
+            every = self.options.every_n_steps if self.options is not None else 0
+            controller = None if self.driver is None else self.driver.controller
+            start = {"num_steps": progress.num_steps, **start_fields(self.sync, every, controller), **fields}
+            self._record.write("start", self.sync.step_index, **start)
+
+    def warn_without_audience(self, *, log: bool) -> None:
+        """Say that a monitor's figures go nowhere. `log`: the framework has a logger that takes them."""
+        if self.observer is None or log or self.folder is not None or self.sync.comm.rank != 0:
+            return
+        _log.warning(
+            "the compression monitor has no logger and no folder for its record, so nobody sees what it measures:"
+            " give the trainer a logger (tracker), or the monitor a folder, record='runs/1'"
+        )
+
+    def take_effect(self) -> int | None:
+        """From now on learning rates have the factor that the controller wants.
+
+        Returns:
+            The batches in one optimizer step that it wants with it; None: whatever there are.
+        """
+        if self.driver is None:
+            return None
+        self.factor = self.driver.learning_rate_factor
+        return self.driver.accumulation
+
+    def scale_learning_rates_(self, optimizer: Optimizer) -> None:
+        """Multiply the optimizer's learning rates by the factor, until the step is over."""
+        if self.factor != 1.0:
+            for group in optimizer.param_groups:
+                self._rates.append((group, group["lr"]))
+                group["lr"] *= self.factor
+
+    def restore_learning_rates_(self) -> None:
+        for group, rate in self._rates:
+            group["lr"] = rate
+        self._rates = []
+
+    @contextlib.contextmanager
+    def scaled(self, optimizer: Optimizer) -> Iterator[None]:
+        """The controller's factor on learning rates, while the optimizer steps."""
+        self.scale_learning_rates_(optimizer)
+        try:
+            yield
+        finally:
+            self.restore_learning_rates_()
+
+    def begin_step(self) -> None:
+        """Called by the engine."""
+        if self.reports_at_end_of_step and not self.begun:
+            self.begin()
+        self._stepped = True
+        step = self.sync.step_index
+        if self.observer is not None and self.observer.wants(step):
+            self._progress = self.clock(step)
+
+    def end_step(self, *, counted: bool) -> None:
+        """Called by the engine."""
+        self.restore_learning_rates_()  # before schedulers look at them
+        if self.reports_at_end_of_step:
+            self.report()
+
+    def report(self) -> None:
+        """Hand what the last step has brought to log and record: observation, decisions, warnings."""
+        if self._fresh is not None:
+            observation, self._fresh = self._fresh, None
+            self._report_observation(observation)
+        self._report_decisions()
+
+    def validated(self, metrics: Mapping[str, float]) -> None:
+        """The model has been validated: metrics for the record."""
+        if self._record is not None:
+            self._record.write("validation", self.sync.step_index, metrics=dict(metrics))
+
+    # -- reporting ----------------------------------------------------------------------------------------------------
+
+    def _take(self, observation: Observation) -> None:
+        self.last = self._fresh = observation
+
+    def _report_observation(self, observation: Observation) -> None:
+        if self.log is not None:
+            self.log(observation_metrics(observation), observation.step)
+        texts = self._bounds.check(observation) if self._bounds is not None else []
+        texts += self._not_finite(observation)
+        if self._record is None:
+            return
+        progress = self._progress or Progress(step=observation.step)
+        self._record.write(
+            "observation",
+            observation.step,
+            epoch=progress.epoch,
+            loss=None if self.loss is None else float(self.loss),
+            learning_rate=progress.learning_rate,
+            **observation_fields(observation),
+        )
+        for text in texts:
+            self._record.write("warning", observation.step, text=text)
+
+    def _not_finite(self, observation: Observation) -> list[str]:
+        """A sentence if gradients were infinite or not a number, for the record too; warned of on rank 0."""
+        names = observation.nonfinite
+        if not names:
+            return []
+        text = f"gradients are not finite: {', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
+        if self.sync.comm.rank == 0:
+            _log.warning("step %d: %s", observation.step, text)
+        return [text]
+
+    def _report_decisions(self) -> None:
+        driver = self.driver
+        if driver is None or not self._stepped:
+            return
+        if first := not self._reported:
+            self._announce(driver)
+            self._reported = True
+        if self.log is None and self._record is None:  # the loop reads the driver's lists itself
+            return
+        if not driver.events and not driver.warnings and not first:
+            return
+        events, driver.events = driver.events, []
+        warnings, driver.warnings = driver.warnings, []
+        step = events[-1].step if events else max(self.sync.step_index - 1, 0)
+        if self.log is not None:
+            accumulation = driver.accumulation or self.accumulation() or 1
+            metrics = {"accumulation": accumulation, "learning_rate_factor": driver.learning_rate_factor}
+            self.log(level_metrics(driver) | {metric_name(what): float(value) for what, value in metrics.items()}, step)
+        if self._record is not None:
+            for event in events:
+                self._record.write("switch", event.step, epoch=event.epoch, **event.switch._asdict())
+            for text in warnings:
+                self._record.write("warning", step, text=text)
+            self._record.write("levels", step, **level_fields(driver))
+
+    def _announce(self, driver: AdaptiveDriver) -> None:
+        """The start-up report again, for the levels that training starts at."""
+        if driver.levels and self.sync.comm.rank == 0:
+            name = type(driver.controller).__name__
+            _log.info("training starts at the levels that %s chose:\n%s", name, build_report(self.sync).render())

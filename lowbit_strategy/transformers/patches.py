@@ -1,0 +1,56 @@
+"""What the binding relies on in the Trainer beyond its documented interface."""
+
+from __future__ import annotations
+
+from lowbit_strategy.private_names import PrivateName
+
+_SEEN = "transformers 5.23"
+_TRAINER = "transformers.trainer:Trainer"
+
+PATCHES = (
+    PrivateName(
+        target=f"{_TRAINER}.train",
+        use="wrapped",
+        parameters=("self", "resume_from_checkpoint"),
+        seen=_SEEN,
+        reason="no callback is given the checkpoint that is resumed from, whose residuals have to be loaded",
+    ),
+    PrivateName(
+        target=f"{_TRAINER}.__init__",
+        use="wrapped",
+        parameters=("self",),
+        seen=_SEEN,
+        reason="scripts under lowbit launch make Trainers that know nothing of compression",
+    ),
+    PrivateName(
+        target=f"{_TRAINER}.create_accelerator_and_postprocess",
+        use="wrapped",
+        parameters=("self",),
+        seen=_SEEN,
+        reason="a hyperparameter search makes an accelerator for each trial",
+    ),
+    PrivateName(
+        target=f"{_TRAINER}.is_fsdp_enabled",
+        use="set",
+        seen=_SEEN,
+        reason="it is read when the accelerator is made; attaching brings FSDP back where there is no GPU",
+    ),
+    PrivateName(
+        target=f"{_TRAINER}.callback_handler",
+        use="read",
+        seen=_SEEN,
+        reason="metrics of groups go to trackers and not to the console, which Trainer.log cannot separate",
+    ),
+    PrivateName(
+        target="transformers.training_args:TrainingArguments.fsdp_plugin_args",
+        use="read",
+        seen=_SEEN,
+        reason="Accelerate forgets the FSDP plugin on CPU, and the arguments are all that is left of it",
+    ),
+    PrivateName(
+        target="transformers.trainer_callback:TrainerState.stateful_callbacks",
+        use="set",
+        seen=_SEEN,
+        reason="the one free-form part of trainer_state.json: it marks checkpoints that need residuals",
+    ),
+)

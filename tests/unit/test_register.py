@@ -1,0 +1,53 @@
+"""Names of strategies: those that Lightning has for its own ddp, and advice for those that do not exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lowbit_strategy import PRESETS, LoCo
+from lowbit_strategy.register import strategy_names
+
+REGISTRIES = (StrategyRegistry, STRATEGY_REGISTRY)
+
+
+@pytest.mark.parametrize("registry", REGISTRIES)
+def test_every_name_that_ddp_has_exists_for_every_compressor(registry: Any) -> None:
+    stock = {name for name in registry if name == "ddp" or name.startswith("ddp_")}
+    assert "ddp_notebook" in stock
+    for compressor in PRESETS:
+        assert {f"{compressor}_{name}" for name in stock} <= set(registry)
+    assert {name for name, *_ in strategy_names()} <= set(registry)
+
+
+@pytest.mark.parametrize("registry", REGISTRIES)
+def test_names_choose_the_start_method_and_unused_parameters(registry: Any) -> None:
+    notebook = registry.get("loco_ddp_notebook")
+    assert notebook._start_method == "fork"
+    unused = registry.get("loco2_ddp_find_unused_parameters_true")
+    assert unused._ddp_kwargs["find_unused_parameters"] is True
+    assert unused.compressor == PRESETS["loco2"]
+    spawned = registry.get("loco_ddp_spawn_find_unused_parameters_true")
+    assert (spawned._start_method, spawned._ddp_kwargs["find_unused_parameters"]) == ("spawn", True)
+    assert spawned.compressor == LoCo()
+
+
+@pytest.mark.parametrize("make", [L.Trainer, L.Fabric])
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("loco", "there is no strategy 'loco', loco is a compressor: use loco_ddp or loco_fsdp"),
+        ("LoCo2", "there is no strategy 'loco2', loco2 is a compressor: use loco2_ddp or loco2_fsdp"),
+        ("loco_fdsp", "there is no strategy 'loco_fdsp', did you mean 'loco_fsdp'?"),
+        ("lcoo_ddp", "there is no strategy 'lcoo_ddp', did you mean 'loco_ddp'?"),
+        ("deepsped", "You selected an invalid strategy name"),  # not ours to answer
+    ],
+)
+def test_the_nearest_name_is_in_the_message(make: Any, name: str, advice: str) -> None:
+    with pytest.raises(ValueError, match="strategy") as caught:
+        make(strategy=name, accelerator="cpu", devices=1)
+    assert advice in str(caught.value)
