@@ -60,9 +60,7 @@ class Segments:
         return self._on_device[device]
 
 
-def pieces_of(
-    x: Tensor, segments: Segments, field: Literal["x_offset", "wire_offset"], unit: int = 1
-) -> list[Tensor]:
+def pieces_of(x: Tensor, segments: Segments, field: Literal["x_offset", "wire_offset"], unit: int = 1) -> list[Tensor]:
     """A view of each segment's elements of `x`, by one operation; offsets are divided by `unit`.
 
     Raises:
