@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-import gpu_kernels
 import pytest
+
+import gpu_kernels
 
 
 def test_parts_of_the_sweep_are_disjoint_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit_strategy.kernels import native, select
 from lowbit_strategy.kernels.native import ISA_OVERRIDE
 from lowbit_strategy.kernels.reference import select as reference
+from tests.unit.kernels.chunk_cases import chunk_cases
 
 _PATHS = ["torch", *(("avx512", "avx2", "portable") if native.available() else ())]
 
@@ -158,3 +159,21 @@ def test_sampled_threshold_is_near_the_quantile() -> None:
         assert select.count_above(x, threshold) == pytest.approx(density * x.numel(), rel=0.2)
     assert select.sampled_threshold(torch.tensor([1.0, -5.0, 2.0]), 0.1, 100, seed=0) == 5.0
     assert select.sampled_threshold(torch.zeros(0), 0.1, 100, seed=0) == math.inf
+
+
+def test_chunk_top_k_is_the_definition(path: str) -> None:
+    for name, x, kept_M, room in chunk_cases():
+        positions, values = select.chunk_top_k(x, kept_M, room)
+        wanted, wanted_values = torch.zeros_like(positions), torch.zeros_like(values)
+        reference.chunk_top_k(x, kept_M, wanted, wanted_values)
+        assert torch.equal(positions, wanted), name
+        assert torch.equal(values.view(torch.int32), wanted_values.view(torch.int32)), name
+        for chunk in (0, 2, 3, 6):
+            top = reference.top_k(x[4096 * chunk : 4096 * (chunk + 1)], int(kept_M[chunk]))
+            assert torch.equal(positions[chunk, : top.numel()].long(), top)
+
+
+def test_chunk_top_k_refuses_other_sizes() -> None:
+    for x, kept_M, room in ((4096, [1, 1], 1), (4095, [1], 1), (4096, [1], 0), (4096, [1], 4097)):
+        with pytest.raises(ValueError, match="chunk_top_k takes"):
+            select.chunk_top_k(torch.zeros(x), torch.tensor(kept_M, dtype=torch.int32), room)
