@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from benchmarks.simulated_world import SimulatedWorld
 from torch import Tensor
 
 from lowbit_strategy import QSGD, Dense, ErrorFeedback, LoCo, PowerSGD, TopK
