@@ -2,7 +2,17 @@
 
 from lowbit_strategy.control.accordion import Accordion, AccordionBatch
 from lowbit_strategy.control.adaqs import AdaQS
-from lowbit_strategy.control.base import Controller, Decision, Energy, Probe, Progress, State, Switch, Telemetry
+from lowbit_strategy.control.base import (
+    Controller,
+    Decision,
+    EndToEnd,
+    Energy,
+    Probe,
+    Progress,
+    State,
+    Switch,
+    Telemetry,
+)
 from lowbit_strategy.control.budget import ErrorBudget
 from lowbit_strategy.control.gravac import GraVAC
 from lowbit_strategy.control.groups import group_of
@@ -17,6 +27,7 @@ __all__ = [
     "Bounds",
     "Controller",
     "Decision",
+    "EndToEnd",
     "Energy",
     "ErrorBudget",
     "GraVAC",

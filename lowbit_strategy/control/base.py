@@ -7,6 +7,7 @@ it is.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,13 @@ class Energy(NamedTuple):
     error: float
 
 
+class EndToEnd(NamedTuple):
+    """Squared norms of one parameter, estimated from a sample: the result minus the true mean over ranks, that mean."""
+
+    error: float
+    mean: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Telemetry:
     """What a controller may know, by parameter name where it is about parameters; empty where no probe has asked.
@@ -58,8 +66,7 @@ class Telemetry:
         accumulated_steps: How many steps these were.
         energy: For each level that was tried in the last step.
         residual_norm: Over ranks, before the last step, for the parameters that `energy` is about.
-        end_to_end_error: ``||result - mean|| / ||mean||`` of the last step, both hops, with what was in force; mean is
-            the true mean over ranks. Estimated from a sample.
+        end_to_end: Of the whole reduction in the last step, both hops, with what was in force.
         step_seconds: Wall time of the last step, mean over ranks; None if it was not asked for or not yet known.
     """
 
@@ -69,8 +76,15 @@ class Telemetry:
     accumulated_steps: int = 0
     energy: Mapping[int, Mapping[str, Energy]] = field(default_factory=dict)
     residual_norm: Mapping[str, float] = field(default_factory=dict)
-    end_to_end_error: Mapping[str, float] = field(default_factory=dict)
+    end_to_end: Mapping[str, EndToEnd] = field(default_factory=dict)
     step_seconds: float | None = None
+
+
+def end_to_end_error(telemetry: Telemetry, names: Sequence[str]) -> float | None:
+    """``||result - mean|| / ||mean||`` of several parameters together; None if it was not measured."""
+    sums = [telemetry.end_to_end[name] for name in names if name in telemetry.end_to_end]
+    mean = sum(each.mean for each in sums)
+    return math.sqrt(sum(each.error for each in sums) / mean) if mean > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

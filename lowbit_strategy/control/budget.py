@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.control.base import Controller, Decision, Energy, Probe, State, Telemetry, describe_switches
+from lowbit_strategy.control.base import (
+    Controller,
+    Decision,
+    Energy,
+    Probe,
+    State,
+    Telemetry,
+    describe_switches,
+    end_to_end_error,
+)
 from lowbit_strategy.control.groups import GroupBy, grouped
 from lowbit_strategy.control.levels import check_order, labels, level_nbytes
 from lowbit_strategy.methods._base.base import Compressor
@@ -35,6 +44,8 @@ class ErrorBudget(Controller):
         max_error: Bound on the relative error of all groups together.
         max_bits: Bound on the mean bits per element and hop: uplink and downlink under DDP, the uplink under FSDP2.
             Exactly one of the two bounds is given.
+        both_hops: Bound the error of the whole reduction, the result against the true mean over ranks, instead of the
+            uplink's: errors are scaled by how the two compared in the step of the measurement, with what was in force.
         interval: Steps between two solutions.
         group_by: What shares a level: each ``parameter``, a ``module``, a ``kind`` (the same layer of all blocks), or
             a function of the name.
@@ -52,6 +63,7 @@ class ErrorBudget(Controller):
     choices: tuple[Compressor, ...]
     max_error: float | None = None
     max_bits: float | None = None
+    both_hops: bool = False
     interval: int = 200
     group_by: GroupBy = "parameter"
     resolution: int = 4096
@@ -61,6 +73,8 @@ class ErrorBudget(Controller):
             raise ValueError("choices must have at least two configurations, from light to heavy")
         if (self.max_error is None) == (self.max_bits is None):
             raise ValueError("give either max_error or max_bits: one is bounded, the other made small")
+        if self.both_hops and self.max_error is None:
+            raise ValueError("both_hops says what max_error is about: give max_error, or leave both_hops out")
         if self.max_error is not None and not 0 < self.max_error < 1:
             raise ValueError(f"max_error must be between 0 and 1, got {self.max_error!r}")
         if self.max_bits is not None and not self.max_bits > 0:
@@ -108,9 +122,10 @@ class ErrorBudget(Controller):
         solved = state["solved"]
         if len(telemetry.energy) == len(self.choices):
             groups = self._options(telemetry.energy, state["nbytes"])
-            solution = self._solve(groups, state["max_nbytes"])
+            scale = self._scale(telemetry, before, state["nbytes"])
+            solution = self._solve(groups, state["max_nbytes"], scale)
             if not solution.feasible:
-                least = math.sqrt(sum(min(group.errors) for group in groups) / _total(groups))
+                least = math.sqrt(scale * sum(min(group.errors) for group in groups) / _total(groups))
                 message = (
                     f"max_error={self.max_error:g} cannot be met: the lightest choices have a relative error of"
                     f" {least:.3g}; raise max_error or add a lighter choice"
@@ -126,7 +141,7 @@ class ErrorBudget(Controller):
         return Decision(
             state=dict(state, levels=levels, solved=solved),
             levels=levels,
-            probe=Probe(levels=tuple(range(len(self.choices))) if due else ()),
+            probe=Probe(levels=tuple(range(len(self.choices))) if due else (), end_to_end=due and self.both_hops),
             switches=describe_switches(before, levels, labels(self.choices), reasons),
             warnings=warnings,
         )
@@ -145,12 +160,20 @@ class ErrorBudget(Controller):
             options.append(GroupOptions(names, sum(energy[0][name].compensated for name in names), errors, sizes))
         return options
 
-    def _solve(self, groups: Sequence[GroupOptions], max_nbytes: float | None) -> Solution:
+    def _scale(self, telemetry: Telemetry, levels: Mapping[str, int], names: Iterable[str]) -> float:
+        """Squared end-to-end error over the uplink's, both relative, of the levels in force; 1 if not asked for."""
+        names = [name for name in names if name in telemetry.end_to_end]
+        energies = [telemetry.energy[levels[name]][name] for name in names]
+        uplink = sum(energy.error for energy in energies) / (sum(energy.compensated for energy in energies) or 1.0)
+        whole = end_to_end_error(telemetry, names)
+        return 1.0 if not self.both_hops or whole is None or uplink == 0 else whole**2 / uplink
+
+    def _solve(self, groups: Sequence[GroupOptions], max_nbytes: float | None, scale: float) -> Solution:
         errors, sizes = [group.errors for group in groups], [group.sizes for group in groups]
         if max_nbytes is not None:
             return cheapest(errors, sizes, max_nbytes, self.resolution)
         assert self.max_error is not None
-        return cheapest(sizes, errors, self.max_error**2 * _total(groups), self.resolution)
+        return cheapest(sizes, errors, self.max_error**2 / scale * _total(groups), self.resolution)
 
 
 class GroupOptions(NamedTuple):

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry, describe_switches
+from lowbit_strategy.control.base import (
+    Controller,
+    Decision,
+    Progress,
+    State,
+    Telemetry,
+    describe_switches,
+    end_to_end_error,
+)
 from lowbit_strategy.control.groups import GroupBy, group_of, grouped
 from lowbit_strategy.control.levels import describe, labels, reference_nbytes
 from lowbit_strategy.methods._base.base import Compressor
@@ -20,6 +28,10 @@ class Reading(NamedTuple):
 
     relative_error: float
     residual_ratio: float
+    end_to_end_error: float | None = None  # None: not measured
+
+
+_END_TO_END = "end-to-end error"
 
 
 class Verdict(NamedTuple):
@@ -38,6 +50,8 @@ class Bounds:
     Args:
         max_error: Of the relative error; None: not looked at. Two bits have about 0.5, four bits 0.1.
         max_residual: Of the residual's norm relative to gradient plus residual; None: not looked at.
+        max_end_to_end: Of the error of the whole reduction, the result against the true mean over ranks; None: not
+            looked at. It is measured with what is in force, so a group that falls back for it does not return.
         patience: Observations in a row that raise or clear the alarm.
 
     Raises:
@@ -46,12 +60,14 @@ class Bounds:
 
     max_error: float | None = None
     max_residual: float | None = None
+    max_end_to_end: float | None = None
     patience: int = 3
 
     def __post_init__(self) -> None:
-        if self.max_error is None and self.max_residual is None:
-            raise ValueError("give max_error, max_residual or both: a guard without bounds guards nothing")
-        for name in ("max_error", "max_residual"):
+        names = ("max_error", "max_residual", "max_end_to_end")
+        if all(getattr(self, name) is None for name in names):
+            raise ValueError(f"give at least one of {', '.join(names)}: a guard without bounds guards nothing")
+        for name in names:
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value!r}")
         if self.patience < 1:
@@ -83,8 +99,9 @@ class Bounds:
         for what, value, bound in (
             ("relative error", reading.relative_error, self.max_error),
             ("residual", reading.residual_ratio, self.max_residual),
+            (_END_TO_END, reading.end_to_end_error, self.max_end_to_end),
         ):
-            if bound is not None and not value <= bound:  # NaN is out of bounds
+            if bound is not None and value is not None and not value <= bound:  # NaN is out of bounds
                 parts.append(f"{what} {value:.3g} > {bound:g}")
         return ", ".join(parts)
 
@@ -141,7 +158,7 @@ class Guard(Controller):
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         inner = self.inner.decide(telemetry, state["inner"])
         verdict = Verdict(state["bounds"]["alarmed"], {}, (), state["bounds"])
-        if readings := self._readings(telemetry, state["wanted"]):
+        if readings := self._readings(telemetry, state["wanted"], state["bounds"]["alarmed"]):
             verdict = self.bounds.update(readings, state["bounds"])
         levels = dict(inner.levels)
         reasons: dict[str, str] = {}
@@ -161,7 +178,11 @@ class Guard(Controller):
         observed = (
             tuple(sorted(set(inner.levels.values()))) if telemetry.progress.step % self.observe_every == 0 else ()
         )
-        probe = replace(inner.probe, levels=tuple(sorted({*inner.probe.levels, *observed})))
+        probe = replace(
+            inner.probe,
+            levels=tuple(sorted({*inner.probe.levels, *observed})),
+            end_to_end=inner.probe.end_to_end or (bool(observed) and self.bounds.max_end_to_end is not None),
+        )
         return replace(
             inner,
             state={
@@ -176,8 +197,10 @@ class Guard(Controller):
             warnings=(*inner.warnings, *self._warnings(verdict)),
         )
 
-    def _readings(self, telemetry: Telemetry, wanted: Mapping[str, int]) -> dict[str, Reading]:
-        """Of each group that the last step's watch was about."""
+    def _readings(
+        self, telemetry: Telemetry, wanted: Mapping[str, int], alarmed: Mapping[str, str]
+    ) -> dict[str, Reading]:
+        """Of each group that was measured in the last step."""
         readings = {}
         names = [name for name, level in wanted.items() if name in telemetry.energy.get(level, {})]
         for group, members in grouped(names, self.group_by).items():
@@ -186,7 +209,12 @@ class Guard(Controller):
             if compensated > 0:
                 error = sum(energy.error for energy in energies)
                 residual = sum(telemetry.residual_norm.get(name, 0.0) ** 2 for name in members)
-                readings[group] = Reading(math.sqrt(error / compensated), math.sqrt(residual / compensated))
+                both_hops = (
+                    math.inf  # what the heavier level would have now is not known
+                    if _END_TO_END in alarmed.get(group, "") and self.fallback is not None
+                    else end_to_end_error(telemetry, members)
+                )
+                readings[group] = Reading(math.sqrt(error / compensated), math.sqrt(residual / compensated), both_hops)
         return readings
 
     def _warnings(self, verdict: Verdict) -> tuple[str, ...]:

@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.control.base import Controller, Decision, Energy, Probe, Progress, State, Switch, Telemetry
+from lowbit_strategy.control.base import (
+    Controller,
+    Decision,
+    EndToEnd,
+    Energy,
+    Probe,
+    Progress,
+    State,
+    Switch,
+    Telemetry,
+)
 from lowbit_strategy.control.levels import PerParameter, labels
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
@@ -232,12 +242,9 @@ class AdaptiveDriver:
         rows = total[:-1]
         if seconds is not None:
             shown["step_seconds"] = float(total[-1, 0]) / comm.world_size
-        if probe.end_to_end:
-            errors, means = rows[:, -1 - NUM_SUMS : -1].T.tolist()
-            shown["end_to_end_error"] = {
-                name: (error / mean) ** 0.5 if mean > 0 else 0.0
-                for name, error, mean in zip(names, errors, means, strict=True)
-            }
+        if probe.end_to_end and bool(rows.isfinite().all()):
+            sums = (rows[:, -1 - NUM_SUMS : -1] / (self.sync.loss_scale or 1.0) ** 2).tolist()
+            shown["end_to_end"] = {name: EndToEnd(*row) for name, row in zip(names, sums, strict=True)}
         if probe.levels and bool(rows.isfinite().all()):  # nothing can be learnt from an overflow
             rows = rows / (self.sync.loss_scale or 1.0) ** 2
             shown["energy"] = {
@@ -251,6 +258,8 @@ class AdaptiveDriver:
 
     def state_dict(self) -> dict[str, Any]:
         shown = dict(self._shown)
+        if "end_to_end" in shown:
+            shown["end_to_end"] = {name: list(sums) for name, sums in shown["end_to_end"].items()}
         if "energy" in shown:
             shown["energy"] = {
                 level: {name: list(energy) for name, energy in by_name.items()}
@@ -282,6 +291,8 @@ class AdaptiveDriver:
         self.state, self._decided_step = state["state"], state["decided_step"]
         self.accumulation, self.learning_rate_factor = state["accumulation"], state["learning_rate_factor"]
         self._shown = dict(state["shown"])
+        if "end_to_end" in self._shown:
+            self._shown["end_to_end"] = {name: EndToEnd(*sums) for name, sums in self._shown["end_to_end"].items()}
         if "energy" in self._shown:
             self._shown["energy"] = {
                 level: {name: Energy(*values) for name, values in by_name.items()}

@@ -48,4 +48,4 @@ class BoundsWatch:
 
 def _reading(figures: Figures) -> Reading:
     ratio = figures.residual_norm / figures.compensated_norm if figures.compensated_norm > 0 else 0.0
-    return Reading(figures.relative_error, ratio)
+    return Reading(figures.relative_error, ratio, figures.end_to_end_error)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from lowbit_strategy.control import Decision, Energy, ErrorBudget, Progress
+from lowbit_strategy.control import Decision, EndToEnd, Energy, ErrorBudget, Progress
 from lowbit_strategy.control.budget import cheapest
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCo
@@ -157,3 +157,28 @@ def test_a_restart_changes_nothing() -> None:
 def test_bad_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ErrorBudget(**{"choices": CHOICES, **options})
+
+
+def test_the_error_of_both_hops_can_be_bounded() -> None:
+    """The whole reduction errs by more than the uplink, so fewer parameters bear the heavier choices."""
+
+    def measure(progress: Progress, decision: Decision) -> dict[str, object]:
+        names = ("a", "b", "c")
+        energy = {
+            level: dict.fromkeys(names, Energy(1.0, 1.0, ERRORS[CHOICES[level].bits]))
+            for level in decision.probe.levels
+        }
+        both = {name: EndToEnd(4 * ERRORS[CHOICES[decision.levels[name]].bits], 1.0) for name in names}
+        return {"energy": energy, "end_to_end": both if decision.probe.end_to_end else {}}
+
+    def bits(*, both_hops: bool) -> list[int]:
+        budget = ErrorBudget(choices=CHOICES, max_error=0.1, interval=10, both_hops=both_hops)
+        decision = run(budget, matrices("a", "b", "c"), (Progress(step=step) for step in range(12)), measure=measure)[
+            -1
+        ]
+        return sorted(CHOICES[level].bits for level in decision.levels.values())
+
+    assert bits(both_hops=False) == [4, 4, 4]  # 4e-3 each is below 0.1 ** 2
+    assert bits(both_hops=True) == [4, 4, 8] or bits(both_hops=True) == [4, 8, 8]  # four times as much is not
+    with pytest.raises(ValueError, match="both_hops says what max_error is about"):
+        ErrorBudget(choices=CHOICES, max_bits=4.0, both_hops=True)

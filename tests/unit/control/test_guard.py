@@ -11,6 +11,7 @@ from lowbit_strategy.control import (
     AdaQS,
     Bounds,
     Decision,
+    EndToEnd,
     Energy,
     Guard,
     Phase,
@@ -174,3 +175,20 @@ def test_groups(by: str, group: str) -> None:
     assert group_of("gpt.blocks.3.mlp2.weight", by) == group
     assert group_of("0.weight") == "*.weight"
     assert group_of("gpt.blocks.3", len) == 12
+
+
+def test_falls_back_for_the_error_of_the_whole_reduction_and_stays() -> None:
+    """The uplink alone looks fine: what is lost on the way back shows in the result only."""
+
+    def measure(progress: Progress, decision: Decision) -> dict[str, object]:
+        energy = {level: {"x.0": Energy(1.0, 1.0, 0.01)} for level in decision.probe.levels}
+        error = 0.64 if decision.levels["x.0"] == 0 else 0.01
+        both = {"x.0": EndToEnd(error, 1.0)} if decision.probe.end_to_end else {}
+        return {"energy": energy, "end_to_end": both}
+
+    bounds = Bounds(max_error=0.5, max_end_to_end=0.5, patience=2)
+    guard = Guard(inner=Static(TWO), bounds=bounds, fallback=EIGHT, observe_every=10)
+    decisions = run(guard, matrices("x.0"), progresses(100), measure=measure)
+    assert [step for step, decision in enumerate(decisions) if decision.levels["x.0"] == 1] == list(range(11, 100))
+    assert "end-to-end error 0.8 > 0.5" in decisions[11].switches[0].reason
+    assert [step for step, decision in enumerate(decisions) if decision.probe.end_to_end] == list(range(0, 100, 10))
