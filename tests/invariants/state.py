@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from lowbit_strategy.checkpoint import capture, residual_files
 from lowbit_strategy.checkpoint.resume import resume
+from lowbit_strategy.checkpoint.save import save_residuals
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods.quantization.loco import LoCo
@@ -80,14 +79,12 @@ def collect_resume(harness: InvariantHarness) -> Evidence:
     saving, sync = [], harness.sync()
     for step in range(5):
         if step == 2:
-            residual_files.save(checkpoint, capture.capture(sync))
+            stamp = save_residuals(sync, checkpoint, group=harness.comm.group).stamp
         saving.append(fingerprint(harness.run(sync, harness.grads(step))))
     saving += _state(sync)
     sync = harness.sync()
     straight = [fingerprint(harness.run(sync, harness.grads(step))) for step in range(5)] + _state(sync)
-    dist.barrier(harness.comm.group)  # as frameworks wait, so that every rank's file is there
     sync = harness.sync()
-    stamp = {"step_index": 2, "world_size": harness.world_size, "parameters": list(sync.specs)}
     resume(sync, checkpoint, stamp, on_world_size_change="reset", on_missing_residual="error")
     resumed = [fingerprint(harness.run(sync, harness.grads(step))) for step in range(2, 5)] + _state(sync)
     return {"saving": saving == straight, "resumed": resumed == straight[2:]}
