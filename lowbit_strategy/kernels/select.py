@@ -1,4 +1,4 @@
-"""Selection by magnitude: thresholds, counts, exact top-k, samples. The public ops.
+"""Selection by magnitude: thresholds, counts, exact top-k, samples, chunks. The public ops.
 
 All work on float32, 1-D, contiguous; results do not depend on the backend or the number of threads.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.reference import select as reference
 
+CHUNK_NUMEL = 4096  # positions in a chunk take 12 bits
 MAX_INT32_NUMEL = 2**31 - 1
 _CHUNK = 1 << 16  # elements of a piece of the plain PyTorch path that stays in a core's cache
 _SAMPLE_NUMEL = 1 << 13  # least sample that top_k guesses its threshold from
@@ -165,3 +166,40 @@ def _fill_up(x: Tensor, k: int, candidates: Tensor) -> tuple[Tensor, Tensor]:
     free = is_free.nonzero().view(-1)[: k - candidates.numel()]
     indices = torch.cat([candidates.long(), free]).sort().values
     return indices, x.index_select(0, indices)
+
+
+def chunk_top_k(x: Tensor, kept_M: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    """The largest magnitudes of each chunk of 4,096 elements; of equal ones the first, NaN before all numbers.
+
+    Shapes are fixed by the arguments' shapes: the host waits for nothing.
+
+    Args:
+        x: float32 [M * 4096].
+        kept_M: int32, how many of each chunk, 0 to `room`.
+        room: Entries per chunk, at most 4,096.
+
+    Returns:
+        Positions in the chunk, int16 [M, room], ascending, and their values, float32; zeros beyond `kept_M`.
+    """
+    _check(x)
+    if x.numel() != kept_M.numel() * CHUNK_NUMEL or kept_M.dtype != torch.int32 or not 0 < room <= CHUNK_NUMEL:
+        raise ValueError(
+            f"chunk_top_k takes {CHUNK_NUMEL} elements per entry of kept_M (int32) and room for 1 to {CHUNK_NUMEL},"
+            f" got {x.numel()} elements, {kept_M.numel()} entries of {kept_M.dtype} and room={room}"
+        )
+    positions = torch.zeros(kept_M.numel(), room, dtype=torch.int16, device=x.device)
+    values = torch.zeros(kept_M.numel(), room, dtype=torch.float32, device=x.device)
+    if not kept_M.numel():
+        return positions, values
+    match backends.choose(x.device):
+        case "triton":
+            from lowbit_strategy.kernels.triton import select as triton_select
+
+            triton_select.chunk_top_k(x, kept_M, positions, values)
+        case "native":
+            from lowbit_strategy.kernels.native import select as native_select
+
+            native_select.chunk_top_k(x, kept_M.contiguous(), positions, values)
+        case "torch":
+            reference.chunk_top_k(x, kept_M, positions, values)
+    return positions, values

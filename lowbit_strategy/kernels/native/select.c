@@ -1,4 +1,6 @@
-/* Selection by magnitude: positions and values of |x| >= threshold, in order. NaN is not selected.
+/* Selection by magnitude, by threshold and by chunk.
+ *
+ * By threshold: positions and values of |x| >= threshold, in order. NaN is not selected.
  *
  * Each version walks the tensor in groups and looks closer only where a group has a hit: at the densities of sparse
  * methods the time is that of reading memory. It counts on when the room is used up, so that the caller can come back
@@ -83,4 +85,115 @@ EXPORT int64_t lowbit_select(
 #endif
     select_portable(x, start, stop, threshold, &out);
     return out.count;
+}
+
+/* By chunk: the `kept` largest of every CHUNK elements, positions ascending; of equal ones the first, NaN before all.
+ * Magnitudes are compared as integers. The maxima of groups bound the kept-th largest from below, so that one pass
+ * leaves few candidates; among those it is found bit by bit. */
+enum { CHUNK = 4096 };
+
+static inline __attribute__((always_inline)) int32_t kth_largest(const int32_t *keys, int count, int k) {
+    int32_t found = 0;
+    for (int bit = 30; bit >= 0; bit--) {
+        int32_t trial = found | (int32_t)1 << bit;
+        int reached = 0;
+        for (int i = 0; i < count; i++) reached += keys[i] >= trial;
+        if (reached >= k) found = trial;
+    }
+    return found;
+}
+
+/* Keys of at least `bound` and where they are; returns how many. */
+typedef int collect_keys(const int32_t *keys, int32_t bound, int32_t *candidates, int16_t *places);
+
+static int collect_portable(const int32_t *keys, int32_t bound, int32_t *candidates, int16_t *places) {
+    int count = 0;
+    for (int i = 0; i < CHUNK; i++) {
+        candidates[count] = keys[i];
+        places[count] = (int16_t)i;
+        count += keys[i] >= bound;
+    }
+    return count;
+}
+
+static inline __attribute__((always_inline)) void
+chunk_top_k(const float *x, int kept, int16_t *positions, float *values, collect_keys *collect) {
+    int32_t keys[CHUNK], maxima[CHUNK], candidates[CHUNK];
+    int16_t places[CHUNK];
+    memcpy(keys, x, sizeof keys);
+    for (int i = 0; i < CHUNK; i++) keys[i] &= 0x7FFFFFFF;
+    int groups = 64;
+    while (groups < CHUNK && groups < 2 * kept) groups *= 2;
+    memcpy(maxima, keys, (size_t)groups * sizeof *maxima);
+    for (int row = groups; row < CHUNK; row += groups)
+        for (int i = 0; i < groups; i++) maxima[i] = keys[row + i] > maxima[i] ? keys[row + i] : maxima[i];
+    const int32_t bound = kth_largest(maxima, groups, kept);
+    const int count = collect(keys, bound, candidates, places);
+    const int32_t smallest = kth_largest(candidates, count, kept);
+    int ties = kept;
+    for (int i = 0; i < count; i++) ties -= candidates[i] > smallest;
+    for (int i = 0, slot = 0; i < count && slot < kept; i++) {
+        if (candidates[i] < smallest || (candidates[i] == smallest && ties-- <= 0)) continue;
+        positions[slot] = places[i];
+        values[slot++] = x[places[i]];
+    }
+}
+
+static inline __attribute__((always_inline)) void
+chunks_top_k(
+    const float *x, int64_t first, int64_t last, const int32_t *kept, int64_t room, int16_t *positions, float *values,
+    collect_keys *collect
+) {
+    for (int64_t chunk = first; chunk < last; chunk++)
+        if (kept[chunk] > 0)
+            chunk_top_k(x + chunk * CHUNK, kept[chunk], positions + chunk * room, values + chunk * room, collect);
+}
+
+static void chunks_portable(
+    const float *x, int64_t first, int64_t last, const int32_t *kept, int64_t room, int16_t *positions, float *values
+) {
+    chunks_top_k(x, first, last, kept, room, positions, values, collect_portable);
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static int
+collect_avx2(const int32_t *keys, int32_t bound, int32_t *candidates, int16_t *places) {
+    const __m256i below = _mm256_set1_epi32(bound - 1); /* a bound of 0 becomes -1: keys are not negative */
+    int count = 0;
+    for (int i = 0; i < CHUNK; i += 32) {
+        uint32_t hits = 0;
+        for (int j = 0; j < 4; j++) {
+            __m256i reached = _mm256_cmpgt_epi32(_mm256_loadu_si256((const __m256i *)(keys + i + 8 * j)), below);
+            hits |= (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(reached)) << (8 * j);
+        }
+        for (; hits; hits &= hits - 1) {
+            int at = i + __builtin_ctz(hits);
+            candidates[count] = keys[at];
+            places[count++] = (int16_t)at;
+        }
+    }
+    return count;
+}
+
+__attribute__((target("avx2"))) static void chunks_avx2(
+    const float *x, int64_t first, int64_t last, const int32_t *kept, int64_t room, int16_t *positions, float *values
+) {
+    chunks_top_k(x, first, last, kept, room, positions, values, collect_avx2);
+}
+#endif
+
+/* Chunks [first, last) of x. Writes kept[chunk] <= min(room, CHUNK) entries at chunk * room. */
+EXPORT void lowbit_chunk_top_k(
+    const char *isa, const float *x, int64_t first, int64_t last, const int32_t *kept, int64_t room,
+    int16_t *positions, float *values
+) {
+#if defined(__x86_64__)
+    if (strcmp(isa, "portable") != 0) {
+        chunks_avx2(x, first, last, kept, room, positions, values);
+        return;
+    }
+#else
+    (void)isa;
+#endif
+    chunks_portable(x, first, last, kept, room, positions, values);
 }

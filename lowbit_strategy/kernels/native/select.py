@@ -38,6 +38,36 @@ def _select(x: Tensor, start: int, stop: int, threshold: float, capacity: int) -
     return int(count), indices, values
 
 
+@lru_cache(maxsize=1)
+def _chunk_function() -> Any:
+    """Raises:
+    RuntimeError: The extension is older than this file.
+    """
+    function = getattr(library(), "lowbit_chunk_top_k", None)
+    if function is None:
+        raise RuntimeError("the C extension was built from older sources: reinstall the package")
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    function.restype = None
+    function.argtypes = (ctypes.c_char_p, pointer, count, count, pointer, count, pointer, pointer)
+    return function
+
+
+def chunk_top_k(x: Tensor, kept_M: Tensor, positions_MK: Tensor, values_MK: Tensor) -> None:
+    def work(first: int, last: int) -> None:
+        _chunk_function()(
+            isa().encode(),
+            x.data_ptr(),
+            first,
+            last,
+            kept_M.data_ptr(),
+            positions_MK.shape[1],
+            positions_MK.data_ptr(),
+            values_MK.data_ptr(),
+        )
+
+    run(work, kept_M.numel(), _BLOCK)
+
+
 def select_above(x: Tensor, threshold: float, expected: int | None) -> tuple[Tensor, Tensor]:
     numel = x.numel()
     share = (numel // 64 if expected is None else expected + expected // 2) / max(numel, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,8 +16,10 @@ from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.methods._base.base import Compressor
-from lowbit_strategy.methods._base.reducer import View
+from lowbit_strategy.methods._base.option_checks import check_choice
+from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.compact_residual import RESIDUAL_DTYPES, ResidualDtype, compact
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, Values, value_codec
 from lowbit_strategy.options.configuration import configuration
 
@@ -89,6 +91,7 @@ class AdaComp(Compressor):
         bin_size: Elements of a bin in matrices. Larger: fewer are sent.
         conv_bin_size: The same in tensors of three and more dims.
         values: How values travel: ``signs``, or as in `TopK`.
+        residual: As in `TopK`.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -105,6 +108,7 @@ class AdaComp(Compressor):
     bin_size: int = 500
     conv_bin_size: int = 50
     values: str | Codec = "signs"
+    residual: ResidualDtype = "float32"
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
@@ -113,6 +117,10 @@ class AdaComp(Compressor):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{field} must be a positive integer, got {size!r}")
         self._codec()
+        check_choice("residual", self.residual, RESIDUAL_DTYPES)
+
+    def conserving(self) -> AdaComp:
+        return replace(self, residual="float32")
 
     def _codec(self) -> Codec:
         if self.values == "signs":
@@ -120,5 +128,6 @@ class AdaComp(Compressor):
         names: Values | Codec = self.values  # type: ignore[assignment]
         return value_codec(names)
 
-    def method(self, spec: TensorSpec) -> AdaCompReducer:
-        return AdaCompReducer(codec=self._codec(), bin_size=self.conv_bin_size if spec.ndim > 2 else self.bin_size)
+    def method(self, spec: TensorSpec) -> Reducer:
+        reducer = AdaCompReducer(codec=self._codec(), bin_size=self.conv_bin_size if spec.ndim > 2 else self.bin_size)
+        return compact(reducer, self.residual)

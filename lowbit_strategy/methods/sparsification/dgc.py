@@ -22,10 +22,11 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.momentum import MomentumCodec
 from lowbit_strategy.methods._base.parameter_selectors import Selector, matching
-from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import WholeReducer
+from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
     SparseCompressor,
@@ -227,7 +228,7 @@ class DGC(SparseCompressor):
 
     Args:
         density: In the end, in (0, 1].
-        values: How values travel, as in `TopK`.
+        values, residual: As in `TopK`. The momentum stays in float32, another 4 bytes per parameter.
         momentum: In [0, 1). Above 0 give SGD this much and the optimizer itself none: momentum is applied once. Keep 0
             with Adam and its relatives, which average gradients themselves.
         nesterov: Nesterov's momentum; needs ``momentum > 0``.
@@ -277,25 +278,26 @@ class DGC(SparseCompressor):
         return replace(self, density=stages[step_index // self.warmup_steps], warmup_steps=0)
 
     def conserving(self) -> DGC:
-        return replace(self, momentum=0.0, nesterov=False, clip_norm=None)
+        return replace(self, momentum=0.0, nesterov=False, clip_norm=None, residual="float32")
 
     @property
     def momenta(self) -> frozenset[float]:
         return frozenset({self.momentum})
 
-    def method(self, spec: TensorSpec) -> DGCReducer:
-        codec = value_codec(self.values)
-        density, momentum, nesterov = self.density, self.momentum, self.nesterov
-        if self.clip_norm is None:
-            return DGCReducer(density=density, codec=codec, momentum=momentum, nesterov=nesterov)
-        return ClippedDGCReducer(
-            density=density,
-            codec=codec,
-            momentum=momentum,
-            nesterov=nesterov,
-            clip_norm=self.clip_norm,
-            exempt=self.exempt,
+    def method(self, spec: TensorSpec) -> Reducer:
+        reducer = DGCReducer(
+            density=self.density, codec=value_codec(self.values), momentum=self.momentum, nesterov=self.nesterov
         )
+        if self.clip_norm is not None:
+            reducer = ClippedDGCReducer(
+                density=self.density,
+                codec=reducer.codec,
+                momentum=self.momentum,
+                nesterov=self.nesterov,
+                clip_norm=self.clip_norm,
+                exempt=self.exempt,
+            )
+        return compact(reducer, self.residual)
 
     def exempted(self, spec: TensorSpec) -> Assignment | None:
         assignment = SparseCompressor.exempted(self, spec)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.exclusive_partitions import ExclusiveReducer
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, value_codec
 from lowbit_strategy.options.configuration import configuration
@@ -35,6 +37,7 @@ class ExDyna(SparseCompressor):
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
         values: As in `TopK`; the owner's rounding error stays in the owner's residual.
+        residual: As in `TopK`.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -47,5 +50,6 @@ class ExDyna(SparseCompressor):
 
     name: ClassVar[str] = "exdyna"
 
-    def method(self, spec: TensorSpec) -> ExclusiveReducer:
-        return ExclusiveReducer(density=self.density, codec=value_codec(self.values), adjust=True)
+    def method(self, spec: TensorSpec) -> Reducer:
+        reducer = ExclusiveReducer(density=self.density, codec=value_codec(self.values), adjust=True)
+        return compact(reducer, self.residual)

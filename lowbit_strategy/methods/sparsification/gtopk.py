@@ -24,6 +24,7 @@ from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
     SparseCompressor,
@@ -182,6 +183,7 @@ class GTopK(SparseCompressor):
     Args:
         density: Share of each parameter's elements in the result, in (0, 1].
         values: As in `TopK`; each rank's rounding error goes to its residual.
+        residual: As in `TopK`.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -194,5 +196,6 @@ class GTopK(SparseCompressor):
 
     name: ClassVar[str] = "gtopk"
 
-    def method(self, spec: TensorSpec) -> GTopKReducer:
-        return GTopKReducer(density=self.density, codec=value_codec(self.values))
+    def method(self, spec: TensorSpec) -> Reducer:
+        reducer = GTopKReducer(density=self.density, codec=value_codec(self.values))
+        return compact(reducer, self.residual)

@@ -16,9 +16,10 @@ from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference.select import sample_positions
-from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
+from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
     SparseCompressor,
@@ -89,6 +90,7 @@ class RandomK(SparseCompressor):
         values: As in `TopK`; the summing rank's rounding error stays in its residual. With `scale` there is none, and
             what the codec loses is lost.
         scale: Send ``g / chance`` instead, without residual: unbiased, with n / k times the variance.
+        residual: As in `TopK`.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -102,5 +104,6 @@ class RandomK(SparseCompressor):
 
     scale: bool = False
 
-    def method(self, spec: TensorSpec) -> RandomKReducer:
-        return RandomKReducer(density=self.density, codec=value_codec(self.values), scale=self.scale)
+    def method(self, spec: TensorSpec) -> Reducer:
+        reducer = RandomKReducer(density=self.density, codec=value_codec(self.values), scale=self.scale)
+        return compact(reducer, self.residual)

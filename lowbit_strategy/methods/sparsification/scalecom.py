@@ -22,9 +22,10 @@ from lowbit_strategy.collectives.sparse_layout import (
 from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
+from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, value_codec
 from lowbit_strategy.options.configuration import configuration
 
@@ -133,6 +134,7 @@ class ScaleCom(SparseCompressor):
         beta: Of the low-pass filter, in (0, 1]: 1 is plain error feedback; 0.1 to 0.3 for large learning rates, where
             the ranks' residuals otherwise drift apart.
         selection: ``exact``: the k largest; ``chunk``: the largest of every ``1 / density`` neighbours, in one pass.
+        residual: As in `TopK`.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -155,7 +157,8 @@ class ScaleCom(SparseCompressor):
         if self.selection not in ("exact", "chunk"):
             raise ValueError(f"selection must be 'exact' or 'chunk', got {self.selection!r}")
 
-    def method(self, spec: TensorSpec) -> ScaleComReducer:
-        return ScaleComReducer(
+    def method(self, spec: TensorSpec) -> Reducer:
+        reducer = ScaleComReducer(
             density=self.density, codec=value_codec(self.values), beta=self.beta, selection=self.selection
         )
+        return compact(reducer, self.residual)

@@ -15,8 +15,9 @@ from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
-from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.fitted_thresholds import (
     DISTRIBUTIONS,
     Distribution,
@@ -145,6 +146,7 @@ class SIDCo(SparseCompressor):
         values: How values travel, as in `TopK`.
         distribution: ``pareto``: counts were nearest to the target in tests, whatever the true distribution;
             ``gamma`` (then Pareto): as near, the slowest fit; ``exponential``: the fastest, off by up to a fifth.
+        residual: As in `TopK`.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -164,5 +166,6 @@ class SIDCo(SparseCompressor):
         if self.distribution not in DISTRIBUTIONS:
             raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {self.distribution!r}")
 
-    def method(self, spec: TensorSpec) -> SIDCoReducer:
-        return SIDCoReducer(density=self.density, codec=value_codec(self.values), distribution=self.distribution)
+    def method(self, spec: TensorSpec) -> Reducer:
+        reducer = SIDCoReducer(density=self.density, codec=value_codec(self.values), distribution=self.distribution)
+        return compact(reducer, self.residual)

@@ -158,3 +158,27 @@ def test_sampled_threshold_is_near_the_quantile() -> None:
         assert select.count_above(x, threshold) == pytest.approx(density * x.numel(), rel=0.2)
     assert select.sampled_threshold(torch.tensor([1.0, -5.0, 2.0]), 0.1, 100, seed=0) == 5.0
     assert select.sampled_threshold(torch.zeros(0), 0.1, 100, seed=0) == math.inf
+
+
+@pytest.mark.parametrize("kept", [1, 4, 41, 205, 1000, 4095, 4096])
+def test_chunk_top_k_is_the_definition(path: str, kept: int) -> None:
+    x = _values(9 * 4096)
+    x[5000], x[5001], x[6000] = math.nan, math.inf, -math.nan
+    x[3 * 4096 : 4 * 4096] = 0.0
+    x[4 * 4096 : 5 * 4096].round_()
+    x[5 * 4096 : 6 * 4096] *= 1e-42
+    kept_M = torch.tensor([kept, kept, kept, kept, kept, kept, 0, 1, max(1, kept // 2)], dtype=torch.int32)
+    positions, values = select.chunk_top_k(x, kept_M, kept)
+    wanted, wanted_values = torch.zeros_like(positions), torch.zeros_like(values)
+    reference.chunk_top_k(x, kept_M, wanted, wanted_values)
+    assert torch.equal(positions, wanted)
+    assert torch.equal(values.view(torch.int32), wanted_values.view(torch.int32))
+    for chunk in (0, 3, 4, 8):
+        top = reference.top_k(x[4096 * chunk : 4096 * (chunk + 1)], int(kept_M[chunk]))
+        assert torch.equal(positions[chunk, : top.numel()].long(), top)
+
+
+def test_chunk_top_k_refuses_other_sizes() -> None:
+    for x, kept_M, room in ((4096, [1, 1], 1), (4095, [1], 1), (4096, [1], 0), (4096, [1], 4097)):
+        with pytest.raises(ValueError, match="chunk_top_k takes"):
+            select.chunk_top_k(torch.zeros(x), torch.tensor(kept_M, dtype=torch.int32), room)

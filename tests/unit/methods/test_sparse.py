@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base import exclusive_partitions as exclusive
+from lowbit_strategy.methods._sparse_base.compact_residual import round_to_bfloat16
 from lowbit_strategy.methods.sparsification.adacomp import AdaComp
 from lowbit_strategy.methods.sparsification.dgc import DGC
 from lowbit_strategy.methods.sparsification.exdyna import ExDyna
@@ -188,3 +189,80 @@ def test_exdynas_description_has_the_constants_of_its_code() -> None:
     assert f"move by more than {100 * exclusive._CALM:g} % per step" in text
     assert "more than four times the wanted number" in text
     assert exclusive._MOST == 4
+
+
+RESIDUALS = ["bfloat16", "int8"]
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("kind", [*KINDS, AdaComp])
+def test_a_compact_residual_is_small_and_unbiased(kind: type[Compressor], residual: str) -> None:
+    """A constant gradient: rounding to the nearest value would lose it where the residual is large."""
+    options = {} if kind is AdaComp else {"density": 0.02}
+    results = {}
+    for dtype in ("float32", residual):
+        ranks = OneTensor(kind(residual=dtype, **options), (40, 60), 2)  # type: ignore[call-arg]
+        total = torch.zeros(2400, dtype=torch.float64)
+        for _ in range(80):
+            total += ranks.step([gaussian((2400,), rank) for rank in range(2)]).double()
+        results[dtype] = total
+        state = ranks.state(0)
+        nbytes = state["residual"].nbytes + (state["residual_scale"].nbytes if "residual_scale" in state else 0)
+    assert nbytes <= {"bfloat16": 2, "int8": 1.05}[residual] * 2400
+    left = ranks.syncs[0].residual("p").double() + ranks.syncs[1].residual("p").double()
+    came = 80 * (gaussian((2400,), 0) + gaussian((2400,), 1)).double() / 2
+    lost = came - results[residual] - left / 2
+    assert float(lost.norm() / came.norm()) < {"bfloat16": 0.02, "int8": 0.06}[residual]
+    assert abs(float(lost @ came / came.square().sum())) < 0.003
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_an_idle_parameter_keeps_a_compact_residual_bit_for_bit(residual: str) -> None:
+    ranks = OneTensor(TopK(density=0.02, residual=residual), (40, 60), 1)
+    ranks.step([gaussian((2400,), 0)])
+    before = {key: value.clone() for key, value in ranks.state(0).items()}
+    ranks.step([torch.zeros(2400)])
+    assert all(torch.equal(value, before[key]) for key, value in ranks.state(0).items())
+
+
+def test_rounding_to_bfloat16_is_right_on_average() -> None:
+    x = gaussian((200_000,), 3).abs() + 1
+    rounded = round_to_bfloat16(x, 0, 12345).float()
+    assert float((rounded - x).mean()) == pytest.approx(0.0, abs=2e-5)
+    assert float(((rounded - x) / x).abs().max()) <= 2.0**-7
+    assert torch.equal(round_to_bfloat16(rounded, 0, 99).float(), rounded)
+    assert round_to_bfloat16(torch.tensor([3.4e38]), 0, 1).isfinite().all()
+
+
+@pytest.mark.parametrize("residual", ["float32", "int8"])
+@pytest.mark.parametrize("values", ["float32", "int4"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_chunks_lose_nothing_on_either_hop(world_size: int, values: str, residual: str) -> None:
+    shape, numel = (130, 100), 13_000
+    topk = TopK(density=0.01, selection="chunk", values=values, residual=residual)
+    ranks = OneTensor(topk, shape, world_size)
+    came, went = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    steps = 60 if residual == "int8" else 10
+    gradients = [gaussian((numel,), rank) for rank in range(world_size)]
+    for _ in range(steps):
+        came += torch.stack(gradients).double().mean(0)
+        mean = ranks.step(gradients)
+        assert 0 < int(mean.count_nonzero()) <= 140
+        went += mean.double()
+    left = sum(sync.residual("p").double() for sync in ranks.syncs) / world_size
+    for rank, sync in enumerate(ranks.syncs):
+        owner = sync.stores[sync.assignments["p"].method].owner_residual("p")
+        row = sync.cut("p").row_numel if hasattr(sync, "cut") else 0
+        left[rank * row : rank * row + owner.numel()] += owner.double()
+    lost = came - went - left
+    assert float(lost.norm() / came.norm()) < (1e-5 if residual == "float32" else 0.05)
+
+
+def test_chunk_options_are_checked() -> None:
+    for options in ({"return_density": 0.1}, {"selection": "block"}, {"selection": "chunk", "residual": "bfloat16"}):
+        with pytest.raises(ValueError, match="selection"):
+            TopK(**options)
+    with pytest.raises(ValueError, match="residual must be"):
+        DGC(residual="int4")
+    with pytest.raises(ValueError, match="return_density"):
+        TopK(selection="chunk", return_density=2.0)

@@ -1,0 +1,193 @@
+"""The k largest elements of every 4,096: a sparse code of fixed size, made without a look at the host.
+
+A segment is cut into chunks of 4,096 elements. From each whole chunk k elements are sent, from a shorter last one its
+share, at least one. The bytes of a segment with K such elements are
+
+1. 12 bits per element: its position in the chunk, ascending in each chunk; two positions in three bytes
+2. zeros up to a multiple of 16 bytes
+3. the K values, chunk by chunk, through the codec of the values
+
+Nothing depends on the values: all shapes are known beforehand, no count travels, and every message decodes to
+something inside its segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.packed import pack_segments
+from lowbit_strategy.kernels.segments import Segment, Segments
+from lowbit_strategy.kernels.select import CHUNK_NUMEL, chunk_top_k
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTopK(Codec):
+    """The largest of each chunk.
+
+    Args:
+        density: Share of the elements that is sent, in (0, 1]: ``round(4096 * density)`` of each chunk, at least one.
+        values: Codec of their values.
+    """
+
+    density: float
+    values: Codec = DenseCodec("float32")  # noqa: RUF009 (frozen)
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.density <= 1.0:
+            raise ValueError(f"density must be in (0, 1], got {self.density!r}")
+
+    @property
+    def label(self) -> str:
+        return f"{self.kept} of {CHUNK_NUMEL}, {self.values.label}"
+
+    @property
+    def block_size(self) -> int:
+        return CHUNK_NUMEL
+
+    @property
+    def kept(self) -> int:
+        """Elements sent of a whole chunk."""
+        return max(1, round(CHUNK_NUMEL * self.density))
+
+    def num_kept(self, numel: int) -> int:
+        """Elements sent of a segment."""
+        return numel // CHUNK_NUMEL * self.kept + self.kept_of_tail(numel % CHUNK_NUMEL)
+
+    def kept_of_tail(self, tail: int) -> int:
+        return min(tail, max(1, round(tail * self.density)))
+
+    def nearest(self) -> ChunkTopK:
+        return ChunkTopK(self.density, self.values.nearest())
+
+    def wire_nbytes(self, numel: int) -> int:
+        kept = self.num_kept(numel)
+        return _positions_nbytes(kept) + self.values.wire_nbytes(kept)
+
+    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
+        wire = torch.zeros(self.wire_nbytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
+        flag = torch.zeros(1, dtype=torch.int32, device=x_N.device)
+        self.encode_segments_(x_N, wire, Segments([Segment(0, x_N.numel(), 0, 0)]), seed=seed, flag=flag)
+        return wire
+
+    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
+        out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
+        self.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
+        return out
+
+    def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
+        table = _table(segments, self)
+        if not table.num_kept:
+            return
+        places = table.on(x.device)
+        packed = pack_segments(segments, CHUNK_NUMEL).collect(x)
+        positions_MK, values_MK = chunk_top_k(packed, places.kept_M, self.kept)
+        values_K = values_MK.view(-1).index_select(0, places.slot_K)
+        self.values.encode_segments_(values_K, wire, table.values, seed=seed, flag=flag)
+        positions_P = torch.nn.functional.pad(positions_MK.view(-1), (0, 1)).index_select(0, places.slot_P)
+        parts = _pack_positions(positions_P).split(table.packed_nbytes)
+        torch._foreach_copy_(table.position_bytes(wire), list(parts))
+
+    def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
+        table = _table(segments, self)
+        if not table.num_kept:
+            return
+        places, packing = table.on(out.device), pack_segments(segments, CHUNK_NUMEL)
+        total = torch.zeros(packing.numel, dtype=torch.float32, device=out.device)
+        values_K = torch.empty(table.num_kept, dtype=torch.float32, device=out.device)
+        for wire in wire_WB:
+            positions_P = _unpack_positions(torch.cat(table.position_bytes(wire)))
+            self.values.decode_sum_segments_(wire[None], values_K, table.values, alpha=1.0)
+            total.index_add_(0, places.chunk_start_K + positions_P.index_select(0, places.pair_K), values_K)
+        packing.spread_(total.mul_(alpha), out)
+
+
+def _positions_nbytes(kept: int) -> int:
+    return -(-((kept + 1) // 2 * 3) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pack_positions(positions_P: Tensor) -> Tensor:
+    """Pairs of 12-bit numbers as three bytes, little-endian."""
+    low, high = positions_P.view(-1, 2).to(torch.int32).unbind(1)
+    both = low | high << 12
+    return torch.stack([both & 0xFF, both >> 8 & 0xFF, both >> 16], 1).to(torch.uint8).view(-1)
+
+
+def _unpack_positions(packed: Tensor) -> Tensor:
+    first, second, third = packed.view(-1, 3).to(torch.int64).unbind(1)
+    return torch.stack([first | (second & 0xF) << 8, second >> 4 | third << 4], 1).view(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Index tensors of a table on one device.
+
+    Args:
+        kept_M: int32, elements sent of each chunk.
+        slot_K: int64, which of the ``[M, kept]`` chosen entries each sent element is.
+        slot_P: The same with one more at the end of a segment that has an odd number: pairs of positions.
+        pair_K: int64, where each element's position is among those.
+        chunk_start_K: int64, the first element of each one's chunk in the packed buffer.
+    """
+
+    kept_M: Tensor
+    slot_K: Tensor
+    slot_P: Tensor
+    pair_K: Tensor
+    chunk_start_K: Tensor
+
+
+class _Table:
+    """What follows from a table of segments: made once and kept with it."""
+
+    def __init__(self, segments: Segments, codec: ChunkTopK) -> None:
+        kept, room = [], codec.kept
+        rows, self.packed_nbytes, self._starts, pair, slot_P, pair_K = [], [], [], 0, [], []
+        self.num_kept = chunk = 0
+        for row in segments.rows:
+            whole, tail = divmod(row.numel, CHUNK_NUMEL)
+            own = [room] * whole + [codec.kept_of_tail(tail)] * (tail > 0)
+            count = sum(own)
+            slots = torch.cat([torch.arange(k) + (chunk + i) * room for i, k in enumerate(own)] or [torch.arange(0)])
+            slot_P += [slots, torch.full((count % 2,), -1)]
+            pair_K.append(torch.arange(count) + pair)
+            pair += count + count % 2
+            self.packed_nbytes.append((count + 1) // 2 * 3)
+            self._starts.append(row.wire_offset)
+            if count:
+                rows.append(Segment(self.num_kept, count, 0, row.wire_offset + _positions_nbytes(count), row.salt))
+            self.num_kept += count
+            chunk += len(own)
+            kept += own
+        self.values = Segments(rows)
+        slots_P = torch.cat(slot_P or [torch.arange(0)])
+        slots_K = slots_P[slots_P >= 0]
+        slots_P[slots_P < 0] = chunk * room  # the zero behind all entries
+        starts_K = slots_K // room * CHUNK_NUMEL
+        pairs_K = torch.cat(pair_K or [torch.arange(0)])
+        self._cpu = _Places(torch.tensor(kept, dtype=torch.int32), slots_K, slots_P, pairs_K, starts_K)
+        self._on_device: dict[torch.device, _Places] = {torch.device("cpu"): self._cpu}
+
+    def on(self, device: torch.device) -> _Places:
+        if device not in self._on_device:
+            own = self._cpu
+            parts = (own.kept_M, own.slot_K, own.slot_P, own.pair_K, own.chunk_start_K)
+            self._on_device[device] = _Places(*(part.to(device) for part in parts))
+        return self._on_device[device]
+
+    def position_bytes(self, wire: Tensor) -> list[Tensor]:
+        return [wire[start : start + n] for start, n in zip(self._starts, self.packed_nbytes, strict=True)]
+
+
+def _table(segments: Segments, codec: ChunkTopK) -> _Table:
+    key = ("chunk", codec)
+    table = segments.cache.get(key)
+    if not isinstance(table, _Table):
+        table = segments.cache[key] = _Table(segments, codec)
+    return table

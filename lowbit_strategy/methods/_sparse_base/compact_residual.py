@@ -1,0 +1,139 @@
+"""Sparse methods with residuals of one or two bytes per parameter instead of four.
+
+A residual grows until its element is sent, so what a step adds is far smaller than what is there: rounding to the
+nearest value would lose it. Rounding at random keeps it on average.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.kernels.backends import CACHE_ELEMENTS
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.kernels.reference import blocks
+from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, dither, stream_key
+from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.residual_format import read_residual
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+ResidualDtype = Literal["float32", "bfloat16", "int8"]
+RESIDUAL_DTYPES: tuple[ResidualDtype, ...] = ("float32", "bfloat16", "int8")
+_BLOCK = 128
+_GRID = uniform(8, _BLOCK)
+
+
+def compact(reducer: Reducer, residual: ResidualDtype) -> Reducer:
+    """The same method with a residual of that type."""
+    return reducer if residual == "float32" else CompactResidualReducer(inner=reducer, residual=residual)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompactResidualReducer(Reducer):
+    """Any sparse method: its residual is float32 while a bucket is under way, and rounded at random afterwards.
+
+    Args:
+        inner: The method.
+        residual: ``bfloat16``, or ``int8`` with one bfloat16 scale per 128 elements.
+    """
+
+    inner: Reducer
+    residual: ResidualDtype
+
+    @property
+    def whole_model(self) -> bool:  # type: ignore[override]
+        return self.inner.whole_model
+
+    @property
+    def fixed_size(self) -> bool:  # type: ignore[override]
+        return self.inner.fixed_size
+
+    @property
+    def label(self) -> str:
+        return f"{self.inner.label}, {self.residual} residual"
+
+    @property
+    def residual_gain(self) -> float | None:
+        return self.inner.residual_gain
+
+    def continues(self, earlier: Method) -> bool:
+        return (
+            isinstance(earlier, CompactResidualReducer)
+            and earlier.residual == self.residual
+            and self.inner.continues(earlier.inner)
+        )
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        state = self.inner.init(specs, device)
+        for tensors in state.values():
+            if "residual" not in tensors:
+                continue
+            numel = tensors["residual"].numel()
+            if self.residual == "bfloat16":
+                tensors["residual"] = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+            else:
+                num_blocks = -(-numel // _BLOCK)
+                tensors["residual"] = torch.zeros(num_blocks * _BLOCK, dtype=torch.int8, device=device)
+                tensors["residual_scale"] = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
+        return state
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        opened: ReducerState = dict(state)
+        before: State = {}
+        for view in views:
+            name = view.spec.name
+            if (values := read_residual(state.get(name, {}))) is not None:
+                before[name] = values[: view.spec.numel]
+                opened[name] = {**state[name], "residual": before[name].clone()}
+        yield from self.inner.reduce(views, opened, comm, step)
+        for name, old in before.items():
+            residual = opened[name]["residual"]
+            if not torch.equal(residual, old):  # else exactly as it was, not rounded once more
+                self._store_(state[name], residual, stream_key(step.seed, zlib.crc32(name.encode()), RESIDUAL_STREAM))
+
+    def _store_(self, tensors: State, values: Tensor, key: int) -> None:
+        for at in range(0, values.numel(), CACHE_ELEMENTS):
+            part = values[at : at + CACHE_ELEMENTS]
+            if self.residual == "bfloat16":
+                tensors["residual"][at : at + part.numel()] = round_to_bfloat16(part, at, key)
+                continue
+            padded_KB = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
+            scale_K = blocks.residual_scale(padded_KB, _GRID)
+            noise_KB = dither(at, padded_KB.numel(), key, values.device).view_as(padded_KB)
+            codes_KB = blocks.quantize(padded_KB, scale_K, _GRID, noise_KB).to(torch.int16) - _GRID.qmax
+            tensors["residual"][at : at + padded_KB.numel()] = codes_KB.view(-1).to(torch.int8)
+            tensors["residual_scale"][at // _BLOCK : at // _BLOCK + scale_K.numel()] = blocks.to_bfloat16(scale_K)
+
+    def rescale_(self, state: ReducerState, factor: float) -> None:
+        """The scales of an int8 residual stand for it."""
+        units = {
+            name: {key.replace("residual_scale", "residual"): tensor for key, tensor in tensors.items()}
+            for name, tensors in state.items()
+        }
+        self.inner.rescale_(units, factor)
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        return self.inner.wire_nbytes(spec, world_size, scatter=scatter)
+
+
+def round_to_bfloat16(x: Tensor, first: int, key: int) -> Tensor:
+    """Down or up at random so that the mean is x: 16 random bits are added below those that stay.
+
+    Args:
+        x: float32 [N], finite; what would become infinite saturates.
+        first: Index of its first element in the stream of random numbers.
+        key: Of the stream.
+    """
+    noise = ((dither(first, x.numel(), key, x.device) + 0.5) * 65536.0).to(torch.int32)
+    bits = x.contiguous().view(torch.int32) + noise
+    rounded = (bits & -65536).view(torch.float32)
+    return torch.where(rounded.isfinite(), rounded, x.sign() * torch.finfo(torch.bfloat16).max).to(torch.bfloat16)
