@@ -1,20 +1,19 @@
-"""Time to select, on one core, against torch.topk in the same run; and how near the count comes to the target.
+"""Time of sparse methods on one core: the whole reduce, and the choice alone, against torch.topk in the same run.
 
-Each method selects from a float32 gradient accumulated over some steps (its own residual, so that what it left behind
-is there). Timed is the selection alone: threshold, positions and values. torch.topk gets the magnitudes ready made and
-gives positions without order. The cases take turns, and the thread's processor time counts.
+A whole reduce is accumulating, choosing, encoding, summing and writing the mean, on one rank: no bytes travel. Each
+method starts from a residual of some steps. torch.topk gets the magnitudes ready made and gives positions without
+order. The least of several repeats counts, of the thread's processor time: others may use the machine.
 
-    python benchmarks/selection.py --numel 16777216 --json selection.json
+    python benchmarks/selection.py --numel 16777216 --numel 589824 --numel 65536 --json selection.json
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -22,136 +21,121 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import flat_cut
+from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.kernels.select import top_k
-from lowbit_strategy.methods._base.reducer import View
+from lowbit_strategy.kernels.select import CHUNK_NUMEL, chunk_top_k, top_k
+from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.exclusive_partitions import ExclusiveReducer, _Model
-from lowbit_strategy.methods._sparse_base.fitted_thresholds import DISTRIBUTIONS
-from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, EntriesCompressor, SparseReducer
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, SparseReducer
 from lowbit_strategy.methods.sparsification.dgc import DGC
 from lowbit_strategy.methods.sparsification.exdyna import ExDyna
 from lowbit_strategy.methods.sparsification.sidco import SIDCo
+from lowbit_strategy.methods.sparsification.topk import TopK
 
 _CPU = torch.device("cpu")
-Select = Callable[[int], Tensor]
-Prepare = Callable[[Tensor], Select]
+_WARM_UP = 4  # steps before anything is timed: residuals, thresholds and stages settle
 
 
-class _Alone:
-    """A communicator of one rank."""
-
-    world_size, rank = 1, 0
-
-    def all_gather(self, out_WB: Tensor, x_B: Tensor) -> None:
-        out_WB.copy_(x_B.expand_as(out_WB))
-
-    def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: Any, in_splits: Any) -> None:
-        out.copy_(x)
-
-
-def _finish(stages: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(stages)
-        except StopIteration as stop:
-            return stop.value
-
-
-def _entries(compressor: EntriesCompressor, spec: TensorSpec) -> tuple[Tensor, Select]:
-    """A method in which each rank chooses by itself: its residual, and its choice in a step."""
-    reducer = cast(SparseReducer, compressor.method(spec))
-    tensors = reducer.init([spec], _CPU)[spec.name]
-    view = View(spec, flat_cut(spec.numel, 1, 1), tensors["residual"], tensors["residual"], False)
-    return tensors["residual"], lambda index: reducer.choose(view, tensors, StepContext(index, index, index)).indices
-
-
-def _exclusive(density: float, spec: TensorSpec) -> tuple[Tensor, Select]:
-    """ExDyna on one rank, which then has the whole model for its partition: its worst case."""
-    reducer = ExDyna(density=density).method(spec)
-    state = reducer.init([spec], _CPU)
-    control = state[spec.name]
-    residual = control["residual"]
-    view = View(spec, flat_cut(spec.numel, 1, 1), residual, residual, False)
-
-    def select(index: int) -> Tensor:
-        step = StepContext(index, index, index)
-        model = _Model([view], [Condition.LIVE], state, cast(Comm, _Alone()), step)
-        return _select_exclusive(reducer, model, control)
-
-    return residual, select
-
-
-def _select_exclusive(reducer: ExclusiveReducer, model: _Model, control: dict[str, Tensor]) -> Tensor:
-    bounds = model.bounds(reducer._sizes(model, control))
-    threshold = _finish(reducer._threshold(model, control, bounds))
-    selection = _finish(model.select(threshold, bounds))
-    reducer._learn_(model, control, selection)
-    return cast(Tensor, selection.indices[0])
-
-
-def _time(function: Callable[[], Tensor]) -> tuple[float, Tensor]:
+def _seconds(function: Callable[[], object]) -> float:
     start = time.thread_time()
-    result = function()
-    return time.thread_time() - start, result
+    function()
+    return time.thread_time() - start
 
 
-def _measure(numel: int, density: float, steps: int, console: Console) -> list[dict[str, Any]]:
-    spec = TensorSpec("weight", (numel,))
-    wanted = max(1, round(density * numel))
-    methods = {"exdyna": _exclusive(density, spec), "dgc": _entries(DGC(density=density), spec)}
-    for distribution in DISTRIBUTIONS:
-        methods[f"sidco {distribution}"] = _entries(SIDCo(density=density, distribution=distribution), spec)
-    times: dict[str, list[float]] = {name: [] for name in (*methods, "torch.topk", "exact top-k")}
-    counts: dict[str, list[int]] = {name: [] for name in methods}
-    generator = torch.Generator().manual_seed(0)
-    for step in range(steps):
-        gradient = torch.randn(numel, generator=generator)
-        for name, (residual, select) in methods.items():
-            residual.add_(gradient)
-            magnitudes = residual.abs() if name == "dgc" else None
-            seconds, indices = _time(lambda select=select, step=step: select(step))
-            times[name].append(seconds)
-            counts[name].append(indices.numel())
-            if magnitudes is not None:  # what the reference sorts is of the same kind
-                times["torch.topk"].append(_time(lambda m=magnitudes: torch.topk(m, wanted, sorted=False).indices)[0])
-                times["exact top-k"].append(_time(lambda r=residual: top_k(r, wanted)[0])[0])
-            residual.index_fill_(0, indices.long(), 0.0)
-        console.print(f"density {density:g}: step {step + 1} of {steps}", style="dim")
-    late = steps // 2
-    reference = statistics.median(times["torch.topk"][late:])
-    rows = []
-    for name, values in times.items():
-        seconds = statistics.median(values[late:])
-        ratio = None if name not in counts else statistics.mean(counts[name][late:]) / wanted
-        rows.append(
-            {"density": density, "method": name, "ms": seconds * 1e3, "speedup": reference / seconds, "count": ratio}
-        )
-    return rows
+class _Method:
+    """One method with one parameter on one rank."""
+
+    def __init__(self, compressor: SparseCompressor, numel: int) -> None:
+        spec = TensorSpec("weight", (numel,))
+        reducer = compressor.method(spec)
+        assert isinstance(reducer, Reducer)
+        self.reducer = reducer
+        self.state = reducer.init([spec], _CPU)
+        self.x = torch.empty(numel)
+        self.view = View(spec, flat_cut(numel, 1, 1), self.x, self.x, scatter=False)
+        self.comm = LocalComm()
+
+    def reduce(self, index: int) -> None:
+        for pending in self.reducer.reduce([self.view], self.state, self.comm, StepContext(index, index, index)):
+            pending.wait()
+
+    def choose(self, index: int) -> None:
+        """The choice alone, of methods in which each parameter has its own."""
+        assert isinstance(self.reducer, SparseReducer)
+        self.reducer.choose(self.view, self.state["weight"], StepContext(index, index, index))
+
+
+def _measure(numel: int, density: float, steps: int) -> list[dict[str, Any]]:
+    kept = max(1, round(density * numel))
+    methods = {
+        "topk": _Method(TopK(density=density), numel),
+        "dgc": _Method(DGC(density=density), numel),
+        "sidco": _Method(SIDCo(density=density), numel),
+        "exdyna": _Method(ExDyna(density=density), numel),
+    }
+    times: dict[str, list[float]] = {}
+    counts: dict[str, list[int]] = {}
+    for step in range(_WARM_UP + steps):
+        gradient = torch.randn(numel, generator=torch.Generator().manual_seed(step))
+        magnitudes = methods["topk"].state["weight"]["residual"].add(gradient).abs_()
+        found = {
+            "torch.topk": _seconds(lambda m=magnitudes: torch.topk(m, kept, sorted=False)),
+            "exact top-k, choice": _seconds(lambda m=magnitudes: top_k(m, kept)),
+            "chunks, choice": _chunks(magnitudes, density),
+        }
+        for name, method in methods.items():
+            if name in ("dgc", "sidco"):
+                method.choose(step)  # a gradient's worth less than what the reduce below chooses from
+                found[f"{name}, choice"] = _seconds(lambda method=method, step=step: method.choose(step))
+            method.x.copy_(gradient)
+            found[name] = _seconds(lambda method=method, step=step: method.reduce(step))
+            if step >= _WARM_UP:
+                counts.setdefault(name, []).append(int(method.x.count_nonzero()))
+        if step >= _WARM_UP:
+            for name, seconds in found.items():
+                times.setdefault(name, []).append(seconds)
+    reference = min(times["torch.topk"])
+    return [
+        {
+            "numel": numel,
+            "density": density,
+            "case": name,
+            "ms": min(values) * 1e3,
+            "over_torch_topk": min(values) / reference,
+            "gigabytes_per_s": 4e-9 * numel / min(values),
+            "count_over_target": sum(counts[name]) / len(counts[name]) / kept if name in counts else None,
+        }
+        for name, values in sorted(times.items())
+    ]
+
+
+def _chunks(x: Tensor, density: float) -> float:
+    whole = x[: x.numel() // CHUNK_NUMEL * CHUNK_NUMEL]
+    kept = max(1, round(CHUNK_NUMEL * density))
+    kept_M = torch.full((whole.numel() // CHUNK_NUMEL,), kept, dtype=torch.int32)
+    return _seconds(lambda: chunk_top_k(whole, kept_M, kept))
 
 
 def main(
-    numel: Annotated[int, typer.Option(help="Elements of the gradient.")] = 1 << 24,
+    numel: Annotated[list[int] | None, typer.Option(help="Elements; may be given several times.")] = None,
     density: Annotated[list[float] | None, typer.Option(help="Densities; may be given several times.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps; the second half is measured.")] = 12,
+    steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 12,
     path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
-    """Time to select against torch.topk."""
+    """Time sparse methods against torch.topk."""
     torch.set_num_threads(1)
     console = Console()
-    rows = [row for d in density or [0.001, 0.01] for row in _measure(numel, d, steps, console)]
-    table = Table(
-        "density", "method", "ms", "times faster than torch.topk", "count / target", title=f"{numel:,} elements"
-    )
+    rows = [row for n in numel or [1 << 24] for d in density or [0.001] for row in _measure(n, d, steps)]
+    table = Table("elements", "density", "case", "ms", "times torch.topk", "GB/s", "count / target")
     for row in rows:
-        count = "" if row["count"] is None else f"{row['count']:.3f}"
-        table.add_row(f"{row['density']:g}", row["method"], f"{row['ms']:.1f}", f"{row['speedup']:.1f}", count)
+        count = "" if row["count_over_target"] is None else f"{row['count_over_target']:.3f}"
+        figures = (f"{row['ms']:.3f}", f"{row['over_torch_topk']:.2f}", f"{row['gigabytes_per_s']:.2f}", count)
+        table.add_row(f"{row['numel']:,}", f"{row['density']:g}", row["case"], *figures)
     console.print(table)
     if path is not None:
-        result = {"numel": numel, "steps": steps, "backend": backends.describe(_CPU), "rows": rows}
+        result = {"steps": steps, "backend": backends.describe(_CPU), "rows": rows}
         path.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -42,6 +42,10 @@ _ALL = {"exempt": (), "high_precision": ()}
 TRAINED: dict[str, Compressor] = {
     "topk": TopK(density=0.05),
     "topk_int4": TopK(density=0.05, values="int4"),
+    "topk_chunk": TopK(density=0.05, selection="chunk", values="int8"),
+    "topk_chunk_int8": TopK(density=0.05, selection="chunk", residual="int8"),
+    "topk_int8_residual": TopK(density=0.05, residual="int8"),
+    "exdyna_int4": ExDyna(density=0.05, values="int4", residual="bfloat16"),
     "exdyna": ExDyna(density=0.05),
     "micro": MiCRO(density=0.05),
     "dgc": DGC(density=0.05, clip_norm=1.0, warmup_steps=4),

@@ -19,6 +19,7 @@ from lowbit_strategy.kernels.triton import dense
 from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, encode_kernel, split_sources
 from lowbit_strategy.kernels.triton.layout import DeviceFormat, device_format
 from lowbit_strategy.kernels.triton.loco import loco_kernel
+from lowbit_strategy.kernels.triton.select import CHUNK, NUM_WARPS, chunk_top_k_kernel
 from lowbit_strategy.kernels.triton.tiles import Launch
 
 _POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int8": "*i8"}
@@ -98,6 +99,12 @@ def dense_decode_sum_resources(fmt: DenseFormat, *, out: str, sources: int, arch
     groups, rest = split_sources(sources)
     constants = {**_dense_constants(fmt), "LOOP": groups > 0, "REST": rest}
     return _compile(dense.decode_sum_kernel, signature, constants, unaligned=("out",), launch=dense.LAUNCH, arch=arch)
+
+
+def chunk_top_k_resources(*, arch: int) -> Resources:
+    signature = {"x": "*fp32", "kept": "*i32", "positions": "*i16", "values": "*fp32", "room": "i32"}
+    launch = Launch(elements_per_thread=CHUNK // (32 * NUM_WARPS), num_warps=NUM_WARPS, vector=4)
+    return _compile(chunk_top_k_kernel, signature, {"CHUNK": CHUNK}, unaligned=(), launch=launch, arch=arch)
 
 
 _TABLES = {"segment_of_tile": "*i32", "segments": "*i64", "table": "*fp32"}

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit_strategy.kernels import native, select
 from lowbit_strategy.kernels.native import ISA_OVERRIDE
 from lowbit_strategy.kernels.reference import select as reference
+from tests.unit.kernels.chunk_cases import chunk_cases
 
 _PATHS = ["torch", *(("avx512", "avx2", "portable") if native.available() else ())]
 
@@ -160,22 +161,16 @@ def test_sampled_threshold_is_near_the_quantile() -> None:
     assert select.sampled_threshold(torch.zeros(0), 0.1, 100, seed=0) == math.inf
 
 
-@pytest.mark.parametrize("kept", [1, 4, 41, 205, 1000, 4095, 4096])
-def test_chunk_top_k_is_the_definition(path: str, kept: int) -> None:
-    x = _values(9 * 4096)
-    x[5000], x[5001], x[6000] = math.nan, math.inf, -math.nan
-    x[3 * 4096 : 4 * 4096] = 0.0
-    x[4 * 4096 : 5 * 4096].round_()
-    x[5 * 4096 : 6 * 4096] *= 1e-42
-    kept_M = torch.tensor([kept, kept, kept, kept, kept, kept, 0, 1, max(1, kept // 2)], dtype=torch.int32)
-    positions, values = select.chunk_top_k(x, kept_M, kept)
-    wanted, wanted_values = torch.zeros_like(positions), torch.zeros_like(values)
-    reference.chunk_top_k(x, kept_M, wanted, wanted_values)
-    assert torch.equal(positions, wanted)
-    assert torch.equal(values.view(torch.int32), wanted_values.view(torch.int32))
-    for chunk in (0, 3, 4, 8):
-        top = reference.top_k(x[4096 * chunk : 4096 * (chunk + 1)], int(kept_M[chunk]))
-        assert torch.equal(positions[chunk, : top.numel()].long(), top)
+def test_chunk_top_k_is_the_definition(path: str) -> None:
+    for name, x, kept_M, room in chunk_cases():
+        positions, values = select.chunk_top_k(x, kept_M, room)
+        wanted, wanted_values = torch.zeros_like(positions), torch.zeros_like(values)
+        reference.chunk_top_k(x, kept_M, wanted, wanted_values)
+        assert torch.equal(positions, wanted), name
+        assert torch.equal(values.view(torch.int32), wanted_values.view(torch.int32)), name
+        for chunk in (0, 2, 3, 6):
+            top = reference.top_k(x[4096 * chunk : 4096 * (chunk + 1)], int(kept_M[chunk]))
+            assert torch.equal(positions[chunk, : top.numel()].long(), top)
 
 
 def test_chunk_top_k_refuses_other_sizes() -> None:

@@ -92,3 +92,10 @@ def test_dense_kernels_keep_everything_in_registers(wire: str, arch: int) -> Non
 def test_nothing_is_contracted() -> None:
     """8 bits have no sums to pack, so a fused multiply-add could only be one that the reference does not have."""
     assert "fma." not in loco(FORMATS["uniform8"], "float32", 90).ptx
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_chunk_top_k_keeps_its_chunk_in_registers(arch: int) -> None:
+    found = offline.chunk_top_k_resources(arch=arch)
+    check(found, FOUR_PROGRAMS)
+    assert re.search(r"ld\.global(\.\w+)*\.v4\.b32", found.ptx)
