@@ -33,10 +33,9 @@ from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.base import Compressor
-from lowbit_strategy.methods._base.option_checks import check_choice
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.compact_residual import RESIDUAL_DTYPES, ResidualDtype
+from lowbit_strategy.methods._sparse_base.compact_residual import ResidualDtype
 from lowbit_strategy.options.configuration import configuration
 
 Values = Literal["float32", "bfloat16", "int8", "int7", "int6", "int5", "int4", "int3", "int2"]
@@ -265,7 +264,6 @@ class SparseCompressor(Compressor):
         Compressor.__post_init__(self)
         check_density(self.density)
         value_codec(self.values)
-        check_choice("residual", self.residual, RESIDUAL_DTYPES)
 
     def conserving(self) -> SparseCompressor:
         return replace(self, residual="float32")

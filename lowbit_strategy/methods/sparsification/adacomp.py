@@ -16,10 +16,9 @@ from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.methods._base.base import Compressor
-from lowbit_strategy.methods._base.option_checks import check_choice
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.compact_residual import RESIDUAL_DTYPES, ResidualDtype, compact
+from lowbit_strategy.methods._sparse_base.compact_residual import ResidualDtype, compact
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, Values, value_codec
 from lowbit_strategy.options.configuration import configuration
 
@@ -117,7 +116,6 @@ class AdaComp(Compressor):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{field} must be a positive integer, got {size!r}")
         self._codec()
-        check_choice("residual", self.residual, RESIDUAL_DTYPES)
 
     def conserving(self) -> AdaComp:
         return replace(self, residual="float32")

@@ -14,7 +14,6 @@ from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.feedback import FeedbackCodec
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.option_checks import check_choice
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.compact_residual import compact
@@ -91,7 +90,6 @@ class TopK(SparseCompressor):
 
     def __post_init__(self) -> None:
         SparseCompressor.__post_init__(self)
-        check_choice("selection", self.selection, ("exact", "chunk"))
         if self.return_density is not None:
             check_density(self.return_density, "return_density")
             if self.selection == "exact":
