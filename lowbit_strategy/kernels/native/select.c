@@ -197,3 +197,23 @@ EXPORT void lowbit_chunk_top_k(
 #endif
     chunks_portable(x, first, last, kept, room, positions, values);
 }
+
+/* |x| at one place in each of `num` equal strata, where a hash of the key and the stratum says. num < numel < 2^61. */
+EXPORT void lowbit_sample_magnitudes(const float *x, int64_t numel, int64_t num, uint32_t key, float *magnitudes) {
+    const int64_t step = numel / num, rest = numel % num;
+    int64_t edge = 0, carried = 0;
+    for (int64_t i = 0; i < num; i++) {
+        int64_t length = step;
+        carried += rest;
+        if (carried >= num) {
+            carried -= num;
+            length++;
+        }
+        uint32_t hash = (uint32_t)i * 0x9E3779B9u + key;
+        hash = (hash ^ (hash >> 16)) * 0x7FEB352Du;
+        hash = (hash ^ (hash >> 15)) * 0x846CA68Bu;
+        hash ^= hash >> 16;
+        magnitudes[i] = fabsf(x[edge + (int64_t)(((uint64_t)hash * (uint64_t)length) >> 32)]);
+        edge += length;
+    }
+}

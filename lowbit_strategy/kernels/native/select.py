@@ -11,50 +11,55 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.native import isa, library
 from lowbit_strategy.kernels.native.threads import run
+from lowbit_strategy.kernels.reference.rng import hash32
 
 _BLOCK = 4096  # parts of a tensor that threads take start on multiples of it
 
 
-@lru_cache(maxsize=1)
-def _function() -> Any:
+_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "lowbit_select": (
+        _COUNT,
+        (ctypes.c_char_p, _POINTER, _COUNT, _COUNT, ctypes.c_float, _POINTER, _POINTER, _COUNT),
+    ),
+    "lowbit_chunk_top_k": (
+        None,
+        (ctypes.c_char_p, _POINTER, _COUNT, _COUNT, _POINTER, _COUNT, _POINTER, _POINTER),
+    ),
+    "lowbit_sample_magnitudes": (None, (_POINTER, _COUNT, _COUNT, ctypes.c_uint32, _POINTER)),
+}
+
+
+@lru_cache
+def _function(name: str) -> Any:
     """Raises:
     RuntimeError: The extension is older than this file.
     """
-    function = getattr(library(), "lowbit_select", None)
+    function = getattr(library(), name, None)
     if function is None:
         raise RuntimeError("the C extension was built from older sources: reinstall the package")
-    pointer, count = ctypes.c_void_p, ctypes.c_int64
-    function.restype = count
-    function.argtypes = (ctypes.c_char_p, pointer, count, count, ctypes.c_float, pointer, pointer, count)
+    function.restype, function.argtypes = _SIGNATURES[name]
     return function
 
 
 def _select(x: Tensor, start: int, stop: int, threshold: float, capacity: int) -> tuple[int, Tensor, Tensor]:
     indices = torch.empty(capacity, dtype=torch.int32)
     values = torch.empty(capacity, dtype=torch.float32)
-    count = _function()(
+    count = _function("lowbit_select")(
         isa().encode(), x.data_ptr(), start, stop, threshold, indices.data_ptr(), values.data_ptr(), capacity
     )
     return int(count), indices, values
 
 
-@lru_cache(maxsize=1)
-def _chunk_function() -> Any:
-    """Raises:
-    RuntimeError: The extension is older than this file.
-    """
-    function = getattr(library(), "lowbit_chunk_top_k", None)
-    if function is None:
-        raise RuntimeError("the C extension was built from older sources: reinstall the package")
-    pointer, count = ctypes.c_void_p, ctypes.c_int64
-    function.restype = None
-    function.argtypes = (ctypes.c_char_p, pointer, count, count, pointer, count, pointer, pointer)
-    return function
+def sample_magnitudes(x: Tensor, num: int, seed: int) -> Tensor:
+    magnitudes = torch.empty(num, dtype=torch.float32)
+    _function("lowbit_sample_magnitudes")(x.data_ptr(), x.numel(), num, hash32(seed), magnitudes.data_ptr())
+    return magnitudes
 
 
 def chunk_top_k(x: Tensor, kept_M: Tensor, positions_MK: Tensor, values_MK: Tensor) -> None:
     def work(first: int, last: int) -> None:
-        _chunk_function()(
+        _function("lowbit_chunk_top_k")(
             isa().encode(),
             x.data_ptr(),
             first,

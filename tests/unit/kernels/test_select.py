@@ -177,3 +177,11 @@ def test_chunk_top_k_refuses_other_sizes() -> None:
     for x, kept_M, room in ((4096, [1, 1], 1), (4095, [1], 1), (4096, [1], 0), (4096, [1], 4097)):
         with pytest.raises(ValueError, match="chunk_top_k takes"):
             select.chunk_top_k(torch.zeros(x), torch.tensor(kept_M, dtype=torch.int32), room)
+
+
+@pytest.mark.parametrize(("numel", "num"), [(2, 1), (100, 99), (101, 10), (70_001, 4096), (65_536, 1024)])
+def test_samples_are_the_references(path: str, numel: int, num: int) -> None:
+    x = _values(numel)
+    for seed in (0, 5, 2**32 - 1):
+        places = reference.sample_positions(numel, num, seed, torch.device("cpu"))
+        assert torch.equal(select.sample_magnitudes(x, num, seed=seed), x[places].abs())

@@ -260,5 +260,5 @@ def test_chunk_options_are_checked() -> None:
             TopK(**options)
     with pytest.raises(ValueError, match="residual must be"):
         DGC(residual="int4")
-    with pytest.raises(ValueError, match="return_density"):
+    with pytest.raises(ValueError, match="return_density must be"):
         TopK(selection="chunk", return_density=2.0)
