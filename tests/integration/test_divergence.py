@@ -159,7 +159,7 @@ def agreed(folder: Path) -> Facts:
             before = loop.attached.sync.comm.sent_nbytes
             loop.step()
             sent.append(loop.attached.sync.comm.sent_nbytes - before)
-    off = Loop(mlp(), SyncOptions(check_digest=False))
+    off = Loop(mlp(), options=SyncOptions(check_digest=False))
     with torch.no_grad():
         off.net[0].weight += dist.get_rank()
     with _comparisons() as none:

@@ -95,10 +95,10 @@ def test_reset_starts_from_zero(folder: Path, before: int, after: int, kind: Kin
 def test_fold_keeps_what_has_not_been_sent(folder: Path, before: int, after: int, kind: Kind) -> None:
     firsts, seconds = _change(folder, before, after)
     for name in NAMES:
-        before = torch.stack([rank[kind, "reset"].end[name] for rank in firsts]).mean(0)
+        unsent = torch.stack([rank[kind, "reset"].end[name] for rank in firsts]).mean(0)
         now = torch.stack([rank[kind, "fold"].start[name] for rank in seconds]).mean(0)
-        assert before.any()
-        torch.testing.assert_close(now, before)
+        assert unsent.any()
+        torch.testing.assert_close(now, unsent)
     for rank in (rank[kind, "fold"] for rank in seconds):
         assert rank.steps == 8
         assert rank.print == seconds[0][kind, "fold"].print
