@@ -15,7 +15,7 @@ from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
-from tests.unit.engine.echo import EchoComm, Operations
+from tests.worlds.echo import EchoComm, Operations
 
 pytest.importorskip("triton", reason="triton is not installed")
 
