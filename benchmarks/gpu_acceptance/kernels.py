@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from gpu_acceptance.checks import Check, Figures
 
 REPOSITORY = Path(__file__).resolve().parents[2]

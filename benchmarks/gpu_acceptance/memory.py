@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_acceptance.checks import Check, Figures
-from gpu_acceptance.training import SmallGPT, batch, next_token_loss, wrap
-from gpu_acceptance.two_ranks import agree, trained
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from gpu_acceptance.checks import Check, Figures
+from gpu_acceptance.training import SmallGPT, batch, next_token_loss, wrap
+from gpu_acceptance.two_ranks import agree, trained
 from lowbit_strategy import LoCo, preset
 from lowbit_strategy.collectives.comm import GroupComm, Pending
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module

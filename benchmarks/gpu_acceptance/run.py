@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
-for folder in (BENCHMARKS, BENCHMARKS.parent):
-    sys.path.insert(0, str(folder))
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
 
 from gpu_acceptance.checks import run_checks, write
 

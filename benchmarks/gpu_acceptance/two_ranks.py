@@ -7,9 +7,9 @@ import tempfile
 from typing import Any
 
 import torch
+
 from gpu_acceptance.checks import Check, Figures
 from gpu_acceptance.training import train
-
 from lowbit_strategy import Dense, LoCo
 from tests.distributed import run_ranks
 

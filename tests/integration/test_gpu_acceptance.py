@@ -24,6 +24,7 @@ def test_a_part_passes_and_writes_its_page(part: str, only: str, tmp_path: Path)
 
 def test_a_check_that_fails_is_told_and_does_not_hide_the_others(tmp_path: Path) -> None:
     import torch
+
     from gpu_acceptance.checks import Check, run_checks, write
 
     def fails(device: torch.device) -> dict[str, object]:
