@@ -17,7 +17,7 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
 
-from gpu_acceptance.checks import run_checks, write
+from gpu_acceptance.checks import run_checks, write  # noqa: E402
 
 PARTS = ("kernels", "two_ranks", "memory")
 LIMIT_S = 600
