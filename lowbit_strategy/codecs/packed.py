@@ -13,7 +13,7 @@ from lowbit_strategy.kernels.segments import Segments, pieces_of
 
 
 class _Blocks(NamedTuple):
-    """Of every block: its piece, and how many elements are not padding; of every piece: its first block, its salt."""
+    """Per block its piece and how many elements are not padding; per piece its first block and salt."""
 
     piece_K: Tensor
     count_K: Tensor

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 
 Backend = Literal["triton", "native", "torch"]
-OVERRIDE = "LOWBIT_KERNELS"  # torch | native | triton: for tests, benchmarks, and to rule a kernel out
+# torch | native | triton: for tests and benchmarks, and to rule a kernel out when looking for a fault
+OVERRIDE = "LOWBIT_KERNELS"
 CACHE_ELEMENTS = 65536  # piece of the plain PyTorch path: small enough for a cache, large enough to hide call overhead
 
 

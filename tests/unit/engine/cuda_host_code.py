@@ -1,4 +1,4 @@
-"""The code that the host runs for CUDA tensors, without a GPU: tensors that claim ``cuda:0`` and hold nothing.
+"""The code that the host runs for CUDA tensors, without a GPU: tensors that say they are on ``cuda:0`` and are empty.
 
 Kernel launches are noted instead of done; everything around them is the real code, on its CUDA branches. Whatever would
 make the host wait for the device is an error.

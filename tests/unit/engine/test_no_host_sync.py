@@ -15,7 +15,7 @@ from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
-from tests.unit.engine.echo import EchoComm, Operations
+from tests.worlds.echo import EchoComm, Operations
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -46,7 +46,7 @@ def step(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor) -> No
 @pytest.mark.parametrize("scatter", [False, True], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize(
     "compressor",
-    [LoCo(), LoCo(bits=2, levels="fitted"), LoCo(bits=2, levels="ternary"), LoCo(reset_steps=1), Dense()],
+    [LoCo(), LoCo(bits=2, codebook="fitted"), LoCo(bits=2, codebook="ternary"), LoCo(reset_steps=1), Dense()],
     ids=["loco", "fitted", "ternary", "reset", "dense"],
 )
 def test_no_step_waits_for_the_device(compressor: Compressor, scatter: bool, dtype: torch.dtype) -> None:

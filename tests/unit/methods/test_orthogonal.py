@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit_strategy.methods.low_rank.orthogonal import orthogonalize, orthogonalize_all
-from tests.unit.engine.echo import Operations
+from tests.worlds.echo import Operations
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])

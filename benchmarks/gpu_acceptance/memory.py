@@ -1,0 +1,128 @@
+"""Part 3: memory of large models beside ranks that are not there, and longer trainings of several methods."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from gpu_acceptance.checks import Check, Figures
+from gpu_acceptance.training import SmallGPT, batch, next_token_loss, wrap
+from gpu_acceptance.two_ranks import agree, trained
+from lowbit_strategy import LoCo, preset
+from lowbit_strategy.collectives.comm import GroupComm, Pending
+from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
+
+WORLD_SIZE = 8
+SIZES = {"cuda": {"fsdp": (4096, 32), "ddp": (2048, 24)}, "cpu": {"fsdp": (256, 4), "ddp": (128, 4)}}  # width, layers
+TRAINED = ("loco", "loco2", "topk", "powersgd")
+
+
+class _Arrived:
+    def wait(self) -> None:
+        return None
+
+
+def _echo(comm: GroupComm, out_WB: Tensor, x_WB: Tensor) -> Pending:
+    comm.sent_nbytes += x_WB[0].nbytes * (comm.world_size - 1)
+    out_WB.copy_(x_WB[comm.rank : comm.rank + 1].expand_as(out_WB))
+    return _Arrived()
+
+
+def _echo_gather(comm: GroupComm, out_WB: Tensor, x_B: Tensor) -> Pending:
+    comm.sent_nbytes += x_B.nbytes * (comm.world_size - 1)
+    out_WB.view(comm.world_size, -1).copy_(x_B.reshape(1, -1).expand(comm.world_size, -1))
+    return _Arrived()
+
+
+@contextmanager
+def fake_world() -> Iterator[None]:
+    """The ``fake`` group moves nothing: messages of the others are taken to be what this rank sends."""
+    kept = GroupComm.all_to_all, GroupComm.all_gather
+    GroupComm.all_to_all, GroupComm.all_gather = _echo, _echo_gather  # type: ignore[method-assign]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        GroupComm.all_to_all, GroupComm.all_gather = kept  # type: ignore[method-assign]
+
+
+def memory_of(kind: str, compressor: Any, device: torch.device) -> Figures:
+    """Four steps: across DDP's rebuild of its buckets, and the end of a warm-up after two."""
+    width, layers = SIZES[device.type][kind]
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    attached = None
+    with fake_world():
+        with torch.device(device):
+            net = SmallGPT(width, layers)
+        if compressor is not None:
+            model, attached = wrap(kind, net, compressor, device)
+        elif kind == "ddp":
+            model = DistributedDataParallel(net)
+        else:
+            shard_module(net, init_device_mesh(device.type, (WORLD_SIZE,)), ShardPolicy(min_numel=1))
+            model = net
+        for step in range(4):
+            if attached is not None:
+                attached.sync.begin_step()
+            next_token_loss(model, batch(step, 0, device)).backward()
+            model.zero_grad()
+            if attached is not None:
+                attached.end_step()
+        figures: Figures = {"parameters": sum(parameter.numel() for parameter in net.parameters())}
+        if device.type == "cuda":
+            figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        if attached is not None:
+            figures["residual_nbytes"] = attached.sync.residual_nbytes
+            figures["wire_nbytes"] = attached.sync.buffers.nbytes
+            attached.close()
+    return figures
+
+
+def memory(device: torch.device) -> Figures:
+    figures: Figures = {}
+    for kind in ("fsdp", "ddp"):
+        plain = memory_of(kind, None, device)
+        ours = memory_of(kind, LoCo(warmup_steps=2, warmup_bits=8), device)
+        count = ours["parameters"]
+        figures[f"{kind}_parameters"] = count
+        figures[f"{kind}_residual_bytes_per_parameter"] = ours["residual_nbytes"] / count
+        figures[f"{kind}_wire_bytes_per_parameter"] = ours["wire_nbytes"] / count
+        if "peak_gb" in ours:
+            figures |= {f"{kind}_peak_gb": ours["peak_gb"], f"{kind}_plain_peak_gb": plain["peak_gb"]}
+        if not ours["residual_nbytes"] <= 1.3 * count:
+            raise AssertionError(f"{kind}: residuals of {ours['residual_nbytes']} bytes for {count} parameters")
+    return figures
+
+
+def methods_train(device: torch.device) -> Figures:
+    """On two ranks beside uncompressed DDP."""
+    steps = 200 if device.type == "cuda" else 40
+    plain = trained("ddp", preset("dense"), device, steps=steps)[0]["losses"][-1]
+    figures: Figures = {"steps": steps, "dense": plain}
+    for name in TRAINED:
+        ranks = trained("ddp", preset(name), device, steps=steps)
+        agree(ranks)
+        first, last = ranks[0]["losses"][0], ranks[0]["losses"][-1]
+        figures[name] = last
+        if not last < 0.8 * first:
+            raise AssertionError(f"{name} does not learn: from {first} to {last}, uncompressed {plain}")
+    return figures
+
+
+CHECKS = (
+    Check(name="memory of large models", run=memory),
+    Check(name="methods train beside uncompressed DDP", run=methods_train),
+)

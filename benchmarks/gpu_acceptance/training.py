@@ -1,0 +1,170 @@
+"""Small trainings with the real objects: DDP and FSDP2 with a compressed exchange, on the device that is there."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy import LoCo
+from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.attach import Attached, SyncOptions, attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
+
+VOCABULARY, LENGTH = 96, 32
+
+
+class SmallGPT(nn.Module):
+    """Embedding, causal transformer layers, output head."""
+
+    def __init__(self, width: int = 64, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        layer = (width, 4, 4 * width, 0.0)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(*layer, batch_first=True, norm_first=True) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def batch(step: int, rank: int, device: torch.device) -> Tensor:
+    """A learnable sequence: every token is the one before plus one of three strides."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    start = torch.randint(VOCABULARY, (8, 1), generator=generator)
+    stride = torch.randint(1, 4, (8, 1), generator=generator)
+    return ((start + stride * torch.arange(LENGTH + 1)) % VOCABULARY).to(device)
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def open_group(backend: str, rank: int, world_size: int, folder: str) -> None:
+    """NCCL refuses two ranks on one GPU unless they seem to be on two machines."""
+    if backend == "nccl":
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    store = dist.FileStore(str(Path(folder) / "store"), world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def wrap(kind: str, net: nn.Module, compressor: Compressor, device: torch.device) -> tuple[nn.Module, Attached]:
+    prepared = prepare(net, compressor, SyncOptions(), scatter=kind == "fsdp")
+    if kind == "ddp":
+        model = DistributedDataParallel(net, bucket_cap_mb=0.1)
+        return model, attach_ddp(model, prepared, device=device)
+    shard_module(net, init_device_mesh(device.type, (dist.get_world_size(),)), ShardPolicy(min_numel=1))
+    return net, attach_fsdp(net, prepared, device=device)
+
+
+def train(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Some steps; losses, a digest of the parameters, host time.
+
+    Options: backend, device, kind, compressor, steps; ``sleep``: device cycles to wait before each backward pass;
+    ``debug_sync``: an error if a step makes the host wait.
+    """
+    device = torch.device(options["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    open_group(options["backend"], rank, world_size, folder)
+    torch.manual_seed(0)
+    net = SmallGPT().to(device)
+    model, attached = wrap(options["kind"], net, options["compressor"], device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, foreach=True)
+    losses, host_ms = [], []
+    for step in range(options["steps"]):
+        tokens = batch(step, rank, device)
+        optimizer.zero_grad()
+        loss = next_token_loss(model, tokens)
+        watched = options.get("debug_sync") and step > 3
+        if watched:
+            torch.cuda.set_sync_debug_mode("error")
+        if options.get("sleep"):
+            torch.cuda._sleep(options["sleep"])
+        start = time.perf_counter()
+        attached.sync.begin_step()
+        loss.backward()
+        host_ms.append(1e3 * (time.perf_counter() - start))
+        optimizer.step()
+        attached.end_step()
+        if watched:
+            torch.cuda.set_sync_debug_mode("default")
+        losses.append(loss.detach())
+    values = [float(loss) for loss in losses]
+    figures = {"losses": values, "digest": digest(net), "backward_host_ms": sorted(host_ms)[len(host_ms) // 2]}
+    figures["sent_nbytes"] = attached.sync.comm.sent_nbytes
+    attached.close()
+    return figures
+
+
+def digest(net: nn.Module) -> int:
+    total = 0
+    for parameter in net.parameters():
+        values = parameter.detach()
+        values = values.full_tensor() if isinstance(values, DTensor) else values
+        total = zlib.crc32(values.cpu().contiguous().view(torch.uint8).numpy().tobytes(), total)
+    return total
+
+
+def one_rank_matches(device: torch.device, dtype: str, options: dict[str, bool]) -> None:
+    """Three steps of DDP on one rank against the engine alone, on the gradients of a copy of the model.
+
+    Raises:
+        AssertionError: A bit differs.
+    """
+    net = nn.Sequential(nn.Linear(96, 130), nn.ReLU(), nn.Linear(130, 70)).to(device, getattr(torch, dtype))
+    plain, scale = copy.deepcopy(net), 1024.0 if dtype == "float16" else 1.0
+    prepared = prepare(net, LoCo(), SyncOptions(), scatter=False)
+    model = DistributedDataParallel(net, bucket_cap_mb=0.01, **options)  # type: ignore[arg-type]
+    attached = attach_ddp(model, prepared, device=device)
+    alone = GradientSync(LoCo(), prepared.specs, LocalComm(), device, scatter=False)
+    for step in range(3):
+        x = torch.randn(16, 96, generator=torch.Generator().manual_seed(step)).to(device, getattr(torch, dtype))
+        for sync in (attached.sync, alone):
+            sync.set_loss_scale(scale)
+            sync.begin_step()
+        for module in (model, plain):
+            module.zero_grad(set_to_none=not options.get("gradient_as_bucket_view"))
+            (module(x).float().square().mean() * scale).backward()
+        attached.end_step()
+        wanted = _reduce(alone, plain)
+        for (name, parameter), gradient in zip(net.named_parameters(), wanted, strict=True):
+            assert parameter.grad is not None
+            if not torch.equal(parameter.grad, gradient.view_as(parameter)):
+                raise AssertionError(f"step {step}: the gradient of {name} differs ({dtype}, {options})")
+    attached.close()
+
+
+def _reduce(sync: GradientSync, model: nn.Module) -> list[Tensor]:
+    gradients = [parameter.grad.reshape(-1) for parameter in model.parameters() if parameter.grad is not None]
+    entries, at = [], 0
+    for (name, _), gradient in zip(model.named_parameters(), gradients, strict=True):
+        entries.append(Entry(name, at))
+        at += gradient.numel()
+    x = torch.cat(gradients)
+    for pending in sync.reduce(BucketLayout(tuple(entries)), x, x):
+        if pending is not None:
+            pending.wait()
+    sync.end_step()
+    return list(x.split([gradient.numel() for gradient in gradients]))
