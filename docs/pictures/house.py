@@ -19,6 +19,8 @@ ROOMS = {
     "cli": (0, 0, "the command lowbit"),
     "run": (2, 0, "python -m lowbit_strategy.run"),
     "launch": (1, 1, "launch, run, doctor"),
+    "config": (2, 1, "configuration files"),
+    "custom_loop": (0, 1, "for loops of your own"),
     "transformers": (0, 2, "the HF Trainer"),
     "accelerate": (0, 3, "plugin, config file"),
     "pytorch_lightning": (1, 2, "the same, other bases"),
@@ -38,6 +40,8 @@ ROOMS = {
     "collectives": (1, 10.6, "exchanges of bytes"),
     "codecs": (1, 11.5, "floats to bytes"),
     "kernels": (1, 12.4, "PyTorch, C, Triton"),
+    "private_names": (2, 11.5, "of the frameworks"),
+    "options": (0, 12.4, "types, suggestions"),
     "version": (2, 12.4, "a number"),
 }
 FLOORS = (  # title, first and last row, colour
@@ -107,8 +111,12 @@ def draw(axes: Any, edges: Mapping[str, set[str]], sizes: Mapping[str, int]) -> 
             1.5, TOP - (first + last) / 2 - 0.17, title, ha="center", va="center", rotation=90, fontsize=8, color=floor
         )
     for name, tos in edges.items():
-        for to in sorted(tos - {"version"}):
+        for to in sorted(tos - {"options", "private_names", "version"}):
             (x0, y0), (x1, y1) = centre(name), centre(to)
+            if y0 == y1:  # neighbours
+                side = WIDTH / 2 if x1 > x0 else -WIDTH / 2
+                arrow(axes, (x0 + side, y0), (x1 - side, y1), zorder=1)
+                continue
             far = y0 - y1 > 1.6 and x0 == x1
             arrow(axes, (x0 + (WIDTH / 2 - 2) * far, y0 - HEIGHT / 2), (x1 + (WIDTH / 2 - 2) * far, y1 + HEIGHT / 2),
                   zorder=1, connectionstyle=f"arc3,rad={-0.35 * far}")  # fmt: skip
