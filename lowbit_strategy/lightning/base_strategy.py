@@ -72,7 +72,8 @@ class LowBitMixin(_Base):
         if trainer is None or self.attached is None:
             return
         check_optimizers(self.compressor, self.optimizers)
-        warn_of_clipping(self.compressor, trainer.gradient_clip_val, "gradient_clip_val")
+        if self.global_rank == 0:
+            warn_of_clipping(self.compressor, trainer.gradient_clip_val, "gradient_clip_val")
         for logger in trainer.loggers:
             configuration = {"lowbit/strategy": type(self).__name__, "lowbit/compressor": describe(self.compressor)}
             logger.log_hyperparams(configuration)

@@ -1,4 +1,4 @@
-"""Trains in spawned processes; then saves and resumes in the process that spawned them."""
+"""Trains in forked processes, as in a notebook; then saves and resumes in the process that forked them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUIET = {
 
 def trainer(max_steps: int) -> L.Trainer:
     saver = ModelCheckpoint("saved", every_n_train_steps=3, filename="inside")
-    return L.Trainer(strategy=LowBitDDPStrategy(start_method="spawn"), max_steps=max_steps, callbacks=[saver], **QUIET)
+    return L.Trainer(strategy=LowBitDDPStrategy(start_method="fork"), max_steps=max_steps, callbacks=[saver], **QUIET)
 
 
 if __name__ == "__main__":
