@@ -1,7 +1,7 @@
 """The picture of the first page: the demo's two runs, and time per step behind slow links.
 
-Reads ``runs/demo.json`` (``recipes/demo_train.py --steps 400`` with ``loco_fsdp`` and ``dense_fsdp``, losses smoothed) and the results of
-``benchmarks/network.py`` in ``benchmarks/results``.
+Reads ``runs/demo.json`` (``recipes/demo_train.py --steps 400`` with ``loco_fsdp`` and ``dense_fsdp``, losses smoothed)
+and the results of ``benchmarks/network.py`` in ``benchmarks/results``.
 """
 
 from __future__ import annotations
