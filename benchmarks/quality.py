@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import from_options
 from lowbit_strategy.model.parameters import describe_parameters
 from recipes.gpt import GPT

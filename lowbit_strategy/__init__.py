@@ -6,7 +6,7 @@ Fabric, whichever of their namespaces is or will be imported.
 
 import logging
 
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD

@@ -8,7 +8,9 @@
 5. ``attached.save`` before each checkpoint, ``attached.close`` at the end
 """
 
-from lowbit_strategy.hooks.attach import CHECKPOINT_KEY, Attached, SyncOptions, attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.hooks.attach import attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.hooks.attached import CHECKPOINT_KEY, Attached
+from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.telemetry.custom_loop import LoopClock, adapt, control_of, monitor
 from lowbit_strategy.telemetry.monitor_options import MonitorOptions
 

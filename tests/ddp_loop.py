@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
-from lowbit_strategy.hooks.attach import Attached, SyncOptions, attach_ddp, prepare
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.hooks.attach import attach_ddp, prepare
+from lowbit_strategy.hooks.attached import Attached
+from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.methods._base.compressor import Compressor
 from tests.training import WIDTH
 
 CPU = torch.device("cpu")

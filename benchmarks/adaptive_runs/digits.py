@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from benchmarks.adaptive_runs.ranks import Ranks
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.control.base import Controller
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.sparsification.topk import TopK

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from benchmarks.adaptive_runs.ranks import Ranks
 from lowbit_strategy.control import Accordion, Phase, Schedule
 from lowbit_strategy.control.base import Controller
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import preset

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.telemetry.custom_loop import LoopClock, adapt

@@ -20,8 +20,10 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.attach import Attached, SyncOptions, attach_ddp, attach_fsdp, prepare
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.hooks.attach import attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.hooks.attached import Attached
+from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
 
 VOCABULARY, LENGTH = 96, 32

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lowbit_strategy.control import GraVAC
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor, LowBitDDPStrategy
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.sparsification.topk import TopK
 from recipes.gpt import LanguageModel

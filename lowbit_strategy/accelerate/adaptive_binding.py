@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lowbit_strategy.accelerate.options import PluginOptions
 from lowbit_strategy.accelerate.training_clock import TrainingClock
 from lowbit_strategy.control.base import Progress
-from lowbit_strategy.hooks.attach import Attached
+from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.metric_format import for_model
 from lowbit_strategy.telemetry.model_control import Clock, ModelControl

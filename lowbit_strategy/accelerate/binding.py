@@ -32,7 +32,8 @@ from lowbit_strategy.accelerate.patches import keep_fsdp_on_cpu
 from lowbit_strategy.accelerate.support import check_accelerator
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.attach import Attached, Prepared, attach_ddp, attach_fsdp, prepare, warn_of_one_rank
+from lowbit_strategy.hooks.attach import Prepared, attach_ddp, attach_fsdp, prepare, warn_of_one_rank
+from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.optimizer_checks import check_optimizers
 from lowbit_strategy.hooks.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.model.handshake import handshake, plain

@@ -16,7 +16,7 @@ from typing import Any
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.checkpoint.stamp import Stamp, first_problem, gather
-from lowbit_strategy.hooks.attach import Attached
+from lowbit_strategy.hooks.attached import Attached
 
 _STAMP = "stamp.json"
 

@@ -10,8 +10,8 @@ from lowbit_strategy.accelerate.monitor import CompressionMonitor
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.control.base import Controller
-from lowbit_strategy.hooks.attach import SyncOptions
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import as_compressor
 

@@ -29,7 +29,7 @@ import yaml
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.config.structure import structure
 from lowbit_strategy.control.base import Controller
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.presets import option_names
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.options.suggestions import did_you_mean

@@ -42,7 +42,7 @@ from lowbit_strategy.control import (
     Static,
     dgc_warmup,
 )
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import from_options, preset
 from lowbit_strategy.options.suggestions import did_you_mean
 

@@ -17,7 +17,7 @@ from lowbit_strategy.control.base import (
     describe_switches,
 )
 from lowbit_strategy.control.levels import check_order, labels
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 

@@ -21,7 +21,7 @@ from lowbit_strategy.control.base import (
 )
 from lowbit_strategy.control.groups import GroupBy, grouped
 from lowbit_strategy.control.levels import check_order, labels, level_nbytes
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, describe_switches
 from lowbit_strategy.control.levels import check_order, labels
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.options.configuration import configuration

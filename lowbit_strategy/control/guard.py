@@ -18,7 +18,7 @@ from lowbit_strategy.control.base import (
 )
 from lowbit_strategy.control.groups import GroupBy, group_of, grouped
 from lowbit_strategy.control.levels import describe, labels, reference_nbytes
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry, describe_switches
 from lowbit_strategy.control.levels import labels
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration, positional_configuration
 

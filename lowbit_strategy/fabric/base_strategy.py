@@ -10,9 +10,10 @@ from torch import nn
 
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.stamp import Stamp
-from lowbit_strategy.hooks.attach import CHECKPOINT_KEY, Attached, SyncOptions
+from lowbit_strategy.hooks.attached import CHECKPOINT_KEY, Attached
 from lowbit_strategy.hooks.optimizer_checks import check_optimizers
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.telemetry.model_control import ModelControl
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.fabric.base_strategy import LowBitFabricMixin
-from lowbit_strategy.hooks.attach import Attached, attach_ddp, prepare
+from lowbit_strategy.hooks.attach import attach_ddp, prepare
+from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.strategy_options import DDPConstructor
 
 if TYPE_CHECKING:

@@ -8,10 +8,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import weakref
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,18 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.checkpoint import capture
-from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
-from lowbit_strategy.checkpoint.residual_files import ResidualFileError
-from lowbit_strategy.checkpoint.resume import OnMissingResidual, resume
-from lowbit_strategy.checkpoint.save import SavedResiduals, save_residuals
-from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp
 from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
+from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
 from lowbit_strategy.hooks.digest import ParameterDigest
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.model.fsdp_sharding import check_process_groups
@@ -40,39 +33,7 @@ from lowbit_strategy.model.parameters import canonical_name, describe_parameters
 from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
 from lowbit_strategy.telemetry.startup_report import build_report
 
-CHECKPOINT_KEY = "lowbit_strategy"
-
 _log = logging.getLogger("lowbit_strategy")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyncOptions:
-    """How compression behaves around the compressor.
-
-    Args:
-        seed: Of stochastic rounding and selection; the same on all ranks.
-        on_world_size_change: Resuming on another number of ranks: ``reset`` starts residuals from zero, ``fold`` gives
-            every rank the mean of the saved ones (reads all ranks' files).
-        on_missing_residual: A checkpoint's residual file is missing or damaged: ``error``, or ``reset`` to start
-            from zero.
-        rollback: Put residuals back when a step overflows. None: only where there is a loss scaler (fp16); costs a
-            second copy of the residuals.
-        check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
-            1,000, and stop with an error if they differ. False where ranks may round differently, as with processors
-            of different types.
-    """
-
-    seed: int = 0
-    on_world_size_change: OnWorldSizeChange = "reset"
-    on_missing_residual: OnMissingResidual = "error"
-    rollback: bool | None = None
-    check_digest: bool = True
-
-    def __post_init__(self) -> None:
-        if self.on_world_size_change not in ("reset", "fold"):
-            raise ValueError(f"on_world_size_change must be 'reset' or 'fold', got {self.on_world_size_change!r}")
-        if self.on_missing_residual not in ("error", "reset"):
-            raise ValueError(f"on_missing_residual must be 'error' or 'reset', got {self.on_missing_residual!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,208 +71,6 @@ def prepare(
         for sentence in unmatched_patterns(compressor, module):
             _log.warning("%s", sentence)
     return Prepared(compressor, options, specs, scatter)
-
-
-class Attached:
-    """Compression at work on one model: what the framework's adapter talks to.
-
-    Args:
-        sync: The engine.
-        module: The model, without DDP around it.
-        options: As given to `prepare`.
-        group: All ranks; for agreements between steps. Not the group of the engine, which is gone after `close`.
-        hook: DDP's.
-        own_group: The engine's group, if it was made for it alone: `close` destroys it.
-        digest: Compares parameters, if they are to be compared.
-    """
-
-    def __init__(
-        self,
-        sync: GradientSync,
-        module: nn.Module,
-        options: SyncOptions,
-        *,
-        group: dist.ProcessGroup | None,
-        hook: DDPHook | None = None,
-        own_group: dist.ProcessGroup | None = None,
-        digest: ParameterDigest | None = None,
-    ) -> None:
-        self.sync = sync
-        self.options = options
-        self.group = group
-        self._own_group = own_group
-        self._digest = digest
-        self._finalizer: weakref.finalize[[], DistributedDataParallel] | None = None
-        self._module = module
-        self._hook = hook
-        self._warned = False
-        self._has_scale = False
-        self._params = {id(param) for param in module.parameters()}
-        self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
-
-    def set_loss_scale(self, scaler: Any) -> None:
-        """Before backward: take over what the coming gradients are multiplied by (None: nothing).
-
-        The step begins here, on the thread and stream of training: controllers decide, parameters are regrouped. The
-        scaler is read once only; then `follow_scaler` does it.
-        """
-        if not self._has_scale:
-            self.follow_scaler(scaler)
-        if self.sync.comm.world_size > 1:
-            self.sync.begin_step()
-
-    def follow_scaler(self, scaler: Any) -> None:
-        """After ``scaler.update()``, before `end_step`: the scale changes there alone, and reading it before backward
-        would make the host wait for the device.
-        """
-        if scaler is not None and scaler.is_enabled():
-            self._has_scale = True
-            self.sync.set_loss_scale(float(scaler.get_scale()))
-
-    def end_step(self) -> bool:
-        """After every optimizer step, skipped ones too. Returns whether the step counted.
-
-        Raises:
-            DivergenceError: On every rank, if parameters were compared after this step and differ.
-        """
-        comm = self.sync.comm
-        if not self._warned and comm.sent_nbytes == 0 and comm.world_size > 1:
-            self._warned = True
-            _log.warning("rank %d: %s", comm.rank, self._why_nothing_was_sent())
-        synchronised = self.sync.in_step
-        counted = self.sync.end_step()
-        if self._digest is not None and synchronised and counted:
-            self._digest.after_step(self.sync.step_index)
-        return counted
-
-    def _why_nothing_was_sent(self) -> str:
-        params = [
-            (canonical_name(name), param) for name, param in self._module.named_parameters() if param.requires_grad
-        ]
-        idle = [name for name, param in params if param.grad is None]
-        if self._hook is not None and 0 < len(idle) < len(params):
-            more = " ..." if len(idle) > 3 else ""
-            return (
-                f"the loss does not depend on {', '.join(idle[:3])}{more}, and DDP waits for all gradients before it"
-                " synchronises: pass find_unused_parameters=True (or a name like loco_ddp_find_unused_parameters_true)"
-            )
-        return (
-            "the optimizer has stepped but no gradient has been synchronised yet. If the first loss was not skipped on"
-            " purpose, backward does not reach what was set up"
-        )
-
-    def save(self, path: Any) -> SavedResiduals:
-        """Write this rank's residuals beside the checkpoint `path`; call on all ranks *before* the checkpoint.
-
-        When it returns, all ranks have written theirs. Its ``stamp`` goes into the checkpoint, under `CHECKPOINT_KEY`;
-        its ``remove_replaced`` is to be called when the checkpoint is complete.
-
-        Raises:
-            ResidualFileError: On every rank, if one of them cannot write its file.
-        """
-        return save_residuals(self.sync, path, group=self.group)
-
-    def load(self, path: Any, stamp: Stamp | ResidualFileError | None) -> None:
-        """Restore what `save` wrote, on all ranks together.
-
-        Args:
-            path: The checkpoint.
-            stamp: What it holds under `CHECKPOINT_KEY`; None: it was written by an uncompressed run. An error: why it
-                cannot be read.
-
-        Raises:
-            ResidualFileError: A rank's file is missing or damaged, and ``on_missing_residual="error"``.
-            ValueError: The residuals are of another model.
-        """
-        self._has_scale = False  # the scaler is loaded as well
-        try:
-            stamp = agree_on_stamp(path, stamp, self.group)
-        except ResidualFileError as error:
-            if self.options.on_missing_residual == "error":
-                raise
-            self._warn(f"{error}; continuing with residuals of zero on all ranks")
-            self.sync.forget()
-            return
-        if stamp is None:
-            self._warn(f"{path} was saved without compression: residuals start from zero")
-            return
-        self.sync.extend(self._describe_frozen(stamp["parameters"]))
-        resume(
-            self.sync,
-            path,
-            stamp,
-            group=self.group,
-            on_world_size_change=self.options.on_world_size_change,
-            on_missing_residual=self.options.on_missing_residual,
-        )
-
-    def _warn(self, text: str) -> None:
-        if self.sync.comm.rank == 0:
-            _log.warning("%s", text)
-
-    def adopt(self, earlier: Attached) -> None:
-        """Continue with the state of an earlier attachment of the same model (a second fit)."""
-        self.sync.extend(self._describe_frozen(earlier.sync.specs))
-        saved = capture.capture(earlier.sync)
-        capture.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
-
-    def _describe_frozen(self, names: Iterable[str]) -> list[TensorSpec]:
-        """Those of `names` that are frozen here: their residuals are kept until they are trained again."""
-        also = {name for name in names if name in self._frozen}
-        return [spec for spec in describe_parameters(self._module, also) if spec.name in also]
-
-    def newly_trainable(self) -> list[str]:
-        """Parameters that were frozen when compression was attached and are not any more."""
-        return [name for name, param in self._frozen.items() if param.requires_grad]
-
-    def cover(self, model: DistributedDataParallel | None = None) -> None:
-        """Serve the newly trainable parameters too, between steps, on all ranks together.
-
-        Args:
-            model: DDP synchronises what was trainable when it wrapped: the model wrapped anew. Not needed for FSDP2.
-        """
-        names = set(self.newly_trainable())
-        self._frozen = {name: param for name, param in self._frozen.items() if name not in names}
-        self.sync.extend([spec for spec in describe_parameters(self._module) if spec.name in names])
-        if model is not None and self._hook is not None:
-            self._hook.close()
-            self._hook = DDPHook(model, self.sync)
-            self.close_with(model)
-        if self.sync.comm.rank == 0:
-            _log.info("%d more parameters are trained now\n%s", len(names), build_report(self.sync).render())
-
-    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `optimizer` steps a parameter of this model."""
-        return any(id(param) in self._params for group in optimizer.param_groups for param in group["params"])
-
-    def serves(self, module: nn.Module) -> bool:
-        """Whether `module` is this model, whatever wraps it."""
-        return any(id(param) in self._params for param in module.parameters())
-
-    def shares_parameters(self, other: Attached) -> bool:
-        """Whether both are of the same model, set up twice."""
-        return not self._params.isdisjoint(other._params)
-
-    def close(self) -> None:
-        """End the hook's thread and destroy the process group made for it; what is saved can still be read.
-
-        If the thread has not ended, as after an error on another rank, it may still wait in a collective: then the
-        group stays.
-        """
-        has_ended = self._hook is None or self._hook.close()
-        group, self._own_group = self._own_group, None
-        if group is not None and has_ended:
-            with contextlib.suppress(ValueError):  # the framework has destroyed all groups already
-                dist.destroy_process_group(group)
-            nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
-            self.sync.comm.group = nobody  # the last reference to a group holds its threads
-
-    def close_with(self, model: DistributedDataParallel) -> None:
-        """Close when `model` is gone, in the place of the one it was so far."""
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        self._finalizer = weakref.finalize(model, self.close)
-        self._finalizer.atexit = False
 
 
 def warn_of_one_rank() -> None:

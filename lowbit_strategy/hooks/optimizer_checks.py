@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from torch.optim import Optimizer
 
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor
 from lowbit_strategy.methods.sparsification.adacomp import AdaComp
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.control.levels import labels
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.telemetry.dry_run_report import plan
 
 

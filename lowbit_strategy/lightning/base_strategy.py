@@ -10,9 +10,10 @@ from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.attach import CHECKPOINT_KEY, Attached, SyncOptions
+from lowbit_strategy.hooks.attached import CHECKPOINT_KEY, Attached
 from lowbit_strategy.hooks.optimizer_checks import check_optimizers, warn_of_clipping
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.methods._base.compressor import Compressor
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base

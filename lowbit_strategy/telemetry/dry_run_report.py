@@ -7,7 +7,7 @@ from torch import nn
 
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.telemetry.startup_report import Report, build_report
 

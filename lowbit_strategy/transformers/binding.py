@@ -12,7 +12,7 @@ from transformers import Trainer
 
 from lowbit_strategy.accelerate.binding import Binding, binding_of
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.transformers.checkpoints import ResidualCallback
 from lowbit_strategy.transformers.metrics import log_metrics

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lowbit_strategy import LoCo
-from lowbit_strategy.hooks.attach import SyncOptions, attach_fsdp, prepare
+from lowbit_strategy.hooks.attach import attach_fsdp, prepare
+from lowbit_strategy.hooks.sync_options import SyncOptions
 from tests.ddp_loop import CPU, Loop
 from tests.scenarios import Facts, raised, scenarios
 from tests.training import KINDS, WIDTH, Kind, Regression, fit, listen, mlp

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.fabric import LowBitDDPStrategy
-from lowbit_strategy.hooks.attach import SyncOptions
 from lowbit_strategy.hooks.digest import ParameterDigest
+from lowbit_strategy.hooks.sync_options import SyncOptions
 from tests.accelerated import make, prepared
 from tests.accelerated import train as train_job
 from tests.ddp_loop import Loop

@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
-from lowbit_strategy.hooks.attach import Attached, SyncOptions, attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.hooks.attach import attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.hooks.attached import Attached
+from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
 from tests.scenarios import Facts, scenarios
 from tests.training import KINDS, MIN_SHARD_NUMEL, WIDTH, Kind, full, full_parameters, mlp

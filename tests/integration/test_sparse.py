@@ -21,7 +21,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import install
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.exclusive_partitions import _Model
 from lowbit_strategy.methods.sparsification.adacomp import AdaComp

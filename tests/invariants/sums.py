@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor
 from tests.invariants.harness import (
     SPECS,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.options.configuration import renamed_options
 from lowbit_strategy.options.field_types import Conversion, register_conversion
 from lowbit_strategy.options.suggestions import did_you_mean

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 from lowbit_strategy.kernels.format import BlockFormat, uniform
-from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCoCodec, ResidualDtype

@@ -14,7 +14,7 @@ from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.integers import all_of_bits, sum_integers, sum_nbytes
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.shared_scale_base import SharedViews, agreed_nbytes, row_numel

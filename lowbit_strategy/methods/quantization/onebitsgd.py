@@ -9,11 +9,11 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.onebit import TwoMeansCodec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.feedback import FeedbackCodec, ResidualDtype
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec, ResidualDtype
 from lowbit_strategy.options.configuration import configuration
 
 

@@ -20,12 +20,12 @@ from lowbit_strategy.kernels.format import SCALE_NBYTES, uniform
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.base import Assignment, Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.momentum import MomentumCodec, average_
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec, average_
 from lowbit_strategy.options.configuration import configuration
 
 VoteScale = Literal["mean_abs", "one"]

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.ternary import TernaryCodec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec

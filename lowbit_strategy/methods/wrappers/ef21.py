@@ -6,13 +6,13 @@ from dataclasses import field, replace
 from typing import ClassVar
 
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec
-from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.feedback import codec_of, contracting
-from lowbit_strategy.methods._base.markov import MarkovCodec
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.wrapper import Wrapper
+from lowbit_strategy.methods._residual_rules.feedback import codec_of, contracting
+from lowbit_strategy.methods._residual_rules.markov import MarkovCodec
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 from lowbit_strategy.options.configuration import configuration
 

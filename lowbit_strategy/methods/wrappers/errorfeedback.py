@@ -7,8 +7,11 @@ from typing import ClassVar
 
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec
-from lowbit_strategy.methods._base.base import Compressor
-from lowbit_strategy.methods._base.feedback import (
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.reducer import Reducer
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
+from lowbit_strategy.methods._base.wrapper import Wrapper
+from lowbit_strategy.methods._residual_rules.feedback import (
     FeedbackCodec,
     FeedbackReducer,
     ResidualDtype,
@@ -16,9 +19,6 @@ from lowbit_strategy.methods._base.feedback import (
     contracting,
     contracting_reducer,
 )
-from lowbit_strategy.methods._base.reducer import Reducer
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
-from lowbit_strategy.methods._base.wrapper import Wrapper
 from lowbit_strategy.methods.quantization.qsgd import QSGD
 from lowbit_strategy.options.configuration import configuration
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import field, replace
 from typing import ClassVar
 
-from lowbit_strategy.methods._base.base import Assignment, Compressor
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.parameter_selectors import Selector, describe, matches, validate_selectors
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

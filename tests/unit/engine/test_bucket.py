@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver, Entry, Stages
 from lowbit_strategy.engine.listeners import StepPhase
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.dense import Dense

@@ -7,7 +7,7 @@ import torch
 
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.control.levels import PerParameter
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.worlds.single import SPECS, engine, gradients, reduce_step

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.wrappers.ef21 import EF21
 from tests.worlds.one_tensor import OneTensor, gaussian

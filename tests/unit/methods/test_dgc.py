@@ -11,8 +11,8 @@ from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels.reference.select import top_k
-from lowbit_strategy.methods._base.momentum import MomentumCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.methods.sparsification.dgc import DGC, select_by_sample

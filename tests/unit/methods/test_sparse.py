@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base import exclusive_partitions as exclusive
 from lowbit_strategy.methods._sparse_base.compact_residual import round_to_bfloat16

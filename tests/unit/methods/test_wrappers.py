@@ -12,11 +12,11 @@ import torch
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
-from lowbit_strategy.methods._base.base import Compressor
 from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.feedback import FeedbackCodec, FeedbackReducer
-from lowbit_strategy.methods._base.markov import MarkovCodec
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec, FeedbackReducer
+from lowbit_strategy.methods._residual_rules.markov import MarkovCodec
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD

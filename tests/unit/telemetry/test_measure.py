@@ -7,7 +7,7 @@ import torch
 
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit_strategy.methods._base.base import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.wrappers.warmup import WarmUp

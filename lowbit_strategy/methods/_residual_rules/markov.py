@@ -12,7 +12,7 @@ from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.collectives.stateful_codec import Arena, State, StatefulCodec
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.momentum import average_
+from lowbit_strategy.methods._residual_rules.momentum import average_
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Rules for what a codec has not sent: error feedback, differences from an estimate, momentum."""

@@ -1,0 +1,70 @@
+"""The shape of the package: no circle of files, no overfull room. Layers are import-linter's (`make check`)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import lowbit_strategy
+
+ROOT = Path(lowbit_strategy.__file__).parent
+MAX_FILES = 15  # of a package, without its __init__
+MAX_LINES = 400
+
+
+def modules() -> dict[str, Path]:
+    """Every file of the package by its dotted name."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """What a file imports of the package when it is imported or type-checked; imports inside functions come later."""
+    tree = ast.parse(path.read_text())
+    for node in [*tree.body, *(inner for block in tree.body if isinstance(block, ast.If) for inner in block.body)]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                if inner in known:
+                    yield inner
+                elif node.module in known:
+                    yield node.module
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Files that import each other, directly or not: what is left once files that import nothing are taken away."""
+    left = {name: set(targets) for name, targets in graph.items()}
+    while leaves := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in leaves:
+            del left[name]
+    return [sorted(left)] if left else []
+
+
+def test_no_circle_of_files() -> None:
+    known = modules()
+    graph = {name: set(imports(path, known)) - {name} for name, path in known.items()}
+    assert circles(graph) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c", "d"]]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_rooms_are_not_overfull() -> None:
+    counts: dict[Path, int] = {}
+    for path in modules().values():
+        if path.name != "__init__.py":
+            counts[path.parent] = counts.get(path.parent, 0) + 1
+    assert {str(folder): count for folder, count in counts.items() if count > MAX_FILES} == {}
+
+
+def test_files_hold_one_idea() -> None:
+    lines = {str(path): len(path.read_text().splitlines()) for path in modules().values()}
+    assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
