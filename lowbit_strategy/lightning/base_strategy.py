@@ -117,9 +117,8 @@ class LowBitMixin(_Base):
 
     def _warn_of_lost_residuals(self) -> None:
         """Processes that were spawned or forked for a fit have ended with it, and their residuals with them."""
-        trained = self.lightning_module is not None and self.lightning_module.trainer.global_step > 0
         start_method = getattr(self, "_start_method", "popen")
-        if trained and start_method != "popen":
+        if start_method != "popen" and getattr(self.launcher, "_already_fit", False):
             _log.warning(
                 "this checkpoint has no residuals: the processes that trained (start_method=%r) have ended. Save with"
                 " ModelCheckpoint, which saves while they run, or resume with residuals of zero",

@@ -40,6 +40,12 @@ PATCHES = (
         reason="processes that were spawned take their residuals with them, which has to be reported",
     ),
     PrivateName(
+        target="lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher._already_fit",
+        use="read",
+        seen=_SEEN,
+        reason="likewise: in the process that spawned them nothing else tells that they have trained",
+    ),
+    PrivateName(
         target=f"{_DDP}._layer_sync",
         use="read",
         seen=_SEEN,
