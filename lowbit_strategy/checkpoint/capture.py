@@ -35,7 +35,6 @@ def capture(sync: GradientSync) -> Saved:
         "num_skipped": sync.num_skipped,
         "loss_scale": sync.loss_scale,
         "parameters": {name: _capture_parameter(sync, name) for name in sync.specs},
-        "methods": {repr(method): _copy(store.shared) for method, store in sync.stores.items() if store.shared},
         "extra": {name: part.state_dict() for name, part in sync.extra_state.items()},
     }
 
@@ -92,8 +91,6 @@ def restore(
     if saved["world_size"] != sync.comm.world_size:
         _change_world_size(sync, saved, load_rank, on_world_size_change)
         return
-    for method, store in sync.stores.items():
-        _copy_into(store.shared, saved["methods"].get(repr(method), {}))
     for name, entry in saved["parameters"].items():
         _restore_parameter(sync, name, entry)
 

@@ -45,9 +45,10 @@ class WireBuffers:
         for wire in wires:
             self._free.append(self._lent.pop(wire.untyped_storage()._cdata))
 
-    def clear(self) -> None:
-        """Forget everything: after an error, buffers of abandoned buckets do not come back."""
-        self._free, self._lent = [], {}
+    def reclaim(self) -> None:
+        """Take back everything that is lent, when nothing is under way: a bucket that failed has returned nothing."""
+        self._free += self._lent.values()
+        self._lent = {}
 
     def _remove(self, buffer: Tensor) -> None:
         self._free = [other for other in self._free if other is not buffer]

@@ -159,8 +159,6 @@ class GradientSync:
             for name in members:
                 if name in earlier:
                     self._hand_over(name, earlier[name].method, old_stores[earlier[name].method])
-            if method in old_stores:
-                _copy_where_equal(store.shared, old_stores[method].shared)
         self._replaced += [store for method, store in old_stores.items() if self.stores.get(method) is not store]
         self._start_anew()
 
@@ -269,6 +267,8 @@ class GradientSync:
         if not self._entered or layout in self._entered:  # one comes again: another backward pass of the same step
             self._entered.clear()
             self._num_passes += 1
+            self._collector.begin_pass()
+            self.buffers.reclaim()
         self._entered.add(layout)
         self._collector.announce(last=layout.last)
         return self._bucket(layout).run(x, out, self.step_context(), self._observers)

@@ -27,9 +27,13 @@ class Collector:
     def announce(self, *, last: bool) -> None:
         """A bucket has been handed in; `last`: the pass has no more."""
         if self._complete:
-            self._num_announced = 0
+            self.begin_pass()
         self._num_announced += 1
         self._complete = last
+
+    def begin_pass(self) -> None:
+        """Nothing is under way: what an earlier pass that failed has left is forgotten."""
+        self._num_announced, self._arrived = 0, {}
 
     def arrive(self, method: Method, views: list[View]) -> None:
         self._arrived.setdefault(method, []).append(views)

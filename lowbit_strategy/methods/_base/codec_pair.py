@@ -118,10 +118,6 @@ class CodecStore(MethodStore):
             self.downlink.offsets,
         )
 
-    @property
-    def shared(self) -> State:
-        return {}
-
     def tensors(self, name: str) -> State:
         """Views of one parameter's state on both hops, keys ``uplink.*`` and ``downlink.*``."""
         uplink = {f"uplink.{key}": value for key, value in self.uplink.tensors(name).items()}

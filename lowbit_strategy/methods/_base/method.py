@@ -37,11 +37,6 @@ class Placement(NamedTuple):
 class MethodStore(ABC):
     """State of all parameters that one method serves on this rank."""
 
-    @property
-    @abstractmethod
-    def shared(self) -> State:
-        """What concerns no single parameter."""
-
     @abstractmethod
     def tensors(self, name: str) -> State:
         """All state of one parameter, as views: writing them changes the store."""

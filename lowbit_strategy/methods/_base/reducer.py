@@ -17,7 +17,7 @@ from lowbit_strategy.methods._base.method import Method, MethodStore, Placement,
 from lowbit_strategy.methods._base.residual_format import read_residual, write_residual_
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
-ReducerState = dict[str, State]  # by parameter name; what concerns no single parameter under the empty name
+ReducerState = dict[str, State]  # by parameter name
 
 
 class View(NamedTuple):
@@ -80,7 +80,7 @@ class Reducer(Method):
 
     @abstractmethod
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        """State by parameter name; what concerns no single parameter goes under the empty name.
+        """State by parameter name.
 
         A tensor called ``residual``, flat in the parameter's order, is what is added to the next gradient (with
         ``residual_scale`` beside it where it is int8): it is carried over when the method changes.
@@ -117,10 +117,6 @@ class ReducerStore(MethodStore):
         self.method = method
         self.state = method.init(list(specs.values()), placement.device)
         self._specs = dict(specs)
-
-    @property
-    def shared(self) -> State:
-        return self.state.get("", {})
 
     def tensors(self, name: str) -> State:
         return self.state.get(name, {})

@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy import Dense, LoCo
+from lowbit_strategy import Dense, ExDyna, LoCo
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods._base.method import MethodStore
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from tests.worlds.single import engine, gradients, reduce_step
+from tests.worlds.single import SPECS, engine, gradients, reduce_step
 
+WEIGHTS = ("blocks.0.weight", "blocks.1.weight")
 TWO_PHASES = LoCo(bits=2, block_size=64, warmup_steps=1)
 
 
@@ -129,3 +131,32 @@ def test_memory_for_messages_is_what_is_announced(scatter: bool) -> None:
     for step in range(3):
         reduce_step(sync, gradients(step))
     assert 0 < sync.buffers.nbytes <= sync.buffer_nbytes * (1.02 if scatter else 1.0) + 64
+
+
+def test_a_pass_that_failed_leaves_nothing_behind() -> None:
+    sync = engine(ExDyna(density=0.1, exempt=("@vector",)))
+    specs = SPECS[:2]
+    layout = BucketLayout((Entry(specs[0].name, 0),), last=False)
+    x = torch.randn(specs[0].numel)
+    next(sync.reduce(layout, x, x))  # arrives, and waits for a last bucket that never comes
+    sync.end_step()
+    want, fresh = gradients(1), engine(ExDyna(density=0.1, exempt=("@vector",)))
+    fresh.step_index = sync.step_index
+    means = reduce_step(sync, {name: grad.clone() for name, grad in want.items()})
+    again = reduce_step(fresh, {name: grad.clone() for name, grad in want.items()})
+    assert means.keys() == again.keys()
+    assert all(torch.equal(means[name], again[name]) for name in means)
+
+
+def test_buffers_of_a_bucket_that_failed_come_back() -> None:
+    sync = engine(LoCo(bits=4))
+    reduce_step(sync, gradients(0))
+    held = sync.buffers.nbytes
+    for step in range(1, 4):
+        grads = gradients(step)
+        x = torch.cat(list(grads.values()))
+        offsets = (0, grads[WEIGHTS[0]].numel(), 2 * grads[WEIGHTS[0]].numel())
+        entries = tuple(Entry(name, at) for name, at in zip(grads, offsets, strict=True))
+        next(sync.reduce(BucketLayout(entries), x, x))  # abandoned while its bytes travel
+        sync.end_step()
+    assert sync.buffers.nbytes <= held
