@@ -45,6 +45,7 @@ PUBLIC_MODULES = (
     "lowbit_strategy",
     "lowbit_strategy.accelerate",
     "lowbit_strategy.control",
+    "lowbit_strategy.custom_loop",
     "lowbit_strategy.fabric",
     "lowbit_strategy.lightning",
     "lowbit_strategy.lightning_fabric",
@@ -58,9 +59,6 @@ PUBLIC_NAMES = (
     "lowbit_strategy.collectives.stateful_codec.StatefulCodec",
     "lowbit_strategy.methods._base.method.Method",
     "lowbit_strategy.methods._base.reducer.Reducer",
-    "lowbit_strategy.custom_loop.LoopClock",
-    "lowbit_strategy.custom_loop.adapt",
-    "lowbit_strategy.custom_loop.monitor",
 )
 
 
