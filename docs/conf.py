@@ -21,6 +21,8 @@ root_doc = "index"
 highlight_language = "text"  # a block without a language holds commands or what they print
 default_role = "py:obj"  # `Name` in a docstring links to the name where it is documented
 
+suppress_warnings = ["ref.python"]  # a class that several namespaces have, such as `CompressionMonitor`
+
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 
