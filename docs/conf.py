@@ -21,6 +21,8 @@ root_doc = "index"
 highlight_language = "text"  # a block without a language holds commands or what they print
 default_role = "py:obj"  # `Name` in a docstring links to the name where it is documented
 
+suppress_warnings = ["ref.python"]  # a class that several namespaces have, such as `CompressionMonitor`
+
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 
@@ -45,6 +47,7 @@ PUBLIC_MODULES = (
     "lowbit_strategy",
     "lowbit_strategy.accelerate",
     "lowbit_strategy.control",
+    "lowbit_strategy.custom_loop",
     "lowbit_strategy.fabric",
     "lowbit_strategy.lightning",
     "lowbit_strategy.lightning_fabric",
@@ -58,9 +61,6 @@ PUBLIC_NAMES = (
     "lowbit_strategy.collectives.stateful_codec.StatefulCodec",
     "lowbit_strategy.methods._base.method.Method",
     "lowbit_strategy.methods._base.reducer.Reducer",
-    "lowbit_strategy.custom_loop.LoopClock",
-    "lowbit_strategy.custom_loop.adapt",
-    "lowbit_strategy.custom_loop.monitor",
 )
 
 
