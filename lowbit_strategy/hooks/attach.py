@@ -100,6 +100,7 @@ def attach_ddp(
         sync, model.module, prepared.options, group=group, hook=hook, own_group=own_group, digest=digest
     )
     attached.close_with(model)
+    _report(sync)
     return attached
 
 
@@ -127,6 +128,7 @@ def attach_fsdp(
     check_process_groups(module, group)
     if fsdp.install(module, sync) == 0:
         raise ValueError("no module is sharded with fully_shard: nothing to compress")
+    _report(sync)
     return Attached(sync, module, prepared.options, group=group)
 
 
@@ -156,9 +158,13 @@ def _engine(prepared: Prepared, comm: Comm, device: torch.device, has_scaler: bo
     )
     if alone:
         warn_of_one_rank()
-    elif comm.rank == 0:
-        _log.info("%s", build_report(sync).render())
     return sync
+
+
+def _report(sync: GradientSync) -> None:
+    """Once everything is attached: only then memory for messages is known."""
+    if sync.comm.rank == 0 and sync.comm.world_size > 1:
+        _log.info("%s", build_report(sync).render())
 
 
 def _with_index(device: torch.device) -> torch.device:

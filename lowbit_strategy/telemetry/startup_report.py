@@ -9,7 +9,6 @@ import torch
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 
 _LONGEST_PHASE = 1 << 20
@@ -36,6 +35,8 @@ class Report:
         sent_nbytes: Bytes this rank hands to others per step.
         fp32_nbytes, bf16_nbytes: The same for an uncompressed ring of that type.
         residual_nbytes: Memory for residuals on this rank.
+        buffer_nbytes: Memory for messages on this rank, at most.
+        weights_nbytes: Bytes per step that this rank sends for weights, where FSDP2 gathers them; 0 under DDP.
         kernels: Which implementation serves.
         next_phase: Step in which the compressor changes its configuration, as at the end of a warm-up; None: never.
     """
@@ -45,6 +46,8 @@ class Report:
     fp32_nbytes: int = 0
     bf16_nbytes: int = 0
     residual_nbytes: int = 0
+    buffer_nbytes: int = 0
+    weights_nbytes: int = 0
     kernels: str = ""
     world_size: int = 1
     scatter: bool = False
@@ -68,7 +71,16 @@ class Report:
             lines.append("  one rank: nothing is sent, so nothing is compressed")
         if self.next_phase is not None:
             lines.append(f"  until step {self.next_phase}, where the compressor's next phase begins")
-        lines.append(f"  residual memory {_size(self.residual_nbytes)} a rank")
+        if self.weights_nbytes:
+            total = self.sent_nbytes + self.weights_nbytes
+            lines.append(
+                f"  besides {_size(self.weights_nbytes)}/step for weights, which FSDP2 gathers uncompressed:"
+                f" {_size(total)}/step in all"
+            )
+        lines.append(
+            f"  memory per rank: {_size(self.residual_nbytes)} for residuals,"
+            f" at most {_size(self.buffer_nbytes)} for messages"
+        )
         return "\n".join(lines)
 
 
@@ -80,10 +92,7 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
     groups: dict[tuple[str, str, str], Group] = {}
     for name, assignment in sync.assignments.items():
         method = assignment.method
-        label = method_label(method)
-        if isinstance(method, CodecPair) and not sync.scatter and method.downlink.label != label:
-            label += f"; back {method.downlink.label}"
-        key = (assignment.kind, label, assignment.reason)
+        key = (assignment.kind, method.description(scatter=sync.scatter), assignment.reason)
         group = groups.setdefault(key, Group(*key))
         group.num_tensors += 1
         group.numel += sync.specs[name].numel
@@ -97,6 +106,8 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
         fp32_nbytes=4 * ring,
         bf16_nbytes=2 * ring,
         residual_nbytes=sync.residual_nbytes,
+        buffer_nbytes=sync.buffer_nbytes,
+        weights_nbytes=sync.weights_nbytes,
         kernels=backends.describe(device or sync.device),
         world_size=world_size,
         scatter=sync.scatter,
@@ -110,13 +121,6 @@ def _next_phase(compressor: Compressor, step_index: int) -> int | None:
     lengths = range(1, _LONGEST_PHASE)
     at = bisect.bisect_left(lengths, True, key=lambda length: compressor.at(step_index + length) != now)
     return step_index + lengths[at] if at < len(lengths) else None
-
-
-def method_label(method: object) -> str:
-    """A method in a few words: its uplink codec, or its name."""
-    if isinstance(method, CodecPair):
-        return method.uplink.label
-    return getattr(method, "label", type(method).__name__)
 
 
 def _size(nbytes: float) -> str:

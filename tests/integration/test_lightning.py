@@ -74,7 +74,7 @@ def test_report_at_the_start(facts: list[Facts]) -> None:
     assert "(1-D or scalar)" in reasons
     assert "fp32" in said[4]
     assert "bf16" in said[4]
-    assert said[5].strip().startswith("residual memory")
+    assert said[-1].strip().startswith("memory per rank")
 
 
 def dense(folder: Path, kind: Kind) -> Facts:

@@ -37,4 +37,4 @@ def test_a_hop_back_with_other_bits_is_told(scatter: bool) -> None:
     compressor = LoCo(bits=2, codebook="fitted", block_size=64, return_bits=4)
     report = plan(nn.Linear(256, 256), compressor, world_size=2, scatter=scatter, device=torch.device("cpu"))
     label = next(group.method for group in report.groups if group.kind == "compressed")
-    assert label == "loco 2-bit fitted, blocks of 64" + ("" if scatter else "; back loco 4-bit, blocks of 64")
+    assert label == "loco 2-bit fitted, blocks of 64" + ("" if scatter else "; downlink loco 4-bit, blocks of 64")
