@@ -1,6 +1,6 @@
 """The picture of the first page: the demo's two runs, and time per step behind slow links.
 
-Reads ``runs/demo.json`` (``recipes/demo_train.py --steps 400`` with ``loco_fsdp`` and ``dense_fsdp``, losses smoothed)
+Reads ``runs/demo.json`` (``make demo ARGS="--steps 300"``: Lightning's ``ddp`` and ``loco_ddp``, means of five losses)
 and the results of ``benchmarks/network.py`` in ``benchmarks/results``.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from style import BLUE, GREY, HERE, ORANGE, plt, save
 
-LABELS = {"dense_fsdp": ("uncompressed", GREY), "loco_fsdp": ("LoCo, 4 bits", BLUE)}
+LABELS = {"ddp": ("uncompressed", GREY), "loco_ddp": ("LoCo, 4 bits", BLUE)}
 
 
 def main() -> None:

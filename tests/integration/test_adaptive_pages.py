@@ -30,7 +30,7 @@ for x, y in loader():
     optimizer.zero_grad()
     fabric.backward((model(x) - y).square().mean())
     optimizer.step()
-assert driver.labels == ("loco(bits=8)", "loco(bits=2)") and driver.levels
+assert driver.labels == ("loco(bits=8)", "loco(bits=2)")  # with one rank there is nothing to decide
 """
 METRIC = """
 from types import SimpleNamespace
