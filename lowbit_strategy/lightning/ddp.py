@@ -46,8 +46,8 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, _Base):
         assert isinstance(self.model, DistributedDataParallel)
         self.model._remove_autograd_hooks()
         wrapped = self._setup_model(self.lightning_module)
+        self.attached.cover(wrapped)  # before the old wrapper goes, which would take the process group with it
         self.model = wrapped
-        self.attached.cover(wrapped)
 
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's own advice for unused parameters is a strategy without compression."""

@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_model(facts: list[Facts]) -> None:
         ({"reset_steps": 0}, "reset_steps must be a positive integer or None, got 0"),
         ({"residual": "int4"}, "residual must be 'int8' or 'float32', got 'int4'"),
         ({"rounding": "up"}, "rounding must be 'nearest' or 'stochastic', got 'up'"),
-        ({"exempt": "@vector"}, "exempt must be a tuple of names"),
+        ({"exempt": "@vector"}, "exempt must be a tuple, each element a string or a function"),
         ({"exempt": ("@vectors",)}, "unknown predicate '@vectors', known: .* did you mean '@vector'"),
     ],
 )
