@@ -221,6 +221,10 @@ class GradientSync:
     def state_tensors(self) -> list[Tensor]:
         return [tensor for store in self.stores.values() for tensor in store.state_tensors()]
 
+    def row_numel(self, name: str) -> int:
+        """Elements of one rank's chunk of a parameter, padding included."""
+        return self._placement.cut(self.specs[name], self.assignments[name].method.block_size).row_numel
+
     # -- a step -------------------------------------------------------------------------------------------------
 
     def subscribe(self, listener: StepListener, phase: StepPhase) -> None:

@@ -25,8 +25,10 @@ from lowbit_strategy.control.levels import PerParameter, labels
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.telemetry.end_to_end import NUM_SUMS, MeanSample
 from lowbit_strategy.telemetry.measure import sum_over_ranks, table, try_level
+from lowbit_strategy.telemetry.rehearse import rehearse
 
 EXTRA_STATE_KEY = "adaptive"
 
@@ -107,17 +109,27 @@ class AdaptiveDriver:
 
     def _initial_state(self) -> State:
         self._names = tuple(self.sync.specs)
-        for level in self.controller.levels:
-            level.check(list(self.sync.specs.values()))
         specs = list(self.sync.specs.values())
-        return self.controller.init(specs, self.sync.comm.world_size, scatter=self.sync.scatter)
+        for level in self.controller.levels:
+            level.check(specs)
+        return self.controller.init(self._judged(specs), self.sync.comm.world_size, scatter=self.sync.scatter)
+
+    def _judged(self, specs: list[TensorSpec]) -> list[TensorSpec]:
+        """Parameters that a decision makes a difference to: not those that every level exempts."""
+        levels = self.controller.levels
+        if not levels:
+            return specs
+        return [spec for spec in specs if any(level.assign(spec).kind != "exempt" for level in levels)]
 
     def _compile_kernels(self) -> None:
-        """Every level once on a small tensor, so that no switch waits for a compiler."""
-        smallest = {spec.name: spec for spec in sorted(self.sync.specs.values(), key=lambda spec: -spec.numel)[:1]}
-        values = {name: torch.ones(spec.numel, device=self.sync.device) for name, spec in smallest.items()}
         for level in self.controller.levels:
-            try_level(level.at(self.sync.step_index), values, smallest, self.sync.seed)
+            configuration = level.at(self.sync.step_index)
+            rehearse(
+                configuration,
+                world_size=self.sync.comm.world_size,
+                scatter=self.sync.scatter,
+                device=self.sync.device,
+            )
 
     # -- the step -----------------------------------------------------------------------------------------------
 

@@ -12,14 +12,6 @@ from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.telemetry.startup_report import Report, build_report
 
 
-class _Absent(LocalComm):
-    """Stands for a group of ranks that nobody has started: good for counting, not for communication."""
-
-    def __init__(self, world_size: int) -> None:
-        super().__init__()
-        self.world_size = world_size
-
-
 def plan(module: nn.Module, compressor: Compressor, *, world_size: int, scatter: bool, device: torch.device) -> Report:
     """What `prepare` and attaching would report for `module`.
 
@@ -36,5 +28,5 @@ def plan(module: nn.Module, compressor: Compressor, *, world_size: int, scatter:
     specs = describe_parameters(module)
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
-    sync = GradientSync(compressor, specs, _Absent(world_size), torch.device("meta"), scatter=scatter)
+    sync = GradientSync(compressor, specs, LocalComm(world_size), torch.device("meta"), scatter=scatter)
     return build_report(sync, device)

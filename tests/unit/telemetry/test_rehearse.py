@@ -1,0 +1,36 @@
+"""Every configuration can be rehearsed for any number of ranks, and both hops are."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from lowbit_strategy import PRESETS, LoCo
+from lowbit_strategy.methods.quantization.loco import LoCoCodec
+from lowbit_strategy.telemetry.rehearse import rehearse
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset(name: str, scatter: bool) -> None:
+    rehearse(PRESETS[name].at(0), world_size=3, scatter=scatter, device=CPU)
+
+
+@pytest.mark.parametrize(("scatter", "decodes"), [(False, 2), (True, 1)])
+def test_both_hops_with_as_many_sources_as_there_are_ranks(scatter: bool, decodes: int) -> None:
+    sources: list[int] = []
+    original = LoCoCodec.decode_sum_
+
+    def counted(self: LoCoCodec, wire_WB: torch.Tensor, *rest: object) -> None:
+        sources.append(wire_WB.shape[0])
+        original(self, wire_WB, *rest)  # type: ignore[arg-type]
+
+    with mock.patch.object(LoCoCodec, "decode_sum_", counted):
+        rehearse(LoCo(bits=4), world_size=11, scatter=scatter, device=CPU)
+    formats, dtypes = 2, 2  # 4 bits and, for embeddings, 8
+    assert sources.count(11) == formats * dtypes
+    assert len(sources) == decodes * formats * dtypes
