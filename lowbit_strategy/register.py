@@ -7,7 +7,6 @@ at once, another one as soon as it is imported.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import wrapt
 
 from lowbit_strategy.methods.registry import PRESETS
+from lowbit_strategy.options.suggestions import nearest
 
 # framework module -> (our module with its strategies, where its registry is)
 _NAMESPACES = {
@@ -84,6 +84,5 @@ def _advice(name: str, known: list[str]) -> str:
     if name in PRESETS:
         return f", {name} is a compressor: use {name}_ddp or {name}_fsdp"
     plain = [each for each in known if "_ddp_" not in each]
-    near = get_close_matches(name, plain, n=1, cutoff=0.75)
-    stem = near[0].rpartition("_")[0] if near else ""
-    return f", did you mean {near[0]!r}?" if stem in PRESETS else ""
+    near = nearest(name, plain, likeness=0.75)
+    return f"; did you mean {near!r}?" if near and near.rpartition("_")[0] in PRESETS else ""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
+from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
 from lowbit_strategy.telemetry.monitor_options import MonitorOptions
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class CompressionMonitor(MonitorOptions):
     """Log what compression does: error, cosine, residual, bits, bytes and milliseconds, as ``lowbit/...``.
 
@@ -18,6 +21,17 @@ class CompressionMonitor(MonitorOptions):
         bounds: Warn when a group leaves them.
 
     Raises:
-        TypeError: `bounds` is not a `Bounds`.
-        ValueError: A field is out of range.
+        ValueError: A field is of another type or out of range.
     """
+
+
+def _make(value: Any, source: Source) -> CompressionMonitor:
+    """From true, or a mapping of the options."""
+    if value is not True and not isinstance(value, Mapping):
+        raise Mismatch
+    return call(CompressionMonitor, {} if value is True else value, source)
+
+
+register_conversion(
+    CompressionMonitor, Conversion(_make, "a CompressionMonitor", "true or a mapping such as {every_n_steps: 50}")
+)

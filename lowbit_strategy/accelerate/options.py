@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, field
 from pathlib import Path
 
 from lowbit_strategy.accelerate.monitor import CompressionMonitor
@@ -13,16 +13,15 @@ from lowbit_strategy.control.base import Controller
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.registry import as_compressor
+from lowbit_strategy.options.configuration import positional_configuration
 
 
-@dataclass(frozen=True, slots=True)
+@positional_configuration
 class PluginOptions:
     """The fields of `lowbit_strategy.accelerate.LowBitPlugin`, which describes them.
 
     Raises:
-        TypeError: `compressor`, `controller`, `monitor` or `record` is of another type.
-        ValueError: An option is out of range, or no preset has the name that is given as `compressor`.
+        ValueError: An option is of another type or out of range, or no preset has the name given as `compressor`.
     """
 
     compressor: Compressor = field(default_factory=LoCo)
@@ -38,18 +37,10 @@ class PluginOptions:
     steps_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "compressor", as_compressor(self.compressor))
-        if self.controller is not None and not isinstance(self.controller, Controller):
-            raise TypeError(f"controller must be one of lowbit_strategy.control, got {self.controller!r}")
-        if self.monitor is not None and not isinstance(self.monitor, CompressionMonitor):
-            raise TypeError(f"monitor must be a CompressionMonitor, got {self.monitor!r}")
-        if not isinstance(self.record, (bool, str, Path)):
-            raise TypeError(f"record must be true, false or a folder, got {self.record!r}")
         for name in ("num_steps", "steps_per_epoch"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        self.sync_options()
 
     def sync_options(self) -> SyncOptions:
         """Those of the fields that are about synchronisation."""

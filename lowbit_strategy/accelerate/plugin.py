@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from lowbit_strategy.accelerate.binding import Binding
 from lowbit_strategy.accelerate.options import PluginOptions
+from lowbit_strategy.options.configuration import positional_configuration
 
 
-@dataclass(frozen=True, slots=True)
+@positional_configuration
 class LowBitPlugin(PluginOptions):
     """Compressed gradient synchronisation for Accelerate; pure configuration, so one plugin serves any number.
 
@@ -27,8 +27,7 @@ class LowBitPlugin(PluginOptions):
         steps_per_epoch: Optimizer steps per epoch, where it is not a prepared data loader that ends one.
 
     Raises:
-        TypeError: `compressor`, `controller`, `monitor` or `record` is of another type.
-        ValueError: An option is out of range.
+        ValueError: An option is of another type or out of range, or no preset has the name given as `compressor`.
     """
 
     def attach(self, accelerator: Any, *, fsdp_plugin: Any = None) -> Binding:

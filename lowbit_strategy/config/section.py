@@ -27,11 +27,11 @@ from typing import Any
 import yaml
 
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
-from lowbit_strategy.config.structure import structure
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.presets import option_names
 from lowbit_strategy.methods.registry import preset
+from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.options.suggestions import did_you_mean
 
 SECTION = "lowbit_config"
@@ -54,10 +54,10 @@ def plugin_from_section(section: object) -> LowBitPlugin:
     if ours.get("monitor") is False:
         del ours["monitor"]
     if ours.get("controller") is not None:
-        ours["controller"] = structure(ours["controller"], Controller, f"{SECTION}.controller")  # type: ignore[type-abstract]
+        ours["controller"] = convert(ours["controller"], Controller, f"{SECTION}.controller")  # type: ignore[type-abstract]
         if not section and ours["controller"].levels:
             section = {"compressor": ours["controller"].levels[0]}
-    return structure({"compressor": _compressor(section), **ours}, LowBitPlugin, SECTION)
+    return convert({"compressor": _compressor(section), **ours}, LowBitPlugin, SECTION)
 
 
 def _compressor(entries: Section) -> Compressor:
@@ -69,15 +69,15 @@ def _compressor(entries: Section) -> Compressor:
     if name is None:
         hints = [did_you_mean(str(key), choices) for key in entries]
         raise ValueError(f"{SECTION}: compressor is missing{max(hints, key=len, default='.')}")
-    if isinstance(name, str):
-        names = option_names(preset(name))
-        choices += ["options", *dict.fromkeys(names.values())]
-        for key in entries.keys() - {*choices, *names}:
-            raise ValueError(
-                f"{SECTION}: unknown key {key!r}{did_you_mean(str(key), choices)} Known with {name}:"
-                f" {', '.join(choices)}"
-            )
-    return structure(entries, Compressor, SECTION)  # type: ignore[type-abstract]
+    if not isinstance(name, str):
+        raise ValueError(f"{SECTION}: compressor must be a name such as loco, got {name!r}")
+    names = option_names(preset(name))
+    choices += ["options", *dict.fromkeys(names.values())]
+    for key in entries.keys() - {*choices, *names}:
+        raise ValueError(
+            f"{SECTION}: unknown key {key!r}{did_you_mean(str(key), choices)} Known with {name}: {', '.join(choices)}"
+        )
+    return convert(entries, Compressor, SECTION)  # type: ignore[type-abstract]
 
 
 def read_section(source: str | os.PathLike[str]) -> Section:

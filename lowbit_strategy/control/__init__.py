@@ -17,10 +17,12 @@ from lowbit_strategy.control.budget import ErrorBudget
 from lowbit_strategy.control.gravac import GraVAC
 from lowbit_strategy.control.groups import group_of
 from lowbit_strategy.control.guard import Bounds, Guard
+from lowbit_strategy.control.registry import CONTROLLERS
 from lowbit_strategy.control.schedule import Phase, Schedule, dgc_warmup
 from lowbit_strategy.control.static import Static
 
 __all__ = [
+    "CONTROLLERS",
     "Accordion",
     "AccordionBatch",
     "AdaQS",

@@ -3,8 +3,7 @@
 # No postponed annotations here: DDP compares the annotations of a hook with the types themselves.
 
 import inspect
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.bucket_schedule import BucketSchedule
 from lowbit_strategy.hooks.worker import BucketWorker
 from lowbit_strategy.model.parameters import canonical_name
+from lowbit_strategy.options.suggestions import did_you_mean
 
 # On gloo several smaller buckets fill a slow link better than DDP's 25 MiB: their exchanges overlap each other and
 # backward. Measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md.
@@ -100,9 +100,12 @@ def check_ddp_options(options: Mapping[str, Any], constructor: Callable[..., Any
     known = [*inspect.signature(constructor).parameters, *inspect.signature(DistributedDataParallel).parameters]
     for name in options:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else "."
-            raise TypeError(f"unknown option {name!r}{hint} Options of the compressor go into it: LoCo(bits=4)")
+            raise unknown_option(name, known)
+
+
+def unknown_option(name: str, known: Sequence[str]) -> TypeError:
+    hint = did_you_mean(name, known)
+    return TypeError(f"unknown option {name!r}{hint} Options of the compressor go into it: LoCo(bits=4)")
 
 
 def refuse_python_reducer() -> None:

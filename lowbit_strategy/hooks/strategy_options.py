@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
-from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB, check_ddp_options
+from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB, check_ddp_options, unknown_option
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.loco import LoCo
@@ -146,6 +145,4 @@ def _refuse(options: Mapping[str, Any]) -> None:
     for name in options:
         if name in _FSDP1_REMEDIES:
             raise TypeError(f"{name} is an option of FSDP1, and this strategy is FSDP2: {_FSDP1_REMEDIES[name]}")
-        near = get_close_matches(name, known, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else "."
-        raise TypeError(f"unknown option {name!r}{hint} Options of the compressor go into it: LoCo(bits=4)")
+        raise unknown_option(name, known)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class SyncOptions:
     """How compression behaves around the compressor.
 
@@ -30,9 +29,3 @@ class SyncOptions:
     on_missing_residual: OnMissingResidual = "error"
     rollback: bool | None = None
     check_digest: bool = True
-
-    def __post_init__(self) -> None:
-        if self.on_world_size_change not in ("reset", "fold"):
-            raise ValueError(f"on_world_size_change must be 'reset' or 'fold', got {self.on_world_size_change!r}")
-        if self.on_missing_residual not in ("error", "reset"):
-            raise ValueError(f"on_missing_residual must be 'error' or 'reset', got {self.on_missing_residual!r}")

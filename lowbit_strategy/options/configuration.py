@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import dataclass_transform
 
-from lowbit_strategy.options.field_types import Mismatch, converted, describe, field_types
+from lowbit_strategy.options.conversion import Source, convert_all, types_of
 
 T = TypeVar("T")
 
@@ -25,10 +25,11 @@ def configuration(cls: type[T]) -> type[T]:
     1. An option's former name is replaced by the present one, with a ``DeprecationWarning``. Former names are in the
        class attribute ``renamed_options``: former name -> present one.
     2. Every value must be of its field's type: `bool` is no integer, 4.0 neither; integers are accepted for floats,
-       lists for tuples, and what `register_conversion` allows.
+       lists for tuples, mappings for dataclasses, and what `register_conversion` allows.
 
     Raises:
-        ValueError: By the constructor, if a value is of another type. The message has field, value and what is allowed.
+        ValueError: By the constructor, if values are of another type. The message has field, value and what is allowed,
+            for all of them.
     """
     return _checking(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
 
@@ -46,27 +47,15 @@ def _checking(cls: type[T]) -> type[T]:
     @functools.wraps(initialize)
     def __init__(self: Any, *values: Any, **options: Any) -> None:
         options = _present(cls, options)
-        types = field_types(cls)  # type: ignore[arg-type]
-        checked = [check_option(name, value, types[name]) for name, value in zip(names, values, strict=False)]
-        for name, value in options.items():
-            if name in types:
-                options[name] = check_option(name, value, types[name])
-        initialize(self, *checked, *values[len(checked) :], **options)
+        kinds = types_of(cls)  # type: ignore[arg-type]
+        given = [*zip(names, values, strict=False), *options.items()]
+        made = convert_all([(name, value, kinds.get(name, Any)) for name, value in given], Source.CODE)
+        by_position = len(given) - len(options)
+        by_name = dict(zip(options, made[by_position:], strict=True))
+        initialize(self, *made[:by_position], *values[by_position:], **by_name)
 
     cls.__init__ = __init__  # type: ignore[method-assign]
     return cls
-
-
-def check_option(name: str, value: Any, kind: Any) -> Any:
-    """`value` as a field of type `kind` holds it.
-
-    Raises:
-        ValueError: It is of another type.
-    """
-    try:
-        return converted(value, kind)
-    except Mismatch:
-        raise ValueError(f"{name} must be {describe(kind)}, got {value!r}") from None
 
 
 def renamed_options(cls: type) -> Mapping[str, str]:

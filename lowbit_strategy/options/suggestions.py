@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` is most like; None if it is like none."""
-    return next(iter(get_close_matches(name, list(known), n=1)), None)
+def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
+    """The known name that `name` is most like; None if it is like none: less than `likeness`, which is 1 for itself."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from lowbit_strategy.control.groups import GroupBy, check_group_by
+from lowbit_strategy.control.groups import GroupBy
 from lowbit_strategy.control.guard import Bounds
+from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class MonitorOptions:
     """The options of every monitor, in every framework.
 
@@ -19,8 +18,7 @@ class MonitorOptions:
         bounds: Warn when a group leaves them; None: no warnings.
 
     Raises:
-        TypeError: `bounds` is not a `Bounds`.
-        ValueError: `every_n_steps` is not positive, or `group_by` is unknown.
+        ValueError: A field is of another type, `every_n_steps` is not positive, or `group_by` is unknown.
     """
 
     every_n_steps: int = 50
@@ -28,10 +26,5 @@ class MonitorOptions:
     bounds: Bounds | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every_n_steps, int) or isinstance(self.every_n_steps, bool) or self.every_n_steps < 1:
+        if self.every_n_steps < 1:
             raise ValueError(f"every_n_steps must be a positive integer, got {self.every_n_steps!r}")
-        check_group_by(self.group_by)
-        if self.bounds is not None and not isinstance(self.bounds, Bounds):
-            raise TypeError(
-                f"bounds must be lowbit_strategy.control.Bounds, such as Bounds(max_error=0.6), got {self.bounds!r}"
-            )

@@ -186,7 +186,7 @@ def test_strategy_options(kind: Kind) -> None:
 
 
 def test_ddp_options() -> None:
-    with pytest.raises(TypeError, match="unknown option 'find_unused', did you mean 'find_unused_parameters'"):
+    with pytest.raises(TypeError, match="unknown option 'find_unused'; did you mean 'find_unused_parameters'"):
         LowBitDDPStrategy(find_unused=True)
     with pytest.raises(TypeError, match=r"Options of the compressor go into it: LoCo\(bits=4\)"):
         LowBitDDPStrategy(bits=4)

@@ -8,10 +8,16 @@ from typing import Any
 
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.options.configuration import renamed_options
-from lowbit_strategy.options.field_types import Conversion, register_conversion
+from lowbit_strategy.options.conversion import (
+    Conversion,
+    Mismatch,
+    Source,
+    convert,
+    convert_all,
+    register_conversion,
+    types_of,
+)
 from lowbit_strategy.options.suggestions import did_you_mean
-
-_DESCRIPTION = "a compressor's configuration, a preset's name such as 'loco2' or {compressor: loco, bits: 2}"
 
 _presets: dict[str, Compressor] = {}
 
@@ -44,16 +50,22 @@ def as_compressor(value: object, field: str = "compressor") -> Compressor:
     Raises:
         ValueError: None of them, or an unknown name or option.
     """
-    if isinstance(value, Compressor):
-        return value
+    return convert(value, Compressor, field, Source.CODE)  # type: ignore[type-abstract]
+
+
+def _make(value: Any, source: Source) -> Compressor:
+    """From a preset's name, or ``{compressor: name, option: value, ..., options: {option: value}}``."""
     if isinstance(value, str):
         return preset(value)
     if not isinstance(value, Mapping):
-        raise ValueError(f"{field} must be {_DESCRIPTION}, got {value!r}")
+        raise Mismatch
     options = dict(value)
-    if not isinstance(name := options.pop("compressor", None), str):
-        raise ValueError(f"{field} needs the compressor's name under 'compressor', got {value!r}")
-    return from_options(name, options)
+    name, more = options.pop("compressor", None), options.pop("options", None) or {}
+    if not isinstance(name, str):
+        raise ValueError(f"needs the compressor's name under 'compressor', got {value!r}")
+    if not isinstance(more, Mapping):
+        raise ValueError(f"options must be a mapping of the compressor's options, got {more!r}")
+    return from_options(name, {**options, **more}, source)
 
 
 def option_names(compressor: Compressor) -> dict[str, str]:
@@ -62,8 +74,13 @@ def option_names(compressor: Compressor) -> dict[str, str]:
     return names | {old: new for old, new in renamed_options(type(compressor)).items() if new in names}
 
 
-def from_options(name: str, options: Mapping[str, Any]) -> Compressor:
+def from_options(name: str, options: Mapping[str, Any], source: Source = Source.CODE) -> Compressor:
     """The preset called `name` with `options` changed, as configuration files write it.
+
+    Args:
+        name: The preset's.
+        options: Present or former names of options, and their values.
+        source: Where the values come from.
 
     Raises:
         ValueError: Unknown name or option, or an option out of range.
@@ -74,7 +91,16 @@ def from_options(name: str, options: Mapping[str, Any]) -> Compressor:
         if key not in known:
             shown = [each for each in known if known[each] == each]
             raise ValueError(f"{name} has no option {key!r}{did_you_mean(key, shown)} Known: {', '.join(shown)}")
-    return dataclasses.replace(base, **options)
+    kinds = types_of(type(base))
+    values = convert_all([(key, value, kinds[known[key]]) for key, value in options.items()], source)
+    return dataclasses.replace(base, **dict(zip(options, values, strict=True)))
 
 
-register_conversion(Compressor, Conversion(as_compressor, (str, Mapping), _DESCRIPTION))
+register_conversion(
+    Compressor,
+    Conversion(
+        _make,
+        "a compressor's configuration, a preset's name such as 'loco2' or {compressor: loco, bits: 2}",
+        "a compressor such as loco2 or {compressor: loco, bits: 2}",
+    ),
+)

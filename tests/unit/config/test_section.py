@@ -121,7 +121,7 @@ def test_through_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_the_plugin_checks_what_it_is_given() -> None:
-    with pytest.raises(TypeError, match=r"compressor must be a configuration such as LoCo\(bits=4\)"):
-        LowBitPlugin("loco")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"compressor must be a compressor's configuration.*seed must be an integer"):
+        LowBitPlugin(4, seed="3")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on_world_size_change must be"):
         LowBitPlugin(on_world_size_change="drop")  # type: ignore[arg-type]

@@ -12,9 +12,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import pytest
 
-from lowbit_strategy import QSGD, LoCo, TopK, WarmUp, from_options, preset
+from lowbit_strategy import QSGD, Compressor, LoCo, TopK, WarmUp, from_options, preset
 from lowbit_strategy.config.section import plugin_from_section
+from lowbit_strategy.control import Bounds, Guard, Static
 from lowbit_strategy.options.configuration import configuration, positional_configuration
+from lowbit_strategy.options.conversion import Source, convert
 from lowbit_strategy.options.suggestions import did_you_mean
 
 
@@ -99,6 +101,31 @@ def test_positional_options_are_checked_too() -> None:
 def test_presets_names_and_mappings_are_compressors() -> None:
     expected = WarmUp(compressor=preset("loco2"), first=QSGD(bits=3))
     assert WarmUp(compressor="loco2", first={"compressor": "qsgd", "bits": 3}) == expected  # type: ignore[arg-type]
+
+
+def test_a_mapping_of_options_is_a_configuration() -> None:
+    inner: Any = {"name": "static", "level": "loco2"}
+    bounds: Any = {"max_error": 1}
+    expected = Guard(inner=Static(preset("loco2")), bounds=Bounds(max_error=1.0))
+    assert Guard(inner=inner, bounds=bounds) == expected
+    bounds["max_eror"] = bounds.pop("max_error")
+    with pytest.raises(ValueError, match=r"bounds: unknown key 'max_eror'; did you mean 'max_error'\?"):
+        Guard(inner=inner, bounds=bounds)
+
+
+def test_all_options_of_another_type_are_named() -> None:
+    with pytest.raises(
+        ValueError, match="whole must be an integer, got 'x'; many must be a tuple, each element a number"
+    ):
+        Everything(whole="x", text="right", many="abc")  # type: ignore[arg-type]
+
+
+def test_only_files_hold_numbers_as_text() -> None:
+    assert convert({"compressor": "loco", "beta": "1e-1"}, Compressor, "compressor") == LoCo(beta=0.1)  # type: ignore[type-abstract]
+    with pytest.raises(ValueError, match="beta must be a number, got '1e-1'"):
+        LoCo(beta="1e-1")  # type: ignore[arg-type]
+    with pytest.warns(DeprecationWarning, match="'milder_bits' is now called 'high_precision_bits'"):
+        assert from_options("loco", {"milder_bits": 6, "beta": "5e-1"}, Source.FILE).beta == 0.5  # type: ignore[attr-defined]
 
 
 FORMER: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [

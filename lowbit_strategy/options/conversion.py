@@ -1,0 +1,257 @@
+"""From what code or a file gives for an option to what the option holds, by the types of fields and arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from lowbit_strategy.options.suggestions import did_you_mean
+
+T = TypeVar("T")
+
+
+class Source(enum.Enum):
+    """Where values come from.
+
+    A file has neither tuples, functions nor objects, and its numbers may be text: YAML 1.1 reads ``1e-3`` as text.
+    """
+
+    CODE = enum.auto()
+    FILE = enum.auto()
+
+
+_NAMES = {
+    Source.CODE: {bool: "True or False", str: "a string", Path: "a path", type(None): "None"},
+    Source.FILE: {bool: "true or false", str: "a text", Path: "a path", type(None): ""},
+}
+_NUMBERS = {int: "an integer", float: "a number"}
+
+
+class Conversion(NamedTuple):
+    """What a class accepts beside its instances: `make` turns it into one.
+
+    Args:
+        make: Called with a value and where it comes from; raises `Mismatch` for a value that it does not take, and
+            ValueError for one that is wrong: the name of an unknown preset.
+        description: What is accepted, for errors.
+        in_files: The same for those who write files.
+    """
+
+    make: Callable[[Any, Source], Any]
+    description: str
+    in_files: str
+
+
+_conversions: dict[type, Conversion] = {}
+
+
+def register_conversion(kind: type, conversion: Conversion) -> None:
+    """Fields of type `kind` accept more than its instances from now on."""
+    _conversions[kind] = conversion
+
+
+class Mismatch(ValueError):
+    """A value is not of the wanted type."""
+
+
+class Faults(ValueError):
+    """What is wrong with parts of a value: the place of each part, and the rest of a sentence that begins with it."""
+
+    def __init__(self, *faults: tuple[str, str]) -> None:
+        super().__init__(*faults)
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return "; ".join(place + text for place, text in self.faults)
+
+
+def convert(value: object, kind: type[T], where: str, source: Source = Source.FILE) -> T:
+    """An object of type `kind` from `value`: mappings become dataclasses, names presets.
+
+    Args:
+        value: Mappings, lists, texts and numbers; objects of the wanted type are taken as they are.
+        kind: A type with a `Conversion`, a dataclass, or what their fields may be.
+        where: What the value is called in errors.
+        source: Where it comes from.
+
+    Raises:
+        ValueError: A name or a key is unknown (the message has the nearest valid one), a key is missing, or a value is
+            of another type or out of range. All faults are named, each with its place.
+    """
+    made: T = convert_all([(where, value, kind)], source)[0]
+    return made
+
+
+def convert_all(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[Any]:
+    """As `convert`, for several values: name, value and type of each.
+
+    Raises:
+        ValueError: As for `convert`; faults of all values are named.
+    """
+    try:
+        return _parts(parts, source)
+    except Faults as error:
+        raise ValueError(str(error)) from error
+
+
+def _parts(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[Any]:
+    """Parts of one value: place, value and type of each.
+
+    Raises:
+        Faults: Of all parts.
+    """
+    made: list[Any] = []
+    faults: list[tuple[str, str]] = []
+    for place, value, kind in parts:
+        try:
+            made.append(_converted(value, kind, source))
+        except Mismatch:
+            faults.append((place, f" must be {_describe(kind, source)}, got {value!r}"))
+        except Faults as error:
+            faults += [(place + below, text) for below, text in error.faults]
+        except (TypeError, ValueError) as error:
+            faults.append((place, f": {error}"))
+    if faults:
+        raise Faults(*faults)
+    return made
+
+
+def call(function: Callable[..., T], arguments: Mapping[str, Any], source: Source) -> T:
+    """Call a function, or make an object of a dataclass, with arguments from a mapping.
+
+    Raises:
+        ValueError: An argument is unknown, missing or wrong.
+    """
+    kinds = types_of(function)
+    known = inspect.signature(function).parameters
+    unknown = [f"unknown key {key!r}{did_you_mean(str(key), known)}" for key in arguments if key not in known]
+    faults = [("", f": {' '.join(unknown)} Known: {', '.join(known)}")] if unknown else []
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in arguments:
+            faults.append((f".{name}", " is missing"))
+    given = {name: arguments[name] for name in known if name in arguments}
+    try:
+        made = _parts([(f".{name}", value, kinds[name]) for name, value in given.items()], source)
+    except Faults as error:
+        faults += error.faults
+    if faults:
+        raise Faults(*faults)
+    return function(**dict(zip(given, made, strict=True)))
+
+
+@functools.cache
+def types_of(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """Types of a class's fields or a function's arguments, by name."""
+    return typing.get_type_hints(function)
+
+
+# -- one value --------------------------------------------------------------------------------------------------------
+
+
+def _converted(value: Any, kind: Any, source: Source) -> Any:
+    """`value` as a field of type `kind` holds it: lists become tuples, integers floats where floats are wanted."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _first(value, arguments, source)
+    if origin is typing.Literal:
+        return _checked(value, any(value == each and type(value) is type(each) for each in arguments))
+    if origin in (tuple, Sequence):
+        return _elements(value, arguments, source)
+    if origin is Callable:
+        return _checked(value, callable(value))
+    if kind in _NUMBERS:
+        return _number(value, kind, source)
+    return _instance(value, origin or kind, source)
+
+
+def _checked(value: Any, fits: bool) -> Any:
+    if not fits:
+        raise Mismatch
+    return value
+
+
+def _first(value: Any, kinds: Sequence[Any], source: Source) -> Any:
+    """A value of the first type of a union that takes it."""
+    for kind in kinds:
+        try:
+            return _converted(value, kind, source)
+        except Mismatch:
+            continue
+    raise Mismatch
+
+
+def _elements(value: Any, kinds: Sequence[Any], source: Source) -> tuple[Any, ...]:
+    """A tuple of any length, or as long as its type says."""
+    _checked(value, isinstance(value, Sequence) and not isinstance(value, str))
+    if len(kinds) == 1 or kinds[1] is Ellipsis:
+        kinds = [kinds[0]] * len(value)
+    _checked(value, len(value) == len(kinds))
+    if source is Source.CODE:  # an element of another type makes the whole of another type
+        return tuple(_converted(each, kind, source) for each, kind in zip(value, kinds, strict=True))
+    parts = [(f"[{at}]", each, kind) for at, (each, kind) in enumerate(zip(value, kinds, strict=True))]
+    return tuple(_parts(parts, source))
+
+
+def _number(value: Any, kind: type, source: Source) -> Any:
+    if source is Source.FILE and kind is float and isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            raise Mismatch from None
+    wanted = numbers.Integral if kind is int else numbers.Real
+    return kind(_checked(value, isinstance(value, wanted) and not isinstance(value, bool)))
+
+
+def _instance(value: Any, kind: Any, source: Source) -> Any:
+    if kind is Any or not isinstance(kind, type) or isinstance(value, kind):
+        return value
+    if kind in _conversions:
+        return _conversions[kind].make(value, source)
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        return call(kind, value, source)
+    raise Mismatch
+
+
+# -- what is accepted -------------------------------------------------------------------------------------------------
+
+
+def _describe(kind: Any, source: Source) -> str:
+    """What a field of type `kind` accepts, for errors; empty for what has no form in files."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(filter(None, (_describe(each, source) for each in arguments)))
+    if origin is typing.Literal:
+        *others, last = map(repr, arguments)
+        return f"{', '.join(others)} or {last}" if others else last
+    if origin in (tuple, Sequence):
+        return _describe_elements(arguments, source)
+    if origin is Callable:
+        return "a function" if source is Source.CODE else ""
+    return _NUMBERS.get(kind) or _describe_class(kind, source)
+
+
+def _describe_elements(kinds: Sequence[Any], source: Source) -> str:
+    any_length = len(kinds) == 1 or kinds[1] is Ellipsis
+    if source is Source.FILE:
+        return "a list" if any_length else f"a list of {len(kinds)}"
+    if any_length:
+        return f"a tuple, each element {_describe(kinds[0], source)}"
+    return f"a tuple of {len(kinds)}: {'; '.join(_describe(each, source) for each in kinds)}"
+
+
+def _describe_class(kind: Any, source: Source) -> str:
+    if kind in _NAMES[source]:
+        return _NAMES[source][kind]
+    if kind in _conversions:
+        return _conversions[kind].description if source is Source.CODE else _conversions[kind].in_files
+    if source is Source.FILE:
+        return "a mapping" if dataclasses.is_dataclass(kind) else ""
+    return f"an instance of {getattr(kind, '__name__', kind)}"
