@@ -12,6 +12,7 @@ from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.options.configuration import positional_configuration
 
@@ -38,9 +39,8 @@ class PluginOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "steps_per_epoch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
 
     def sync_options(self) -> SyncOptions:
         """Those of the fields that are about synchronisation."""

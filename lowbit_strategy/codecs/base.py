@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.contraction import contracts
-from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.kernels.segments import Segment, Segments
 
 
 class Codec(ABC):
     """float[n] <-> uint8[wire_nbytes(n)].
 
     A codec is a frozen dataclass. It implements `encode` and `decode_sum` for one tensor; the versions that work on
-    the segments of a bucket have defaults that loop over them, and codecs with bucket-wide kernels override those.
+    the segments of a bucket have defaults that loop over them. Codecs with bucket-wide kernels override those, and one
+    tensor is to them a bucket of one segment: `encode_alone`, `decode_sum_alone`.
     """
 
     @property
@@ -65,3 +67,18 @@ class Codec(ABC):
             rows = wire_WB[:, row.wire_offset : row.wire_offset + self.wire_nbytes(row.numel)]
             total = self.decode_sum(rows.contiguous(), row.numel)
             out[row.x_offset : row.x_offset + row.numel] = total.mul_(alpha)
+
+
+def encode_alone(codec: Codec, x_N: Tensor, *, seed: int) -> Tensor:
+    """`Codec.encode` by ``encode_segments_``."""
+    wire = torch.zeros(codec.wire_nbytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
+    flag = torch.zeros(1, dtype=torch.int32, device=x_N.device)
+    codec.encode_segments_(x_N.contiguous(), wire, Segments([Segment(0, x_N.numel(), 0, 0)]), seed=seed, flag=flag)
+    return wire
+
+
+def decode_sum_alone(codec: Codec, wire_WB: Tensor, numel: int) -> Tensor:
+    """`Codec.decode_sum` by ``decode_sum_segments_``."""
+    out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
+    codec.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
+    return out

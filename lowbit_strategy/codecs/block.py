@@ -8,13 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, decode_sum_alone, encode_alone
 from lowbit_strategy.codecs.contraction import contracts
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.reference import blocks as reference
 from lowbit_strategy.kernels.reference.rng import dither
-from lowbit_strategy.kernels.segments import Segment, Segments
+from lowbit_strategy.kernels.segments import Segments
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -62,16 +62,10 @@ class BlockCodec(Codec):
         return self.fmt.wire_nbytes(numel)
 
     def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        wire = torch.zeros(self.wire_nbytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
-        flag = torch.zeros(1, dtype=torch.int32, device=x_N.device)
-        whole = Segments([Segment(0, x_N.numel(), 0, 0)])
-        self.encode_segments_(x_N.contiguous(), wire, whole, seed=seed, flag=flag)
-        return wire
+        return encode_alone(self, x_N, seed=seed)
 
     def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
-        self.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
-        return out
+        return decode_sum_alone(self, wire_WB, numel)
 
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
         encode_(x, wire, segments, self.fmt, flag=flag, stochastic=self.rounding == "stochastic", seed=seed)

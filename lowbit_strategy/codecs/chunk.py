@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, decode_sum_alone, encode_alone
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.kernels.segments import Segment, Segments
@@ -71,15 +71,10 @@ class ChunkTopK(Codec):
         return _positions_nbytes(kept) + self.values.wire_nbytes(kept)
 
     def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        wire = torch.zeros(self.wire_nbytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
-        flag = torch.zeros(1, dtype=torch.int32, device=x_N.device)
-        self.encode_segments_(x_N, wire, Segments([Segment(0, x_N.numel(), 0, 0)]), seed=seed, flag=flag)
-        return wire
+        return encode_alone(self, x_N, seed=seed)
 
     def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
-        self.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
-        return out
+        return decode_sum_alone(self, wire_WB, numel)
 
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
         table = _table(segments, self)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import Codec, decode_sum_alone, encode_alone
 from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.kernels.reference.rng import dither
-from lowbit_strategy.kernels.segments import Segment, Segments
+from lowbit_strategy.kernels.segments import Segments
 
 _SIGN_KEY = 0x5167
 DENSE_BLOCK = 128  # rotated together where the codec itself has no blocks
@@ -62,15 +62,10 @@ class RotatedCodec(Codec):
         return self.codec.wire_nbytes(-(-numel // self.block_size) * self.block_size)
 
     def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        wire = torch.zeros(self.wire_nbytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
-        flag = torch.zeros(1, dtype=torch.int32, device=x_N.device)
-        self.encode_segments_(x_N, wire, Segments([Segment(0, x_N.numel(), 0, 0)]), seed=seed, flag=flag)
-        return wire
+        return encode_alone(self, x_N, seed=seed)
 
     def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
-        self.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
-        return out
+        return decode_sum_alone(self, wire_WB, numel)
 
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
         if not segments.rows:

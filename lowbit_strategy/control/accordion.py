@@ -27,6 +27,16 @@ from lowbit_strategy.options.configuration import configuration
 MODEL = "model"  # the name under which the whole model is judged
 
 
+def _regimes(controller: Accordion | AccordionBatch) -> CriticalRegimes:
+    return CriticalRegimes(
+        eta=controller.eta,
+        interval=controller.interval,
+        unit=controller.unit,
+        learning_rate_drop=controller.learning_rate_drop,
+        gradient=controller.gradient,
+    )
+
+
 @configuration
 class Accordion(Controller):
     """Two levels of compression, chosen by how fast the gradient changes.
@@ -71,14 +81,7 @@ class Accordion(Controller):
     regimes: CriticalRegimes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        regimes = CriticalRegimes(
-            eta=self.eta,
-            interval=self.interval,
-            unit=self.unit,
-            learning_rate_drop=self.learning_rate_drop,
-            gradient=self.gradient,
-        )
-        object.__setattr__(self, "regimes", regimes)
+        object.__setattr__(self, "regimes", _regimes(self))
         check_order(self.levels, ("light", "heavy"))
 
     @property
@@ -150,14 +153,7 @@ class AccordionBatch(Controller):
     def __post_init__(self) -> None:
         if not 1 <= self.small < self.large:
             raise ValueError(f"1 <= small < large must hold, got small={self.small!r} and large={self.large!r}")
-        regimes = CriticalRegimes(
-            eta=self.eta,
-            interval=self.interval,
-            unit=self.unit,
-            learning_rate_drop=self.learning_rate_drop,
-            gradient=self.gradient,
-        )
-        object.__setattr__(self, "regimes", regimes)
+        object.__setattr__(self, "regimes", _regimes(self))
 
     @property
     def levels(self) -> tuple[Compressor, ...]:

@@ -22,6 +22,7 @@ from lowbit_strategy.control.base import (
 from lowbit_strategy.control.groups import GroupBy, grouped
 from lowbit_strategy.control.levels import check_order, labels, level_nbytes
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -80,8 +81,7 @@ class ErrorBudget(Controller):
         if self.max_bits is not None and not self.max_bits > 0:
             raise ValueError(f"max_bits must be positive, got {self.max_bits!r}")
         for name in ("interval", "resolution"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
+            check_positive(name, getattr(self, name))
         check_order(self.choices, [f"choices[{at}]" for at in range(len(self.choices))])
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from lowbit_strategy.control.base import Accumulate, Progress, State, Telemetry
+from lowbit_strategy.methods._base.option_checks import check_positive
 
 Unit = Literal["epochs", "steps"]
 
@@ -41,8 +42,7 @@ class CriticalRegimes:
     def __post_init__(self) -> None:
         if not self.eta > 0:
             raise ValueError(f"eta must be positive, got {self.eta!r}: 0.5 asks for a change of half the norm")
-        if self.interval < 1:
-            raise ValueError(f"interval must be a positive integer, got {self.interval!r}")
+        check_positive("interval", self.interval)
         if not 0 < self.learning_rate_drop < 1:
             raise ValueError(f"learning_rate_drop must be between 0 and 1, got {self.learning_rate_drop!r}")
 

@@ -11,6 +11,7 @@ from typing import Any
 from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, describe_switches
 from lowbit_strategy.control.levels import check_order, labels
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.options.configuration import configuration
@@ -89,8 +90,7 @@ class GraVAC(Controller):
         if not 0 <= self.omega < 1:
             raise ValueError(f"omega must be in [0, 1), got {self.omega!r}")
         for name in ("window", "measure_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
+            check_positive(name, getattr(self, name))
         if self.measure_every > self.window:
             raise ValueError(f"measure_every ({self.measure_every}) must not be longer than window ({self.window})")
         if self.settle is not None and self.settle < 0:

@@ -19,6 +19,7 @@ from lowbit_strategy.control.base import (
 from lowbit_strategy.control.groups import GroupBy, group_of, grouped
 from lowbit_strategy.control.levels import describe, labels, reference_nbytes
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -70,8 +71,7 @@ class Bounds:
         for name in names:
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value!r}")
-        if self.patience < 1:
-            raise ValueError(f"patience must be a positive integer, got {self.patience!r}")
+        check_positive("patience", self.patience)
 
     def init(self) -> State:
         return {"counts": {}, "alarmed": {}}
@@ -134,8 +134,7 @@ class Guard(Controller):
     def __post_init__(self) -> None:
         if not self.inner.levels:
             raise ValueError("a guard needs a controller that chooses compressors")
-        if self.observe_every < 1:
-            raise ValueError(f"observe_every must be a positive integer, got {self.observe_every!r}")
+        check_positive("observe_every", self.observe_every)
         if self.fallback is not None:
             heaviest = min(self.inner.levels, key=reference_nbytes)
             if reference_nbytes(self.fallback) <= reference_nbytes(heaviest):

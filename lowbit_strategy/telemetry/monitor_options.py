@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowbit_strategy.control.groups import GroupBy
 from lowbit_strategy.control.guard import Bounds
+from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -26,5 +27,4 @@ class MonitorOptions:
     bounds: Bounds | None = None
 
     def __post_init__(self) -> None:
-        if self.every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be a positive integer, got {self.every_n_steps!r}")
+        check_positive("every_n_steps", self.every_n_steps)
