@@ -135,7 +135,7 @@ class Exchange:
         """Reduce `x` into `out`; yields whenever bytes travel, for the caller to wait or to start another bucket.
 
         Args:
-            x: The bucket, 1-D contiguous, as the slots say.
+            x: The bucket, 1-D contiguous, laid out as in the slots.
             out: All-reduce: the mean goes here, at the places of `x`; may be `x` itself. Reduce-scatter: the *sum*
                 of the owned chunks, since FSDP2 divides afterwards.
             step: Counter and seeds.

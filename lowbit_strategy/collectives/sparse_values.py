@@ -138,15 +138,15 @@ class ValueSum:
             local = [index - start for index, start in zip(own_indices, starts, strict=True)]
             nothing = [Chosen(index[:0], own_sums[:0]) for index in own_indices]
             return Sums([Chosen(*pair) for pair in zip(local, own_sums.split(split), strict=True)], nothing)
-        back = torch.zeros(own_nbytes, dtype=torch.uint8, device=self.device)
-        self._encode_(own_sums, back, self._own)
+        message = torch.zeros(own_nbytes, dtype=torch.uint8, device=self.device)
+        self._encode_(own_sums, message, self._own)
         gathered_WB = torch.empty_like(received_WB)
-        yield comm.all_gather(gathered_WB, back)
+        yield comm.all_gather(gathered_WB, message)
         sums_K = self._decode(gathered_WB.view(1, -1), self._all, sum(self.counts))
         totals = [Chosen(*pair) for pair in zip(self.indices, sums_K.split(self.counts), strict=True)]
         if self.exact:
             return Sums(totals, [Chosen(index[:0], own_sums[:0]) for index in own_indices])
-        lost = (own_sums - self._decode(back[None], self._own, self._own_numel)).nan_to_num_(0.0, 0.0, 0.0)
+        lost = (own_sums - self._decode(message[None], self._own, self._own_numel)).nan_to_num_(0.0, 0.0, 0.0)
         return Sums(totals, [Chosen(*pair) for pair in zip(own_indices, lost.split(split), strict=True)])
 
 

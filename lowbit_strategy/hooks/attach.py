@@ -74,7 +74,7 @@ def prepare(
 
 
 def warn_of_one_rank() -> None:
-    """Said in all frameworks alike, once per run."""
+    """Logged in all frameworks alike, once per run."""
     _log.warning("one rank: gradients are not sent to anybody, so nothing is compressed")
 
 

@@ -50,14 +50,14 @@ class AdaptiveDriver:
 
     Args:
         controller: Decides.
-        clock: Tells the time, given the number of completed steps; must give the same on all ranks. By default only
+        clock: Gives the progress, given the number of completed steps; must give the same on all ranks. By default only
             steps are counted.
         timer: Seconds; for step times.
 
     Attributes:
         events: Switches since the caller last emptied the list.
         warnings: Likewise.
-        accumulation: Batches in one optimizer step, if the controller says; for the framework's adapter to apply.
+        accumulation: Batches in one optimizer step, if the controller sets it; for the framework's adapter to apply.
         learning_rate_factor: On top of the scheduler's learning rate; likewise.
     """
 

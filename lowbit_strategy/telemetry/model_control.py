@@ -31,7 +31,7 @@ from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
-from lowbit_strategy.telemetry.bounds import BoundsWatch
+from lowbit_strategy.telemetry.bounds import BoundsObserver
 from lowbit_strategy.telemetry.metric_format import (
     level_fields,
     level_metrics,
@@ -45,7 +45,7 @@ from lowbit_strategy.telemetry.observe import Observation, Observer
 from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord
 from lowbit_strategy.telemetry.startup_report import build_report
 
-Clock = Callable[[int], Progress]
+ProgressClock = Callable[[int], Progress]
 Log = Callable[[dict[str, float], int], Any]
 
 _log = logging.getLogger("lowbit_strategy")
@@ -75,7 +75,7 @@ class ModelControl:
     def __init__(
         self,
         sync: GradientSync,
-        clock: Clock | None = None,
+        clock: ProgressClock | None = None,
         log: Log | None = None,
         *,
         reports_at_end_of_step: bool = True,
@@ -94,7 +94,7 @@ class ModelControl:
         self.folder: Path | None = None
         self.begun = False
         self._record: RunRecord | None = None
-        self._bounds: BoundsWatch | None = None
+        self._bounds: BoundsObserver | None = None
         self._fresh: Observation | None = None  # not reported yet
         self._progress: Progress | None = None  # of the observed step
         self._reported = False  # whether log and record have the levels in force
@@ -141,7 +141,7 @@ class ModelControl:
         self.observer = Observer(
             self.sync, lambda step: step % every == 0, group_by=options.group_by, on_observation=self._take
         )
-        self._bounds = BoundsWatch(self.sync, options.bounds) if options.bounds is not None else None
+        self._bounds = BoundsObserver(self.sync, options.bounds) if options.bounds is not None else None
         return self.observer
 
     def load_bounds(self, state: Mapping[str, Any]) -> None:
@@ -170,7 +170,7 @@ class ModelControl:
             self._record.write("start", self.sync.step_index, **start)
 
     def warn_without_audience(self, *, log: bool) -> None:
-        """Say that a monitor's figures go nowhere. `log`: the framework has a logger that takes them."""
+        """Warn if a monitor's figures go nowhere. `log`: the framework has a logger that takes them."""
         if self.observer is None or log or self.folder is not None or self.sync.comm.rank != 0:
             return
         _log.warning(

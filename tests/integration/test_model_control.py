@@ -108,8 +108,8 @@ def nobody_listens(folder: Path) -> Facts:
     with listen() as accelerated:
         train(prepared(make("ddp", LowBitPlugin(TWO, monitor=AccelerateMonitor()))), 2)
     with listen() as recorded:
-        heard = CompressionMonitor(record=folder / "here")
-        trainer(strategy("ddp"), max_steps=2, callbacks=[heard]).fit(Regression(), loader())
+        recording = CompressionMonitor(record=folder / "here")
+        trainer(strategy("ddp"), max_steps=2, callbacks=[recording]).fit(Regression(), loader())
     return {"trained": trained, "accelerated": accelerated, "recorded": recorded}
 
 

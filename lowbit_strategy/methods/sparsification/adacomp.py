@@ -22,7 +22,7 @@ from lowbit_strategy.methods._sparse_base.compact_residual import ResidualDtype,
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, Values, value_codec
 from lowbit_strategy.options.configuration import configuration
 
-_SIGNS = BlockCodec(BlockFormat(bits=1, block_size=64, scale_rule="mean_abs", levels=(-1.0, 1.0)))
+_SIGNS = BlockCodec(BlockFormat(bits=1, block_size=64, scale_rule="mean_abs", codebook=(-1.0, 1.0)))
 _MOST = 4  # times the expected count, whatever the gradient
 
 
