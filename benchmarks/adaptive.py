@@ -155,7 +155,7 @@ def language(
     runs = run_all(language_run.train, methods, range(seeds), json_path)
     dense = next(iter(methods))
     table = Table(
-        "method", "bits an element", "light", "training loss, % over uncompressed", "mean", "validation", "mean"
+        "method", "bits per element", "light", "training loss, % over uncompressed", "mean", "validation", "mean"
     )
     for name in methods:
         gaps = []
@@ -185,7 +185,7 @@ def demo(
     fixed = [run for run in json.loads(fixed_path.read_text()) if run["steps"] == steps and run["seed"] < seeds]
     runs += [{"method": run["strategy"], **run} for run in fixed]
     dense = {run["seed"]: run["validation_loss"] for run in fixed if run["strategy"] == "dense_fsdp"}
-    table = Table("method", "bytes a step", "validation loss, % over uncompressed", "mean")
+    table = Table("method", "bytes per step", "validation loss, % over uncompressed", "mean")
     beside = [run["strategy"] for run in fixed if run["strategy"].startswith(("dense_fsdp", "loco_fsdp", "loco2_fsdp"))]
     for name in dict.fromkeys([*beside, *names]):
         chosen = sorted((run for run in runs if run["method"] == name), key=lambda run: run["seed"])

@@ -35,7 +35,7 @@ class Comm(ABC):
 
     Attributes:
         group: The process group; None where there is none.
-        sent_nbytes: Bytes this rank has handed to other ranks so far: what it keeps for itself is not traffic.
+        sent_nbytes: Bytes this rank has sent to other ranks so far: what it keeps for itself is not traffic.
     """
 
     group: dist.ProcessGroup | None = None

@@ -106,7 +106,7 @@ def write_sum_(out: Tensor, parts: Sequence[Chosen], alpha: float) -> None:
 
 
 def entries_sum_nbytes(numel: int, count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:
-    """What one rank hands to others in `exchange_entries` for one parameter, entries evenly spread over the owners.
+    """What one rank sends to others in `exchange_entries` for one parameter, entries evenly spread over the owners.
 
     Exact under all-reduce where all ranks have as many entries.
     """

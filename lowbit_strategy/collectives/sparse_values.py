@@ -151,7 +151,7 @@ class ValueSum:
 
 
 def value_sum_nbytes(count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:
-    """What one rank hands to others for `count` values of a parameter, evenly spread over the owners."""
+    """What one rank sends to others for `count` values of a parameter, evenly spread over the owners."""
     row = -(-count // world_size) if scatter else min(count, flat_cut(count, world_size, codec.block_size).row_numel)
     hop = round_up(codec.wire_nbytes(row), ALIGNMENT) * (world_size - 1) if row else 0
     return hop if scatter else 2 * hop

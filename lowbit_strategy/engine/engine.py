@@ -351,7 +351,7 @@ class GradientSync:
         return 0 if exchange is None else exchange.buffer_nbytes
 
     def sent_nbytes(self, name: str) -> int:
-        """Bytes this rank hands to others for one reduction of a parameter, headers and padding aside."""
+        """Bytes this rank sends to others for one reduction of a parameter, headers and padding aside."""
         return self.assignments[name].method.wire_nbytes(self.specs[name], self.comm.world_size, scatter=self.scatter)
 
 

@@ -98,7 +98,7 @@ class Method(ABC):
 
     @abstractmethod
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        """Bytes this rank hands to others for one reduction of `spec`, exact or, for data-dependent sizes, expected."""
+        """Bytes this rank sends to others for one reduction of `spec`, exact or, for data-dependent sizes, expected."""
 
     @abstractmethod
     def make_store(self, specs: Mapping[str, TensorSpec], placement: Placement) -> MethodStore:
