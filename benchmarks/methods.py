@@ -54,8 +54,8 @@ class Run:
         train_loss: Mean training loss of the last steps.
         step_ms: Median step.
         sent_nbytes: By a rank in a step, everything included.
-        codec_bits: Bits per element and hop of what is neither exempt nor at high precision, scales and positions included, at the
-            end of the run.
+        codec_bits: Bits per element and hop of what is neither exempt nor at high precision, scales and positions
+            included, at the end of the run.
     """
 
     strategy: str

@@ -72,14 +72,14 @@ class ValueSum:
         self.indices, self.cuts = indices, cuts
         self.counts = [part.numel() for part in values]
         self.exact = codec == DenseCodec("float32")
-        values_K = torch.cat(list(values))
-        self.device = values_K.device
+        values_E = torch.cat(list(values))
+        self.device = values_E.device
         edges_V = [self._edges(*pair) for pair in zip(indices, cuts, strict=True)]
         self._tables(names, edges_V)
         self._wire = torch.zeros(sum(self.row_nbytes), dtype=torch.uint8, device=self.device)
-        self._encode_(values_K, self._wire, self._all)
-        sent_K = values_K if self.exact else self._decode(self._wire[None], self._all, sum(self.counts))
-        self.sent = list(sent_K.split(self.counts))
+        self._encode_(values_E, self._wire, self._all)
+        sent_E = values_E if self.exact else self._decode(self._wire[None], self._all, sum(self.counts))
+        self.sent = list(sent_E.split(self.counts))
 
     def _edges(self, indices: Tensor, cut: Cut) -> list[int]:
         """Where each rank's share of a parameter's values begins, and the end."""
@@ -142,8 +142,8 @@ class ValueSum:
         self._encode_(own_sums, message, self._own)
         gathered_WB = torch.empty_like(received_WB)
         yield comm.all_gather(gathered_WB, message)
-        sums_K = self._decode(gathered_WB.view(1, -1), self._all, sum(self.counts))
-        totals = [Chosen(*pair) for pair in zip(self.indices, sums_K.split(self.counts), strict=True)]
+        sums_E = self._decode(gathered_WB.view(1, -1), self._all, sum(self.counts))
+        totals = [Chosen(*pair) for pair in zip(self.indices, sums_E.split(self.counts), strict=True)]
         if self.exact:
             return Sums(totals, [Chosen(index[:0], own_sums[:0]) for index in own_indices])
         lost = (own_sums - self._decode(message[None], self._own, self._own_numel)).nan_to_num_(0.0, 0.0, 0.0)

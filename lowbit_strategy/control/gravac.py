@@ -25,8 +25,8 @@ class GraVAC(Controller):
     """Search the candidates from light to heavy for the best throughput that keeps the gradient's information.
 
     compression gain = 1 - ||h - C(h)||^2 / ||h||^2 with h = g + e, over all parameters and ranks, a moving average. For
-    sparsifiers that is the published ||C(h)||^2 / ||h||^2; a quantiser's codes may have more energy than what they stand
-    for, which does not count.
+    sparsifiers that is the published ||C(h)||^2 / ||h||^2; a quantiser's codes may have more energy than ``h``, which
+    does not count.
 
     Every step, from what was measured in the step before:
 
@@ -48,7 +48,8 @@ class GraVAC(Controller):
 
     Why `settle`: just after a switch the residual is still the small one of the lighter candidate before, and the
     compression gain looks better than it will be. With a compression gain c, ``|e|^2 <- (1 - c) |g + e|^2`` in every
-    step, so the residual before is forgotten with a time constant of at most 1 / c steps; a candidate that is sent has ``c >= epsilon``.
+    step, so the residual before is forgotten with a time constant of at most 1 / c steps; a candidate that is sent has
+    ``c >= epsilon``.
 
     Args:
         candidates: From light to heavy, at least two, such as ``GraVAC.geometric(TopK(), "density", 0.1, 0.001)``.

@@ -358,7 +358,7 @@ def refused(folder: Path) -> Facts:
 
 
 @scenarios(refused)
-def test_errors_say_what_to_change(facts: list[Facts]) -> None:
+def test_errors_name_what_to_change(facts: list[Facts]) -> None:
     for rank in facts:
         assert "accelerator.accumulate(model)" in rank["accumulate"]
         assert "raise max_bits or add a heavier choice" in rank["budget"]

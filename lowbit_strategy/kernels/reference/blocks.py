@@ -1,6 +1,6 @@
 """Blockwise quantisation in plain PyTorch: the definition of the wire, bit for bit. Never optimised.
 
-Legend: ``_KB`` K blocks of B elements; ``_K`` one number a block; ``_C`` packed bytes of a block.
+Legend: ``_KB`` K blocks of B elements; ``_K`` one number per block; ``_C`` packed bytes of a block.
 """
 
 from __future__ import annotations

@@ -87,15 +87,15 @@ class ScaleComReducer(CommonPositionsReducer):
                 seed=0,
             )
             message.copy_(
-                torch.cat([packed.counts_DB[0].view(torch.uint8), packed.wires[0][: POSITION_NBYTES * count]])
+                torch.cat([packed.counts_DK[0].view(torch.uint8), packed.wires[0][: POSITION_NBYTES * count]])
             )
         yield comm.broadcast(message, leader)
         table = COUNT_NBYTES * layout.num_blocks
-        counts_B = message[:table].clone().view(torch.int32)
-        sizes_V = layout.sizes(counts_B[None])[0]
+        counts_K = message[:table].clone().view(torch.int32)
+        sizes_V = layout.sizes(counts_K[None])[0]
         if sum(sizes_V) != count:
             raise RuntimeError(f"rank {leader} announces {sum(sizes_V)} positions where all ranks send {count}")
-        return layout.positions(counts_B, sizes_V, message[table:])
+        return layout.positions(counts_K, sizes_V, message[table:])
 
     def keep_(self, view: View, tensors: State, chosen: Chosen, sent: Tensor) -> None:
         if self.beta == 1.0:

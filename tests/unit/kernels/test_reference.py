@@ -158,7 +158,7 @@ def test_stochastic_codes_are_unbiased(bits: int) -> None:
 
 
 def test_stochastic_residual_keeps_what_rounding_would_lose() -> None:
-    """A block's residual moves by less than half of its int8 scale per step: rounded to nearest it never leaves zero."""
+    """A block's residual moves by less than half of its int8 scale per step: to nearest it never leaves zero."""
     g = torch.full((64,), 0.001)
     g[0] = 7.0  # a step of 1 in the codes; 0.001 is never sent
     kept = {}
