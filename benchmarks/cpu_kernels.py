@@ -1,6 +1,6 @@
 """Speed of the CPU kernels as a share of memcpy's in the same run.
 
-Encode and LoCo encode: bytes of float32 read a second (4 N / time), whatever else is read and written.
+Encode and LoCo encode: bytes of float32 read per second (4 N / time), whatever else is read and written.
 Decode-and-sum: bytes of float32 decoded and added a second, per source (W * 4 N / time).
 memcpy: bytes read plus bytes written a second (8 N / time), the faster of libc's and torch's.
 

@@ -136,7 +136,7 @@ class AdaptiveBinding:
         self._take_effect()
 
     def _take_effect(self) -> None:
-        """Accumulate as many batches as the controller wants, from the next one on."""
+        """Accumulate as many batches as the controller has set, from the next one on."""
         for control in self._controls.values():
             wanted = control.take_effect()
             if wanted is not None and wanted != self.accelerator.gradient_accumulation_steps:

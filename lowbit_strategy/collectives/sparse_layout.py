@@ -67,9 +67,9 @@ class Message(NamedTuple):
 class Located(NamedTuple):
     """Entries of all parameters put in the order of messages: by destination, then parameter, then position."""
 
-    order: Tensor | None  # int64 [K]: where each comes from in the parameters' concatenation; None: as it is
-    block: Tensor  # int64 [K], counted through all destinations
-    position: Tensor  # int64 [K], in the block
+    order: Tensor | None  # int64 [E]: where each comes from in the parameters' concatenation; None: as it is
+    block: Tensor  # int64 [E], counted through all destinations
+    position: Tensor  # int64 [E], in the block
     counts_DV: list[list[int]]  # entries for each destination and parameter
 
 

@@ -111,7 +111,7 @@ class Guard(Controller):
     """Around another controller: watches what it chose and overrides it where that goes wrong.
 
     Every `observe_every` steps the levels in force are tried on the gradients plus residuals. A group that is out of
-    bounds `patience` times in a row gets `fallback`; the level that the inner controller wants for it goes on being
+    bounds `patience` times in a row gets `fallback`; the level that the inner controller chooses for it goes on being
     tried, and gets it back after as many good ones.
 
     Args:

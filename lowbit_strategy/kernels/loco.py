@@ -38,7 +38,7 @@ def loco_encode_(
     3. ``e' = beta * e + (1 - beta) * (h - Q)``, stored as int8 with one absmax scale per block
 
     A block whose gradient is all zero is idle: it sends zeros and keeps its residual (an idle expert's feedback is
-    not spent on a step whose result nobody reads). A block with inf or NaN in ``h`` sends NaN and keeps its residual.
+    not spent on a step whose result is not read). A block with inf or NaN in ``h`` sends NaN and keeps its residual.
 
     Args:
         x: Gradients, float32, bfloat16 or float16, 1-D contiguous.

@@ -101,7 +101,7 @@ def _run(target: str, arguments: Sequence[str], *, module: bool) -> None:
 
 
 def _leave() -> None:
-    """Scripts that forget to: gloo aborts now and then in a process that ends with its groups open."""
+    """For scripts that do not: gloo aborts now and then in a process that ends with its groups open."""
     import torch.distributed as dist
 
     if dist.is_initialized():

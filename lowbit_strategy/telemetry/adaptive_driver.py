@@ -46,7 +46,7 @@ class AdaptiveDriver:
 
     1. what the last step has shown (already summed over ranks, so the same on all of them) goes to the controller
     2. its decision is applied: parameters whose level changes are regrouped, residuals are carried over
-    3. what it wants to know of this step is measured
+    3. what its probe requests of this step is measured
 
     Args:
         controller: Decides.

@@ -13,7 +13,7 @@ from lowbit_strategy.telemetry.startup_report import Report, build_report
 
 
 class _Absent(LocalComm):
-    """Stands for a group of ranks that nobody has started: good for counting, not for communication."""
+    """Stands for a group of ranks that does not exist: good for counting, not for communication."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__()

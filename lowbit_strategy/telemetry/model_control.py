@@ -11,7 +11,7 @@ An adapter translates its framework's moments:
 | a step is over, and the framework takes metrics | `report`, unless the end of the engine's step is that moment |
 
 An adapter that can report whenever a step ends leaves `reports_at_end_of_step` on and needs neither the last call nor,
-in a loop that nobody announces, `begin`: the first step is the beginning then.
+in a loop without such calls, `begin`: the first step is the beginning then.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ModelControl:
     Args:
         sync: The engine.
         clock: Gives the `Progress` of a step; the same on all ranks. By default only steps are counted.
-        log: Takes metrics and the step that they are of, on every rank; None: there is nobody to take them.
+        log: Takes metrics and the step that they are of, on every rank; None: metrics are not logged.
         reports_at_end_of_step: Report as soon as the engine has ended a step; off where the framework takes metrics at
             its own moments only.
 
@@ -174,7 +174,7 @@ class ModelControl:
         if self.observer is None or log or self.folder is not None or self.sync.comm.rank != 0:
             return
         _log.warning(
-            "the compression monitor has no logger and no folder for its record, so nobody sees what it measures:"
+            "the compression monitor has no logger and no folder for its record, so its measurements are lost:"
             " give the trainer a logger (tracker), or the monitor a folder, record='runs/1'"
         )
 

@@ -81,6 +81,9 @@ WHOLE_NAMES = (
     Word("gain|gains", "residual_gain, sent_energy_ratio or compression_gain"),
     Word("Step|Steps", "StepContext, step_index, scale"),
     Word("tap|kit|steering", "observer, harness, binding"),
+    Word(
+        "State", "StateTensors", ("lowbit_strategy/collectives/", "lowbit_strategy/methods/")
+    ),  # State: a controller's
     Word("levels?|num_levels", "codebook, values", ("lowbit_strategy/kernels/", "lowbit_strategy/codecs/")),
 )
 STEMS = [

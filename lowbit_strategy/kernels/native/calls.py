@@ -71,7 +71,7 @@ def format_struct(fmt: BlockFormat) -> FormatStruct:
         planes=fmt.planes,
         max_scale=fmt.max_scale,
         codebook=codebook
-        + codebook[-1:] * (_MAX_CODEBOOK - len(codebook)),  # codes that nobody sends decode to something
+        + codebook[-1:] * (_MAX_CODEBOOK - len(codebook)),  # codes that are never sent decode to something too
         thresholds=fmt.thresholds if codebook else (),
     )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse_layout import BLOCK_BITS, POSITION_NBYTES
-from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
 from lowbit_strategy.methods._base.reducer import ReducerState, View
@@ -115,7 +115,9 @@ class ExclusiveReducer(CommonPositionsReducer):
     ) -> Generator[Pending, None, list[Tensor]]:
         raise NotImplementedError("positions are chosen in the model as a whole: see reduce")
 
-    def _threshold(self, model: _Model, control: State, bounds: Sequence[int]) -> Generator[Pending, None, float]:
+    def _threshold(
+        self, model: _Model, control: StateTensors, bounds: Sequence[int]
+    ) -> Generator[Pending, None, float]:
         """Follow the last count and the trend; estimate where there is nothing to follow yet."""
         if self.density == 1.0:
             return 0.0
@@ -132,13 +134,13 @@ class ExclusiveReducer(CommonPositionsReducer):
         control["threshold"].fill_(threshold)
         return float(control["threshold"])
 
-    def _sizes(self, model: _Model, control: State) -> list[int]:
+    def _sizes(self, model: _Model, control: StateTensors) -> list[int]:
         """Blocks of each partition; equal shares at the start, and where the world or the model has another size."""
         equal = equal_sizes(model.grid.num_blocks, model.comm.world_size)
         sizes = [size for size in control["sizes"].tolist() if size]
         return sizes if len(sizes) == len(equal) and sum(sizes) == model.grid.num_blocks else equal
 
-    def _learn_(self, model: _Model, control: State, selection: Selection) -> None:
+    def _learn_(self, model: _Model, control: StateTensors, selection: Selection) -> None:
         control["ratio"].fill_(sum(selection.counts) / num_kept(self.density, model.grid.numel))
         sizes = self._sizes(model, control)
         if self.adjust and len(sizes) > 1:

@@ -21,7 +21,7 @@ def gradients(world_size: int) -> list[torch.Tensor]:
 
 
 def shared_norm(g: list[torch.Tensor]) -> torch.Tensor:
-    """One number an element: the largest magnitude of its block on any rank."""
+    """One number per element: the largest magnitude of its block on any rank."""
     largest = torch.stack([x.reshape(-1).abs() for x in g]).amax(0)
     norms = [block.max().expand(block.numel()) for block in largest.split(BLOCK)]
     return torch.cat(norms)
