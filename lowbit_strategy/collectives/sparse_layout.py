@@ -34,12 +34,12 @@ POSITION_NBYTES = 2
 
 
 def counts_nbytes(numel: int) -> int:
-    """Of the table of counts of `numel` positions."""
+    """Bytes of the table of counts of `numel` positions."""
     return COUNT_NBYTES * -(-numel // (1 << BLOCK_BITS))
 
 
 def entries_nbytes(count: int, codec: Codec) -> int:
-    """Of `count` entries of one parameter, without their table of counts."""
+    """Bytes of `count` entries of one parameter, without their table of counts."""
     return POSITION_NBYTES * count + codec.wire_nbytes(count)
 
 
@@ -182,7 +182,7 @@ class SparseLayout:
         return [row[1:] for row in rows]
 
     def nbytes(self, sizes_V: Sequence[int], codec: Codec) -> int:
-        """Of the wire that holds so many entries of each parameter."""
+        """Bytes of the wire that holds so many entries of each parameter."""
         if isinstance(codec, DenseCodec):
             return entries_nbytes(sum(sizes_V), codec)
         return sum(entries_nbytes(k, codec) for k in sizes_V)

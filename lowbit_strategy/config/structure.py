@@ -1,4 +1,4 @@
-"""From what a file holds to configurations: mappings become dataclasses, by the types of the classes' fields.
+"""Configurations from the content of a file: mappings become dataclasses, by the types of the classes' fields.
 
     controller:
       name: accordion
@@ -175,7 +175,7 @@ def _entries(value: Any, kind: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def _fields_of(kind: type) -> _Hook:
-    """From a mapping of a dataclass's fields to one."""
+    """A dataclass from a mapping of its fields."""
     return make_dict_structure_fn(kind, _converter, _cattrs_forbid_extra_keys=True)
 
 

@@ -162,7 +162,7 @@ def _engine(prepared: Prepared, comm: Comm, device: torch.device, has_scaler: bo
 
 
 def _report(sync: GradientSync) -> None:
-    """Once everything is attached: only then memory for messages is known."""
+    """Called when everything is attached: only then the memory for messages is known."""
     if sync.comm.rank == 0 and sync.comm.world_size > 1:
         _log.info("%s", build_report(sync).render())
 

@@ -1,4 +1,4 @@
-"""Blockwise quantisation: the public ops. They check their arguments and hand over to a backend.
+"""Blockwise quantisation: the public ops. They check their arguments and call a backend.
 
 Every backend writes the same bytes: `lowbit_strategy.kernels.reference.blocks` is the definition.
 """

@@ -179,7 +179,7 @@ class ModelControl:
         )
 
     def take_effect(self) -> int | None:
-        """From now on learning rates have the factor that the controller wants.
+        """From now on learning rates have the factor that the controller has set.
 
         Returns:
             The batches in one optimizer step that it wants with it; None: whatever there are.
@@ -226,7 +226,7 @@ class ModelControl:
             self.report()
 
     def report(self) -> None:
-        """Hand what the last step has brought to log and record: observation, decisions, warnings."""
+        """Write the results of the last step to log and record: observation, decisions, warnings."""
         if self._fresh is not None:
             observation, self._fresh = self._fresh, None
             self._report_observation(observation)

@@ -93,7 +93,7 @@ class Method(ABC):
 
     @property
     def residual_gain(self) -> float | None:
-        """As `StatefulCodec.residual_gain`."""
+        """The same as `StatefulCodec.residual_gain`."""
         return None
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Method(ABC):
         """The same method with what it is made of replaced: for wrappers."""
 
     def description(self, *, scatter: bool) -> str:
-        """As `label`, with the downlink where it differs."""
+        """The `label`, with that of the downlink where it differs."""
         return self.label
 
     def conserves(self, *, scatter: bool) -> bool:

@@ -57,7 +57,7 @@ class CommonPositionsReducer(Reducer):
     def positions(
         self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
-        """Of each view, ascending, int64, the same on all ranks; may communicate."""
+        """The positions of each view: ascending, int64, the same on all ranks; may communicate."""
 
     def values(self, view: View, tensors: StateTensors, indices: Tensor) -> Tensor:
         """What a live gradient's rank has to send at the positions, float32."""

@@ -97,7 +97,7 @@ def nothing(device: torch.device) -> Chosen:
 
 
 def nonzero(chosen: Chosen) -> Chosen:
-    """Without the zeros, which need not be sent."""
+    """The entries without zeros, which need not be sent."""
     if chosen.values.all():
         return chosen
     keep = chosen.values.nonzero().view(-1)
