@@ -59,7 +59,7 @@ class Comm(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        """Sum over ranks, in place. Bytes are counted as for a ring: twice (W - 1) / W of the tensor."""
+        """Reduce over ranks by `op`, in place. Bytes are counted as for a ring: twice (W - 1) / W of the tensor."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, source: int) -> Pending:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXT = {".py", ".md", ".toml", ".c", ".h", ".cfg", ".yml", ".yaml", ".j2", ".css", ".txt", ""}
+TEXT = {".py", ".md", ".jsonl", ".toml", ".c", ".h", ".cfg", ".yml", ".yaml", ".j2", ".css", ".txt", ""}
 SELF = "tests/unit/test_vocabulary.py"
 VECTORS = ("lowbit_strategy/kernels/native/", "docs/kernels.md")  # C code and a GPU have vector registers with lanes
 ALIASES = (  # old names of options, which still work with a warning
