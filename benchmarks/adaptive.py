@@ -52,7 +52,7 @@ def run_all(
 ) -> list[Record]:
     """Every method with every seed; those that the file has already are not run again."""
     torch.set_num_threads(1)
-    logging.getLogger("lowbit_strategy").setLevel(logging.ERROR)  # every switch of every run would be told
+    logging.getLogger("lowbit_strategy").setLevel(logging.ERROR)  # every switch of every run would be logged
     runs: list[Record] = json.loads(json_path.read_text())["runs"] if json_path and json_path.exists() else []
     done = {(run["method"], run["seed"]) for run in runs}
     for seed in seeds:
@@ -84,7 +84,7 @@ def settings(
     seeds: Annotated[int, typer.Option(help="Seeds 100 ... 100 + n - 1: others than those of `digits`.")] = 3,
     json_path: JsonPath = None,
 ) -> None:
-    """Which digits task tells heavy compression from none: uncompressed against the heavy level of both pairs."""
+    """Which digits task distinguishes heavy compression from none: the heavy level of both pairs against it."""
     methods = {
         f"{setting}, {name}": (setting, method)
         for setting in digits_run.SETTINGS
@@ -155,7 +155,7 @@ def language(
     runs = run_all(language_run.train, methods, range(seeds), json_path)
     dense = next(iter(methods))
     table = Table(
-        "method", "bits an element", "light", "training loss, % over uncompressed", "mean", "validation", "mean"
+        "method", "bits per element", "light", "training loss, % over uncompressed", "mean", "validation", "mean"
     )
     for name in methods:
         gaps = []
@@ -185,7 +185,7 @@ def demo(
     fixed = [run for run in json.loads(fixed_path.read_text()) if run["steps"] == steps and run["seed"] < seeds]
     runs += [{"method": run["strategy"], **run} for run in fixed]
     dense = {run["seed"]: run["validation_loss"] for run in fixed if run["strategy"] == "dense_fsdp"}
-    table = Table("method", "bytes a step", "validation loss, % over uncompressed", "mean")
+    table = Table("method", "bytes per step", "validation loss, % over uncompressed", "mean")
     beside = [run["strategy"] for run in fixed if run["strategy"].startswith(("dense_fsdp", "loco_fsdp", "loco2_fsdp"))]
     for name in dict.fromkeys([*beside, *names]):
         chosen = sorted((run for run in runs if run["method"] == name), key=lambda run: run["seed"])
@@ -222,12 +222,12 @@ def gravac(
                 json_path.write_text(json.dumps({"rate": rate, "hosts": world_size, "families": families}, indent=1))
     for family, report in families.items():
         table = Table(
-            *("candidate", "gain", "step, s", "gain / step", "GraVAC's own gain / step"),
+            *("candidate", "compression gain", "step, s", "compression gain / step", "GraVAC's own"),
             title=f"{family}: GraVAC ended at {report['search']['candidate']}",
         )
         for label, figures in report["alone"].items():
             own = report["search"]["scores"].get(label)
-            row = (f"{figures['gain']:.3f}", f"{figures['seconds']:.3f}", f"{figures['score']:.2f}")
+            row = (f"{figures['compression_gain']:.3f}", f"{figures['seconds']:.3f}", f"{figures['score']:.2f}")
             table.add_row(label, *row, "not sent long enough" if own is None else f"{own:.2f}")
         Console(width=120).print(table)
 

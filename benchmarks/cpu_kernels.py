@@ -1,6 +1,6 @@
 """Speed of the CPU kernels as a share of memcpy's in the same run.
 
-Encode and LoCo encode: bytes of float32 read a second (4 N / time), whatever else is read and written.
+Encode and LoCo encode: bytes of float32 read per second (4 N / time), whatever else is read and written.
 Decode-and-sum: bytes of float32 decoded and added a second, per source (W * 4 N / time).
 memcpy: bytes read plus bytes written a second (8 N / time), the faster of libc's and torch's.
 
@@ -59,8 +59,8 @@ class Row:
 
 def formats(block_size: int) -> dict[str, BlockFormat]:
     def fitted(bits: int, *positive: float) -> BlockFormat:
-        levels = (*(-level for level in reversed(positive)), *positive)
-        return BlockFormat(bits=bits, block_size=block_size, scale_rule="rms", levels=levels)
+        codebook = (*(-value for value in reversed(positive)), *positive)
+        return BlockFormat(bits=bits, block_size=block_size, scale_rule="rms", codebook=codebook)
 
     return {
         "4 bits": uniform(4, block_size),
@@ -68,7 +68,7 @@ def formats(block_size: int) -> dict[str, BlockFormat]:
         "2 bits": uniform(2, block_size),
         "fitted 2 bits": fitted(2, 0.453125, 1.5078125),
         "fitted 1 bit": fitted(1, 0.796875),
-        "ternary": BlockFormat(bits=2, block_size=block_size, scale_rule="ternary", levels=(-1.0, 0.0, 1.0)),
+        "ternary": BlockFormat(bits=2, block_size=block_size, scale_rule="ternary", codebook=(-1.0, 0.0, 1.0)),
     }
 
 

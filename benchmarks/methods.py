@@ -54,8 +54,8 @@ class Run:
         train_loss: Mean training loss of the last steps.
         step_ms: Median step.
         sent_nbytes: By a rank in a step, everything included.
-        codec_bits: Bits an element and hop of what is neither exempt nor milder, scales and positions included, at the
-            end of the run.
+        codec_bits: Bits per element and hop of what is neither exempt nor at high precision, scales and positions
+            included, at the end of the run.
     """
 
     strategy: str
@@ -104,7 +104,7 @@ def codec_bits(compressor: Compressor, layout: Layout, step_index: int) -> float
 
 
 def mean_codec_bits(run: Run) -> float:
-    """Over all steps, with what is milder at the start."""
+    """Over all steps, with what is at high precision at the start."""
     compressor, layout = parse_strategy(run.strategy)
     first_steps: dict[Compressor, int] = {}
     for step in range(run.steps):

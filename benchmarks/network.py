@@ -67,7 +67,7 @@ class Row:
         communication_s: ddp-step: `seconds` less those without synchronisation. Otherwise `seconds`.
         speedup: The baseline's communication over this one's.
         sent_nbytes: On the interface, of one rank in one step, headers and acknowledgements included.
-        bits_per_element_hop: `sent_nbytes` over what an ideal ring moves: (W - 1) / W of the elements a hop.
+        bits_per_element_hop: `sent_nbytes` over what an ideal ring moves: (W - 1) / W of the elements per hop.
     """
 
     mode: str
@@ -157,7 +157,7 @@ def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
     table = Table(title=f"{options.mode}, {options.world_size} hosts")
     table.add_column("link")
     table.add_column("variant")
-    for heading in ("seconds", "communication", "times faster", "MB sent a rank", "bits an element a hop"):
+    for heading in ("seconds", "communication", "times faster", "MB sent per rank", "bits per element and hop"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(

@@ -117,7 +117,7 @@ class Exchange:
         return torch.cat(parts, 1)
 
     def bits_per_element(self, steps: int) -> float:
-        """On the wire, a hop and an element of the model, exempt and milder ones and headers included."""
+        """On the wire, per hop and element of the model, exempt and high-precision ones and headers included."""
         sent = sum(comm.sent_nbytes for comm in self.world.comms) / self.world.size
         numel = sum(spec.numel for spec in self.specs)
         hops = (2 if self.layout == "ddp" else 1) * (self.world.size - 1) / self.world.size

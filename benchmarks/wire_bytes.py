@@ -41,7 +41,7 @@ class Row:
         payload_nbytes: On the interface, without the headers of Ethernet, IP and TCP.
         sent_nbytes: On the interface, with everything.
         resent_nbytes: Part of the payload, at most: segments that TCP sent again. None where links are quiet.
-        bits: Accounted, an element and hop: of (W - 1) / W of the elements once, or twice for an all-reduce.
+        bits: Accounted, per element and hop: of (W - 1) / W of the elements once, or twice for an all-reduce.
     """
 
     variant: str
@@ -81,7 +81,7 @@ def measure(names: Sequence[str], *, world_size: int, numel: int, steps: int, ti
 def show(rows: Sequence[Row], title: str) -> None:
     table = Table(title=title)
     table.add_column("variant")
-    for heading in ("bits an element a hop", "accounted, bytes", "payload", "payload more, %", "with headers, %"):
+    for heading in ("bits per element and hop", "accounted, bytes", "payload", "payload more, %", "with headers, %"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(

@@ -67,7 +67,7 @@ def run_ranks(
     Each rank has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (a free port) and
     OMP_NUM_THREADS=1 set, uses one torch thread, and destroys its process groups on the way out.
 
-    Ranks are forked from a clean server that holds the modules the tests have imported, which saves seconds a rank.
+    Ranks are forked from a clean server that holds the modules the tests have imported, which saves seconds per rank.
     With `env`, or where CUDA is present, each rank is a fresh interpreter instead, so that variables read on import
     (TRITON_INTERPRET, for one) are in place before anything is imported.
 

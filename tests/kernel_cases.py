@@ -22,12 +22,12 @@ from lowbit_strategy.kernels.segments import Segment, Segments
 
 FITTED_2 = (-1.5078125, -0.453125, 0.453125, 1.5078125)
 FITTED_1 = (-0.796875, 0.796875)
-ODD = (-2.0, -0.875, 0.0, 0.75, 1.875)  # five levels, not symmetric
+ODD = (-2.0, -0.875, 0.0, 0.75, 1.875)  # five codebook, not symmetric
 MANY = tuple((i - 15.5) / 8 for i in range(32))  # more than a kernel unrolls
 
 
-def fitted(bits: int, levels: tuple[float, ...], block_size: int = 128, rule: str = "rms") -> BlockFormat:
-    return BlockFormat(bits=bits, block_size=block_size, scale_rule=rule, levels=levels)  # type: ignore[arg-type]
+def fitted(bits: int, codebook: tuple[float, ...], block_size: int = 128, rule: str = "rms") -> BlockFormat:
+    return BlockFormat(bits=bits, block_size=block_size, scale_rule=rule, codebook=codebook)  # type: ignore[arg-type]
 
 
 def ternary(block_size: int) -> BlockFormat:

@@ -96,7 +96,7 @@ PUBLISHED_ETA = 0.5
 
 
 def fixed_methods() -> dict[str, Compressor | Controller]:
-    """What a setting is chosen by: does it tell heavy compression from none?"""
+    """What a setting is chosen by: does it distinguish heavy compression from none?"""
     return {UNCOMPRESSED: Dense()} | {f"{name}: heavy": heavy for name, (_, heavy) in PAIRS.items()}
 
 
@@ -142,7 +142,7 @@ def images(seed: int, setting: Setting) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def spoilt(x: Tensor, setting: Setting, generator: torch.Generator) -> Tensor:
-    """Images with the setting's noise, moved as it says."""
+    """Images with the setting's noise, moved as it asks."""
     if setting.shifts:
         padded = F.pad(x.view(-1, 8, 8), (1, 1, 1, 1), value=float(x.min()))
         right, down = torch.randint(3, (2, len(x), 1), generator=generator) + torch.arange(8)

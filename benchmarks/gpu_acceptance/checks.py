@@ -88,8 +88,8 @@ def page(folder: Path) -> str:
         lines += [f"## {path.stem}", "", where, "", "| check | outcome | seconds | figures |", "|---|---|---|---|"]
         for check in record["checks"]:
             figures = ", ".join(f"{key} {_short(value)}" for key, value in check["figures"].items())
-            told = (figures or check["why"]).replace("|", "/").replace("\n", " ")[-600:]
-            lines.append(f"| {check['name']} | {check['status']} | {check['seconds']} | {told} |")
+            outcome = (figures or check["why"]).replace("|", "/").replace("\n", " ")[-600:]
+            lines.append(f"| {check['name']} | {check['status']} | {check['seconds']} | {outcome} |")
         lines.append("")
     return "\n".join(lines)
 

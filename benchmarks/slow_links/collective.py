@@ -1,7 +1,7 @@
 """One all-reduce or reduce-scatter of N elements, by gloo in float32 and by each compressor: seconds and bytes.
 
 Started by torchrun on every host. A variant is ``OPERATION/NAME``: ``all-reduce/fp32``, ``reduce-scatter/loco``. There
-is one tensor of N elements, so nothing is exempt or milder.
+is one tensor of N elements, so nothing is exempt or at high precision.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def interface() -> str:
-    """The interface gloo was told to use."""
+    """The interface gloo is configured to use."""
     name = os.environ.get("GLOO_SOCKET_IFNAME")
     if name is None:
         raise RuntimeError("GLOO_SOCKET_IFNAME is not set: which interface carries the traffic is unknown")

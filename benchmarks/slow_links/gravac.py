@@ -1,4 +1,4 @@
-"""A plain Lightning script: GraVAC searches, then every candidate is measured by itself; times and gains to a file.
+"""A plain Lightning script: GraVAC searches, then every candidate by itself; times and compression gains to a file.
 
 Started by torchrun on every host.
 """
@@ -27,7 +27,7 @@ from lowbit_strategy.methods.sparsification.topk import TopK
 from recipes.gpt import LanguageModel
 from recipes.text import Windows, standard_library
 
-FAMILIES: dict[str, tuple[tuple[Compressor, ...], float]] = {  # candidates and the smallest gain
+FAMILIES: dict[str, tuple[tuple[Compressor, ...], float]] = {  # candidates and the smallest compression gain
     "topk": (GraVAC.geometric(TopK(), "density", 0.1, 0.003, num=4), 0.15),
     "loco": (tuple(LoCo(bits=bits) for bits in (8, 6, 4, 3, 2)), 0.75),
 }
@@ -102,14 +102,14 @@ def search(options: argparse.Namespace) -> dict[str, Any]:
         "settled": state["settled"],
         "candidate": labels[state["candidate"]],
         "scores": {labels[int(level)]: score for level, score in state["scores"].items()},
-        "gains": {
+        "compression_gains": {
             labels[int(level)]: compression_gain for level, compression_gain in state["compression_gains"].items()
         },
     }
 
 
 def alone(compressor: Compressor, options: argparse.Namespace) -> dict[str, float]:
-    """One candidate by itself for as long as a search; gain, seconds and their score in a window at the end."""
+    """One candidate for as long as a search: compression gain, seconds and their score in a window at the end."""
     _, steps = searching(options)
     monitor = CompressionMonitor(every_n_steps=MEASURE_EVERY, progress_bar=False, record=False)
     meter = Meter(monitor, steps - options.window)
@@ -118,7 +118,7 @@ def alone(compressor: Compressor, options: argparse.Namespace) -> dict[str, floa
     dist.all_reduce(times)  # as the controller sees them: the ranks' mean
     seconds = float(times.median()) / dist.get_world_size()
     compression_gain = statistics.mean(meter.compression_gains)
-    return {"seconds": seconds, "gain": compression_gain, "score": compression_gain / seconds}
+    return {"seconds": seconds, "compression_gain": compression_gain, "score": compression_gain / seconds}
 
 
 def main() -> None:

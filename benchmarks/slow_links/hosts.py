@@ -73,7 +73,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], network: SlowNetwork, fo
     while any(process.poll() is None for process in processes):
         failed = [rank for rank, process in enumerate(processes) if process.returncode]
         if failed:
-            time.sleep(2)  # the rank that fails first may not be the one to blame: let the others say theirs
+            time.sleep(2)  # the rank that fails first may not be the one to blame: let the others report theirs
             raise RuntimeError("\n".join(_tail(folder, rank) for rank in range(len(processes))))
         if time.monotonic() > deadline:
             network.signal_all(signal.SIGABRT)  # Python answers with the stacks of its threads

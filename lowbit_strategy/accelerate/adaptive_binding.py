@@ -19,7 +19,7 @@ from lowbit_strategy.control.base import Progress
 from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.metric_format import for_model
-from lowbit_strategy.telemetry.model_control import Clock, ModelControl
+from lowbit_strategy.telemetry.model_control import ModelControl, ProgressClock
 
 
 class AdaptiveBinding:
@@ -77,7 +77,7 @@ class AdaptiveBinding:
         self._controls[attached], self._numbers[attached] = control, number
         self._take_effect()
 
-    def _clock_of(self, attached: Attached) -> Clock:
+    def _clock_of(self, attached: Attached) -> ProgressClock:
         model = weakref.ref(attached)  # its engine must not keep the model alive
 
         def progress(step: int) -> Progress:
@@ -136,7 +136,7 @@ class AdaptiveBinding:
         self._take_effect()
 
     def _take_effect(self) -> None:
-        """Accumulate as many batches as the controller wants, from the next one on."""
+        """Accumulate as many batches as the controller has set, from the next one on."""
         for control in self._controls.values():
             wanted = control.take_effect()
             if wanted is not None and wanted != self.accelerator.gradient_accumulation_steps:

@@ -267,7 +267,7 @@ class Binding:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """Without what torch.compile goes around DDP or FSDP2 modules with."""
+    """The module inside the wrapper that torch.compile puts around DDP or FSDP2 modules."""
     inner: nn.Module = getattr(model, "_orig_mod", model)
     return inner
 

@@ -43,7 +43,7 @@ class PluginOptions:
                 check_positive(name, getattr(self, name))
 
     def sync_options(self) -> SyncOptions:
-        """Those of the fields that are about synchronisation."""
+        """The fields that are about synchronisation."""
         own = {entry.name for entry in dataclasses.fields(self)}
         names = [entry.name for entry in dataclasses.fields(SyncOptions) if entry.name in own]
         return SyncOptions(**{name: getattr(self, name) for name in names})

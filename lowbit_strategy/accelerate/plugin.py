@@ -31,7 +31,7 @@ class LowBitPlugin(PluginOptions):
     """
 
     def attach(self, accelerator: Any, *, fsdp_plugin: Any = None) -> Binding:
-        """From now on what `accelerator` prepares is synchronised compressed.
+        """Compress the gradients of the models that `accelerator` prepares from now on.
 
         Args:
             accelerator: An `accelerate.Accelerator` that has prepared nothing yet.

@@ -65,18 +65,18 @@ class TrainingClock:
 
     def check(self, controller: Controller) -> None:
         """Raises:
-        ValueError: `controller` needs an epoch or a length of the run that nobody knows.
+        ValueError: `controller` needs an epoch or a length of the run that is unknown.
         """
         units = set(_units(controller))
         if units & {"epoch", "epochs"} and not self._knows_epochs():
             raise ValueError(
-                f"{type(controller).__name__} counts in epochs, and nobody knows when one ends: training does not go"
+                f"{type(controller).__name__} counts in epochs, and it is unknown when one ends: training does not go"
                 " through a data loader that accelerator.prepare returned. Give the controller's interval or phases in"
                 ' steps (unit="steps"), or give steps_per_epoch, or set accelerator.lowbit.epoch in the loop'
             )
         if "fraction" in units and self.num_steps is None:
             raise ValueError(
-                f"{type(controller).__name__} has a phase in fractions of the run, whose length nobody knows: give"
+                f"{type(controller).__name__} has a phase in fractions of the run, whose length is unknown: give"
                 " num_steps, or the phase in steps"
             )
 

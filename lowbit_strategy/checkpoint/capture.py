@@ -97,10 +97,10 @@ def restore(
 
 def _check_model(sync: GradientSync, saved: Saved) -> None:
     """What is trained here but was not when the state was saved starts from zero; anything else must fit."""
-    here = {name: list(spec.shape) for name, spec in sync.specs.items()}
-    there = {name: entry["shape"] for name, entry in saved["parameters"].items()}
-    unknown = sorted(there.keys() - here.keys())
-    changed = sorted(name for name in here.keys() & there.keys() if here[name] != there[name])
+    own = {name: list(spec.shape) for name, spec in sync.specs.items()}
+    shapes = {name: entry["shape"] for name, entry in saved["parameters"].items()}
+    unknown = sorted(shapes.keys() - own.keys())
+    changed = sorted(name for name in own.keys() & shapes.keys() if own[name] != shapes[name])
     parts = [
         f"{what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
         for what, names in (("not in the model", unknown), ("of another shape", changed))

@@ -30,7 +30,7 @@ class Codec(ABC):
         return type(self).__name__.removesuffix("Codec").lower()
 
     def nearest(self) -> Codec:
-        """The code with the least error instead of no bias: what error feedback wants, since the error of an unbiased
+        """The code with the least error instead of no bias: what error feedback needs, since the error of an unbiased
         code with few values is larger than its input. Itself where there is no such choice.
         """
         return self

@@ -41,7 +41,7 @@ class BlockCodec(Codec):
 
     def nearest(self) -> BlockCodec:
         if self.fmt.bits == 1 and self.fmt.scale_rule == "rms":  # whatever the block, signs fit best at its mean
-            return BlockCodec(replace(self.fmt, scale_rule="mean_abs", levels=(-1.0, 1.0)))
+            return BlockCodec(replace(self.fmt, scale_rule="mean_abs", codebook=(-1.0, 1.0)))
         return replace(self, rounding="nearest")
 
     @property

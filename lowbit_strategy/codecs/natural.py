@@ -24,7 +24,7 @@ class NaturalCodec(BlockwiseCodec):
     With ``K = 2**(bits-1) - 1`` and ``2**E`` the smallest power of two not below the block's largest magnitude:
 
     1. ``2**e <= |h| < 2**(e+1)`` becomes ``2**(e+1)`` with probability ``|h| / 2**e - 1``, else ``2**e``
-    2. below the smallest level ``2**(E-K+1)``: that level with probability ``|h|`` over it, else 0
+    2. below the smallest power ``2**(E-K+1)``: that power with probability ``|h|`` over it, else 0
     3. the code is the sign and the exponent's distance from ``E - K``, 0 for zero; then one byte for ``E``
 
     Args:
@@ -50,7 +50,7 @@ class NaturalCodec(BlockwiseCodec):
         return uniform(self.bits, self.block_size)
 
     @property
-    def num_levels(self) -> int:
+    def num_powers(self) -> int:
         return 2 ** (self.bits - 1) - 1
 
     @property
@@ -64,13 +64,13 @@ class NaturalCodec(BlockwiseCodec):
         uniform_KB: Tensor | float = noise(CODE_STREAM) + 0.5 if self.rounding == "stochastic" else 0.5
         mantissa_KB, exponent_KB = torch.frexp(magnitude_KB)  # mantissa in [0.5, 1): the power below is 2**(exponent-1)
         power_KB = exponent_KB - 1 + (uniform_KB < 2.0 * mantissa_KB - 1.0).int()
-        level_KB = power_KB - (top_K - self.num_levels)[:, None]
-        smallest_K = top_K - self.num_levels + 1
+        number_KB = power_KB - (top_K - self.num_powers)[:, None]
+        smallest_K = top_K - self.num_powers + 1
         is_small_KB = exponent_KB - 1 < smallest_K[:, None]
         relative_KB = torch.ldexp(magnitude_KB, (-smallest_K)[:, None])
-        level_KB = torch.where(is_small_KB, (uniform_KB < relative_KB).int(), level_KB)
-        level_KB = torch.where(usable_K[:, None] & (magnitude_KB > 0), level_KB, 0)
-        codes_KB = level_KB | ((h_KB < 0) & (level_KB > 0)).int() << (self.bits - 1)
+        number_KB = torch.where(is_small_KB, (uniform_KB < relative_KB).int(), number_KB)
+        number_KB = torch.where(usable_K[:, None] & (magnitude_KB > 0), number_KB, 0)
+        codes_KB = number_KB | ((h_KB < 0) & (number_KB > 0)).int() << (self.bits - 1)
         exponent_byte_K = torch.where(usable_K, top_K + _EXPONENT_BIAS, 0)
         exponent_byte_K = torch.where(finite_K, exponent_byte_K, _NOT_FINITE)
         packed_KC = blocks.pack(codes_KB.to(torch.uint8), self.fmt)
@@ -79,11 +79,11 @@ class NaturalCodec(BlockwiseCodec):
     def decode_blocks(self, payload_KC: Tensor) -> Tensor:
         codes_KB = blocks.unpack(payload_KC[:, :-1], self.fmt).int()
         top_K = payload_KC[:, -1].int()
-        level_KB = codes_KB & self.num_levels
-        exponent_KB = (level_KB + (top_K - _EXPONENT_BIAS - self.num_levels)[:, None]).clamp(max=127)
+        number_KB = codes_KB & self.num_powers
+        exponent_KB = (number_KB + (top_K - _EXPONENT_BIAS - self.num_powers)[:, None]).clamp(max=127)
         values_KB = torch.ldexp(torch.ones_like(codes_KB, dtype=torch.float32), exponent_KB)
-        values_KB = torch.where(codes_KB > self.num_levels, -values_KB, values_KB)
-        values_KB = torch.where((level_KB > 0) & (top_K > 0)[:, None], values_KB, 0.0)
+        values_KB = torch.where(codes_KB > self.num_powers, -values_KB, values_KB)
+        values_KB = torch.where((number_KB > 0) & (top_K > 0)[:, None], values_KB, 0.0)
         return torch.where((top_K == _NOT_FINITE)[:, None], torch.nan, values_KB)
 
 

@@ -35,7 +35,7 @@ class Comm(ABC):
 
     Attributes:
         group: The process group; None where there is none.
-        sent_nbytes: Bytes this rank has handed to other ranks so far: what it keeps for itself is not traffic.
+        sent_nbytes: Bytes this rank has sent to other ranks so far: what it keeps for itself is not traffic.
     """
 
     group: dist.ProcessGroup | None = None
@@ -59,14 +59,14 @@ class Comm(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        """In place. Counted as a ring: twice (W - 1) / W of the tensor."""
+        """Reduce over ranks by `op`, in place. Bytes are counted as for a ring: twice (W - 1) / W of the tensor."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, source: int) -> Pending:
-        """In place, from group rank `source`."""
+        """Copy the tensor of group rank `source` to all ranks, in place."""
 
     def all_reduce_max(self, x: Tensor) -> Pending:
-        """In place, the largest of all ranks' values, element by element; they must not be NaN."""
+        """Replace each element by the largest of all ranks' values, in place; they must not be NaN."""
         return self.all_reduce(x, dist.ReduceOp.MAX)
 
 

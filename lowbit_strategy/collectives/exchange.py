@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ALIGNMENT, Slot, round_up
-from lowbit_strategy.collectives.stateful_codec import State, StatefulCodec
+from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
@@ -38,7 +38,7 @@ class Hop(NamedTuple):
     """A codec on one hop with the state that its segments' ``state_offset`` point into."""
 
     stateful: StatefulCodec
-    state: State
+    state: StateTensors
 
 
 class Route(NamedTuple):
@@ -135,7 +135,7 @@ class Exchange:
         """Reduce `x` into `out`; yields whenever bytes travel, for the caller to wait or to start another bucket.
 
         Args:
-            x: The bucket, 1-D contiguous, as the slots say.
+            x: The bucket, 1-D contiguous, laid out as in the slots.
             out: All-reduce: the mean goes here, at the places of `x`; may be `x` itself. Reduce-scatter: the *sum*
                 of the owned chunks, since FSDP2 divides afterwards.
             step: Counter and seeds.

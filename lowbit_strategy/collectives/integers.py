@@ -35,9 +35,9 @@ def sum_integers(q_WN: Tensor, limit: int, comm: Comm, *, scatter: bool) -> Gene
     total_N = unpack_integers(received, numel, limit).sum(0, dtype=torch.int32)
     if scatter:
         return total_N
-    back = pack_integers(total_N[None], world_size * limit)[0]
-    gathered = torch.empty(world_size, back.numel(), dtype=torch.uint8, device=back.device)
-    yield comm.all_gather(gathered, back)
+    packed_sum = pack_integers(total_N[None], world_size * limit)[0]
+    gathered = torch.empty(world_size, packed_sum.numel(), dtype=torch.uint8, device=packed_sum.device)
+    yield comm.all_gather(gathered, packed_sum)
     return unpack_integers(gathered, numel, world_size * limit)
 
 

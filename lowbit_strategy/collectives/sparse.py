@@ -50,40 +50,40 @@ def exchange_entries(
         return (yield from _scatter(message, layout, codec, comm))
     if same_counts:
         return (yield from _gather_same(message, layout, codec, comm))
-    counts_SB = torch.empty(comm.world_size, layout.num_blocks, dtype=torch.int32, device=layout.device)
-    yield comm.all_gather(counts_SB, message.counts_DB[0])
-    sizes_SV = layout.sizes(counts_SB)
+    counts_SK = torch.empty(comm.world_size, layout.num_blocks, dtype=torch.int32, device=layout.device)
+    yield comm.all_gather(counts_SK, message.counts_DK[0])
+    sizes_SV = layout.sizes(counts_SK)
     lengths = [layout.nbytes(sizes_V, codec) for sizes_V in sizes_SV]
     own = torch.nn.functional.pad(message.wires[0], (0, max(lengths) - message.wires[0].numel()))
     received = torch.empty(comm.world_size, own.numel(), dtype=torch.uint8, device=layout.device)
     yield comm.all_gather(received, own)
     wires = [row[:length] for row, length in zip(received, lengths, strict=True)]
-    return _unpack(layout, codec, counts_SB, sizes_SV, wires)
+    return _unpack(layout, codec, counts_SK, sizes_SV, wires)
 
 
 def _scatter(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -> Received:
-    counts_SB = torch.empty_like(message.counts_DB)
-    yield comm.all_to_all(counts_SB, message.counts_DB)
-    sizes_SV = layout.sizes(counts_SB)
+    counts_SK = torch.empty_like(message.counts_DK)
+    yield comm.all_to_all(counts_SK, message.counts_DK)
+    sizes_SV = layout.sizes(counts_SK)
     lengths = [layout.nbytes(sizes_V, codec) for sizes_V in sizes_SV]
     received = torch.empty(sum(lengths), dtype=torch.uint8, device=layout.device)
     yield comm.all_to_all_uneven(received, torch.cat(message.wires), lengths, [wire.numel() for wire in message.wires])
-    return _unpack(layout, codec, counts_SB, sizes_SV, received.split(lengths))
+    return _unpack(layout, codec, counts_SK, sizes_SV, received.split(lengths))
 
 
 def _gather_same(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -> Received:
     table_nbytes = COUNT_NBYTES * layout.num_blocks
-    own = torch.cat([message.counts_DB[0].view(torch.uint8), message.wires[0]])
+    own = torch.cat([message.counts_DK[0].view(torch.uint8), message.wires[0]])
     received = torch.empty(comm.world_size, own.numel(), dtype=torch.uint8, device=layout.device)
     yield comm.all_gather(received, own)
-    counts_SB = received[:, :table_nbytes].reshape(-1).clone().view(torch.int32).view(comm.world_size, -1)
-    return _unpack(layout, codec, counts_SB, layout.sizes(counts_SB), received[:, table_nbytes:].unbind())
+    counts_SK = received[:, :table_nbytes].reshape(-1).clone().view(torch.int32).view(comm.world_size, -1)
+    return _unpack(layout, codec, counts_SK, layout.sizes(counts_SK), received[:, table_nbytes:].unbind())
 
 
 def _unpack(
-    layout: SparseLayout, codec: Codec, counts_SB: Tensor, sizes_SV: Sequence[Sequence[int]], wires: Sequence[Tensor]
+    layout: SparseLayout, codec: Codec, counts_SK: Tensor, sizes_SV: Sequence[Sequence[int]], wires: Sequence[Tensor]
 ) -> list[list[Chosen]]:
-    return [layout.unpack(*source, codec) for source in zip(counts_SB, sizes_SV, wires, strict=True)]
+    return [layout.unpack(*source, codec) for source in zip(counts_SK, sizes_SV, wires, strict=True)]
 
 
 def write_sum_(out: Tensor, parts: Sequence[Chosen], alpha: float) -> None:
@@ -106,7 +106,7 @@ def write_sum_(out: Tensor, parts: Sequence[Chosen], alpha: float) -> None:
 
 
 def entries_sum_nbytes(numel: int, count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:
-    """What one rank hands to others in `exchange_entries` for one parameter, entries evenly spread over the owners.
+    """What one rank sends to others in `exchange_entries` for one parameter, entries evenly spread over the owners.
 
     Exact under all-reduce where all ranks have as many entries.
     """

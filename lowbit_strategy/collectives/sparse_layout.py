@@ -34,12 +34,12 @@ POSITION_NBYTES = 2
 
 
 def counts_nbytes(numel: int) -> int:
-    """Of the table of counts of `numel` positions."""
+    """Bytes of the table of counts of `numel` positions."""
     return COUNT_NBYTES * -(-numel // (1 << BLOCK_BITS))
 
 
 def entries_nbytes(count: int, codec: Codec) -> int:
-    """Of `count` entries of one parameter, without their table of counts."""
+    """Bytes of `count` entries of one parameter, without their table of counts."""
     return POSITION_NBYTES * count + codec.wire_nbytes(count)
 
 
@@ -54,12 +54,12 @@ class Message(NamedTuple):
     """A rank's encoded entries.
 
     Args:
-        counts_DB: int32, entries in each block, for each destination (a single one under all-reduce).
+        counts_DK: int32, entries in each block, for each destination (a single one under all-reduce).
         wires: Positions and values for each destination, uint8.
         sent: For each parameter the values as the others decode them, float32 [k].
     """
 
-    counts_DB: Tensor
+    counts_DK: Tensor
     wires: list[Tensor]
     sent: list[Tensor]
 
@@ -67,9 +67,9 @@ class Message(NamedTuple):
 class Located(NamedTuple):
     """Entries of all parameters put in the order of messages: by destination, then parameter, then position."""
 
-    order: Tensor | None  # int64 [K]: where each comes from in the parameters' concatenation; None: as it is
-    block: Tensor  # int64 [K], counted through all destinations
-    position: Tensor  # int64 [K], in the block
+    order: Tensor | None  # int64 [E]: where each comes from in the parameters' concatenation; None: as it is
+    block: Tensor  # int64 [E], counted through all destinations
+    position: Tensor  # int64 [E], in the block
     counts_DV: list[list[int]]  # entries for each destination and parameter
 
 
@@ -95,14 +95,14 @@ class SparseLayout:
         self._first_block = _running(blocks)
         flat = [start + (b << BLOCK_BITS) for start, n in zip(self.starts, blocks, strict=True) for b in range(n)]
         owner = [v for v, n in enumerate(blocks) for _ in range(n)]
-        self._flat_start_B = torch.tensor(flat, dtype=torch.int64, device=device)
+        self._flat_start_K = torch.tensor(flat, dtype=torch.int64, device=device)
         lengths = [
             min(span - (b << BLOCK_BITS), 1 << BLOCK_BITS)
             for span, n in zip(self.spans, blocks, strict=True)
             for b in range(n)
         ]
-        self._length_B = torch.tensor(lengths, dtype=torch.int64, device=device)
-        self._view_of_block_B = torch.tensor(owner, dtype=torch.int64, device=device)
+        self._length_K = torch.tensor(lengths, dtype=torch.int64, device=device)
+        self._view_of_block_K = torch.tensor(owner, dtype=torch.int64, device=device)
         self._first_block_V = torch.tensor(self._first_block, dtype=torch.int64, device=device)
         self._span_V = torch.tensor(self.spans, dtype=torch.int64, device=device)
         self.device = device
@@ -110,44 +110,44 @@ class SparseLayout:
     def locate(self, indices: Sequence[Tensor]) -> Located:
         """Put the chosen positions of all parameters in the order of messages."""
         sizes = [part.numel() for part in indices]
-        index_K = torch.cat(list(indices)).long()
+        index_E = torch.cat(list(indices)).long()
         sizes_V = torch.tensor(sizes, device=self.device)
-        view_K = torch.arange(len(sizes), device=self.device).repeat_interleave(sizes_V, output_size=sum(sizes))
+        view_E = torch.arange(len(sizes), device=self.device).repeat_interleave(sizes_V, output_size=sum(sizes))
         if self.num_destinations == 1:
-            block_K = self._first_block_V.index_select(0, view_K) + (index_K >> BLOCK_BITS)
-            return Located(None, block_K, index_K & 0xFFFF, [sizes])
-        span_K = self._span_V.index_select(0, view_K)
-        destination_K = index_K // span_K
-        order = destination_K.argsort(stable=True)
-        view_K, destination_K = view_K.index_select(0, order), destination_K.index_select(0, order)
-        local_K = index_K.index_select(0, order) - destination_K * span_K.index_select(0, order)
-        block_K = (
-            destination_K * self.num_blocks + self._first_block_V.index_select(0, view_K) + (local_K >> BLOCK_BITS)
+            block_E = self._first_block_V.index_select(0, view_E) + (index_E >> BLOCK_BITS)
+            return Located(None, block_E, index_E & 0xFFFF, [sizes])
+        span_E = self._span_V.index_select(0, view_E)
+        destination_E = index_E // span_E
+        order = destination_E.argsort(stable=True)
+        view_E, destination_E = view_E.index_select(0, order), destination_E.index_select(0, order)
+        local_E = index_E.index_select(0, order) - destination_E * span_E.index_select(0, order)
+        block_E = (
+            destination_E * self.num_blocks + self._first_block_V.index_select(0, view_E) + (local_E >> BLOCK_BITS)
         )
-        places = torch.bincount(destination_K * len(sizes) + view_K, minlength=self.num_destinations * len(sizes))
-        return Located(order, block_K, local_K & 0xFFFF, places.view(self.num_destinations, -1).tolist())
+        places = torch.bincount(destination_E * len(sizes) + view_E, minlength=self.num_destinations * len(sizes))
+        return Located(order, block_E, local_E & 0xFFFF, places.view(self.num_destinations, -1).tolist())
 
     def pack(self, chosen: Sequence[Chosen], codec: Codec, *, seed: int) -> Message:
         """Write the messages. `seed` is for stochastic codecs; each parameter's section gets its own."""
         located = self.locate([part.indices for part in chosen])
-        values_K = torch.cat([part.values for part in chosen])
-        sorted_K = values_K if located.order is None else values_K.index_select(0, located.order)
-        counts_DB = torch.bincount(located.block, minlength=self.num_destinations * self.num_blocks)
+        values_E = torch.cat([part.values for part in chosen])
+        sorted_E = values_E if located.order is None else values_E.index_select(0, located.order)
+        counts_DK = torch.bincount(located.block, minlength=self.num_destinations * self.num_blocks)
         positions = located.position.to(torch.int16).view(torch.uint8)
         wires, sent, at = [], [], 0
         for destination, counts in enumerate(located.counts_DV):
             k = sum(counts)
-            encoded, decoded = self._encode(sorted_K[at : at + k], counts, codec, seed, destination)
+            encoded, decoded = self._encode(sorted_E[at : at + k], counts, codec, seed, destination)
             wires.append(torch.cat([positions[POSITION_NBYTES * at : POSITION_NBYTES * (at + k)], encoded]))
             sent.append(decoded)
             at += k
-        sent_K = torch.cat(sent)
+        sent_E = torch.cat(sent)
         if located.order is not None:
-            sent_K = torch.empty_like(sent_K).index_copy_(0, located.order, sent_K)
+            sent_E = torch.empty_like(sent_E).index_copy_(0, located.order, sent_E)
         return Message(
-            counts_DB.to(torch.int32).view(self.num_destinations, -1),
+            counts_DK.to(torch.int32).view(self.num_destinations, -1),
             wires,
-            list(sent_K.split([part.indices.numel() for part in chosen])),
+            list(sent_E.split([part.indices.numel() for part in chosen])),
         )
 
     def _encode(
@@ -166,15 +166,15 @@ class SparseLayout:
             return values.new_empty(0, dtype=torch.uint8), values
         return torch.cat(wires), torch.cat(decoded)
 
-    def sizes(self, counts_SB: Tensor) -> list[list[int]]:
+    def sizes(self, counts_SK: Tensor) -> list[list[int]]:
         """Entries of each parameter that received tables of counts announce, one row per source.
 
         Raises:
             RuntimeError: A table that no rank could have sent.
         """
-        counts_SV = torch.zeros(counts_SB.shape[0], 1 + len(self.names), dtype=torch.int64, device=counts_SB.device)
-        counts_SV[:, 0] = ((counts_SB < 0) | (counts_SB > self._length_B)).sum(1)
-        counts_SV[:, 1:].index_add_(1, self._view_of_block_B, counts_SB.long())
+        counts_SV = torch.zeros(counts_SK.shape[0], 1 + len(self.names), dtype=torch.int64, device=counts_SK.device)
+        counts_SV[:, 0] = ((counts_SK < 0) | (counts_SK > self._length_K)).sum(1)
+        counts_SV[:, 1:].index_add_(1, self._view_of_block_K, counts_SK.long())
         rows: list[list[int]] = counts_SV.tolist()
         for source, row in enumerate(rows):
             if row[0]:
@@ -182,12 +182,12 @@ class SparseLayout:
         return [row[1:] for row in rows]
 
     def nbytes(self, sizes_V: Sequence[int], codec: Codec) -> int:
-        """Of the wire that holds so many entries of each parameter."""
+        """Bytes of the wire that holds so many entries of each parameter."""
         if isinstance(codec, DenseCodec):
             return entries_nbytes(sum(sizes_V), codec)
         return sum(entries_nbytes(k, codec) for k in sizes_V)
 
-    def positions(self, counts_B: Tensor, sizes_V: Sequence[int], wire: Tensor) -> list[Tensor]:
+    def positions(self, counts_K: Tensor, sizes_V: Sequence[int], wire: Tensor) -> list[Tensor]:
         """The positions in each parameter (its row) that a message holds.
 
         Raises:
@@ -196,18 +196,18 @@ class SparseLayout:
         k = sum(sizes_V)
         if wire.numel() < POSITION_NBYTES * k:
             raise _damaged(f"{k} positions are announced, but the message has {wire.numel()} bytes")
-        low_K = wire[: POSITION_NBYTES * k].clone().view(torch.int16).long() & 0xFFFF
-        block_K = torch.arange(self.num_blocks, device=wire.device).repeat_interleave(counts_B, output_size=k)
-        if k and bool((low_K >= self._length_B.index_select(0, block_K)).any()):
+        low_E = wire[: POSITION_NBYTES * k].clone().view(torch.int16).long() & 0xFFFF
+        block_E = torch.arange(self.num_blocks, device=wire.device).repeat_interleave(counts_K, output_size=k)
+        if k and bool((low_E >= self._length_K.index_select(0, block_E)).any()):
             raise _damaged("a position lies beyond the end of its parameter")
-        flat_K = self._flat_start_B.index_select(0, block_K) + low_K
-        return [flat - start for flat, start in zip(flat_K.split(list(sizes_V)), self.starts, strict=True)]
+        flat_E = self._flat_start_K.index_select(0, block_E) + low_E
+        return [flat - start for flat, start in zip(flat_E.split(list(sizes_V)), self.starts, strict=True)]
 
-    def unpack(self, counts_B: Tensor, sizes_V: Sequence[int], wire: Tensor, codec: Codec) -> list[Chosen]:
+    def unpack(self, counts_K: Tensor, sizes_V: Sequence[int], wire: Tensor, codec: Codec) -> list[Chosen]:
         """The entries of each parameter (its row) that one source's message holds.
 
         Args:
-            counts_B: The source's table.
+            counts_K: The source's table.
             sizes_V: Its row of `sizes`.
             wire: Its positions and values.
             codec: Of the values.
@@ -217,7 +217,7 @@ class SparseLayout:
         """
         if wire.numel() != self.nbytes(sizes_V, codec):
             raise _damaged(f"{self.nbytes(sizes_V, codec)} bytes are announced, {wire.numel()} came")
-        indices = self.positions(counts_B, sizes_V, wire)
+        indices = self.positions(counts_K, sizes_V, wire)
         values = self._decode(wire[POSITION_NBYTES * sum(sizes_V) :], sizes_V, codec)
         return [Chosen(*pair) for pair in zip(indices, values.split(list(sizes_V)), strict=True)]
 

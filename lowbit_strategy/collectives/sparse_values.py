@@ -72,14 +72,14 @@ class ValueSum:
         self.indices, self.cuts = indices, cuts
         self.counts = [part.numel() for part in values]
         self.exact = codec == DenseCodec("float32")
-        values_K = torch.cat(list(values))
-        self.device = values_K.device
+        values_E = torch.cat(list(values))
+        self.device = values_E.device
         edges_V = [self._edges(*pair) for pair in zip(indices, cuts, strict=True)]
         self._tables(names, edges_V)
         self._wire = torch.zeros(sum(self.row_nbytes), dtype=torch.uint8, device=self.device)
-        self._encode_(values_K, self._wire, self._all)
-        sent_K = values_K if self.exact else self._decode(self._wire[None], self._all, sum(self.counts))
-        self.sent = list(sent_K.split(self.counts))
+        self._encode_(values_E, self._wire, self._all)
+        sent_E = values_E if self.exact else self._decode(self._wire[None], self._all, sum(self.counts))
+        self.sent = list(sent_E.split(self.counts))
 
     def _edges(self, indices: Tensor, cut: Cut) -> list[int]:
         """Where each rank's share of a parameter's values begins, and the end."""
@@ -138,20 +138,20 @@ class ValueSum:
             local = [index - start for index, start in zip(own_indices, starts, strict=True)]
             nothing = [Chosen(index[:0], own_sums[:0]) for index in own_indices]
             return Sums([Chosen(*pair) for pair in zip(local, own_sums.split(split), strict=True)], nothing)
-        back = torch.zeros(own_nbytes, dtype=torch.uint8, device=self.device)
-        self._encode_(own_sums, back, self._own)
+        message = torch.zeros(own_nbytes, dtype=torch.uint8, device=self.device)
+        self._encode_(own_sums, message, self._own)
         gathered_WB = torch.empty_like(received_WB)
-        yield comm.all_gather(gathered_WB, back)
-        sums_K = self._decode(gathered_WB.view(1, -1), self._all, sum(self.counts))
-        totals = [Chosen(*pair) for pair in zip(self.indices, sums_K.split(self.counts), strict=True)]
+        yield comm.all_gather(gathered_WB, message)
+        sums_E = self._decode(gathered_WB.view(1, -1), self._all, sum(self.counts))
+        totals = [Chosen(*pair) for pair in zip(self.indices, sums_E.split(self.counts), strict=True)]
         if self.exact:
             return Sums(totals, [Chosen(index[:0], own_sums[:0]) for index in own_indices])
-        lost = (own_sums - self._decode(back[None], self._own, self._own_numel)).nan_to_num_(0.0, 0.0, 0.0)
+        lost = (own_sums - self._decode(message[None], self._own, self._own_numel)).nan_to_num_(0.0, 0.0, 0.0)
         return Sums(totals, [Chosen(*pair) for pair in zip(own_indices, lost.split(split), strict=True)])
 
 
 def value_sum_nbytes(count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:
-    """What one rank hands to others for `count` values of a parameter, evenly spread over the owners."""
+    """What one rank sends to others for `count` values of a parameter, evenly spread over the owners."""
     row = -(-count // world_size) if scatter else min(count, flat_cut(count, world_size, codec.block_size).row_numel)
     hop = round_up(codec.wire_nbytes(row), ALIGNMENT) * (world_size - 1) if row else 0
     return hop if scatter else 2 * hop

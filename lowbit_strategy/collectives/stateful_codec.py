@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
 
-State = dict[str, Tensor]  # of a method: tensors by name
+StateTensors = dict[str, Tensor]  # of a method: tensors by name
 
 
 class Arena(NamedTuple):
@@ -65,7 +65,7 @@ class StatefulCodec(ABC):
 
     @abstractmethod
     def encode_(
-        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
         """Write the codes of `x` plus the residual into `wire`, and keep what was not sent in `state`.
 
@@ -79,9 +79,9 @@ class StatefulCodec(ABC):
         """
 
     @abstractmethod
-    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         """``out = alpha * sum`` of what the W rows decode to, added in float32 in row order."""
 
-    def decode_sent_(self, wire: Tensor, out: Tensor, segments: Segments, state: State) -> None:
+    def decode_sent_(self, wire: Tensor, out: Tensor, segments: Segments, state: StateTensors) -> None:
         """What the others decode of this rank's last message, `state` being the sender's. For observers."""
         self.decode_sum_(wire.view(1, -1), out, segments, state, 1.0)

@@ -1,4 +1,4 @@
-"""What a rank notices while it reduces, kept on the device so that nobody waits for it before the step is over."""
+"""Flags that a rank raises while it reduces, kept on the device: the host does not wait for them within a step."""
 
 from __future__ import annotations
 

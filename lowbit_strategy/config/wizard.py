@@ -21,7 +21,7 @@ def configure(path: Path) -> None:
     """Ask, and write `path`. A file that is there keeps its Accelerate part as it is, comments included.
 
     Raises:
-        ValueError: `path` is not a YAML file, or there is nobody to answer; nothing is written then.
+        ValueError: `path` is not a YAML file, or standard input is no terminal; nothing is written then.
     """
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"the configuration is written as YAML: call the file {path.with_suffix('.yaml')}")

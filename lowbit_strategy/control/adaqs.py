@@ -44,7 +44,7 @@ class AdaQS(Controller):
     Args:
         ladder: Configurations from light (many bits) to heavy (few), at least two.
         factor: Fall of the ratio that costs one level, in (0, 1).
-        interval: Steps over which a ratio is taken, at least 2. Longer: smaller ratios can be told apart.
+        interval: Steps over which a ratio is taken, at least 2. Longer: smaller ratios can be distinguished.
         ewma: Weight of a new ratio in the average.
         per: Judge each ``parameter`` by itself, or the ``model`` by the norms of all its matrices together.
         gradient: ``local``: each rank's own, a float32 copy of the whole model on every rank; ``mean``: what all ranks

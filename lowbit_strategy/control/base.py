@@ -89,7 +89,9 @@ def end_to_end_error(telemetry: Telemetry, names: Sequence[str]) -> float | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """What a controller wants measured in the step that begins; everything is off by default and then costs nothing.
+    """What a controller requests to be measured in the step that begins.
+
+    Everything is off by default and then costs nothing.
 
     Args:
         accumulate: Add this step's gradients to the sum whose norm is read later: each rank's own (``local``; float32
@@ -118,7 +120,7 @@ class Switch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What a controller wants from the step that begins.
+    """What a controller decides for the step that begins.
 
     Args:
         state: The controller's next state.

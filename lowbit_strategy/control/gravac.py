@@ -1,4 +1,4 @@
-"""GraVAC: raise the compression while throughput times gain grows, never let the gain fall below a bound."""
+"""GraVAC: search for the most throughput times compression gain, with a lower bound on the compression gain."""
 
 from __future__ import annotations
 
@@ -25,41 +25,44 @@ _SLOWEST_AVERAGE = 5  # steps: LoCo's residual is a moving average with a weight
 class GraVAC(Controller):
     """Search the candidates from light to heavy for the best throughput that keeps the gradient's information.
 
-    gain = 1 - ||h - C(h)||^2 / ||h||^2 with h = g + e, over all parameters and ranks, a moving average. For sparsifiers
-    that is the published ||C(h)||^2 / ||h||^2; a quantiser's codes may have more energy than what they stand for, which
-    is no gain.
+    compression gain = 1 - ||h - C(h)||^2 / ||h||^2 with h = g + e, over all parameters and ranks, a moving average. For
+    sparsifiers that is the published ||C(h)||^2 / ||h||^2; a quantiser's codes may have more energy than ``h``, which
+    does not count.
 
-    Every step, from what the step before has shown:
+    Every step, from what was measured in the step before:
 
-    1. ``gain(candidate) >= epsilon``: send the candidate;
-    2. else ``gain(lightest) >= epsilon``: send the lightest candidate;
+    1. ``compression_gain(candidate) >= epsilon``: send the candidate;
+    2. else ``compression_gain(lightest) >= epsilon``: send the lightest candidate;
     3. else: send dense.
 
     A candidate's turn, while searching, has `settle` steps and then `window` steps:
 
-    4. score of the candidate = gain x steps per second, both of the `window` alone, if it was good enough to be sent;
-       once it is not, it is not sent again in this turn;
+    4. score of the candidate = compression gain x steps per second, both of the `window` alone, if it was good enough
+       to be sent; once it is not, it is not sent again in this turn;
     5. the two best scores differ by less than `omega`: settle on the one that sends less;
     6. else the next heavier candidate has its turn; after the last, or one that was not good enough, settle on the
        best score.
 
-    Rules 1 to 3 go on after the search. Gains are measured on the gradients of the last step and hold for the next one.
-    Since gradients change while training goes on, the search starts again `search_every` steps after it has ended.
+    Rules 1 to 3 go on after the search. Compression gains are measured on the gradients of the last step and hold for
+    the next one. Since gradients change while training goes on, the search starts again `search_every` steps after it
+    has ended.
 
-    Why `settle`: just after a switch the residual is still the small one of the lighter candidate before, and the gain
-    looks better than it will be. With gain c, ``|e|^2 <- (1 - c) |g + e|^2`` in every step, so the residual before is
-    forgotten with a time constant of at most 1 / c steps; who is sent has ``c >= epsilon``.
+    Why `settle`: just after a switch the residual is still the small one of the lighter candidate before, and the
+    compression gain looks better than it will be. With a compression gain c, ``|e|^2 <- (1 - c) |g + e|^2`` in every
+    step, so the residual before is forgotten with a time constant of at most 1 / c steps; a candidate that is sent has
+    ``c >= epsilon``.
 
     Args:
         candidates: From light to heavy, at least two, such as ``GraVAC.geometric(TopK(), "density", 0.1, 0.001)``.
         dense: What is sent when no candidate is good enough.
-        epsilon: Smallest gain, in (0, 1]. Larger: more information, less compression.
+        epsilon: Smallest compression gain, in (0, 1]. Larger: more information, less compression.
         omega: Scores that differ relatively by less count as equal. Larger: the search ends earlier.
         window: Steps of which a candidate is judged. Longer: steadier figures, a longer search.
         settle: Steps before that, until the residual is the candidate's own. None: three time constants, ``3 /
-            epsilon`` steps and 15 at least, as moving averages like LoCo's want. 0 judges at once.
-        ewma: Weight of a new gain in the average.
-        measure_every: Steps between two measurements of gains; each costs an encode and a decode of what is tried.
+            epsilon`` steps and 15 at least, as moving averages like LoCo's need. 0 judges at once.
+        ewma: Weight of a new compression gain in the average.
+        measure_every: Steps between two measurements of compression gains; each costs an encode and a decode of what
+            is tried.
         search_every: Steps from the end of a search to the next one; None searches once. A search takes ``settle +
             window`` steps per candidate, most of them with more bytes than the best candidate sends.
 
@@ -167,7 +170,7 @@ class GraVAC(Controller):
         )
 
     def _learn(self, telemetry: Telemetry, new: State) -> None:
-        """Take in what the step before has shown; changes `new`."""
+        """Take in what was measured in the step before; changes `new`."""
         searched = not new["settled"] and new["in_force"] == new["candidate"]
         judged = searched and telemetry.progress.step - new["turn_start"] > self.settle_steps
         for level, energies in telemetry.energy.items():
@@ -178,7 +181,7 @@ class GraVAC(Controller):
             is_own = searched and level == new["candidate"]
             old = new["compression_gains"].get(str(level))
             if is_own and not new["own_compression_gains"]:
-                old = None  # so far the gains of a residual that was not its own: nothing to average with
+                old = None  # so far the compression gains of a residual that was not its own: nothing to average with
             new["compression_gains"][str(level)] = (
                 compression_gain if old is None else (1 - self.ewma) * old + self.ewma * compression_gain
             )
@@ -217,7 +220,9 @@ class GraVAC(Controller):
         new.update(settled=True, settled_step=step, candidate=best)
         if saturated:
             return f"settled: two best within {self.omega:g}"
-        return "settled: best of all candidates" if good else "settled: the gain of a heavier one is too small"
+        return (
+            "settled: best of all candidates" if good else "settled: the compression gain of a heavier one is too small"
+        )
 
     def _best(self, scores: Mapping[str, float]) -> tuple[int, bool]:
         """The best candidate, and whether the two best are as good as equal (then the one that sends less)."""
@@ -234,11 +239,14 @@ class GraVAC(Controller):
         candidate, compression_gains = state["candidate"], state["compression_gains"]
         compression_gain = compression_gains.get(str(candidate))
         if not state["refused"] and (compression_gain is None or compression_gain >= self.epsilon):
-            return candidate, "to be measured" if compression_gain is None else f"gain at least {self.epsilon:g}"
+            return (
+                candidate,
+                "to be measured" if compression_gain is None else f"compression gain at least {self.epsilon:g}",
+            )
         lightest = compression_gains.get("1")
         if candidate != 1 and (lightest is None or lightest >= self.epsilon):
-            return 1, f"gain of the candidate below {self.epsilon:g}"
-        return _DENSE, f"gain of the lightest candidate below {self.epsilon:g}"
+            return 1, f"compression gain of the candidate below {self.epsilon:g}"
+        return _DENSE, f"compression gain of the lightest candidate below {self.epsilon:g}"
 
     def _probed(self, state: State, step: int) -> tuple[int, ...]:
         """The candidate, and the lightest one while the candidate is not good enough."""

@@ -111,7 +111,7 @@ class Guard(Controller):
     """Around another controller: watches what it chose and overrides it where that goes wrong.
 
     Every `observe_every` steps the levels in force are tried on the gradients plus residuals. A group that is out of
-    bounds `patience` times in a row gets `fallback`; the level that the inner controller wants for it goes on being
+    bounds `patience` times in a row gets `fallback`; the level that the inner controller chooses for it goes on being
     tried, and gets it back after as many good ones.
 
     Args:
@@ -199,7 +199,7 @@ class Guard(Controller):
     def _readings(
         self, telemetry: Telemetry, wanted: Mapping[str, int], alarmed: Mapping[str, str]
     ) -> dict[str, Reading]:
-        """Of each group that was measured in the last step."""
+        """The readings of each group that was measured in the last step."""
         readings = {}
         names = [name for name, level in wanted.items() if name in telemetry.energy.get(level, {})]
         for group, members in grouped(names, self.group_by).items():

@@ -18,7 +18,7 @@ _STRENGTHS = ("bits", "density", "rank")
 
 
 def level_nbytes(level: Compressor, spec: TensorSpec, world_size: int, *, scatter: bool = False) -> int:
-    """Bytes one rank hands to others for one reduction of `spec`, exempt or not, under the level."""
+    """Bytes one rank sends to others for one reduction of `spec`, exempt or not, under the level."""
     return level.assign(spec).method.wire_nbytes(spec, world_size, scatter=scatter)
 
 

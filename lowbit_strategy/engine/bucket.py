@@ -56,7 +56,7 @@ class BucketContext:
         comm: Group to reduce over.
         placement: Where state lives.
         buffers: Memory for messages.
-        flags: What this rank notices.
+        flags: Overflows and errors that this rank finds.
         carryover: Leftover residuals of replaced methods.
         collector: Brings the buckets of whole-model methods together.
         notes_overflow: Whether results that are not finite are noted, for a rollback.
@@ -81,7 +81,7 @@ class BucketObserver(Protocol):
     """Looks at every bucket of one step.
 
     Attributes:
-        traces: Whether `trace` is wanted; it costs a decode of each message and a float32 copy of the bucket.
+        traces: Whether `trace` is requested; it costs a decode of each message and a float32 copy of the bucket.
     """
 
     traces: bool

@@ -34,7 +34,7 @@ class CarryOver:
             self._waiting[name] = values.to(self._device)
 
     def release(self, name: str) -> Tensor | None:
-        """Hand over what is kept for `name`, to a method that keeps a residual itself."""
+        """Remove and return the carryover of `name`, for a method that keeps a residual itself."""
         return self._waiting.pop(name, None)
 
     def add_to_(self, view: View) -> None:

@@ -265,7 +265,7 @@ class GradientSync:
     def reduce(self, layout: BucketLayout, x: Tensor, out: Tensor) -> Stages:
         """Reduce one bucket: a generator that yields while bytes travel (None: waiting for the pass's other buckets).
 
-        All ranks run the same buckets and advance them in the same order. A step that nobody has begun begins here.
+        All ranks run the same buckets and advance them in the same order. A step that has not begun begins here.
         """
         self.begin_step()
         if not self._entered or layout in self._entered:  # one comes again: another backward pass of the same step
@@ -355,7 +355,7 @@ class GradientSync:
         return 0 if exchange is None else exchange.buffer_nbytes
 
     def sent_nbytes(self, name: str) -> int:
-        """Bytes this rank hands to others for one reduction of a parameter, headers and padding aside."""
+        """Bytes this rank sends to others for one reduction of a parameter, headers and padding aside."""
         return self.assignments[name].method.wire_nbytes(self.specs[name], self.comm.world_size, scatter=self.scatter)
 
 

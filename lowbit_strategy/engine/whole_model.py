@@ -11,7 +11,7 @@ from lowbit_strategy.methods._base.reducer import View
 class Collector:
     """Views of the buckets of one backward pass.
 
-    Buckets are announced when DDP hands them in, on the autograd thread, and arrive when a worker gets to them. The
+    Buckets are announced when DDP hands them in, on the autograd thread, and arrive when a worker reduces them. The
     last one may arrive before earlier ones do, so it waits until as many have arrived as have been announced.
 
     Args:

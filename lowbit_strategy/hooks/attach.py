@@ -1,6 +1,6 @@
 """Attaching compression to a model: what every framework's adapter calls, in this order.
 
-1. `prepare` before the model is wrapped: validates, and all ranks shake hands
+1. `prepare` before the model is wrapped: validates, and all ranks compare their settings
 2. wrap the model (DDP or FSDP2), then `attach_ddp` or `attach_fsdp`
 3. `Attached.set_loss_scale` before backward (fp16), `Attached.end_step` after every optimizer step
 4. `Attached.save`, `load`, `remove` with the framework's checkpoints; `Attached.close` at the end
@@ -74,7 +74,7 @@ def prepare(
 
 
 def warn_of_one_rank() -> None:
-    """Said in all frameworks alike, once per run."""
+    """Logged in all frameworks alike, once per run."""
     _log.warning("one rank: gradients are not sent to anybody, so nothing is compressed")
 
 
@@ -162,13 +162,13 @@ def _engine(prepared: Prepared, comm: Comm, device: torch.device, has_scaler: bo
 
 
 def _report(sync: GradientSync) -> None:
-    """Once everything is attached: only then memory for messages is known."""
+    """Called when everything is attached: only then the memory for messages is known."""
     if sync.comm.rank == 0 and sync.comm.world_size > 1:
         _log.info("%s", build_report(sync).render())
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Futures and streams want to know which of the devices is meant by "cuda"."""
+    """Futures and streams need the index of the device that "cuda" stands for."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

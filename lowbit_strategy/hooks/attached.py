@@ -32,7 +32,7 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class Attached:
-    """Compression at work on one model: what the framework's adapter talks to.
+    """Compression at work on one model: the interface for the framework's adapter.
 
     Args:
         sync: The engine.

@@ -43,7 +43,7 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
         layout = self.layout()
         if layout.row_numel != output_tensor.numel():
             raise RuntimeError(
-                f"FSDP2 reduces {output_tensor.numel()} elements a rank where the trainable parameters have"
+                f"FSDP2 reduces {output_tensor.numel()} elements per rank where the trainable parameters have"
                 f" {layout.row_numel}: some got no gradient. torch >= 2.13 reduces zeros for them; with an older one"
                 " every parameter of a sharded module must be used in every step"
             )

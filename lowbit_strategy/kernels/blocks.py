@@ -1,4 +1,4 @@
-"""Blockwise quantisation: the public ops. They check their arguments and hand over to a backend.
+"""Blockwise quantisation: the public ops. They check their arguments and call a backend.
 
 Every backend writes the same bytes: `lowbit_strategy.kernels.reference.blocks` is the definition.
 """
@@ -43,14 +43,14 @@ def encode_(
         x: float32, bfloat16 or float16, 1-D contiguous.
         wire: uint8, 1-D contiguous; written at each segment's ``wire_offset``.
         segments: Which pieces; ``state_offset`` is not used.
-        fmt: Levels, scale rule, block size.
+        fmt: Codebook or uniform grid, scale rule, block size.
         flag: int32 [1], set to 1 if any block holds inf or NaN (such a block decodes to NaN), else left as it is.
         stochastic: Round up or down at random without bias; uniform grids only.
         seed: 32 bits, private to the rank and the step.
     """
     check_buffers(x, wire)
     if stochastic and not fmt.is_uniform:
-        raise ValueError("stochastic rounding needs the uniform grid: leave levels unset or use rounding='nearest'")
+        raise ValueError("stochastic rounding needs the uniform grid: leave codebook unset or use rounding='nearest'")
     match backends.choose(x.device):
         case "triton":
             from lowbit_strategy.kernels.triton import blocks as triton_blocks

@@ -1,4 +1,4 @@
-"""Reconstruction levels fitted to a Gaussian, for block formats whose scale is the root mean square."""
+"""Codebooks (reconstruction values) fitted to a Gaussian, for block formats whose scale is the root mean square."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from itertools import pairwise
 
 from lowbit_strategy.kernels.format import BlockFormat
 
-_SIGNIFICANT_BITS = 16  # so that level * scale is exact in float32
+_SIGNIFICANT_BITS = 16  # so that value * scale is exact in float32
 _CONVERGED = 1e-12
-MAX_LEVELS = 32
+MAX_CODEBOOK = 32
 
 
 @functools.cache
-def gaussian_levels(num_levels: int) -> tuple[float, ...]:
-    """Lloyd-Max quantiser of a unit Gaussian: the levels with the least mean squared error.
+def gaussian_codebook(codebook_size: int) -> tuple[float, ...]:
+    """Lloyd-Max quantiser of a unit Gaussian: the values with the least mean squared error.
 
-    1. thresholds are halfway between neighbouring levels
-    2. each level is the mean of the Gaussian between its thresholds, ``(pdf(a) - pdf(b)) / (cdf(b) - cdf(a))``
+    1. thresholds are halfway between neighbouring values
+    2. each value is the mean of the Gaussian between its thresholds, ``(pdf(a) - pdf(b)) / (cdf(b) - cdf(a))``
     3. repeat until nothing moves; round to 16 significant bits
 
-    ``gaussian_levels(2)`` is +-sqrt(2 / pi) = +-0.798, ``gaussian_levels(4)`` +-0.4528 and +-1.510.
+    ``gaussian_codebook(2)`` is +-sqrt(2 / pi) = +-0.798, ``gaussian_codebook(4)`` +-0.4528 and +-1.510.
     """
-    if not 2 <= num_levels <= MAX_LEVELS:
+    if not 2 <= codebook_size <= MAX_CODEBOOK:
         raise ValueError(
-            f"num_levels must be from 2 to {MAX_LEVELS}, got {num_levels}: with more, even levels do as well"
+            f"codebook_size must be from 2 to {MAX_CODEBOOK}, got {codebook_size}: above, even spacing does as well"
         )
-    levels = [4.0 * (i + 0.5) / num_levels - 2.0 for i in range(num_levels)]
+    codebook = [4.0 * (i + 0.5) / codebook_size - 2.0 for i in range(codebook_size)]
     moved = math.inf
     while moved > _CONVERGED:
-        edges = [-math.inf, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
+        edges = [-math.inf, *((a + b) / 2 for a, b in pairwise(codebook)), math.inf]
         fitted = [_mean_between(a, b) for a, b in pairwise(edges)]
-        moved = max(abs(new - old) for new, old in zip(fitted, levels, strict=True))
-        levels = fitted
-    half = [_round(level) for level in levels[num_levels - num_levels // 2 :]]
-    middle = [0.0] if num_levels % 2 else []
-    return (*(-level for level in reversed(half)), *middle, *half)
+        moved = max(abs(new - old) for new, old in zip(fitted, codebook, strict=True))
+        codebook = fitted
+    half = [_round(value) for value in codebook[codebook_size - codebook_size // 2 :]]
+    middle = [0.0] if codebook_size % 2 else []
+    return (*(-value for value in reversed(half)), *middle, *half)
 
 
 def _mean_between(a: float, b: float) -> float:
@@ -57,10 +57,10 @@ def _round(x: float) -> float:
 
 
 def fitted(bits: int, block_size: int) -> BlockFormat:
-    """2**bits levels fitted to a Gaussian, in units of the block's root mean square."""
-    return BlockFormat(bits=bits, block_size=block_size, scale_rule="rms", levels=gaussian_levels(2**bits))
+    """2**bits values fitted to a Gaussian, in units of the block's root mean square."""
+    return BlockFormat(bits=bits, block_size=block_size, scale_rule="rms", codebook=gaussian_codebook(2**bits))
 
 
 def ternary(block_size: int) -> BlockFormat:
     """-1, 0, 1 in units of the mean magnitude of what exceeds 0.7 of the mean magnitude; five trits to a byte."""
-    return BlockFormat(bits=2, block_size=block_size, scale_rule="ternary", levels=(-1.0, 0.0, 1.0))
+    return BlockFormat(bits=2, block_size=block_size, scale_rule="ternary", codebook=(-1.0, 0.0, 1.0))

@@ -1,7 +1,7 @@
 """The wire format of block-quantised tensors: what a block's bytes mean.
 
 A block of ``block_size`` elements becomes packed codes and one bfloat16 scale. Element ``i`` decodes to
-``levels[code_i] * scale``. Everything that differs between methods (how many levels, where they lie, how the scale is
+``codebook[code_i] * scale``. Everything that differs between methods (how many values, where they lie, how the scale is
 taken from the block) is data in `BlockFormat`; the kernels are written once.
 """
 
@@ -30,17 +30,17 @@ class BlockFormat:
         bits: Bits of a code, 1 to 8. More bits: more bytes, less error. Ternary codes (``scale_rule="ternary"``) are
             declared with 2 bits and packed five to a byte.
         block_size: Elements that share a scale, a power of two. Smaller: less error, more bytes for scales.
-        scale_rule: ``absmax``: largest magnitude over the top level (nothing is clipped); ``rms``: root mean square;
+        scale_rule: ``absmax``: largest magnitude over the top value (nothing is clipped); ``rms``: root mean square;
             ``mean_abs``: mean magnitude; ``ternary``: mean magnitude of the elements above 0.7 of the mean magnitude.
-        levels: Reconstruction levels in units of the scale, ascending, at most 2**bits of them, each with at most 16
-            significant bits so that ``level * scale`` is exact in float32. None: the uniform grid
+        codebook: Reconstruction values in units of the scale, ascending, at most 2**bits of them, each with at most 16
+            significant bits so that ``value * scale`` is exact in float32. None: the uniform grid
             ``-(2**(bits-1)-1) ... 2**(bits-1)-1``.
     """
 
     bits: int = 4
     block_size: int = 128
     scale_rule: ScaleRule = "absmax"
-    levels: tuple[float, ...] | None = None
+    codebook: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in range(1, 9):
@@ -50,22 +50,24 @@ class BlockFormat:
             raise ValueError(
                 f"block_size must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, got {size!r}"
             )
-        if self.levels is None:
+        if self.codebook is None:
             if self.bits == 1:
-                raise ValueError("1-bit codes have no uniform grid with a zero: give levels, such as (-0.798, 0.798)")
+                raise ValueError(
+                    "1-bit codes have no uniform grid with a zero: give a codebook, such as (-0.798, 0.798)"
+                )
             if self.scale_rule != "absmax":
-                raise ValueError(f"scale_rule={self.scale_rule!r} needs levels; the uniform grid uses 'absmax'")
+                raise ValueError(f"scale_rule={self.scale_rule!r} needs a codebook; the uniform grid uses 'absmax'")
             return
         if self.scale_rule == "absmax":
-            raise ValueError("levels need scale_rule 'rms', 'mean_abs' or 'ternary'; 'absmax' is the uniform grid's")
-        if not 2 <= len(self.levels) <= 2**self.bits or list(self.levels) != sorted(set(self.levels)):
-            raise ValueError(f"levels must be 2 to {2**self.bits} ascending numbers, got {self.levels}")
-        if self.is_ternary and self.levels != (-1.0, 0.0, 1.0):
-            raise ValueError("ternary levels are (-1, 0, 1)")
+            raise ValueError("codebook needs scale_rule 'rms', 'mean_abs' or 'ternary'; 'absmax' is the uniform grid's")
+        if not 2 <= len(self.codebook) <= 2**self.bits or list(self.codebook) != sorted(set(self.codebook)):
+            raise ValueError(f"codebook must be 2 to {2**self.bits} ascending numbers, got {self.codebook}")
+        if self.is_ternary and self.codebook != (-1.0, 0.0, 1.0):
+            raise ValueError("a ternary codebook is (-1, 0, 1)")
 
     @property
     def is_uniform(self) -> bool:
-        return self.levels is None
+        return self.codebook is None
 
     @property
     def is_ternary(self) -> bool:
@@ -78,19 +80,19 @@ class BlockFormat:
 
     @property
     def thresholds(self) -> tuple[float, ...]:
-        """Decision points between neighbouring levels: the code of y is the number of thresholds below y."""
-        assert self.levels is not None
-        return tuple((a + b) / 2 for a, b in zip(self.levels, self.levels[1:], strict=False))
+        """Decision points between neighbouring values: the code of y is the number of thresholds below y."""
+        assert self.codebook is not None
+        return tuple((a + b) / 2 for a, b in zip(self.codebook, self.codebook[1:], strict=False))
 
     @property
     def zero_code(self) -> int:
-        """The code written where nothing is to be said (idle and non-finite blocks, padding)."""
-        return self.qmax if self.levels is None else len(self.levels) // 2
+        """The code of zero, written where there is nothing to send (idle and non-finite blocks, padding)."""
+        return self.qmax if self.codebook is None else len(self.codebook) // 2
 
     @property
     def max_scale(self) -> float:
-        """The largest bfloat16 scale whose outermost level is still a float32."""
-        top = self.qmax if self.levels is None else max(-self.levels[0], self.levels[-1], 1.0)
+        """The largest bfloat16 scale whose outermost value is still a float32."""
+        top = self.qmax if self.codebook is None else max(-self.codebook[0], self.codebook[-1], 1.0)
         bits: int = struct.unpack("<I", struct.pack("<f", FLOAT32_MAX / top))[0]
         scale: float = struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))[0]
         return scale
@@ -125,7 +127,7 @@ class BlockFormat:
 
 
 def uniform(bits: int, block_size: int) -> BlockFormat:
-    """Absmax over 2**bits - 1 evenly spaced levels: LoCo's format."""
+    """Absmax over 2**bits - 1 evenly spaced values: LoCo's format."""
     return BlockFormat(bits=bits, block_size=block_size)
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 def digits_per_byte(limit: int) -> int:
     """How many numbers in ``[-limit, limit]`` one byte holds as digits of a number system: 5 for trits."""
-    levels, count = 2 * limit + 1, 0
-    while levels ** (count + 1) <= 256:
+    base, count = 2 * limit + 1, 0
+    while base ** (count + 1) <= 256:
         count += 1
     return count
 
@@ -25,7 +25,7 @@ def bit_widths(limit: int) -> tuple[int, ...]:
 
 
 def uses_digits(limit: int) -> bool:
-    """Whether digits are shorter than bits: 3, 5 (and few other numbers of) levels."""
+    """Whether digits are shorter than bits: 3, 5 (and few other numbers of) values."""
     digits = digits_per_byte(limit)
     return digits > 0 and digits * sum(bit_widths(limit)) > 8
 
@@ -43,9 +43,9 @@ def pack_integers(q_RN: Tensor, limit: int) -> Tensor:
     """
     codes_RN = q_RN + limit
     if uses_digits(limit):
-        count, levels = digits_per_byte(limit), 2 * limit + 1
+        count, base = digits_per_byte(limit), 2 * limit + 1
         parts = _split(codes_RN, count)
-        return _joined(parts, [levels**k for k in range(count)])
+        return _joined(parts, [base**k for k in range(count)])
     padded_RN = torch.nn.functional.pad(codes_RN, (0, -codes_RN.shape[1] % 8))
     planes, shift = [], 0
     for width in bit_widths(limit):
@@ -59,8 +59,8 @@ def unpack_integers(packed_RB: Tensor, numel: int, limit: int) -> Tensor:
     """int32 [R, numel]: the inverse of `pack_integers`."""
     wide_RB = packed_RB.int()
     if uses_digits(limit):
-        levels = 2 * limit + 1
-        parts = [(wide_RB // levels**k) % levels for k in range(digits_per_byte(limit))]
+        base = 2 * limit + 1
+        parts = [(wide_RB // base**k) % base for k in range(digits_per_byte(limit))]
         return torch.cat(parts, 1)[:, :numel] - limit
     padded = -(-numel // 8) * 8
     codes_RN = torch.zeros(packed_RB.shape[0], padded, dtype=torch.int32, device=packed_RB.device)

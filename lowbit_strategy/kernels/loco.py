@@ -35,18 +35,18 @@ def loco_encode_(
 
     1. ``h = g + e``, with ``e`` the dequantised residual (0 if `reset`)
     2. codes and scale of ``h`` as `fmt` says, packed into `wire`; ``Q`` is what they decode to
-    3. ``e' = beta * e + (1 - beta) * (h - Q)``, stored as int8 with one absmax scale a block
+    3. ``e' = beta * e + (1 - beta) * (h - Q)``, stored as int8 with one absmax scale per block
 
     A block whose gradient is all zero is idle: it sends zeros and keeps its residual (an idle expert's feedback is
-    not spent on a step whose result nobody reads). A block with inf or NaN in ``h`` sends NaN and keeps its residual.
+    not spent on a step whose result is not read). A block with inf or NaN in ``h`` sends NaN and keeps its residual.
 
     Args:
         x: Gradients, float32, bfloat16 or float16, 1-D contiguous.
         residual: int8 with `residual_scale`, or float32 without; 1-D, whole blocks. Updated in place.
-        residual_scale: bfloat16, one a block of `residual`. Updated in place.
+        residual_scale: bfloat16, one per block of `residual`. Updated in place.
         wire: uint8, 1-D contiguous; written at each segment's ``wire_offset``.
         segments: Which pieces.
-        fmt: Levels, scale rule, block size.
+        fmt: Codebook or uniform grid, scale rule, block size.
         beta: Weight of the old error, in [0, 1). 0 is classic error feedback.
         flag: int32 [1], set to 1 if any block is not finite.
         reset: Forget the residual before this step.

@@ -146,8 +146,8 @@ def _backends() -> Iterator[Finding]:
     if not dist.is_available():
         yield Finding("problem", "torch.distributed", "not in this build of torch", "install another build of torch")
         return
-    for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())):
-        yield Finding("ok" if there else "note", name, "available" if there else "not in this build of torch")
+    for name, available in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())):
+        yield Finding("ok" if available else "note", name, "available" if available else "not in this build of torch")
 
 
 def _compiler() -> Iterator[Finding]:

@@ -106,7 +106,7 @@ def _kind(args: argparse.Namespace, config: Mapping[str, Any]) -> str:
 
 
 def _num_processes(args: argparse.Namespace, config: Mapping[str, Any]) -> int:
-    """As many as Accelerate would start."""
+    """The number of processes that Accelerate would start."""
     if args.num_processes is not None:
         return int(args.num_processes)
     if "num_processes" in config:

@@ -88,7 +88,7 @@ def _bind_trainers(module: object) -> None:
 
 
 def _run(target: str, arguments: Sequence[str], *, module: bool) -> None:
-    """As ``python target arguments`` or ``python -m target arguments`` would."""
+    """Run the script or module as ``python target arguments`` or ``python -m target arguments`` would."""
     sys.argv = [target, *arguments]
     if module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
@@ -101,7 +101,7 @@ def _run(target: str, arguments: Sequence[str], *, module: bool) -> None:
 
 
 def _leave() -> None:
-    """Scripts that forget to: gloo aborts now and then in a process that ends with its groups open."""
+    """For scripts that do not: gloo aborts now and then in a process that ends with its groups open."""
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -52,7 +52,7 @@ class AdaptiveCompressionMixin(ControlCallbackMixin, _Base):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def _take_effect(self, trainer: Any) -> None:
-        """Bring accumulation and learning rate to what the controller wants; at the boundary of a window."""
+        """Bring accumulation and learning rate to what the controller has set; at the boundary of a window."""
         wanted = self.control.take_effect() if self.control is not None else None
         if wanted is not None:
             trainer.accumulate_grad_batches = wanted

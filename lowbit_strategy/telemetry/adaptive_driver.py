@@ -48,18 +48,18 @@ class AdaptiveDriver:
 
     1. what the last step has shown (already summed over ranks, so the same on all of them) goes to the controller
     2. its decision is applied: parameters whose level changes are regrouped, residuals are carried over
-    3. what it wants to know of this step is measured
+    3. what its probe requests of this step is measured
 
     Args:
         controller: Decides.
-        clock: Tells the time, given the number of completed steps; must give the same on all ranks. By default only
+        clock: Gives the progress, given the number of completed steps; must give the same on all ranks. By default only
             steps are counted.
         timer: Seconds; for step times.
 
     Attributes:
         events: Switches since the caller last emptied the list.
         warnings: Likewise.
-        accumulation: Batches in one optimizer step, if the controller says; for the framework's adapter to apply.
+        accumulation: Batches in one optimizer step, if the controller sets it; for the framework's adapter to apply.
         learning_rate_factor: On top of the scheduler's learning rate; likewise.
     """
 

@@ -13,7 +13,7 @@ from lowbit_strategy.telemetry.observe import Figures, Observation
 _log = logging.getLogger("lowbit_strategy")
 
 
-class BoundsWatch:
+class BoundsObserver:
     """Finds the groups that have left their bounds, observation by observation; saved with the residuals.
 
     Args:

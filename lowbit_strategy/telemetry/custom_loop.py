@@ -19,7 +19,7 @@ from lowbit_strategy.telemetry.observe import Observer
 
 
 class LoopClock:
-    """The progress of a loop that nobody else counts.
+    """The progress of a training loop whose steps no framework counts.
 
     Args:
         optimizer: Gives the learning rate.

@@ -11,7 +11,7 @@ An adapter translates its framework's moments:
 | a step is over, and the framework takes metrics | `report`, unless the end of the engine's step is that moment |
 
 An adapter that can report whenever a step ends leaves `reports_at_end_of_step` on and needs neither the last call nor,
-in a loop that nobody announces, `begin`: the first step is the beginning then.
+in a loop without such calls, `begin`: the first step is the beginning then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
-from lowbit_strategy.telemetry.bounds import BoundsWatch
+from lowbit_strategy.telemetry.bounds import BoundsObserver
 from lowbit_strategy.telemetry.metric_format import (
     level_fields,
     level_metrics,
@@ -45,7 +45,7 @@ from lowbit_strategy.telemetry.observe import Observation, Observer
 from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord
 from lowbit_strategy.telemetry.startup_report import build_report
 
-Clock = Callable[[int], Progress]
+ProgressClock = Callable[[int], Progress]
 Log = Callable[[dict[str, float], int], Any]
 
 _log = logging.getLogger("lowbit_strategy")
@@ -58,7 +58,7 @@ class ModelControl:
     Args:
         sync: The engine.
         clock: Gives the `Progress` of a step; the same on all ranks. By default only steps are counted.
-        log: Takes metrics and the step that they are of, on every rank; None: there is nobody to take them.
+        log: Takes metrics and the step that they are of, on every rank; None: metrics are not logged.
         reports_at_end_of_step: Report as soon as the engine has ended a step; off where the framework takes metrics at
             its own moments only.
 
@@ -75,7 +75,7 @@ class ModelControl:
     def __init__(
         self,
         sync: GradientSync,
-        clock: Clock | None = None,
+        clock: ProgressClock | None = None,
         log: Log | None = None,
         *,
         reports_at_end_of_step: bool = True,
@@ -94,7 +94,7 @@ class ModelControl:
         self.folder: Path | None = None
         self.begun = False
         self._record: RunRecord | None = None
-        self._bounds: BoundsWatch | None = None
+        self._bounds: BoundsObserver | None = None
         self._fresh: Observation | None = None  # not reported yet
         self._progress: Progress | None = None  # of the observed step
         self._reported = False  # whether log and record have the levels in force
@@ -141,7 +141,7 @@ class ModelControl:
         self.observer = Observer(
             self.sync, lambda step: step % every == 0, group_by=options.group_by, on_observation=self._take
         )
-        self._bounds = BoundsWatch(self.sync, options.bounds) if options.bounds is not None else None
+        self._bounds = BoundsObserver(self.sync, options.bounds) if options.bounds is not None else None
         return self.observer
 
     def load_bounds(self, state: Mapping[str, Any]) -> None:
@@ -170,16 +170,16 @@ class ModelControl:
             self._record.write("start", self.sync.step_index, **start)
 
     def warn_without_audience(self, *, log: bool) -> None:
-        """Say that a monitor's figures go nowhere. `log`: the framework has a logger that takes them."""
+        """Warn if a monitor's figures go nowhere. `log`: the framework has a logger that takes them."""
         if self.observer is None or log or self.folder is not None or self.sync.comm.rank != 0:
             return
         _log.warning(
-            "the compression monitor has no logger and no folder for its record, so nobody sees what it measures:"
+            "the compression monitor has no logger and no folder for its record, so its measurements are lost:"
             " give the trainer a logger (tracker), or the monitor a folder, record='runs/1'"
         )
 
     def take_effect(self) -> int | None:
-        """From now on learning rates have the factor that the controller wants.
+        """From now on learning rates have the factor that the controller has set.
 
         Returns:
             The batches in one optimizer step that it wants with it; None: whatever there are.
@@ -226,7 +226,7 @@ class ModelControl:
             self.report()
 
     def report(self) -> None:
-        """Hand what the last step has brought to log and record: observation, decisions, warnings."""
+        """Write the results of the last step to log and record: observation, decisions, warnings."""
         if self._fresh is not None:
             observation, self._fresh = self._fresh, None
             self._report_observation(observation)

@@ -32,7 +32,7 @@ class Report:
 
     Args:
         groups: Compressed, high precision and exempt, largest first.
-        sent_nbytes: Bytes this rank hands to others per step.
+        sent_nbytes: Bytes this rank sends to others per step.
         fp32_nbytes, bf16_nbytes: The same for an uncompressed ring of that type.
         residual_nbytes: Memory for residuals on this rank.
         buffer_nbytes: Memory for messages on this rank, at most.

@@ -75,7 +75,7 @@ def bind_checkpoints(trainer: Trainer) -> None:
     """Save residuals with every checkpoint, load them with the one that is resumed from; figures into its log.
 
     Raises:
-        ValueError: The controller wants what the Trainer decides.
+        ValueError: The controller would set what the Trainer decides.
     """
     binding = binding_of(trainer.accelerator)
     controller = binding.plugin.controller if binding is not None else None

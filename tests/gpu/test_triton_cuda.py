@@ -46,7 +46,7 @@ def test_dense_messages_are_the_references() -> None:
 def test_offsets_beyond_32_bits() -> None:
     """Gradient, residual and wire all start past 2**31; the same piece from offset 0 is the reference."""
     numel, nbytes = 10_000, FORMAT.wire_nbytes(10_000)
-    there = Segments([Segment(BEYOND + 3, numel, BEYOND, BEYOND, 7)])
+    segments = Segments([Segment(BEYOND + 3, numel, BEYOND, BEYOND, 7)])
     here = Segments([Segment(0, numel, 0, 0, 7)])
     g = torch.randn(numel, generator=torch.Generator().manual_seed(0)).bfloat16()
     x = torch.empty(BEYOND + 3 + numel, dtype=torch.bfloat16, device="cuda")
@@ -55,7 +55,7 @@ def test_offsets_beyond_32_bits() -> None:
     scale = torch.zeros(residual.numel() // FORMAT.block_size, dtype=torch.bfloat16, device="cuda")
     wire = torch.empty(BEYOND + nbytes, dtype=torch.uint8, device="cuda")
     flag = torch.zeros(1, dtype=torch.int32, device="cuda")
-    loco_encode_(x, residual, scale, wire, there, FORMAT, beta=0.8, flag=flag)
+    loco_encode_(x, residual, scale, wire, segments, FORMAT, beta=0.8, flag=flag)
 
     want_residual, want_wire = torch.zeros(10_240, dtype=torch.int8), torch.empty(nbytes, dtype=torch.uint8)
     want_scale = torch.zeros(80, dtype=torch.bfloat16)
@@ -69,7 +69,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 def test_a_segment_of_more_than_2_31_elements() -> None:
-    """The last blocks of a huge tensor, there and back."""
+    """The last blocks of a huge tensor, encoded and decoded."""
     numel = BEYOND + 300
     x = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
     last = numel // FORMAT.block_size * FORMAT.block_size - 8 * FORMAT.block_size
@@ -105,9 +105,9 @@ def test_the_second_gpu_is_served_as_well() -> None:
     segments = Segments([Segment(0, 5000, 0, 0)])
     wire = torch.zeros(1, FORMAT.wire_nbytes(5000), dtype=torch.uint8, device="cuda:1")
     encode_(x, wire[0], segments, FORMAT, flag=torch.zeros(1, dtype=torch.int32, device="cuda:1"))
-    back = torch.empty_like(x)
-    decode_sum_(wire, back, segments, FORMAT)
-    assert (back - x).abs().max() <= x.abs().max() / 7 * 0.51
+    decoded = torch.empty_like(x)
+    decode_sum_(wire, decoded, segments, FORMAT)
+    assert (decoded - x).abs().max() <= x.abs().max() / 7 * 0.51
 
 
 def test_capture_into_a_cuda_graph_is_refused() -> None:

@@ -158,7 +158,7 @@ PHASES = Schedule([Phase(compressor=EIGHT, unit="epoch"), Phase(compressor=TWO, 
 
 
 def epochs(folder: Path) -> Facts:
-    """The step at which the third epoch begins, by whatever says so."""
+    """The step at which the third epoch begins, by whatever source gives it."""
 
     def first(levels: list[dict[str, int]]) -> int:
         return [max(each.values(), default=0) for each in levels].index(1)
@@ -168,7 +168,7 @@ def epochs(folder: Path) -> Facts:
         job.batches = list(job.batches)  # what the loop goes through is no data loader
         return job
 
-    def told() -> list[dict[str, int]]:
+    def set_by_loop() -> list[dict[str, int]]:
         job, levels = listed(), []
         binding = binding_of(job.accelerator)
         assert binding is not None
@@ -191,7 +191,7 @@ def epochs(folder: Path) -> Facts:
         "counted": first(go(job_of("ddp", PHASES), 3 * EPOCH)),
         "accumulated": first(go(job_of("ddp", PHASES, accumulate=2), 3 * EPOCH)),
         "given": first(go(listed(steps_per_epoch=3), 3 * EPOCH)),
-        "told": first(told()),
+        "set": first(set_by_loop()),
         "resumed": first(go(after, 3 * EPOCH, start=2 * EPOCH)),
         "unknown": raised(lambda: go(listed(), 1)),
         "fraction": raised(lambda: go(job_of("ddp", CONTROLLERS["schedule"], num_steps=None), 1)),
@@ -201,7 +201,7 @@ def epochs(folder: Path) -> Facts:
 @scenarios(epochs)
 def test_what_epoch_it_is(facts: list[Facts]) -> None:
     for rank in facts:
-        assert rank["counted"] == rank["told"] == 2 * EPOCH
+        assert rank["counted"] == rank["set"] == 2 * EPOCH
         assert rank["accumulated"] == 2 * EPOCH  # a step begins with its first batch
         assert rank["given"] == 2 * 3
         assert rank["resumed"] == 0
@@ -248,7 +248,7 @@ def monitoring(folder: Path, kind: Kind) -> Facts:
 def test_figures_reach_every_tracker_and_the_record(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["losses"][0] == rank["losses"][1]  # to be watched changes nothing
-        assert rank["sent"] > rank["plain"]  # what the ranks tell each other is counted
+        assert rank["sent"] > rank["plain"]  # what the ranks send each other for it is counted
     lead = facts[0]
     assert [step for step, _ in lead["logged"]] == [0, 4, 8]
     figures = lead["logged"][-1][1]
@@ -358,7 +358,7 @@ def refused(folder: Path) -> Facts:
 
 
 @scenarios(refused)
-def test_errors_say_what_to_change(facts: list[Facts]) -> None:
+def test_errors_name_what_to_change(facts: list[Facts]) -> None:
     for rank in facts:
         assert "accelerator.accumulate(model)" in rank["accumulate"]
         assert "raise max_bits or add a heavier choice" in rank["budget"]

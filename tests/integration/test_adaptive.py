@@ -38,15 +38,15 @@ def observing(folder: Path, layout: str, method: str) -> Facts:
         with count_traffic() as traffic:
             harness.reduce(sync, [list(grads)], grads, torch.float32)
         sync.end_step()
-    said, left = {}, {}
+    compensated, left = {}, {}
     for spec in SPECS:
         residual = sync.residual(spec.name)
-        if residual is not None:  # exact error feedback: what was not said is the residual
-            said[spec.name] = float((grads[spec.name] + before[spec.name]).square().sum())
+        if residual is not None:  # exact error feedback: what was not sent is the residual
+            compensated[spec.name] = float((grads[spec.name] + before[spec.name]).square().sum())
             left[spec.name] = float(residual.square().sum())
     return {
         "observation": observer.last,
-        "said": said,
+        "compensated": compensated,
         "left": left,
         "own_sent_nbytes": observer.own_sent_nbytes,
         "counted": traffic.nbytes,
@@ -56,14 +56,14 @@ def observing(folder: Path, layout: str, method: str) -> Facts:
 
 @scenarios(observing, world_size=3, layout=LAYOUTS, method=("loco", "topk"))
 def test_figures_over_ranks_against_residuals(facts: list[Facts]) -> None:
-    names = facts[0]["said"].keys()
+    names = facts[0]["compensated"].keys()
     assert "matrix" in names
     for fact in facts:
         for name in names:
-            said, left = (sum(each[key][name] for each in facts) for key in ("said", "left"))
+            compensated, left = (sum(each[key][name] for each in facts) for key in ("compensated", "left"))
             figures = fact["observation"].groups[name]
-            assert figures.relative_error == pytest.approx((left / said) ** 0.5, rel=1e-5)
-            assert figures.compensated_norm == pytest.approx(said**0.5, rel=1e-5)
+            assert figures.relative_error == pytest.approx((left / compensated) ** 0.5, rel=1e-5)
+            assert figures.compensated_norm == pytest.approx(compensated**0.5, rel=1e-5)
         assert fact["observation"].nonfinite == ()
 
 

@@ -248,7 +248,7 @@ def refused(folder: Path) -> Facts:
 
 
 @scenarios(refused)
-def test_errors_say_what_to_change(facts: list[Facts]) -> None:
+def test_errors_name_what_to_change(facts: list[Facts]) -> None:
     assert 'strategy is DDPStrategy: use Trainer(strategy="loco_ddp")' in facts[0]["monitor"]
     assert "AdaptiveCompression needs" in facts[0]["adaptive"]
     assert "controller must be one of" in facts[0]["controller"]

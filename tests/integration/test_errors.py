@@ -67,7 +67,7 @@ def different(folder: Path, kind: Kind, what: str) -> Facts:
 
 
 @scenarios(different, kind=KINDS, what=tuple(_DIFFERENT))
-def test_ranks_that_differ_are_told_apart_on_every_rank(facts: list[Facts]) -> None:
+def test_ranks_that_differ_are_distinguished_on_every_rank(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["error"].startswith("RuntimeError: rank 1 differs from rank 0 ")
         assert rank["message"] in rank["error"]

@@ -22,7 +22,7 @@ def test_a_part_passes_and_writes_its_page(part: str, only: str, tmp_path: Path)
         assert check["name"] in (tmp_path / "results.md").read_text()
 
 
-def test_a_check_that_fails_is_told_and_does_not_hide_the_others(tmp_path: Path) -> None:
+def test_a_check_that_fails_is_reported_and_does_not_hide_the_others(tmp_path: Path) -> None:
     import torch
 
     from gpu_acceptance.checks import Check, run_checks, write

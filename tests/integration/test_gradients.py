@@ -63,7 +63,7 @@ class Bench:
         return {name: torch.zeros(full(p).shape) if p.grad is None else full(p.grad) for name, p in params}
 
     def carryover(self) -> Grads:
-        """What all ranks and owners together have not said yet, of the mean."""
+        """What all ranks and owners together have not sent yet, of the mean."""
         carryover = {}
         for name, spec in self.sync.specs.items():
             unsent = self.sync.export_unsent(name)
@@ -177,7 +177,7 @@ def conservation(folder: Path, kind: Kind, net: str) -> Facts:
         **({"find_unused_parameters": True} if mixture and kind == "ddp" else {}),
     )
     optimizer = torch.optim.SGD(bench.net.parameters(), lr=0.05)
-    came, said, prints = {}, {}, []
+    came, sent, prints = {}, {}, []
     for step in range(12):
         if mixture:
             bench.net.chosen = bench.plain.chosen = _choice(step)
@@ -185,17 +185,17 @@ def conservation(folder: Path, kind: Kind, net: str) -> Facts:
         add_(came, {name: mean(grad) for name, grad in bench.own_grads(loss).items()})
         optimizer.zero_grad()
         loss(bench.model).backward()
-        add_(said, bench.grads())
+        add_(sent, bench.grads())
         optimizer.step()
         bench.attached.end_step()
         prints.append({name: value.tolist() for name, value in bench.grads().items()})
-    without = worst(said, came)
-    add_(said, bench.carryover())
-    return {"error": worst(said, came), "without": without, "prints": prints, "steps": bench.sync.step_index}
+    without = worst(sent, came)
+    add_(sent, bench.carryover())
+    return {"error": worst(sent, came), "without": without, "prints": prints, "steps": bench.sync.step_index}
 
 
 @scenarios(conservation, kind=KINDS, net=("mlp", "mixture"))
-def test_what_came_in_was_said_or_is_owed(facts: list[Facts]) -> None:
+def test_what_came_in_was_sent_or_is_carried_over(facts: list[Facts]) -> None:
     assert facts[0]["prints"] == facts[1]["prints"]
     assert facts[0]["steps"] == 12
     for rank in facts:
@@ -204,7 +204,7 @@ def test_what_came_in_was_said_or_is_owed(facts: list[Facts]) -> None:
 
 
 @scenarios(conservation, kind=KINDS, net=("mixture",), world_size=3)
-def test_what_came_in_was_said_or_is_owed_on_three_ranks(facts: list[Facts]) -> None:
+def test_what_came_in_was_sent_or_is_carried_over_on_three_ranks(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["prints"] == facts[0]["prints"]
         assert rank["error"] < 2e-6
@@ -231,7 +231,7 @@ def loss_scaling(folder: Path, kind: Kind, what: str) -> Facts:
     bench = Bench(kind, mlp(), EXACT, has_scaler=True)
     optimizer = torch.optim.SGD(bench.net.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    came, said, scales, seen = {}, {}, [], {}
+    came, sent, scales, seen = {}, {}, [], {}
     for step in range(8):
         loss, bad = regression(step), step == BAD_STEP
         own = bench.own_grads(loss)
@@ -248,7 +248,7 @@ def loss_scaling(folder: Path, kind: Kind, what: str) -> Facts:
         scales.append(scaler.get_scale())
         if counted:
             add_(came, {name: mean(grad) for name, grad in own.items()})
-            add_(said, {name: grad / scale for name, grad in grads.items()})
+            add_(sent, {name: grad / scale for name, grad in grads.items()})
             continue
         after = (list(bench.net.parameters()), bench.sync.state_tensors())
         seen["parameters"], seen["state"] = (
@@ -256,9 +256,9 @@ def loss_scaling(folder: Path, kind: Kind, what: str) -> Facts:
         )
         seen["finite"] = all(bool(grad.isfinite().all()) for grad in grads.values())
         seen["step"] = step
-    add_(said, {name: carryover / bench.sync.loss_scale for name, carryover in bench.carryover().items()})
+    add_(sent, {name: carryover / bench.sync.loss_scale for name, carryover in bench.carryover().items()})
     clean = all(bool(tensor.isfinite().all()) for tensor in bench.sync.state_tensors())
-    return seen | {"error": worst(said, came), "scales": scales, "clean": clean, "skipped": bench.sync.num_skipped}
+    return seen | {"error": worst(sent, came), "scales": scales, "clean": clean, "skipped": bench.sync.num_skipped}
 
 
 @scenarios(loss_scaling, kind=KINDS, what=("loss", "element"))

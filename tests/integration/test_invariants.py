@@ -2,7 +2,7 @@
 
 One launch of processes per world size serves all selected tests of it. What is checked is in `tests/invariants`;
 methods declare which laws they keep by `residual_gain`, `conserving`, `approaches_mean` and `fixed_size`. A case that
-says nothing of a configuration is not collected for it.
+does not apply to a configuration is not collected for it.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 def by_name(folder: Path, kind: Kind) -> Facts:
     model = Regression()
-    with listen() as said:
+    with listen() as logged:
         made = trainer(f"loco_{kind}", max_steps=20)
         made.fit(model, loader())
     sync = made.strategy.sync
@@ -46,7 +46,7 @@ def by_name(folder: Path, kind: Kind) -> Facts:
         "sent": sync.comm.sent_nbytes,
         "accounted": 20 * build_report(sync).sent_nbytes,
         "steps": sync.step_index,
-        "said": said,
+        "logged": logged,
     }
 
 
@@ -62,19 +62,19 @@ def test_by_name(facts: list[Facts]) -> None:
 
 @scenarios(by_name, kind=KINDS)
 def test_report_at_the_start(facts: list[Facts]) -> None:
-    said = facts[0]["said"]
-    assert facts[1]["said"] == []
-    assert "over 2 ranks, kernels: " in said[0]
-    assert "compressed     2 tensors         5,120 elements" in said[1]
-    assert said[1].endswith("loco 4-bit, blocks of 128 (loco)")
-    reasons = "\n".join(said[2:4])
+    logged = facts[0]["logged"]
+    assert facts[1]["logged"] == []
+    assert "over 2 ranks, kernels: " in logged[0]
+    assert "compressed     2 tensors         5,120 elements" in logged[1]
+    assert logged[1].endswith("loco 4-bit, blocks of 128 (loco)")
+    reasons = "\n".join(logged[2:4])
     assert "exempt         1 tensors           512 elements" in reasons
     assert "(fewer than 1024 elements)" in reasons
     assert "exempt         3 tensors           136 elements" in reasons
     assert "(1-D or scalar)" in reasons
-    assert "fp32" in said[4]
-    assert "bf16" in said[4]
-    assert said[-1].strip().startswith("memory per rank")
+    assert "fp32" in logged[4]
+    assert "bf16" in logged[4]
+    assert logged[-1].strip().startswith("memory per rank")
 
 
 def dense(folder: Path, kind: Kind) -> Facts:

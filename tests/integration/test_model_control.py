@@ -108,15 +108,15 @@ def nobody_listens(folder: Path) -> Facts:
     with listen() as accelerated:
         train(prepared(make("ddp", LowBitPlugin(TWO, monitor=AccelerateMonitor()))), 2)
     with listen() as recorded:
-        heard = CompressionMonitor(record=folder / "here")
-        trainer(strategy("ddp"), max_steps=2, callbacks=[heard]).fit(Regression(), loader())
+        recording = CompressionMonitor(record=folder / "here")
+        trainer(strategy("ddp"), max_steps=2, callbacks=[recording]).fit(Regression(), loader())
     return {"trained": trained, "accelerated": accelerated, "recorded": recorded}
 
 
 @scenarios(nobody_listens)
 def test_a_monitor_without_logger_and_folder_warns(facts: list[Facts]) -> None:
     def warnings(lines: list[str]) -> int:
-        return sum("nobody sees what it measures" in line for line in lines)
+        return sum("its measurements are lost" in line for line in lines)
 
     assert [warnings(facts[0][where]) for where in ("trained", "accelerated", "recorded")] == [1, 1, 0]
     assert warnings(facts[1]["trained"]) == 0  # rank 0 alone

@@ -1,4 +1,4 @@
-"""Bytes that the monitor tells against bytes that the kernel counts on a real interface."""
+"""Bytes that the monitor reports against bytes that the kernel counts on a real interface."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def test_the_monitor_tells_what_the_interface_counts() -> None:
         counted = [each["counted"] for each in figures]
         payload = statistics.mean(one["sent_nbytes"] - HEADER_NBYTES * one["packets"] for one in counted) / STEPS
         resent = statistics.mean(SEGMENT_NBYTES * one["resent_segments"] for one in counted) / STEPS
-        own = 5 * 8 * (figures[0]["num_parameters"] + 1)  # sums of squares in float64, told to the other rank
+        own = 5 * 8 * (figures[0]["num_parameters"] + 1)  # sums of squares in float64, sent to the other rank
         framing = payload - own - statistics.mean(figures[0]["observed"])
         assert 0 <= framing <= FRAMING_NBYTES + resent, (name, framing, resent)

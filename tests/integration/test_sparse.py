@@ -1,4 +1,4 @@
-"""Sparse methods in real processes, under DDP and FSDP2: they train, they are what their definitions say."""
+"""Sparse methods in real processes, under DDP and FSDP2: they train, they are what their definitions ask."""
 
 from __future__ import annotations
 

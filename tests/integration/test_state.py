@@ -145,10 +145,10 @@ def uncompressed(folder: Path, kind: Kind) -> Facts:
     model = ByStep()
     made = trainer(strategy(kind), max_steps=6)
     made.fit(model, loader(), ckpt_path=path)
-    back = folder / "compressed.ckpt"
-    made.save_checkpoint(back)
+    compressed = folder / "compressed.ckpt"
+    made.save_checkpoint(compressed)
     plain = ByStep()
-    trainer("ddp", max_steps=8).fit(plain, loader(), ckpt_path=back)
+    trainer("ddp", max_steps=8).fit(plain, loader(), ckpt_path=compressed)
     return {"steps": made.strategy.sync.step_index, "compressed": len(model.losses), "plain": len(plain.losses)}
 
 

@@ -240,7 +240,7 @@ def relative(error: Tensor, reference: Tensor) -> float:
 
 
 class Case(NamedTuple):
-    """One law: what every rank records, what must be true of it, and which subjects it says anything of."""
+    """One law: what every rank records, what must be true of it, and which subjects it applies to."""
 
     collect: Callable[[InvariantHarness], Evidence]
     check: Callable[[Sequence[Evidence], InvariantHarness], list[str]]

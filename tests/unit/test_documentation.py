@@ -17,7 +17,7 @@ PACKAGE = REPOSITORY / "lowbit_strategy"
 PAGES = sorted(path.name for path in (REPOSITORY / "docs").glob("*.md"))
 FILLED_IN = "\0"  # stands for what a message fills in
 LOGGED = {"_log.warning", "_log.error", "self._warn", "warnings.warn", "rank_zero_warn"}
-TELLING = 12  # characters of its own that a phrase needs to stand for messages of which it is only a part
+DISTINCTIVE = 12  # characters of its own that a phrase needs to stand for messages of which it is only a part
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def phrases(*, own: bool = True) -> list[str]:
 def covers(phrase: str, message: str) -> bool:
     """Whether a message is the one that a phrase of the page stands for; ``...`` is what is filled in."""
     parts = [re.escape(" ".join(part.split())) for part in phrase.split("...")]
-    if len(phrase.replace("...", "")) < TELLING:  # would be part of many: it has to be all of it
+    if len(phrase.replace("...", "")) < DISTINCTIVE:  # would be part of many: it has to be all of it
         return re.fullmatch(FILLED_IN.join(f" ?{part} ?" for part in parts), message) is not None
     return re.search(".*?".join(parts), message) is not None
 

@@ -15,7 +15,7 @@ from lowbit_strategy.kernels.segments import Segments
 _RULES = {"absmax": 0, "rms": 1, "mean_abs": 2, "ternary": 3}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NO_RESIDUAL, _INT8_RESIDUAL, _FLOAT32_RESIDUAL = 0, 1, 2
-_MAX_LEVELS = 256
+_MAX_CODEBOOK = 256
 
 
 class FormatStruct(ctypes.Structure):
@@ -23,14 +23,14 @@ class FormatStruct(ctypes.Structure):
         ("bits", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
         ("rule", ctypes.c_int32),
-        ("num_levels", ctypes.c_int32),
+        ("codebook_size", ctypes.c_int32),
         ("code_nbytes", ctypes.c_int32),
         ("zero_code", ctypes.c_int32),
         ("num_planes", ctypes.c_int32),
         ("planes", ctypes.c_int32 * 4),
         ("max_scale", ctypes.c_float),
-        ("levels", ctypes.c_float * _MAX_LEVELS),
-        ("thresholds", ctypes.c_float * _MAX_LEVELS),
+        ("codebook", ctypes.c_float * _MAX_CODEBOOK),
+        ("thresholds", ctypes.c_float * _MAX_CODEBOOK),
     )
 
 
@@ -59,19 +59,20 @@ class CallStruct(ctypes.Structure):
 
 @lru_cache
 def format_struct(fmt: BlockFormat) -> FormatStruct:
-    levels = fmt.levels or ()
+    codebook = fmt.codebook or ()
     return FormatStruct(
         bits=fmt.bits,
         block_size=fmt.block_size,
         rule=_RULES[fmt.scale_rule],
-        num_levels=len(levels),
+        codebook_size=len(codebook),
         code_nbytes=fmt.code_nbytes,
         zero_code=fmt.zero_code,
         num_planes=len(fmt.planes),
         planes=fmt.planes,
         max_scale=fmt.max_scale,
-        levels=levels + levels[-1:] * (_MAX_LEVELS - len(levels)),  # codes that nobody sends decode to something
-        thresholds=fmt.thresholds if levels else (),
+        codebook=codebook
+        + codebook[-1:] * (_MAX_CODEBOOK - len(codebook)),  # codes that are never sent decode to something too
+        thresholds=fmt.thresholds if codebook else (),
     )
 
 

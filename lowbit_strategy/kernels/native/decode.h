@@ -1,6 +1,6 @@
 /* Decode-and-sum: sources are added in rank order in float32, a group of vectors at a time, so that sums stay in
  * registers. Constants as in quantize.h: with `parts` = 8 / bits, a group's vectors come from the fields of the same
- * bytes; with parts = 1, from one code a byte.
+ * bytes; with parts = 1, from one code per byte.
  */
 #define MAX_SOURCES 16 /* added in one go */
 
@@ -9,20 +9,20 @@ enum { BY_ARITHMETIC, BY_REGISTER, BY_MEMORY };
 
 /* One block of some sources. */
 struct sources {
-    vf table[MAX_SOURCES]; /* levels times scale */
+    vf table[MAX_SOURCES]; /* codebook times scale */
     const uint8_t *codes[MAX_SOURCES];
     float scale[MAX_SOURCES];
     int num;
 };
 
-/* The levels of a format of few bits, repeated to fill the lanes. */
-static vf levels_in_lanes(const struct lowbit_format *fmt) {
-    float levels[LANES];
+/* The codebook of a format of few bits, repeated to fill the register. */
+static vf codebook_in_register(const struct lowbit_format *fmt) {
+    float codebook[LANES];
     for (int k = 0; k < LANES; k++) {
         int code = k & ((1 << fmt->bits) - 1);
-        levels[k] = fmt->num_levels ? fmt->levels[code] : (float)(code - fmt->zero_code);
+        codebook[k] = fmt->codebook_size ? fmt->codebook[code] : (float)(code - fmt->zero_code);
     }
-    return vf_load(levels);
+    return vf_load(codebook);
 }
 
 /* Values of a group of one source. */
@@ -42,7 +42,7 @@ ALWAYS_INLINE void load_values(
 #endif
     if (parts > 1) EACH(k) code[k] = code[k] & ((1 << width) - 1);
     if (how == BY_ARITHMETIC) EACH(k) value[k] = vf_from(code[k] - vi_set1(fmt->zero_code));
-    else EACH(k) value[k] = vf_gather(fmt->levels, code[k]);
+    else EACH(k) value[k] = vf_gather(fmt->codebook, code[k]);
     EACH(k) value[k] = value[k] * vf_set1(from->scale[w]);
 }
 
@@ -65,7 +65,7 @@ ALWAYS_INLINE void sum_block(
     }
 }
 
-/* Formats of one plane are read as they lie, others from one code a byte. */
+/* Formats of one plane are read as they lie, others from one code per byte. */
 struct reading {
     int parts, how, unpack;
 };
@@ -73,7 +73,7 @@ struct reading {
 static struct reading choose_reading(const struct lowbit_format *fmt) {
     const int bits = fmt->bits, ternary = fmt->rule == RULE_TERNARY;
     const int parts = fmt->num_planes == 1 && !ternary ? 8 / bits : 1;
-    const int fits = bits <= LOOKUP_BITS, arithmetic = ternary || (!fits && !fmt->num_levels);
+    const int fits = bits <= LOOKUP_BITS, arithmetic = ternary || (!fits && !fmt->codebook_size);
     const int how = arithmetic ? BY_ARITHMETIC : fits ? BY_REGISTER : BY_MEMORY;
     const int wide = fmt->block_size >= (parts == 8 ? 8 : GROUP) * LANES;
     if (wide && parts > 1 && how != BY_MEMORY) return (struct reading){parts, how, 0};
@@ -107,7 +107,7 @@ ALWAYS_INLINE void sum_batch(
     enum { SIZE = LOWBIT_MAX_BLOCK + PACK_SLACK };
     BUFFER(uint8_t, codes, MAX_SOURCES * SIZE);
     struct sources from;
-    const vf levels = as.how == BY_REGISTER ? levels_in_lanes(fmt) : vf_set1(0.0f);
+    const vf codebook = as.how == BY_REGISTER ? codebook_in_register(fmt) : vf_set1(0.0f);
     const int n = fmt->block_size, stride = as.unpack ? codes_stride(fmt) : fmt->code_nbytes;
     from.num = num;
     const uint8_t *source = call->wire + first * call->wire_stride;
@@ -120,7 +120,7 @@ ALWAYS_INLINE void sum_batch(
             uint16_t scale_bits;
             memcpy(&scale_bits, wire + batch->scales + 2 * b, 2);
             from.scale[w] = bfloat16_to_float(scale_bits);
-            from.table[w] = levels * vf_set1(from.scale[w]);
+            from.table[w] = codebook * vf_set1(from.scale[w]);
             from.codes[w] = (as.unpack ? codes + w * SIZE : wire + batch->codes) + b * stride;
         }
         sum_block_as(as, fmt, &from, before ? before + b * n : NULL, alpha, out + b * n);

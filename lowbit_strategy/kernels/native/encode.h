@@ -122,13 +122,14 @@ static int scale_batch(
     return flag;
 }
 
-/* Codes of a batch to `out`, each block `stride` bytes behind the last, and the updated residual. `levels`: 0 is the
- * uniform grid, -1 as many as the format has. */
+/* Codes of a batch to `out`, each block `stride` bytes behind the last, and the updated residual. `num_values`: 0 is
+ * the uniform grid, -1 as many as the format has. */
 ALWAYS_INLINE void quantize_batch(
     struct encoding *to, const struct lowbit_format *fmt, const struct lowbit_call *call, const struct batch *batch,
-    uint8_t *out, int stride, const int levels, const int stochastic, const int kind, const int num, const int parts
+    uint8_t *out, int stride, const int num_values, const int stochastic, const int kind, const int num, const int parts
 ) {
-    const int n = fmt->block_size, qmax = fmt->zero_code, thresholds = (levels < 0 ? fmt->num_levels : levels) - 1;
+    const int n = fmt->block_size, qmax = fmt->zero_code;
+    const int thresholds = (num_values < 0 ? fmt->codebook_size : num_values) - 1;
     const vu counter = dither_counter(batch->first, stream_key(call->seed, batch->segment->salt, CODE_STREAM));
     int nothing = fmt->zero_code;
     for (int p = 1; p < parts; p++) nothing |= fmt->zero_code << (8 / parts * p);
@@ -140,7 +141,7 @@ ALWAYS_INLINE void quantize_batch(
         if (!(scale > 0.0f)) {
             memset(out, nothing, (size_t)(n / parts));
             to->largest[b] = kind != RESIDUAL_NONE && !to->keep[b] ? quantize_nothing(fmt, &from, &apply, kind) : 0;
-        } else if (levels == 0) {
+        } else if (num_values == 0) {
             vu start = counter + (uint32_t)(b * n) * GOLDEN;
             to->largest[b] = quantize_uniform(
                 &from, n, scale, inverse, qmax, qmax, out, start, &apply, stochastic, kind, num, parts
@@ -151,29 +152,30 @@ ALWAYS_INLINE void quantize_batch(
     }
 }
 
-/* Codes to the wire: packed on the way where the format allows, else by way of one code a byte. */
+/* Codes to the wire: packed on the way where the format allows, else by way of one code per byte. */
 ALWAYS_INLINE void quantize(
     struct encoding *to, const struct lowbit_format *fmt, const struct lowbit_call *call, const struct batch *batch,
     const int kind
 ) {
-    const int n = fmt->block_size, levels = fmt->num_levels, stochastic = call->stochastic, nbytes = fmt->code_nbytes;
+    const int n = fmt->block_size, num_values = fmt->codebook_size;
+    const int stochastic = call->stochastic, nbytes = fmt->code_nbytes;
     uint8_t *wire = call->wire + batch->codes;
     const int bits = fmt->num_planes == 1 && fmt->rule != RULE_TERNARY ? fmt->bits : 0;
     const int wide = n >= GROUP * LANES;
 #define RUN(out, stride, ...) quantize_batch(to, fmt, call, batch, out, stride, __VA_ARGS__)
-    if (wide && !levels && !stochastic && bits == 4) RUN(wire, nbytes, 0, 0, kind, GROUP, 2);
-    else if (wide && !levels && !stochastic && bits == 2) RUN(wire, nbytes, 0, 0, kind, GROUP, 4);
-    else if (wide && !levels && !stochastic && bits == 8) RUN(wire, nbytes, 0, 0, kind, GROUP, 1);
-    else if (wide && !levels && bits == 4) RUN(wire, nbytes, 0, 1, kind, GROUP, 2);
-    else if (wide && levels == 4 && bits == 2) RUN(wire, nbytes, 4, 0, kind, GROUP, 4);
-    else if (n >= 8 * LANES && levels == 2 && bits == 1) RUN(wire, nbytes, 2, 0, kind, 8, 8);
+    if (wide && !num_values && !stochastic && bits == 4) RUN(wire, nbytes, 0, 0, kind, GROUP, 2);
+    else if (wide && !num_values && !stochastic && bits == 2) RUN(wire, nbytes, 0, 0, kind, GROUP, 4);
+    else if (wide && !num_values && !stochastic && bits == 8) RUN(wire, nbytes, 0, 0, kind, GROUP, 1);
+    else if (wide && !num_values && bits == 4) RUN(wire, nbytes, 0, 1, kind, GROUP, 2);
+    else if (wide && num_values == 4 && bits == 2) RUN(wire, nbytes, 4, 0, kind, GROUP, 4);
+    else if (n >= 8 * LANES && num_values == 2 && bits == 1) RUN(wire, nbytes, 2, 0, kind, 8, 8);
     else {
         const int stride = codes_stride(fmt);
-        if (wide && !levels && stochastic) RUN(to->codes, stride, 0, 1, kind, GROUP, 1);
-        else if (wide && !levels) RUN(to->codes, stride, 0, 0, kind, GROUP, 1);
-        else if (wide && levels == 3) RUN(to->codes, stride, 3, 0, kind, GROUP, 1);
-        else if (!levels && stochastic) RUN(to->codes, stride, 0, 1, kind, SMALL_GROUP, 1);
-        else if (!levels) RUN(to->codes, stride, 0, 0, kind, SMALL_GROUP, 1);
+        if (wide && !num_values && stochastic) RUN(to->codes, stride, 0, 1, kind, GROUP, 1);
+        else if (wide && !num_values) RUN(to->codes, stride, 0, 0, kind, GROUP, 1);
+        else if (wide && num_values == 3) RUN(to->codes, stride, 3, 0, kind, GROUP, 1);
+        else if (!num_values && stochastic) RUN(to->codes, stride, 0, 1, kind, SMALL_GROUP, 1);
+        else if (!num_values) RUN(to->codes, stride, 0, 0, kind, SMALL_GROUP, 1);
         else RUN(to->codes, stride, -1, 0, kind, SMALL_GROUP, 1);
         pack(fmt, to->codes, wire, batch->num_blocks);
     }

@@ -13,20 +13,20 @@
 #define LOWBIT_ABI 4 /* goes up when the structures change; __init__.py has the same number */
 
 #define LOWBIT_MAX_BLOCK 4096
-#define LOWBIT_MAX_LEVELS 256
+#define LOWBIT_MAX_CODEBOOK 256
 #define LOWBIT_MIN_BLOCK 32
 
 enum lowbit_rule { RULE_ABSMAX, RULE_RMS, RULE_MEAN_ABS, RULE_TERNARY };
 enum lowbit_dtype { DTYPE_FLOAT32, DTYPE_BFLOAT16, DTYPE_FLOAT16 };
 enum lowbit_residual { RESIDUAL_NONE, RESIDUAL_INT8, RESIDUAL_FLOAT32 };
 
-/* BlockFormat. num_levels is 0 for the uniform grid. */
+/* BlockFormat. codebook_size is 0 for the uniform grid. */
 struct lowbit_format {
-    int32_t bits, block_size, rule, num_levels, code_nbytes, zero_code, num_planes;
+    int32_t bits, block_size, rule, codebook_size, code_nbytes, zero_code, num_planes;
     int32_t planes[4];
-    float max_scale; /* the largest whose outermost level is finite */
-    float levels[LOWBIT_MAX_LEVELS];
-    float thresholds[LOWBIT_MAX_LEVELS];
+    float max_scale; /* the largest whose outermost value is finite */
+    float codebook[LOWBIT_MAX_CODEBOOK];
+    float thresholds[LOWBIT_MAX_CODEBOOK];
 };
 
 /* One row of the segment table. */

@@ -1,4 +1,4 @@
-/* Codes, one a byte, to the wire's packed bytes and back.
+/* Codes, one per byte, to the wire's packed bytes and back.
  *
  * Half-split: byte j of a plane of width w holds elements j, j + n, j + 2n ... of its n bytes, element j lowest. So
  * packing shifts and ors whole runs of codes, 16 at a time in 64-bit lanes: no code ever leaves its byte.

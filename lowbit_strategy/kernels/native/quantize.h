@@ -3,7 +3,7 @@
  * Functions that are always inlined take trailing constants and are compiled for each combination that is used: `kind`
  * of residual; `num` vectors in a group; `parts` of a block that these vectors come from. With parts = 8 / bits, a
  * group's codes are what half-split packing puts into the same bytes: they are packed in their lanes. With parts = 1
- * they are written one a byte.
+ * they are written one per byte.
  */
 
 /* Where a block's h = g + e comes from, with e = q * q_scale for an int8 residual. */
@@ -106,33 +106,33 @@ ALWAYS_INLINE int32_t quantize_fitted(
     const struct update *to, const int num_thresholds, const int kind, const int num, const int parts
 ) {
     const int n = fmt->block_size;
-    const float *thresholds = fmt->thresholds, *levels = fmt->levels + 1;
-    const vf lowest = vf_set1(fmt->levels[0]);
+    const float *thresholds = fmt->thresholds, *codebook = fmt->codebook + 1;
+    const vf lowest = vf_set1(fmt->codebook[0]);
     float few[2][3];
     if (num_thresholds <= 3) { /* copies that stay in registers */
         memcpy(few[0], thresholds, (size_t)num_thresholds * 4);
-        memcpy(few[1], levels, (size_t)num_thresholds * 4);
+        memcpy(few[1], codebook, (size_t)num_thresholds * 4);
         thresholds = few[0];
-        levels = few[1];
+        codebook = few[1];
     }
     vi largest[MAX_GROUP] = {{0}};
     for (int i = 0; i < n / parts; i += num / parts * LANES) {
-        vf h[MAX_GROUP], e[MAX_GROUP], y[MAX_GROUP], level[MAX_GROUP];
+        vf h[MAX_GROUP], e[MAX_GROUP], y[MAX_GROUP], value[MAX_GROUP];
         vi code[MAX_GROUP];
         load_group(from, i, n, h, e, kind, num, parts);
         EACH(k) y[k] = h[k] * vf_set1(inverse);
-        EACH(k) level[k] = lowest;
+        EACH(k) value[k] = lowest;
         EACH(k) code[k] = vi_set1(0);
         for (int t = 0; t < num_thresholds; t++) {
             vmask above[MAX_GROUP];
             EACH(k) above[k] = vf_gt(y[k], vf_set1(thresholds[t]));
             EACH(k) code[k] = vi_count(code[k], above[k]);
-            if (kind != RESIDUAL_NONE) EACH(k) level[k] = vf_blend(above[k], vf_set1(levels[t]), level[k]);
+            if (kind != RESIDUAL_NONE) EACH(k) value[k] = vf_blend(above[k], vf_set1(codebook[t]), value[k]);
         }
         store_group(codes + i, code, 0, num, parts);
         if (kind != RESIDUAL_NONE) {
-            EACH(k) level[k] = level[k] * vf_set1(scale);
-            update_group(to, i, n, h, e, level, largest, num, parts);
+            EACH(k) value[k] = value[k] * vf_set1(scale);
+            update_group(to, i, n, h, e, value, largest, num, parts);
         }
     }
     return kind == RESIDUAL_NONE ? 0 : reduce_group(largest, num);
@@ -164,7 +164,7 @@ ALWAYS_INLINE int32_t quantize_nothing(
     const struct lowbit_format *fmt, const struct source *from, const struct update *to, const int kind
 ) {
     const int n = fmt->block_size;
-    vf sent = vf_set1((fmt->num_levels ? fmt->levels[fmt->zero_code] : 0.0f) * 0.0f);
+    vf sent = vf_set1((fmt->codebook_size ? fmt->codebook[fmt->zero_code] : 0.0f) * 0.0f);
     vi largest = vi_set1(0);
     for (int i = 0; i < n; i += LANES) {
         vf h, e;

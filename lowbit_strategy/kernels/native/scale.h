@@ -78,7 +78,7 @@ static float sum_scale(const struct lowbit_format *fmt, const float *h, int coun
 ALWAYS_INLINE vi vi_select(vi mask, vi yes, vi no) { return (mask & yes) | (~mask & no); }
 
 /* Scales of a batch from raw ones: to bfloat16 without going below; 0 under the smallest normal number. Beyond `most`,
- * where a level would overflow, and where the block is not finite: NaN, or `most` if they saturate. `largest`: bits of
+ * where a value would overflow, and where the block is not finite: NaN, or `most` if they saturate. `largest`: bits of
  * the largest magnitudes. */
 ALWAYS_INLINE void round_scales(
     float scale[BATCH_BLOCKS], float inverse[BATCH_BLOCKS], const int32_t largest[BATCH_BLOCKS], int num_blocks,

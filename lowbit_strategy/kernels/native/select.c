@@ -76,7 +76,7 @@ EXPORT int64_t lowbit_select(
 ) {
     struct output out = {indices, values, capacity, 0};
 #if defined(__x86_64__)
-    if (strcmp(isa, "portable") != 0) { /* wider vectors gain nothing: memory is the limit */
+    if (strcmp(isa, "portable") != 0) { /* wider vectors are no faster: memory is the limit */
         select_avx2(x, start, stop, threshold, &out);
         return out.count;
     }

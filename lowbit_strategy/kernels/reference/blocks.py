@@ -1,6 +1,6 @@
 """Blockwise quantisation in plain PyTorch: the definition of the wire, bit for bit. Never optimised.
 
-Legend: ``_KB`` K blocks of B elements; ``_K`` one number a block; ``_C`` packed bytes of a block.
+Legend: ``_KB`` K blocks of B elements; ``_K`` one number per block; ``_C`` packed bytes of a block.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def block_scale(h_KB: Tensor, counts_K: Tensor, fmt: BlockFormat) -> tuple[Tenso
     """Scale of each block, float32 [K] holding bfloat16 values, and whether the block is finite, bool [K].
 
     Below the smallest normal number the scale is 0 (the block decodes to zeros); a block with a non-finite element, or
-    so large that a level would overflow, has scale NaN (the block decodes to NaN on every rank).
+    so large that a value would overflow, has scale NaN (the block decodes to NaN on every rank).
     """
     finite_K = torch.isfinite(h_KB).all(-1)
     scale_K = round_up_bfloat16(raw_scale(torch.where(finite_K[:, None], h_KB, 0.0), counts_K, fmt))
@@ -91,11 +91,11 @@ def quantize(h_KB: Tensor, scale_K: Tensor, fmt: BlockFormat, dither_KB: Tensor 
 
 
 def dequantize(codes_KB: Tensor, scale_K: Tensor, fmt: BlockFormat) -> Tensor:
-    """float32 [K, B]; exact, since a level has at most 16 significant bits and a scale 8."""
-    if fmt.levels is None:
+    """float32 [K, B]; exact, since a value has at most 16 significant bits and a scale 8."""
+    if fmt.codebook is None:
         values_KB = codes_KB.float() - fmt.qmax
     else:
-        values_KB = torch.tensor(fmt.levels, dtype=torch.float32, device=codes_KB.device)[codes_KB.long()]
+        values_KB = torch.tensor(fmt.codebook, dtype=torch.float32, device=codes_KB.device)[codes_KB.long()]
     return values_KB * scale_K[:, None]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.kernels.triton.common import (
+from lowbit_strategy.kernels.triton.device_functions import (
     ahead,
     as_float32,
     elements_in_rows,
@@ -17,7 +17,7 @@ from lowbit_strategy.kernels.triton.common import (
     locate,
     offsets,
 )
-from lowbit_strategy.kernels.triton.layout import DeviceFormat, device_format, level_table
+from lowbit_strategy.kernels.triton.layout import DeviceFormat, codebook_table, device_format
 from lowbit_strategy.kernels.triton.packing import load_scale, raise_flag, store_codes, store_scale
 from lowbit_strategy.kernels.triton.rounding import quantize
 from lowbit_strategy.kernels.triton.scales import block_scale
@@ -260,7 +260,7 @@ def encode_(
             wire,
             tiles.segment_of_tile,
             tiles.rows,
-            level_table(fmt, x.device),
+            codebook_table(fmt, x.device),
             flag,
             int32_of(seed),
             fmt=device,
@@ -296,7 +296,7 @@ def decode_sum_(
             out,
             tiles.segment_of_tile,
             tiles.rows,
-            level_table(fmt, out.device),
+            codebook_table(fmt, out.device),
             float(alpha),
             groups,
             LOOP=groups > 0,

@@ -9,7 +9,7 @@ from torch import Tensor
 from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.blocks import SOURCES_AT_ONCE, split_sources
-from lowbit_strategy.kernels.triton.common import MAGNITUDE, ahead, as_float32, bits_of, is_plain, locate
+from lowbit_strategy.kernels.triton.device_functions import MAGNITUDE, ahead, as_float32, bits_of, is_plain, locate
 from lowbit_strategy.kernels.triton.scales import INFINITY, NAN_BITS
 from lowbit_strategy.kernels.triton.tiles import Launch, on, tiles_of
 

@@ -12,7 +12,7 @@ import torch
 
 from lowbit_strategy.kernels.format import BlockFormat
 
-MAX_UNROLLED_LEVELS = 16  # more levels than these are looked up in memory, in a loop
+MAX_UNROLLED_CODEBOOK = 16  # more values than these are looked up in memory, in a loop
 
 
 class Plane(NamedTuple):
@@ -47,16 +47,16 @@ class DeviceFormat:
         bits: Bits of a code.
         qmax: Largest code magnitude of the uniform grid.
         inverse_qmax: 1 / qmax.
-        max_scale_bits: The largest scale whose outermost level is finite, as bits.
+        max_scale_bits: The largest scale whose outermost value is finite, as bits.
         rule: The scale rule.
         parts: Pieces of a block that share their bytes in the narrowest plane (1 for ternary codes).
         length: Elements of a part.
         planes: One of `Plane` for each bit plane.
         code_nbytes: Packed bytes of a block.
         padded_nbytes: `code_nbytes` rounded up to a power of two (only ternary codes need that).
-        levels, thresholds: Empty on the uniform grid, and where there are too many to unroll.
-        steps: From each level to the next, if all are float32 numbers: levels are then summed up instead of selected.
-        num_levels: Reconstruction levels, 0 on the uniform grid.
+        codebook, thresholds: Empty on the uniform grid, and where there are too many to unroll.
+        steps: From each value to the next, if all are float32 numbers: values are then summed up instead of selected.
+        codebook_size: Number of reconstruction values, 0 on the uniform grid.
         zero_code: Code of the elements of a block that cannot be quantised.
     """
 
@@ -71,10 +71,10 @@ class DeviceFormat:
     planes: tuple[Plane, ...]
     code_nbytes: int
     padded_nbytes: int
-    levels: tuple[float, ...]
+    codebook: tuple[float, ...]
     thresholds: tuple[float, ...]
     steps: tuple[float, ...]
-    num_levels: int
+    codebook_size: int
     zero_code: int
 
     @property
@@ -90,9 +90,9 @@ def float_bits(x: float) -> int:
 @functools.lru_cache(maxsize=256)
 def device_format(fmt: BlockFormat) -> DeviceFormat:
     parts = 1 if fmt.is_ternary else 8 // min(fmt.planes)
-    levels = fmt.levels or ()
-    unrolled = len(levels) <= MAX_UNROLLED_LEVELS
-    steps = tuple(b - a for a, b in pairwise(levels))
+    codebook = fmt.codebook or ()
+    unrolled = len(codebook) <= MAX_UNROLLED_CODEBOOK
+    steps = tuple(b - a for a, b in pairwise(codebook))
     exact = all(struct.unpack("f", struct.pack("f", step))[0] == step for step in steps)
     return DeviceFormat(
         block=fmt.block_size,
@@ -106,10 +106,10 @@ def device_format(fmt: BlockFormat) -> DeviceFormat:
         planes=_planes(fmt, parts),
         code_nbytes=fmt.code_nbytes,
         padded_nbytes=1 << (fmt.code_nbytes - 1).bit_length(),
-        levels=levels if unrolled else (),
-        thresholds=fmt.thresholds if levels and unrolled else (),
+        codebook=codebook if unrolled else (),
+        thresholds=fmt.thresholds if codebook and unrolled else (),
         steps=steps if unrolled and exact else (),
-        num_levels=len(levels),
+        codebook_size=len(codebook),
         zero_code=fmt.zero_code,
     )
 
@@ -127,8 +127,8 @@ def _planes(fmt: BlockFormat, parts: int) -> tuple[Plane, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def level_table(fmt: BlockFormat, device: torch.device) -> torch.Tensor:
-    """float32 on `device`: thresholds, then levels; a single zero where the kernels have no use for it."""
-    if fmt.levels is None or len(fmt.levels) <= MAX_UNROLLED_LEVELS:
+def codebook_table(fmt: BlockFormat, device: torch.device) -> torch.Tensor:
+    """float32 on `device`: thresholds, then codebook; a single zero where the kernels have no use for it."""
+    if fmt.codebook is None or len(fmt.codebook) <= MAX_UNROLLED_CODEBOOK:
         return torch.zeros(1, device=device)
-    return torch.tensor((*fmt.thresholds, *fmt.levels), dtype=torch.float32, device=device)
+    return torch.tensor((*fmt.thresholds, *fmt.codebook), dtype=torch.float32, device=device)

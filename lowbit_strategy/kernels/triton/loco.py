@@ -10,7 +10,7 @@ from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM as _RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.blocks import int32_of, needs_bytes
-from lowbit_strategy.kernels.triton.common import (
+from lowbit_strategy.kernels.triton.device_functions import (
     ahead,
     any_nonzero,
     as_float32,
@@ -21,7 +21,7 @@ from lowbit_strategy.kernels.triton.common import (
     locate,
     offsets,
 )
-from lowbit_strategy.kernels.triton.layout import device_format, float_bits, level_table
+from lowbit_strategy.kernels.triton.layout import codebook_table, device_format, float_bits
 from lowbit_strategy.kernels.triton.packing import load_scale, raise_flag, store_codes, store_scale
 from lowbit_strategy.kernels.triton.rounding import quantize, round_parts, stream_key
 from lowbit_strategy.kernels.triton.scales import block_scale, inverse, residual_scale
@@ -70,8 +70,8 @@ def update(
     updated = ()
     for p in tl.static_range(len(values)):
         value = values[p]
-        if SIGNED_ZERO and fmt.num_levels > 0:
-            value = tl.where(usable[:, None], value, 0.0)  # minus a level times 0 would be minus zero
+        if SIGNED_ZERO and fmt.codebook_size > 0:
+            value = tl.where(usable[:, None], value, 0.0)  # minus a value times 0 would be minus zero
         if not PLAIN:
             at = offsets(fmt.block, fmt, shape) + p * fmt.length
             value = tl.where(at < left, value, 0.0)
@@ -292,7 +292,7 @@ def loco_encode_(
             wire,
             tiles.segment_of_tile,
             tiles.rows,
-            level_table(fmt, x.device),
+            codebook_table(fmt, x.device),
             flag,
             float(beta),
             1.0 - beta,

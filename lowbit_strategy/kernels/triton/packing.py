@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowbit_strategy.kernels.triton.common import bits_of, offsets
+from lowbit_strategy.kernels.triton.device_functions import bits_of, offsets
 from lowbit_strategy.kernels.triton.rounding import ROUND
 
 ZERO_TRITS = tl.constexpr(121)  # five middle trits
@@ -50,7 +50,7 @@ def plane_byte(codes, R: tl.constexpr, PLANE: tl.constexpr, fmt: tl.constexpr):
         for k in tl.static_range(1, PER_BYTE):
             power = tl.full(total.shape, 1.0 * (1 << (k * WIDTH)), tl.float32)
             total = tl.fma(codes[R + k * SPREAD], power, total)
-        byte = bits_of(total + (ROUND + (fmt.planes[PLANE].zero_byte if fmt.num_levels == 0 else 0)))
+        byte = bits_of(total + (ROUND + (fmt.planes[PLANE].zero_byte if fmt.codebook_size == 0 else 0)))
     else:
         byte = code_field(codes[R], PLANE, fmt)
         for k in tl.static_range(1, PER_BYTE):
@@ -60,7 +60,7 @@ def plane_byte(codes, R: tl.constexpr, PLANE: tl.constexpr, fmt: tl.constexpr):
 
 @triton.jit
 def code_field(code, PLANE: tl.constexpr, fmt: tl.constexpr):
-    number = bits_of(code + (ROUND + (fmt.qmax if fmt.num_levels == 0 else 0)))
+    number = bits_of(code + (ROUND + (fmt.qmax if fmt.codebook_size == 0 else 0)))
     return (number >> fmt.planes[PLANE].shift) & ((1 << fmt.planes[PLANE].width) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Device functions: from scaled elements to codes, nearest or at random, on the uniform grid or to fitted levels."""
+"""Device functions: scaled elements to codes, nearest or at random, on the uniform grid or a fitted codebook."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CODE_STREAM = tl.constexpr(_CODE_STREAM)
 def quantize(h, scale, first, seed, salt, table, fmt: tl.constexpr, shape: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Codes and what they stand for in units of the scale, as float32; and the blocks that have any, bool [rows].
 
-    On the uniform grid both are the integers -qmax ... qmax, otherwise level numbers from 0 and levels.
+    On the uniform grid both are the integers -qmax ... qmax, otherwise the numbers of values, from 0, and the values.
     """
     scale_inverse, usable = inverse(scale)
-    if fmt.num_levels > 0:
-        codes, values = nearest_levels(h, scale_inverse, table, fmt)
+    if fmt.codebook_size > 0:
+        codes, values = nearest_values(h, scale_inverse, table, fmt)
     else:
         key = stream_key(seed, salt, CODE_STREAM) if STOCHASTIC else 0
         codes = integers(round_parts(h, scale_inverse, first, key, fmt.qmax, fmt, shape, STOCHASTIC))
@@ -63,25 +63,25 @@ def integers(rounded):
 
 
 @triton.jit
-def nearest_levels(parts, scale_inverse, table, fmt: tl.constexpr):
-    """Fitted levels: their numbers and the levels. Sums of 1 and of `steps` are exact."""
+def nearest_values(parts, scale_inverse, table, fmt: tl.constexpr):
+    """Fitted codebook: the numbers of its values and the values. Sums of 1 and of `steps` are exact."""
     codes, values = (), ()
     for p in tl.static_range(len(parts)):
         y = parts[p] * scale_inverse[:, None]
         code = tl.zeros_like(y)
-        if len(fmt.levels) > 0:
-            value = tl.full(y.shape, fmt.levels[0], tl.float32)
+        if len(fmt.codebook) > 0:
+            value = tl.full(y.shape, fmt.codebook[0], tl.float32)
             for i in tl.static_range(len(fmt.thresholds)):
                 above = tl.where(y > fmt.thresholds[i], 1.0, 0.0)
                 code += above
                 if len(fmt.steps) > 0:
                     value = tl.fma(above, tl.full(y.shape, fmt.steps[i], tl.float32), value)
                 else:
-                    value = tl.where(y > fmt.thresholds[i], fmt.levels[i + 1], value)
+                    value = tl.where(y > fmt.thresholds[i], fmt.codebook[i + 1], value)
         else:
-            for i in range(fmt.num_levels - 1):
+            for i in range(fmt.codebook_size - 1):
                 code += tl.where(y > tl.load(table + i), 1.0, 0.0)
-            value = tl.load(table + (fmt.num_levels - 1) + code.to(tl.int32))
+            value = tl.load(table + (fmt.codebook_size - 1) + code.to(tl.int32))
         codes = codes + (code,)
         values = values + (value,)
     return codes, values

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from lowbit_strategy.kernels.format import TERNARY_THRESHOLD
-from lowbit_strategy.kernels.triton.common import bits_of, elements_in_rows, largest_bits, tree_sum
+from lowbit_strategy.kernels.triton.device_functions import bits_of, elements_in_rows, largest_bits, tree_sum
 
 INFINITY = tl.constexpr(0x7F800000)
 SMALLEST_NORMAL = tl.constexpr(0x00800000)
@@ -16,16 +16,16 @@ THRESHOLD = tl.constexpr(TERNARY_THRESHOLD)
 
 @triton.jit
 def block_scale(parts, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
-    """Scale float32 [rows]: 0 where nothing can be said, NaN where not finite; and whether the block is finite."""
+    """Scale float32 [rows]: 0 where elements are too small, NaN where not finite; and whether the block is finite."""
     if fmt.rule == "absmax":
         largest = largest_bits(parts)
         raw = largest.to(tl.float32, bitcast=True) * fmt.inverse_qmax
-        return settle(raw, largest < INFINITY, fmt.max_scale_bits)
+        return rounded_scale(raw, largest < INFINITY, fmt.max_scale_bits)
     largest = largest_bits(parts)
     finite = largest < INFINITY  # here, not later: its first use is what gives scales the layout of the elements
     if fmt.rule == "rms":
-        return settle(root_mean_square(parts, largest, left, fmt, shape, PLAIN), finite, fmt.max_scale_bits)
-    return settle(mean_magnitude(parts, left, fmt, shape, PLAIN), finite, fmt.max_scale_bits)
+        return rounded_scale(root_mean_square(parts, largest, left, fmt, shape, PLAIN), finite, fmt.max_scale_bits)
+    return rounded_scale(mean_magnitude(parts, left, fmt, shape, PLAIN), finite, fmt.max_scale_bits)
 
 
 @triton.jit
@@ -43,8 +43,8 @@ def round_up(raw):
 
 
 @triton.jit
-def settle(raw, finite, MAX_SCALE_BITS: tl.constexpr):
-    """Round up to bfloat16, flush below the smallest normal number; NaN for blocks and levels that are not finite."""
+def rounded_scale(raw, finite, MAX_SCALE_BITS: tl.constexpr):
+    """Round up to bfloat16, flush below the smallest normal number; NaN for blocks and values that are not finite."""
     bits = round_up(raw)
     finite = finite & (bits <= MAX_SCALE_BITS)
     bits = tl.where(bits < SMALLEST_NORMAL, 0, bits)

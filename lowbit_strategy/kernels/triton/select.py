@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit_strategy.kernels.triton.common import MAGNITUDE
+from lowbit_strategy.kernels.triton.device_functions import MAGNITUDE
 from lowbit_strategy.kernels.triton.tiles import on
 
 CHUNK = 4096

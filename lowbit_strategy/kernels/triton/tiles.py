@@ -96,7 +96,7 @@ def encode_launch(fmt: DeviceFormat, residual: torch.dtype | None = None, *, dit
         return Launch(elements_per_thread=4 * max(4, fmt.parts), num_warps=4, vector=4)
     if fmt.parts == 1:
         return Launch(elements_per_thread=16, num_warps=4, vector=16)
-    if dithered and fmt.num_levels > 0 and fmt.parts < 8:  # else the hashes and the levels want every register
+    if dithered and fmt.codebook_size > 0 and fmt.parts < 8:  # else the hashes and the codebook need every register
         return Launch(elements_per_thread=16, num_warps=4, vector=16 // fmt.parts)
     return Launch(elements_per_thread=32, num_warps=4, vector=32 // fmt.parts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowbit_strategy.kernels.triton.common import offsets
+from lowbit_strategy.kernels.triton.device_functions import offsets
 from lowbit_strategy.kernels.triton.packing import load_rows
 
 BYTE = tl.constexpr(8388608.0)  # 2**23: a byte or'ed into its mantissa is that number
@@ -45,8 +45,8 @@ def add_source(totals, packed, scale, table, byte_bits, fmt: tl.constexpr):
     for p in tl.static_range(PARTS):
         if fmt.rule == "ternary":
             value = grid_value(trit_of(packed[0].to(tl.int32), fmt), 1, byte_bits) * scale[:, None]
-        elif fmt.num_levels > 0:
-            value = level_value(packed, p, scale, table, fmt)
+        elif fmt.codebook_size > 0:
+            value = codebook_value(packed, p, scale, table, fmt)
         elif len(fmt.planes) == 1:
             value = masked_value(packed, p, scale, byte_bits, fmt)
         else:
@@ -92,15 +92,15 @@ def plane_field(packed, P: tl.constexpr, PLANE: tl.constexpr, fmt: tl.constexpr)
 
 
 @triton.jit
-def level_value(packed, P: tl.constexpr, scale, table, fmt: tl.constexpr):
-    """Fitted levels: the products with the scale are taken once a block, and a code's bits choose among them."""
+def codebook_value(packed, P: tl.constexpr, scale, table, fmt: tl.constexpr):
+    """Fitted codebook: the products with the scale are taken once per block, and a code's bits choose among them."""
     code = code_of(packed, P, fmt)
-    if len(fmt.levels) == 0:
-        return tl.load(table + (fmt.num_levels - 1) + code) * scale[:, None]
+    if len(fmt.codebook) == 0:
+        return tl.load(table + (fmt.codebook_size - 1) + code) * scale[:, None]
     BITS: tl.constexpr = fmt.bits
     products = ()
     for i in tl.static_range(1 << BITS):
-        products = products + ((scale * fmt.levels[min(i, fmt.num_levels - 1)])[:, None],)
+        products = products + ((scale * fmt.codebook[min(i, fmt.codebook_size - 1)])[:, None],)
     for bit in tl.static_range(BITS):
         chosen = ()
         for i in tl.static_range(len(products) // 2):

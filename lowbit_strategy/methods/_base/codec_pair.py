@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.exchange import Hop, Route
 from lowbit_strategy.collectives.layout import Cut, Slot, cut_of, round_up
-from lowbit_strategy.collectives.stateful_codec import State, StatefulCodec
+from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement, finite_gain
 from lowbit_strategy.methods._base.residual_format import read_residual, write_residual_
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -68,15 +68,15 @@ class _HopArenas:
     """One codec's arenas on one hop, and how many elements each parameter takes in them."""
 
     stateful: StatefulCodec
-    state: State
+    state: StateTensors
     offsets: Mapping[str, int]  # of each parameter, in arenas of the sender's extent
     lengths: Mapping[str, int]
     receiver_offsets: Mapping[str, int]  # the same, receiver's extent
     receiver_lengths: Mapping[str, int]
 
-    def tensors(self, name: str) -> State:
+    def tensors(self, name: str) -> StateTensors:
         """Views of one parameter's state."""
-        views: State = {}
+        views: StateTensors = {}
         arenas = self.stateful.arenas()
         for key in self.state:
             arena = arenas[key]
@@ -118,7 +118,7 @@ class CodecStore(MethodStore):
             self.downlink.offsets,
         )
 
-    def tensors(self, name: str) -> State:
+    def tensors(self, name: str) -> StateTensors:
         """Views of one parameter's state on both hops, keys ``uplink.*`` and ``downlink.*``."""
         uplink = {f"uplink.{key}": value for key, value in self.uplink.tensors(name).items()}
         return uplink | {f"downlink.{key}": value for key, value in self.downlink.tensors(name).items()}
@@ -170,8 +170,8 @@ def _starts(lengths: Mapping[str, int]) -> dict[str, int]:
     return starts
 
 
-def _arenas(stateful: StatefulCodec, sender: int, receiver: int, device: torch.device) -> State:
-    state: State = {}
+def _arenas(stateful: StatefulCodec, sender: int, receiver: int, device: torch.device) -> StateTensors:
+    state: StateTensors = {}
     for key, arena in stateful.arenas().items():
         numel = sender if arena.extent == "sender" else receiver
         unit = stateful.block_size if arena.per_block else 1

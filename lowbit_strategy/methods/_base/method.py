@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.layout import Cut, cut_of
-from lowbit_strategy.collectives.stateful_codec import State, StatefulCodec
+from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
 from lowbit_strategy.methods._base.residual_format import read_residual
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
@@ -38,7 +38,7 @@ class MethodStore(ABC):
     """State of all parameters that one method serves on this rank."""
 
     @abstractmethod
-    def tensors(self, name: str) -> State:
+    def tensors(self, name: str) -> StateTensors:
         """All state of one parameter, as views: writing them changes the store."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class MethodStore(ABC):
 class Method(ABC):
     """A rule for turning every rank's gradient into their mean; hashable."""
 
-    whole_model: ClassVar[bool] = False  # wants all parameters of a step at once
+    whole_model: ClassVar[bool] = False  # takes all parameters of a step at once
 
     @property
     @abstractmethod
@@ -93,12 +93,12 @@ class Method(ABC):
 
     @property
     def residual_gain(self) -> float | None:
-        """As `StatefulCodec.residual_gain`."""
+        """The same as `StatefulCodec.residual_gain`."""
         return None
 
     @abstractmethod
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        """Bytes this rank hands to others for one reduction of `spec`, exact or, for data-dependent sizes, expected."""
+        """Bytes this rank sends to others for one reduction of `spec`, exact or, for data-dependent sizes, expected."""
 
     @abstractmethod
     def make_store(self, specs: Mapping[str, TensorSpec], placement: Placement) -> MethodStore:
@@ -109,7 +109,7 @@ class Method(ABC):
         """The same method with what it is made of replaced: for wrappers."""
 
     def description(self, *, scatter: bool) -> str:
-        """As `label`, with the downlink where it differs."""
+        """The `label`, with that of the downlink where it differs."""
         return self.label
 
     def conserves(self, *, scatter: bool) -> bool:
@@ -130,12 +130,12 @@ def finite_gain(residual_gain: float | None) -> float:
 class _Hops:
     """The state of a codec pair, hop by hop."""
 
-    uplink: State
-    downlink: State
+    uplink: StateTensors
+    downlink: StateTensors
 
 
 def _hops(tensors: Mapping[str, Tensor]) -> _Hops:
-    parts: dict[str, State] = {"uplink": {}, "downlink": {}}
+    parts: dict[str, StateTensors] = {"uplink": {}, "downlink": {}}
     for key, value in tensors.items():
         hop, _, name = key.partition(".")
         parts[hop][name] = value

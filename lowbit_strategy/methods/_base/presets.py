@@ -1,4 +1,4 @@
-"""Compressors by name: what is accepted wherever a compressor is wanted."""
+"""Compressors by name: what is accepted wherever a compressor is expected."""
 
 from __future__ import annotations
 

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import Cut
-from lowbit_strategy.collectives.stateful_codec import State, StatefulCodec
+from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement, finite_gain
 from lowbit_strategy.methods._base.residual_format import read_residual, write_residual_
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
-ReducerState = dict[str, State]  # by parameter name
+ReducerState = dict[str, StateTensors]  # by parameter name
 
 
 class View(NamedTuple):
-    """One parameter's gradient in a bucket, as a reducer sees it.
+    """One parameter's gradient in a bucket, as a reducer gets it.
 
     Args:
         spec: The parameter.
@@ -52,7 +52,7 @@ class View(NamedTuple):
         return torch.nn.functional.pad(values_N, (0, padding)).view(self.cut.world_size, self.cut.row_numel)
 
     def write_mean_(self, mean_N: Tensor, rank: int) -> None:
-        """Store the mean over ranks, flat ``[numel]`` in any float dtype, in the form that `out` wants."""
+        """Store the mean over ranks, flat ``[numel]`` in any float dtype, in the form of `out`."""
         if not self.scatter:
             self.out.copy_(mean_N)
             return
@@ -118,7 +118,7 @@ class ReducerStore(MethodStore):
         self.state = method.init(list(specs.values()), placement.device)
         self._specs = dict(specs)
 
-    def tensors(self, name: str) -> State:
+    def tensors(self, name: str) -> StateTensors:
         return self.state.get(name, {})
 
     def state_tensors(self) -> list[Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import blocks
 
@@ -26,7 +26,7 @@ def read_residual(state: Mapping[str, Tensor]) -> Tensor | None:
     return (flat.view(scale.numel(), -1) * scale.float()[:, None]).view(-1)
 
 
-def write_residual_(state: State, values: Tensor) -> None:
+def write_residual_(state: StateTensors, values: Tensor) -> None:
     """Store float32 `values`, padded to whole blocks where the residual has blocks."""
     residual = state["residual"]
     if "residual_scale" not in state or not residual.numel():

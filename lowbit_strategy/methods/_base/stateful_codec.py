@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.stateful_codec import Arena, State, StatefulCodec
+from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
 
@@ -39,9 +39,9 @@ class PlainCodec(StatefulCodec):
         return self.codec.wire_nbytes(numel)
 
     def encode_(
-        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
         self.codec.encode_segments_(x, wire, segments, seed=step.seed, flag=flag)
 
-    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)

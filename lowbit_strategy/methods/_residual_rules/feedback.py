@@ -17,7 +17,7 @@ from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.collectives.stateful_codec import Arena, State, StatefulCodec
+from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import blocks
@@ -75,7 +75,7 @@ class FeedbackCodec(StatefulCodec):
         return self.codec.wire_nbytes(numel)
 
     def encode_(
-        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
         if not segments.rows:
             return
@@ -91,17 +91,17 @@ class FeedbackCodec(StatefulCodec):
         keep = idle | ~updated.isfinite()
         self._write_(packed, state, torch.where(keep, e, updated), keep, step)
 
-    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)
 
-    def _read(self, packed: Packed, state: State) -> Tensor:
+    def _read(self, packed: Packed, state: StateTensors) -> Tensor:
         e = packed.collect_state(state["residual"])
         if self.residual == "float32":
             return e
         scale_K = packed.collect_state(state["residual_scale"], self.block_size).float()
         return (e.view(-1, self.block_size).float() * scale_K[:, None]).view(-1)
 
-    def _write_(self, packed: Packed, state: State, e: Tensor, keep: Tensor, step: StepContext) -> None:
+    def _write_(self, packed: Packed, state: StateTensors, e: Tensor, keep: Tensor, step: StepContext) -> None:
         if self.residual == "float32":
             packed.store_state_(state["residual"], e)
             return

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.packed import Packed, pack_segments
-from lowbit_strategy.collectives.stateful_codec import Arena, State, StatefulCodec
+from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._residual_rules.momentum import average_
@@ -50,7 +50,7 @@ class MarkovCodec(StatefulCodec):
         return self.codec.wire_nbytes(numel)
 
     def encode_(
-        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
         if not segments.rows:
             return
@@ -60,10 +60,10 @@ class MarkovCodec(StatefulCodec):
         self.codec.encode_segments_(difference, wire, packed.segments, seed=step.seed, flag=flag)
         packed.store_state_(state["estimate"], estimate + _finite(self._decode(wire.view(1, -1), segments)))
 
-    def _averaged(self, packed: Packed, g: Tensor, state: State) -> Tensor:
+    def _averaged(self, packed: Packed, g: Tensor, state: StateTensors) -> Tensor:
         return average_(packed, state, "average", g, self.momentum) if self.momentum else g
 
-    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         if not segments.rows:
             return
         packed = pack_segments(segments, self.block_size)
@@ -76,7 +76,7 @@ class MarkovCodec(StatefulCodec):
         packed.store_state_(state["total"], total)
         packed.spread_(torch.where(bad, torch.nan, total * alpha), out)
 
-    def decode_sent_(self, wire: Tensor, out: Tensor, segments: Segments, state: State) -> None:
+    def decode_sent_(self, wire: Tensor, out: Tensor, segments: Segments, state: StateTensors) -> None:
         packed = pack_segments(segments, self.block_size)
         packed.spread_(packed.collect_state(state["estimate"]), out)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import Packed, pack_segments
-from lowbit_strategy.collectives.stateful_codec import Arena, State, StatefulCodec
+from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
 
@@ -24,7 +24,7 @@ def add_momentum(momentum: Tensor, gradient: Tensor, factor: float, *, nesterov:
     return updated, updated
 
 
-def average_(packed: Packed, state: State, key: str, gradient: Tensor, momentum: float) -> Tensor:
+def average_(packed: Packed, state: StateTensors, key: str, gradient: Tensor, momentum: float) -> Tensor:
     """The moving average ``momentum * old + (1 - momentum) * gradient``, which is also stored under `key`.
 
     The first gradient of a piece is its first average. A gradient that is not finite is passed on, and what is stored
@@ -67,7 +67,7 @@ class MomentumCodec(StatefulCodec):
         return self.codec.wire_nbytes(numel)
 
     def encode_(
-        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
         if not segments.rows:
             return
@@ -75,7 +75,7 @@ class MomentumCodec(StatefulCodec):
         added = self._added(packed, packed.collect(x), state)
         self.codec.encode_segments_(added, wire, packed.segments, seed=step.seed, flag=flag)
 
-    def _added(self, packed: Packed, gradient: Tensor, state: State) -> Tensor:
+    def _added(self, packed: Packed, gradient: Tensor, state: StateTensors) -> Tensor:
         if self.averaged:
             return average_(packed, state, "momentum", gradient, self.momentum)
         old = packed.collect_state(state["momentum"])
@@ -83,5 +83,5 @@ class MomentumCodec(StatefulCodec):
         packed.store_state_(state["momentum"], torch.where(updated.isfinite(), updated, old))
         return added
 
-    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)

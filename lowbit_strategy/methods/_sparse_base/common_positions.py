@@ -15,7 +15,7 @@ from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.sparse_values import ValueSum, value_sum_nbytes
-from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -57,13 +57,13 @@ class CommonPositionsReducer(Reducer):
     def positions(
         self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
-        """Of each view, ascending, int64, the same on all ranks; may communicate."""
+        """The positions of each view: ascending, int64, the same on all ranks; may communicate."""
 
-    def values(self, view: View, tensors: State, indices: Tensor) -> Tensor:
+    def values(self, view: View, tensors: StateTensors, indices: Tensor) -> Tensor:
         """What a live gradient's rank has to send at the positions, float32."""
         return tensors["residual"].index_select(0, indices)
 
-    def keep_(self, view: View, tensors: State, chosen: Chosen, sent: Tensor) -> None:
+    def keep_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         """Leave in the residual what was not sent."""
         take_out_(tensors["residual"], chosen, sent)
 

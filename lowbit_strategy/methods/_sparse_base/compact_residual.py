@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.backends import CACHE_ELEMENTS
 from lowbit_strategy.kernels.format import uniform
@@ -88,7 +88,7 @@ class CompactResidualReducer(Reducer):
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         opened: ReducerState = dict(state)
-        before: State = {}
+        before: StateTensors = {}
         for view in views:
             name = view.spec.name
             if (values := read_residual(state.get(name, {}))) is not None:
@@ -100,7 +100,7 @@ class CompactResidualReducer(Reducer):
             if not torch.equal(residual, old):  # else exactly as it was, not rounded once more
                 self._store_(state[name], residual, stream_key(step.seed, zlib.crc32(name.encode()), RESIDUAL_STREAM))
 
-    def _store_(self, tensors: State, values: Tensor, key: int) -> None:
+    def _store_(self, tensors: StateTensors, values: Tensor, key: int) -> None:
         for at in range(0, values.numel(), CACHE_ELEMENTS):
             part = values[at : at + CACHE_ELEMENTS]
             if self.residual == "bfloat16":

@@ -21,7 +21,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse_layout import BLOCK_BITS, POSITION_NBYTES
-from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
 from lowbit_strategy.methods._base.reducer import ReducerState, View
@@ -115,7 +115,9 @@ class ExclusiveReducer(CommonPositionsReducer):
     ) -> Generator[Pending, None, list[Tensor]]:
         raise NotImplementedError("positions are chosen in the model as a whole: see reduce")
 
-    def _threshold(self, model: _Model, control: State, bounds: Sequence[int]) -> Generator[Pending, None, float]:
+    def _threshold(
+        self, model: _Model, control: StateTensors, bounds: Sequence[int]
+    ) -> Generator[Pending, None, float]:
         """Follow the last count and the trend; estimate where there is nothing to follow yet."""
         if self.density == 1.0:
             return 0.0
@@ -132,21 +134,21 @@ class ExclusiveReducer(CommonPositionsReducer):
         control["threshold"].fill_(threshold)
         return float(control["threshold"])
 
-    def _sizes(self, model: _Model, control: State) -> list[int]:
+    def _sizes(self, model: _Model, control: StateTensors) -> list[int]:
         """Blocks of each partition; equal shares at the start, and where the world or the model has another size."""
         equal = equal_sizes(model.grid.num_blocks, model.comm.world_size)
         sizes = [size for size in control["sizes"].tolist() if size]
         return sizes if len(sizes) == len(equal) and sum(sizes) == model.grid.num_blocks else equal
 
-    def _learn_(self, model: _Model, control: State, selection: Selection) -> None:
+    def _learn_(self, model: _Model, control: StateTensors, selection: Selection) -> None:
         control["ratio"].fill_(sum(selection.counts) / num_kept(self.density, model.grid.numel))
         sizes = self._sizes(model, control)
         if self.adjust and len(sizes) > 1:
             block_counts = model.block_counts(selection)
-            block_loads_B = control["loads"][: block_counts.numel()].mul_(_MEMORY).add_(block_counts)
-            loads = [float(part.sum()) for part in block_loads_B.split(sizes)]
+            block_loads_K = control["loads"][: block_counts.numel()].mul_(_MEMORY).add_(block_counts)
+            loads = [float(part.sum()) for part in block_loads_K.split(sizes)]
             if is_lopsided(loads):
-                sizes = cut_anew(block_loads_B.tolist(), len(sizes))
+                sizes = cut_anew(block_loads_K.tolist(), len(sizes))
             else:
                 sizes = balanced(sizes, loads, max(1, model.grid.num_blocks // (4 * len(sizes))))
         control["sizes"].zero_()[: len(sizes)] = torch.tensor(sizes, dtype=torch.int16)
@@ -226,18 +228,18 @@ class _Model:
         counts = torch.bincount(positions >> BLOCK_BITS, minlength=num_blocks)
         nonfinite = any(condition is Condition.NONFINITE for condition in self.found)
         yield comm.all_gather(table, torch.cat([counts.new_tensor([nonfinite]), counts]).to(torch.int32))
-        counts_WB = table[:, 1:]
-        sizes_W = counts_WB.sum(1).tolist()
+        counts_WK = table[:, 1:]
+        sizes_W = counts_WK.sum(1).tolist()
         wire = (positions & 0xFFFF).to(torch.int16).view(torch.uint8)
         received = torch.empty(POSITION_NBYTES * sum(sizes_W), dtype=torch.uint8, device=self.device)
         splits = [POSITION_NBYTES * size for size in sizes_W]
         yield comm.all_to_all_uneven(received, wire.repeat(world_size), splits, [wire.numel()] * world_size)
         low_W = (received.view(torch.int16).long() & 0xFFFF).split(sizes_W)
-        block_B = torch.arange(num_blocks, device=self.device) << BLOCK_BITS
+        block_K = torch.arange(num_blocks, device=self.device) << BLOCK_BITS
         chosen = []
         for partition in range(world_size):
             rank = (partition - shift) % world_size
-            high = block_B.repeat_interleave(counts_WB[rank], output_size=sizes_W[rank])
+            high = block_K.repeat_interleave(counts_WK[rank], output_size=sizes_W[rank])
             chosen.append(high + low_W[rank] + bounds[partition])
         by_partition = [sizes_W[(p - shift) % world_size] for p in range(world_size)]
         return Selection(self._split(torch.cat(chosen)), by_partition, not bool(table[:, 0].any()))

@@ -29,7 +29,7 @@ from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse import entries_sum_nbytes, exchange_entries, write_sum_
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
-from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -97,7 +97,7 @@ def nothing(device: torch.device) -> Chosen:
 
 
 def nonzero(chosen: Chosen) -> Chosen:
-    """Without the zeros, which need not be sent."""
+    """The entries without zeros, which need not be sent."""
     if chosen.values.all():
         return chosen
     keep = chosen.values.nonzero().view(-1)
@@ -116,7 +116,7 @@ def layout_of(views: Sequence[View], comm: Comm) -> SparseLayout:
 
 
 def write_sums_(views: Sequence[View], parts_SV: Sequence[Sequence[Chosen]], world_size: int) -> None:
-    """Add up what each source sent and write what each view wants: the mean, or its row's sum.
+    """Add up what each source sent and write the result of each view: the mean, or its row's sum.
 
     Args:
         views: The parameters.
@@ -198,10 +198,10 @@ class SparseReducer(Reducer):
         return accumulate_(views, state)
 
     @abstractmethod
-    def choose(self, view: View, tensors: State, step: StepContext) -> Chosen:
+    def choose(self, view: View, tensors: StateTensors, step: StepContext) -> Chosen:
         """Entries of ``tensors["residual"]`` to send: ascending positions."""
 
-    def taken_out_(self, tensors: State, chosen: Chosen) -> None:
+    def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
         """Whatever else must follow once entries have been sent."""
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
@@ -229,7 +229,7 @@ class SparseReducer(Reducer):
         parts_SV = yield from exchange_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
         write_sums_(views, parts_SV, comm.world_size)
 
-    def _choose(self, view: View, tensors: State, condition: Condition, step: StepContext) -> Chosen:
+    def _choose(self, view: View, tensors: StateTensors, condition: Condition, step: StepContext) -> Chosen:
         spec = view.spec
         if condition is Condition.LIVE:
             return self.choose(view, tensors, step)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
-from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, dense_method
 from lowbit_strategy.methods._base.option_checks import check_positive
@@ -87,7 +87,7 @@ class PowerSGDReducer(Reducer):
             self._update_(state[view.spec.name], matrices[i], mean, mean_q)
             view.write_mean_(mean.reshape(-1), comm.rank)
 
-    def _matrix(self, view: View, tensors: State) -> Tensor:
+    def _matrix(self, view: View, tensors: StateTensors) -> Tensor:
         h = view.flat().to(torch.float32, copy=True)
         if self.feedback:
             h += tensors["residual"]
@@ -99,7 +99,7 @@ class PowerSGDReducer(Reducer):
         if view.sent is not None:
             view.sent.copy_((p @ own_q.T).reshape(-1))
 
-    def _update_(self, tensors: State, matrix: Tensor, mean: Tensor, mean_q: Tensor) -> None:
+    def _update_(self, tensors: StateTensors, matrix: Tensor, mean: Tensor, mean_q: Tensor) -> None:
         """The error against the common result; a column of Q that has vanished or is not finite stays what it was."""
         usable = mean_q.isfinite().all(0) & (mean_q != 0).any(0)
         tensors["q"].copy_(torch.where(usable, mean_q, tensors["q"]))

@@ -67,7 +67,7 @@ class EFSignSGD(Compressor):
         return CodecPair(stateful, stateful)
 
     def method(self, spec: TensorSpec) -> CodecPair:
-        signs = BlockFormat(bits=1, block_size=self.block_size, scale_rule="mean_abs", levels=(-1.0, 1.0))
+        signs = BlockFormat(bits=1, block_size=self.block_size, scale_rule="mean_abs", codebook=(-1.0, 1.0))
         return self._codecs(signs)
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.block import Rounding
-from lowbit_strategy.collectives.stateful_codec import Arena, State, StatefulCodec
+from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_
 from lowbit_strategy.kernels.codebooks import fitted, ternary
@@ -61,7 +61,7 @@ class LoCoCodec(StatefulCodec):
         return self.fmt.wire_nbytes(numel)
 
     def encode_(
-        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
         loco_encode_(
             x,
@@ -78,7 +78,7 @@ class LoCoCodec(StatefulCodec):
             flag=flag,
         )
 
-    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         decode_sum_(wire_WB, out, segments, self.fmt, alpha=alpha)
 
 

@@ -36,7 +36,7 @@ class MultiScaleReducer(Reducer):
 
     @property
     def label(self) -> str:
-        return f"two shared scales 1:{self.ratio}, {2 * self.limit + 1} levels, blocks of {self.block_size}"
+        return f"two shared scales 1:{self.ratio}, {2 * self.limit + 1} values, blocks of {self.block_size}"
 
     def nearest(self) -> MultiScaleReducer:
         return replace(self, rounding="nearest")

@@ -44,7 +44,7 @@ class SharedScaleReducer(Reducer):
 
     @property
     def label(self) -> str:
-        return f"{self.title}, {2 * self.limit + 1} levels, blocks of {self.block_size}"
+        return f"{self.title}, {2 * self.limit + 1} values, blocks of {self.block_size}"
 
     def nearest(self) -> SharedScaleReducer:
         return replace(self, rounding="nearest")

@@ -13,7 +13,7 @@ from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.collectives.stateful_codec import Arena, State, StatefulCodec
+from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.codebooks import ternary
 from lowbit_strategy.kernels.format import SCALE_NBYTES, uniform
@@ -81,7 +81,7 @@ class VoteCodec(StatefulCodec):
         return self.codec.wire_nbytes(numel)
 
     def encode_(
-        self, x: Tensor, wire: Tensor, segments: Segments, state: State, step: StepContext, flag: Tensor
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
         if self.momentum and segments.rows:
             packed = pack_segments(segments, self.block_size)
@@ -89,7 +89,7 @@ class VoteCodec(StatefulCodec):
             segments = packed.segments
         self.codec.encode_segments_(x, wire, segments, seed=step.seed, flag=flag)
 
-    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: State, alpha: float) -> None:
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         if not segments.rows:
             return
         packed = pack_segments(segments, self.block_size)

@@ -31,7 +31,7 @@ class TernGrad(Compressor):
     4. shared: trits are summed as integers and go back exactly in as many bits as ``-W ... W`` needs, so nothing is
        quantised twice. Per rank: the owner sends the mean back in `return_bits`, rounded without bias.
 
-    Unbiased but for the clipping; the variance is large, so it wants large batches or small learning rates.
+    Unbiased but for the clipping; the variance is large, so it needs large batches or small learning rates.
 
     Args:
         block_size: Elements that share a scaler and a clipping bound, a power of two; the publication has a layer.

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.sparse_layout import Chosen
-from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -22,7 +22,7 @@ from lowbit_strategy.methods._sparse_base.compact_residual import ResidualDtype,
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, Values, value_codec
 from lowbit_strategy.options.configuration import configuration
 
-_SIGNS = BlockCodec(BlockFormat(bits=1, block_size=64, scale_rule="mean_abs", levels=(-1.0, 1.0)))
+_SIGNS = BlockCodec(BlockFormat(bits=1, block_size=64, scale_rule="mean_abs", codebook=(-1.0, 1.0)))
 _MOST = 4  # times the expected count, whatever the gradient
 
 
@@ -67,7 +67,7 @@ class AdaCompReducer(SparseReducer):
     def num_kept(self, spec: TensorSpec) -> int:
         return min(spec.numel, expected_per_bin(self.bin_size) * -(-spec.numel // self.bin_size))
 
-    def choose(self, view: View, tensors: State, step: StepContext) -> Chosen:
+    def choose(self, view: View, tensors: StateTensors, step: StepContext) -> Chosen:
         residual = tensors["residual"]
         most = _MOST * expected_per_bin(self.bin_size)
         indices = select_in_bins(residual, view.flat().float(), self.bin_size, most)
@@ -84,7 +84,7 @@ class AdaComp(Compressor):
     2. in each bin of `bin_size` elements, those with ``|H| >= max |G|`` are sent, as signs with the mean magnitude of
        64 such neighbours; at most ``4 log2(bin_size)`` per bin, those with the largest ``|H|``
     3. ``R' = G - sent``
-    4. the mean over ranks of what was sent, 0 where nobody sent
+    4. the mean over ranks of what was sent, 0 where no rank sent
 
     Args:
         bin_size: Elements of a bin in matrices. Larger: fewer are sent.

@@ -14,7 +14,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse_layout import Chosen
-from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
 from lowbit_strategy.methods._base.codec_pair import CodecPair
@@ -141,7 +141,7 @@ class DGCReducer(SparseReducer):
     def clip_factor(self, views: Sequence[View], found: Sequence[Condition], comm: Comm) -> float:
         return 1.0
 
-    def _add_(self, tensors: State, gradient: Tensor, factor: float) -> None:
+    def _add_(self, tensors: StateTensors, gradient: Tensor, factor: float) -> None:
         velocity = tensors["residual"]
         if not self.momentum:
             velocity.add_(gradient, alpha=factor)
@@ -152,7 +152,7 @@ class DGCReducer(SparseReducer):
         else:
             velocity.add_(tensors["momentum"].mul_(self.momentum).add_(gradient, alpha=factor))
 
-    def _undo_(self, tensors: State, gradient: Tensor, factor: float) -> None:
+    def _undo_(self, tensors: StateTensors, gradient: Tensor, factor: float) -> None:
         """Take an overflow back, to rounding; what is not finite is dropped."""
         velocity = tensors["residual"]
         if self.momentum == 0.0 or self.nesterov:
@@ -167,10 +167,10 @@ class DGCReducer(SparseReducer):
             momentum.nan_to_num_(0.0, 0.0, 0.0)
         velocity.nan_to_num_(0.0, 0.0, 0.0)
 
-    def choose(self, view: View, tensors: State, step: StepContext) -> Chosen:
+    def choose(self, view: View, tensors: StateTensors, step: StepContext) -> Chosen:
         return select_by_sample(tensors["residual"], self.num_kept(view.spec), seed=step.seed)
 
-    def taken_out_(self, tensors: State, chosen: Chosen) -> None:
+    def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
         if self.momentum:  # factor masking: stale momentum of what has been sent must not push on
             tensors["momentum"].index_fill_(0, chosen.indices, 0.0)
 
@@ -220,7 +220,7 @@ class DGC(SparseCompressor):
     2. ``u' = m * u + g``, ``v = v + u'``; Nesterov: ``u' = m * (u + g)``, ``v = v + u' + g``
     3. a threshold from a sample of 1 % keeps 0.8 k to k of the k = density * n largest ``|v|``
     4. those are sent; ``u' = v = 0`` there (factor masking)
-    5. the mean over ranks of what was sent, 0 where nobody sent
+    5. the mean over ranks of what was sent, 0 where no rank sent
 
     With `warmup_steps` the density starts at 25 % and falls in stages; the preset ``dgc`` has 100 steps per stage. At a
     density of 1 nothing is masked. Exempt parameters are sent whole, with the same momentum and clipping. Weight decay

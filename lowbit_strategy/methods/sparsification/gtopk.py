@@ -154,15 +154,15 @@ class _Tree:
         if self.codec != DenseCodec("float32"):
             for part, sent, lost in zip(chosen, message.sent, dropped, strict=True):
                 lost.append(Chosen(part.indices, part.values - sent))
-        return torch.cat([message.counts_DB[0].view(torch.uint8), message.wires[0]])
+        return torch.cat([message.counts_DK[0].view(torch.uint8), message.wires[0]])
 
     def _unpack(self, message: Tensor, counts: Sequence[int]) -> list[Chosen]:
         table = COUNT_NBYTES * self.layout.num_blocks
-        counts_B = message[:table].clone().view(torch.int32)
-        sizes_V = self.layout.sizes(counts_B[None])[0]
+        counts_K = message[:table].clone().view(torch.int32)
+        sizes_V = self.layout.sizes(counts_K[None])[0]
         if list(sizes_V) != list(counts):
             raise RuntimeError(f"a partner sent {sizes_V} entries where all ranks send {list(counts)}")
-        return self.layout.unpack(counts_B, sizes_V, message[table:], self.codec)
+        return self.layout.unpack(counts_K, sizes_V, message[table:], self.codec)
 
 
 @configuration

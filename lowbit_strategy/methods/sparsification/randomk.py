@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse_layout import Chosen
-from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference.select import sample_positions
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
@@ -62,14 +62,14 @@ class RandomKReducer(CommonPositionsReducer):
         return chosen
         yield  # a generator that has nothing to wait for
 
-    def values(self, view: View, tensors: State, indices: Tensor) -> Tensor:
+    def values(self, view: View, tensors: StateTensors, indices: Tensor) -> Tensor:
         if not self.scale:
             return CommonPositionsReducer.values(self, view, tensors, indices)
         num = indices.numel()
         edges = torch.arange(num + 1, device=indices.device) * view.spec.numel // max(num, 1)
         return view.flat().index_select(0, indices).float() * edges.diff()  # one over the chance of each position
 
-    def keep_(self, view: View, tensors: State, chosen: Chosen, sent: Tensor) -> None:
+    def keep_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         if not self.scale:
             CommonPositionsReducer.keep_(self, view, tensors, chosen, sent)
 

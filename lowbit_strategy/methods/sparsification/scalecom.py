@@ -19,7 +19,7 @@ from lowbit_strategy.collectives.sparse_layout import (
     counts_nbytes,
     sparse_layout,
 )
-from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
@@ -64,7 +64,7 @@ class ScaleComReducer(CommonPositionsReducer):
     def _chunk(self) -> int:
         return max(1, round(1 / self.density))
 
-    def _choose(self, tensors: State, spec: TensorSpec) -> Tensor:
+    def _choose(self, tensors: StateTensors, spec: TensorSpec) -> Tensor:
         if self.selection == "exact":
             return top_k(tensors["residual"], self.num_kept(spec))[0]
         return largest_of_chunks(tensors["residual"], self._chunk)
@@ -87,17 +87,17 @@ class ScaleComReducer(CommonPositionsReducer):
                 seed=0,
             )
             message.copy_(
-                torch.cat([packed.counts_DB[0].view(torch.uint8), packed.wires[0][: POSITION_NBYTES * count]])
+                torch.cat([packed.counts_DK[0].view(torch.uint8), packed.wires[0][: POSITION_NBYTES * count]])
             )
         yield comm.broadcast(message, leader)
         table = COUNT_NBYTES * layout.num_blocks
-        counts_B = message[:table].clone().view(torch.int32)
-        sizes_V = layout.sizes(counts_B[None])[0]
+        counts_K = message[:table].clone().view(torch.int32)
+        sizes_V = layout.sizes(counts_K[None])[0]
         if sum(sizes_V) != count:
             raise RuntimeError(f"rank {leader} announces {sum(sizes_V)} positions where all ranks send {count}")
-        return layout.positions(counts_B, sizes_V, message[table:])
+        return layout.positions(counts_K, sizes_V, message[table:])
 
-    def keep_(self, view: View, tensors: State, chosen: Chosen, sent: Tensor) -> None:
+    def keep_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         if self.beta == 1.0:
             CommonPositionsReducer.keep_(self, view, tensors, chosen, sent)
             return

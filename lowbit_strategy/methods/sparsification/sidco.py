@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.sparse_layout import Chosen
-from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
@@ -70,7 +70,7 @@ class SIDCoReducer(SparseReducer):
             tensors["sense"] = torch.ones(1, dtype=torch.float32)
         return state
 
-    def choose(self, view: View, tensors: State, step: StepContext) -> Chosen:
+    def choose(self, view: View, tensors: StateTensors, step: StepContext) -> Chosen:
         h = tensors["residual"]
         wanted = self.num_kept(view.spec)
         num = max(_SAMPLE_NUMEL, math.ceil(_SAMPLE_KEPT / self.density))
@@ -83,7 +83,7 @@ class SIDCoReducer(SparseReducer):
             indices = indices.index_select(0, kept)
         return Chosen(indices.long(), values)
 
-    def _threshold(self, sample: Tensor, tensors: State) -> float:
+    def _threshold(self, sample: Tensor, tensors: StateTensors) -> float:
         """From the fit, but between the sample's quantiles of twice and half the density."""
         nonzero_n = sample[sample > 0]  # rows that a step did not touch would distort the fit of the others
         n = nonzero_n.numel()
@@ -97,7 +97,7 @@ class SIDCoReducer(SparseReducer):
         self._learn_(tensors, reached / (share * n))
         return max(_TINY, min(max(fitted, least), most))
 
-    def _learn_(self, tensors: State, ratio: float) -> None:
+    def _learn_(self, tensors: StateTensors, ratio: float) -> None:
         """One stage more or fewer where the fit's counts of the last steps were off on average.
 
         With light tails more stages raise the count, with heavy ones they lower it: a move that made it worse, or was
@@ -134,7 +134,7 @@ class SIDCo(SparseCompressor):
     4. ``|h|`` at or above it is sent, of more than 1.3 times the target the largest; ``e' = h``, 0 there
     5. every five steps, where the fit's average count was too high by a fifth there is one stage less, where it was too
        low one more, between 1 and ``log2(1 / density)``
-    6. the mean over ranks of what was sent, 0 where nobody sent
+    6. the mean over ranks of what was sent, 0 where no rank sent
 
     Zeros are left out of the fit. The authors fit to all of h, not to a sample, start with one stage, not with one for
     each quarter, and have no bounds: gradients of plus and minus one then send everything. Their sense of step 5 is

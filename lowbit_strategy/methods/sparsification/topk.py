@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.collectives.sparse_layout import Chosen
-from lowbit_strategy.collectives.stateful_codec import State
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.codec_pair import CodecPair
@@ -38,7 +38,7 @@ class TopKReducer(SparseReducer):
     def label(self) -> str:
         return f"top-k {self.density:g}, {self.codec.label}"
 
-    def choose(self, view: View, tensors: State, step: StepContext) -> Chosen:
+    def choose(self, view: View, tensors: StateTensors, step: StepContext) -> Chosen:
         return Chosen(*top_k(tensors["residual"], self.num_kept(view.spec)))
 
 
@@ -54,7 +54,7 @@ class TopK(SparseCompressor):
     1. ``h = g + e``
     2. the ``k = max(1, round(density * n))`` largest ``|h|`` are sent with their positions; of equal ones the first
     3. ``e' = h``, 0 where sent (or what the codec lost)
-    4. the mean over ranks of what was sent, 0 where nobody sent
+    4. the mean over ranks of what was sent, 0 where no rank sent
 
     DDP: one all-gather, traffic grows as k * W. FSDP2: each entry goes only to the owner of its row.
 

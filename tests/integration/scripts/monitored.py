@@ -1,4 +1,4 @@
-"""A monitored Lightning run on one of several hosts: what the monitor tells of bytes, and what the interface counts.
+"""A monitored Lightning run on one of several hosts: the bytes that the monitor reports, and what the interface counts.
 
 Started by torchrun on every host; observes every step, counts all steps but the first two.
 """

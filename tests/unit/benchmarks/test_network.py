@@ -138,6 +138,6 @@ def test_a_small_run_over_two_hosts(mode: str, variant: str, expected: set[str],
         if "loco" in name:
             assert (
                 3.5 < row["bits_per_element_hop"] < 9
-            )  # with headers, and what is exempt or milder in so small a model
+            )  # with headers, and what is exempt or at high precision in so small a model
         elif name != "no-sync":
             assert row["bits_per_element_hop"] > 30

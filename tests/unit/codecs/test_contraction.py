@@ -1,4 +1,4 @@
-"""Codes that feedback can do with shrink what they have not sent; the others say so."""
+"""Codes that feedback can do with shrink what they have not sent; the others declare it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHRINK: dict[str, Codec] = {
     "bfloat16": DenseCodec("bfloat16"),
     "2 bits": BlockCodec(uniform(2, 128)),
     "ternary": BlockCodec(ternary(128)),
-    "signs": BlockCodec(BlockFormat(bits=1, block_size=4096, scale_rule="mean_abs", levels=(-1.0, 1.0))),
+    "signs": BlockCodec(BlockFormat(bits=1, block_size=4096, scale_rule="mean_abs", codebook=(-1.0, 1.0))),
     "fitted, 2 bits": BlockCodec(fitted(2, 64)),
     "two means": TwoMeansCodec(4096),
     "rotated": RotatedCodec(BlockCodec(uniform(2, 64))),

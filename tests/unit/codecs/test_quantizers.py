@@ -84,7 +84,7 @@ def test_size_is_exact_and_zero_stays_zero(name: str, numel: int) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_sum_of_sources_is_the_sum_of_what_they_say(name: str) -> None:
+def test_sum_of_sources_is_the_sum_of_what_they_decode_to(name: str) -> None:
     codec = CODECS[name]
     sources = [gaussian(200, seed) for seed in range(3)]
     wires = torch.stack([codec.encode(x, seed=9) for x in sources])
@@ -121,10 +121,10 @@ def test_segments_are_coded_as_tensors_of_their_own(name: str, dtype: torch.dtyp
         codec.encode_segments_(x, alone, Segments([row]), seed=3, flag=flag)
         used = slice(row.wire_offset, row.wire_offset + codec.wire_nbytes(row.numel))
         assert torch.equal(wire[used], alone[used])
-        said = torch.zeros(400)
-        codec.decode_sum_segments_(alone[None], said, Segments([row]), alpha=1.0)
+        sent = torch.zeros(400)
+        codec.decode_sum_segments_(alone[None], sent, Segments([row]), alpha=1.0)
         where = slice(row.x_offset, row.x_offset + row.numel)
-        assert torch.equal(out[where], said[where] * 2.0)
+        assert torch.equal(out[where], sent[where] * 2.0)
     assert (out[:10] == 7.0).all()
     assert (out[301:] == 7.0).all()
 
@@ -142,7 +142,7 @@ def test_nonfinite_raises_the_flag(name: str) -> None:
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("factor", [1e-30, 1e30])
 def test_any_magnitude(name: str, factor: float) -> None:
-    """Multiplying by a power of two multiplies what is said: nothing overflows or vanishes on the way."""
+    """Multiplying by a power of two multiplies what is sent: nothing overflows or vanishes on the way."""
     codec, power = CODECS[name], 2.0 ** round(np.log2(factor))
     x = gaussian(128)
     assert torch.allclose(decoded(codec, x * power) / power, decoded(codec, x), rtol=1e-5)
@@ -161,19 +161,19 @@ def test_qsgd_is_its_definition(norm: str, bits: int) -> None:
     samples_RN = draws(codec, x)
     for k, v in enumerate(blocks_of(x, size)):
         length = np.abs(v).max() if norm == "max" else np.linalg.norm(v)
-        said_RN = samples_RN[:, k * size : k * size + v.size]
-        # The scale on the wire, norm / s rounded up, from what was said; every value is a whole number of it.
-        steps = np.abs(said_RN)[said_RN != 0]
+        sent_RN = samples_RN[:, k * size : k * size + v.size]
+        # The scale on the wire, norm / s rounded up, from what was sent; every value is a whole number of it.
+        steps = np.abs(sent_RN)[sent_RN != 0]
         if not steps.size:
             continue
         step = _common_step(steps, length / s)
-        xi_RN = np.round(np.abs(said_RN) / step)
-        assert np.allclose(xi_RN * step, np.abs(said_RN), rtol=1e-6)
+        xi_RN = np.round(np.abs(sent_RN) / step)
+        assert np.allclose(xi_RN * step, np.abs(sent_RN), rtol=1e-6)
         exact_N = np.abs(v) / step
         assert ((xi_RN == np.floor(exact_N)) | (xi_RN == np.floor(exact_N) + 1)).all()
-        assert (np.sign(said_RN) * np.sign(v) >= 0).all()
+        assert (np.sign(sent_RN) * np.sign(v) >= 0).all()
         fraction_N = exact_N - np.floor(exact_N)
-        assert_unbiased(said_RN, v, step * np.sqrt(fraction_N * (1 - fraction_N)))
+        assert_unbiased(sent_RN, v, step * np.sqrt(fraction_N * (1 - fraction_N)))
 
 
 def _common_step(values: np.ndarray, unrounded: float) -> float:
@@ -188,7 +188,7 @@ def _common_step(values: np.ndarray, unrounded: float) -> float:
         for c in candidates
         if c >= unrounded * (1 - 1e-6) and np.allclose(np.round(values / c) * c, values, rtol=1e-6)
     ]
-    assert fits, "what was said is not on the grid of norm / s rounded up to bfloat16"
+    assert fits, "what was sent is not on the grid of norm / s rounded up to bfloat16"
     assert fits[0] <= unrounded * (1 + SCALE_ROUNDING)
     return fits[0]
 
@@ -206,12 +206,12 @@ def test_terngrad_is_its_definition(clip_sigmas: float | None) -> None:
     for k, g in enumerate(blocks_of(x, size)):
         clipped = g if clip_sigmas is None else np.clip(g, -clip_sigmas * g.std(), clip_sigmas * g.std())
         s = np.abs(clipped).max()
-        said_RN = samples_RN[:, k * size : k * size + g.size]
-        trits_RN = np.round(said_RN / s)
+        sent_RN = samples_RN[:, k * size : k * size + g.size]
+        trits_RN = np.round(sent_RN / s)
         assert set(np.unique(trits_RN)) <= {-1.0, 0.0, 1.0}
-        assert np.allclose(trits_RN * s, said_RN, rtol=1e-5)
+        assert np.allclose(trits_RN * s, sent_RN, rtol=1e-5)
         p_N = np.abs(clipped) / s
-        assert_unbiased(said_RN, clipped, s * np.sqrt(p_N * (1 - p_N)))
+        assert_unbiased(sent_RN, clipped, s * np.sqrt(p_N * (1 - p_N)))
 
 
 # -- sign methods ----------------------------------------------------------------------------------------------------
@@ -221,20 +221,20 @@ def test_sign_codec_is_its_definition() -> None:
     """``mean|g| * sign(g)`` with sign(0) = 1; the mean in bfloat16."""
     x = gaussian(300)
     x[7] = 0.0
-    said = decoded(SignCodec(64), x).double().numpy()
+    sent = decoded(SignCodec(64), x).double().numpy()
     for k, g in enumerate(blocks_of(x, 64)):
         mean = np.abs(g).mean()
         expected = np.where(g >= 0, mean, -mean)
-        assert np.allclose(said[k * 64 : k * 64 + g.size], expected, rtol=2.0**-8)
+        assert np.allclose(sent[k * 64 : k * 64 + g.size], expected, rtol=2.0**-8)
 
 
 def test_two_means_is_its_definition() -> None:
     x = gaussian(300)
     x[7] = 0.0
-    said = decoded(TwoMeansCodec(64), x).double().numpy()
+    sent = decoded(TwoMeansCodec(64), x).double().numpy()
     for k, g in enumerate(blocks_of(x, 64)):
         expected = np.where(g >= 0, g[g >= 0].mean(), g[g < 0].mean())
-        assert np.allclose(said[k * 64 : k * 64 + g.size], expected, rtol=2.0**-8)
+        assert np.allclose(sent[k * 64 : k * 64 + g.size], expected, rtol=2.0**-8)
 
 
 def test_two_means_of_one_sign() -> None:
@@ -255,20 +255,20 @@ def test_bits_pack_and_unpack() -> None:
 @pytest.mark.parametrize("bits", [3, 8])
 def test_natural_is_its_definition(bits: int) -> None:
     """Neighbouring powers of two; below the smallest level, that level or 0."""
-    size, num_levels = 64, 2 ** (bits - 1) - 1
+    size, num_powers = 64, 2 ** (bits - 1) - 1
     x = gaussian(300)
     samples_RN = draws(NaturalCodec(bits, size), x)
     for k, g in enumerate(blocks_of(x, size)):
         top = np.ceil(np.log2(np.abs(g).max()))
-        smallest = 2.0 ** (top - num_levels + 1)
+        smallest = 2.0 ** (top - num_powers + 1)
         below_N = np.where(np.abs(g) < smallest, 0.0, 2.0 ** np.floor(np.log2(np.abs(g))))
         above_N = np.where(np.abs(g) < smallest, smallest, 2.0 * below_N)
-        said_RN = samples_RN[:, k * size : k * size + g.size]
-        assert ((np.abs(said_RN) == below_N) | (np.abs(said_RN) == above_N)).all()
+        sent_RN = samples_RN[:, k * size : k * size + g.size]
+        assert ((np.abs(sent_RN) == below_N) | (np.abs(sent_RN) == above_N)).all()
         p_N = (np.abs(g) - below_N) / (above_N - below_N)
-        assert_unbiased(said_RN, g, (above_N - below_N) * np.sqrt(p_N * (1 - p_N)))
+        assert_unbiased(sent_RN, g, (above_N - below_N) * np.sqrt(p_N * (1 - p_N)))
         if bits == 8:  # the published bound on the second moment
-            second_N = (said_RN**2).mean(0)
+            second_N = (sent_RN**2).mean(0)
             assert (second_N <= 9 / 8 * g**2 * (1 + Z / np.sqrt(DRAWS))).all()
 
 

@@ -43,14 +43,14 @@ def _dense(x: Tensor, indices: Tensor, values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("codec", _CODECS, ids=lambda codec: codec.label)
 @pytest.mark.parametrize("share", [0.0, 0.003, 0.4, 1.0])
-def test_all_reduce_messages_say_what_was_chosen(codec: Codec, share: float) -> None:
+def test_all_reduce_messages_hold_what_was_chosen(codec: Codec, share: float) -> None:
     layout, x = _layout(3, scatter=False), _gradients()
     chosen = [_choose(values, share) for values in x.values()]
     message = layout.pack(chosen, codec, seed=1)
     assert len(message.wires) == 1
-    (sizes_V,) = layout.sizes(message.counts_DB)
+    (sizes_V,) = layout.sizes(message.counts_DK)
     assert layout.nbytes(sizes_V, codec) == message.wires[0].numel()
-    entries = layout.unpack(message.counts_DB[0], sizes_V, message.wires[0], codec)
+    entries = layout.unpack(message.counts_DK[0], sizes_V, message.wires[0], codec)
     total = torch.cat([_dense(v, *part) for v, part in zip(x.values(), entries, strict=True)])
     wanted = [_dense(v, c.indices, sent) for v, c, sent in zip(x.values(), chosen, message.sent, strict=True)]
     assert torch.equal(total, torch.cat(wanted))
@@ -64,10 +64,10 @@ def test_reduce_scatter_messages_go_to_the_owners(codec: Codec, world_size: int)
     layout, x = _layout(world_size, scatter=True), _gradients()
     chosen = [_choose(values, 0.1) for values in x.values()]
     message = layout.pack(chosen, codec, seed=1)
-    sizes_DV = layout.sizes(message.counts_DB)
+    sizes_DV = layout.sizes(message.counts_DK)
     assert [layout.nbytes(sizes_V, codec) for sizes_V in sizes_DV] == [wire.numel() for wire in message.wires]
     rows = []
-    for source in zip(message.counts_DB, sizes_DV, message.wires, strict=True):
+    for source in zip(message.counts_DK, sizes_DV, message.wires, strict=True):
         parts = zip(layout.unpack(*source, codec), layout.spans, strict=True)
         rows.append(torch.cat([_dense(torch.zeros(span), *part) for part, span in parts]))
     for i, (values, c) in enumerate(zip(x.values(), chosen, strict=True)):
@@ -82,7 +82,7 @@ def test_bytes_are_those_of_counts_positions_and_values() -> None:
     codec = BlockCodec(uniform(4, 64))
     message = layout.pack(chosen, codec, seed=1)
     assert message.wires[0].numel() == sum(entries_nbytes(c.indices.numel(), codec) for c in chosen)
-    assert message.counts_DB.nbytes == sum(counts_nbytes(values.numel()) for values in x.values())
+    assert message.counts_DK.nbytes == sum(counts_nbytes(values.numel()) for values in x.values())
     assert [counts_nbytes(n) for n in (0, 1, 65_536, 65_537)] == [0, 4, 4, 8]
 
 
@@ -95,18 +95,18 @@ def test_values_do_not_depend_on_the_bucket() -> None:
     assert torch.equal(sent, alone.pack([chosen], codec, seed=9).sent[0])
 
 
-def _damage(what: str, counts_DB: Tensor, wire: Tensor) -> Tensor:
+def _damage(what: str, counts_DK: Tensor, wire: Tensor) -> Tensor:
     """One message with one thing wrong."""
     if what == "negative":
-        counts_DB[0, 0] -= 1_000_000
+        counts_DK[0, 0] -= 1_000_000
     elif what == "more than a block":
-        counts_DB[0, -1] = 70_000
+        counts_DK[0, -1] = 70_000
     elif what == "moved":
-        counts_DB[0, 0] -= 1
-        counts_DB[0, -1] += 1  # the sum is right, but the last parameter has two rows of nine
-        wire[2 * int(counts_DB.sum()) - 2 :][:2] = 200
+        counts_DK[0, 0] -= 1
+        counts_DK[0, -1] += 1  # the sum is right, but the last parameter has two rows of nine
+        wire[2 * int(counts_DK.sum()) - 2 :][:2] = 200
     elif what == "huge":
-        counts_DB[0, 0] += 60_000
+        counts_DK[0, 0] += 60_000
     elif what == "short":
         return wire[:-3]
     return wire
@@ -116,6 +116,6 @@ def _damage(what: str, counts_DB: Tensor, wire: Tensor) -> Tensor:
 def test_a_damaged_message_is_an_error(what: str) -> None:
     layout = _layout(2, scatter=False)
     message = layout.pack([_choose(values, 0.2) for values in _gradients().values()], DenseCodec(), seed=1)
-    wire = _damage(what, message.counts_DB, message.wires[0])
+    wire = _damage(what, message.counts_DK, message.wires[0])
     with pytest.raises(RuntimeError, match="damaged"):
-        layout.unpack(message.counts_DB[0], layout.sizes(message.counts_DB)[0], wire, DenseCodec())
+        layout.unpack(message.counts_DK[0], layout.sizes(message.counts_DK)[0], wire, DenseCodec())

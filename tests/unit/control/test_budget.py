@@ -121,7 +121,7 @@ def test_impossible_bytes_are_refused_when_training_starts() -> None:
         ErrorBudget(choices=CHOICES, max_bits=1.5).init(matrices("a"), 4)
 
 
-def test_impossible_error_is_refused_at_the_first_solution_and_told_later() -> None:
+def test_impossible_error_is_refused_at_the_first_solution_and_reported_later() -> None:
     controller = ErrorBudget(choices=CHOICES, max_error=1e-4, interval=50)
     with pytest.raises(ValueError, match="raise max_error or add a lighter choice"):
         run(controller, matrices("a"), progresses(2), measure=show({"a": 1.0}))

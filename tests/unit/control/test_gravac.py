@@ -1,4 +1,4 @@
-"""GraVAC on a model of a link: gains and step times are known, so is the best candidate."""
+"""GraVAC on a model of a link: compression gains and step times are known, so is the best candidate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("a", "b")
 
 
 class Link:
-    """Every level has a gain and a step time; ranks differ in what they measure, the sums over ranks do not."""
+    """Every level has a compression gain and a step time; what ranks measure differs, the sums over ranks do not."""
 
     def __init__(self, compression_gains: list[float], seconds: list[float]) -> None:
         self.compression_gains = compression_gains
@@ -65,12 +65,12 @@ def test_a_candidate_with_too_little_gain_is_not_sent_and_ends_the_search() -> N
     link = Link([1.0, 0.99, 0.9, 0.6, 0.3, 0.1], [10.0, 4.0, 3.0, 1.0, 0.5, 0.1])
     levels = chosen(GraVAC(candidates=CANDIDATES, epsilon=0.75, ewma=1.0), link)
     assert levels[-1] == 2
-    assert levels.count(3) == 1  # one step shows that its gain is too small
+    assert levels.count(3) == 1  # one step shows that its compression gain is too small
     assert 4 not in levels
 
 
 class Residuals(Link):
-    """The gain begins at 1 when a level comes and sinks to what it will be, with a time constant of 1 / that."""
+    """The compression gain begins at 1 after a switch and sinks to its limit, with a time constant of 1 / limit."""
 
     def __call__(self, progress: Progress, decision: Decision) -> dict[str, object]:
         in_force = decision.levels["a"]
@@ -103,7 +103,7 @@ def test_a_candidate_that_is_found_wanting_stays_out_of_its_turn() -> None:
     levels = chosen(GraVAC(candidates=CANDIDATES[:3], omega=0.0, epsilon=0.4), link)
     first = levels.index(3)
     out = levels.index(1, first)
-    assert 3 not in levels[out:]  # beside a lighter one its gain would look good again
+    assert 3 not in levels[out:]  # beside a lighter one its compression gain would look good again
     assert levels[-1] == 2
 
 

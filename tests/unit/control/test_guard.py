@@ -52,12 +52,12 @@ def test_falls_back_after_patience_and_returns_after_patience() -> None:
     assert held == list(range(71, 121))
     assert all(decision.levels["y"] == 0 for decision in decisions)
     assert [step for step, decision in enumerate(decisions) if decision.probe.levels] == list(range(0, 200, 10))
-    told = {step: decision.switches for step, decision in enumerate(decisions) if decision.switches}
-    assert [(step, switch.what, switch.before, switch.after) for step in told for switch in told[step]] == [
+    switches = {step: decision.switches for step, decision in enumerate(decisions) if decision.switches}
+    assert [(step, switch.what, switch.before, switch.after) for step in switches for switch in switches[step]] == [
         (71, "x.0", "loco(bits=2)", "loco(bits=8)"),
         (121, "x.0", "loco(bits=8)", "loco(bits=2)"),
     ]
-    assert "relative error 0.9 > 0.5" in told[71][0].reason
+    assert "relative error 0.9 > 0.5" in switches[71][0].reason
     assert "relative error 0.9 > 0.5 3 times in a row" in decisions[71].warnings[0]
     assert decisions[121].warnings == ("x.*: within its bounds again",)
 
@@ -178,7 +178,7 @@ def test_groups(by: str, group: str) -> None:
 
 
 def test_falls_back_for_the_error_of_the_whole_reduction_and_stays() -> None:
-    """The uplink alone looks fine: what is lost on the way back shows in the result only."""
+    """The uplink alone looks fine: what is lost on the downlink shows in the result only."""
 
     def measure(progress: Progress, decision: Decision) -> dict[str, object]:
         energy = {level: {"x.0": Energy(1.0, 1.0, 0.01)} for level in decision.probe.levels}

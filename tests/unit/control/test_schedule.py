@@ -45,11 +45,11 @@ def test_epochs_beside_steps() -> None:
         in_force(schedule, [Progress(step=0)])
 
 
-def test_switches_are_told_once_with_their_reason() -> None:
+def test_switches_are_reported_once_with_their_reason() -> None:
     schedule = Schedule([Phase(compressor=EIGHT), Phase(compressor=FOUR, start=5)])
     decisions = run(schedule, matrices("a", "b"), [Progress(step=step) for step in range(10)])
-    told = [(step, switch) for step, decision in enumerate(decisions) for switch in decision.switches]
-    assert [(step, *switch) for step, switch in told] == [
+    reported = [(step, switch) for step, decision in enumerate(decisions) for switch in decision.switches]
+    assert [(step, *switch) for step, switch in reported] == [
         (0, "all parameters", "start", "loco(bits=8)", "phase 1 of 2, from step 0"),
         (5, "all parameters", "loco(bits=8)", "loco(bits=4)", "phase 2 of 2, from step 5"),
     ]

@@ -1,4 +1,4 @@
-"""Changing methods between steps: what a method owed is never lost, what stays keeps its state."""
+"""Changing methods between steps: a method's residual is never lost, what stays keeps its state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOUR = LoCo(bits=4, block_size=128, beta=0.5, residual="float32", reset_steps=No
 WEIGHTS = ("blocks.0.weight", "blocks.1.weight")
 
 
-def test_what_is_owed_is_said_by_a_method_that_keeps_no_residual() -> None:
+def test_carryover_is_sent_by_a_method_that_keeps_no_residual() -> None:
     sync = engine(TWO)
     into, out = (dict.fromkeys(WEIGHTS, torch.zeros(48 * 64)) for _ in range(2))
     for step in range(9):
@@ -27,11 +27,11 @@ def test_what_is_owed_is_said_by_a_method_that_keeps_no_residual() -> None:
         means = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
         for name in WEIGHTS:
             into[name], out[name] = into[name] + grads[name], out[name] + means[name]
-    for name in WEIGHTS:  # dense keeps nothing back, so all has been said
+    for name in WEIGHTS:  # dense keeps nothing back, so all has been sent
         torch.testing.assert_close(out[name], into[name], rtol=1e-4, atol=1e-4)
 
 
-def test_an_idle_parameter_goes_on_owing() -> None:
+def test_an_idle_parameter_keeps_its_carryover() -> None:
     sync = engine(TWO)
     reduce_step(sync, gradients(0))
     carryover = sync.residual(WEIGHTS[0])
@@ -44,7 +44,7 @@ def test_an_idle_parameter_goes_on_owing() -> None:
     torch.testing.assert_close(sync.residual(WEIGHTS[0]), carryover)
 
 
-def test_an_overflow_leaves_it_owed() -> None:
+def test_an_overflow_keeps_the_carryover() -> None:
     sync = engine(TWO, rollback=True)
     reduce_step(sync, gradients(0))
     carryover = sync.residual(WEIGHTS[0]).clone()
@@ -59,7 +59,7 @@ def test_an_overflow_leaves_it_owed() -> None:
     torch.testing.assert_close(means[WEIGHTS[0]], grads[WEIGHTS[0]] + carryover)
 
 
-def test_what_is_owed_is_saved() -> None:
+def test_carryover_is_saved() -> None:
     sync, other = engine(TWO), engine(Dense())
     reduce_step(sync, gradients(0))
     sync.use(Dense())

@@ -1,4 +1,4 @@
-"""Levels fitted to a Gaussian."""
+"""Codebooks fitted to a Gaussian."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ import math
 import pytest
 import torch
 
-from lowbit_strategy.kernels.codebooks import fitted, gaussian_levels, ternary
+from lowbit_strategy.kernels.codebooks import fitted, gaussian_codebook, ternary
 
 
 def test_known_constants() -> None:
-    assert gaussian_levels(2)[1] == pytest.approx(math.sqrt(2 / math.pi), abs=2e-5)
-    assert gaussian_levels(4) == pytest.approx((-1.510, -0.4528, 0.4528, 1.510), abs=5e-4)
-    assert gaussian_levels(8)[4:] == pytest.approx((0.2451, 0.7560, 1.3439, 2.1519), abs=2e-4)  # Max, 1960, table I
-    assert gaussian_levels(3) == pytest.approx((-1.224, 0.0, 1.224), abs=1e-3)
+    assert gaussian_codebook(2)[1] == pytest.approx(math.sqrt(2 / math.pi), abs=2e-5)
+    assert gaussian_codebook(4) == pytest.approx((-1.510, -0.4528, 0.4528, 1.510), abs=5e-4)
+    assert gaussian_codebook(8)[4:] == pytest.approx((0.2451, 0.7560, 1.3439, 2.1519), abs=2e-4)  # Max, 1960, table I
+    assert gaussian_codebook(3) == pytest.approx((-1.224, 0.0, 1.224), abs=1e-3)
 
 
-@pytest.mark.parametrize("num_levels", [2, 3, 4, 7, 8, 16])
-def test_symmetric_ascending_and_short(num_levels: int) -> None:
-    levels = gaussian_levels(num_levels)
-    assert len(levels) == num_levels
-    assert list(levels) == sorted(levels)
-    assert all(a == -b for a, b in zip(levels, reversed(levels), strict=True))
-    for level in levels:
-        mantissa, _ = math.frexp(level)
+@pytest.mark.parametrize("codebook_size", [2, 3, 4, 7, 8, 16])
+def test_symmetric_ascending_and_short(codebook_size: int) -> None:
+    codebook = gaussian_codebook(codebook_size)
+    assert len(codebook) == codebook_size
+    assert list(codebook) == sorted(codebook)
+    assert all(a == -b for a, b in zip(codebook, reversed(codebook), strict=True))
+    for value in codebook:
+        mantissa, _ = math.frexp(value)
         assert mantissa * 2**16 == round(mantissa * 2**16)
 
 
 def test_no_shift_lowers_the_error() -> None:
-    """On a large Gaussian sample: moving any level either way makes the mean squared error worse."""
+    """On a large Gaussian sample: moving any value either way makes the mean squared error worse."""
     x = torch.randn(400_000, generator=torch.Generator().manual_seed(0))
 
-    def error(levels: tuple[float, ...]) -> float:
-        table = torch.tensor(levels)
+    def error(codebook: tuple[float, ...]) -> float:
+        table = torch.tensor(codebook)
         edges = (table[1:] + table[:-1]) / 2
         return float((x - table[torch.bucketize(x, edges)]).square().mean())
 
-    best = gaussian_levels(4)
+    best = gaussian_codebook(4)
     for i in range(4):
         for shift in (-0.05, 0.05):
             assert error((*best[:i], best[i] + shift, *best[i + 1 :])) > error(best)
@@ -50,7 +50,7 @@ def test_formats() -> None:
     assert ternary(128).bits_per_element == 1.75
 
 
-@pytest.mark.parametrize("num_levels", [0, 1, 64])
-def test_refuses(num_levels: int) -> None:
-    with pytest.raises(ValueError, match="num_levels must be from 2 to 32"):
-        gaussian_levels(num_levels)
+@pytest.mark.parametrize("codebook_size", [0, 1, 64])
+def test_refuses(codebook_size: int) -> None:
+    with pytest.raises(ValueError, match="codebook_size must be from 2 to 32"):
+        gaussian_codebook(codebook_size)

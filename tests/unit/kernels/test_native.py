@@ -29,13 +29,13 @@ if native.available():
 ISAS = ("avx512", "avx2", "portable")
 SPECIAL = (0.0, -0.0, 1e-45, 1e-40, 1.2e-38, 1e30, 3e38, 3.4e38, float("inf"), float("-inf"), float("nan"))
 FITTED = {
-    "1 bit": {"bits": 1, "scale_rule": "rms", "levels": (-0.796875, 0.796875)},
-    "1 bit mean": {"bits": 1, "scale_rule": "mean_abs", "levels": (-1.0, 1.0)},
-    "2 bits": {"bits": 2, "scale_rule": "rms", "levels": (-1.5078125, -0.453125, 0.453125, 1.5078125)},
-    "3 bits": {"bits": 3, "scale_rule": "rms", "levels": (-2.0, -1.25, -0.75, -0.25, 0.25, 0.75, 1.25, 2.0)},
-    "4 bits, 11 levels": {"bits": 4, "scale_rule": "mean_abs", "levels": tuple((i - 5) / 2 for i in range(11))},
-    "7 bits": {"bits": 7, "scale_rule": "rms", "levels": tuple((i - 50) / 16 for i in range(100))},
-    "ternary": {"bits": 2, "scale_rule": "ternary", "levels": (-1.0, 0.0, 1.0)},
+    "1 bit": {"bits": 1, "scale_rule": "rms", "codebook": (-0.796875, 0.796875)},
+    "1 bit mean": {"bits": 1, "scale_rule": "mean_abs", "codebook": (-1.0, 1.0)},
+    "2 bits": {"bits": 2, "scale_rule": "rms", "codebook": (-1.5078125, -0.453125, 0.453125, 1.5078125)},
+    "3 bits": {"bits": 3, "scale_rule": "rms", "codebook": (-2.0, -1.25, -0.75, -0.25, 0.25, 0.75, 1.25, 2.0)},
+    "4 bits, 11 codebook": {"bits": 4, "scale_rule": "mean_abs", "codebook": tuple((i - 5) / 2 for i in range(11))},
+    "7 bits": {"bits": 7, "scale_rule": "rms", "codebook": tuple((i - 50) / 16 for i in range(100))},
+    "ternary": {"bits": 2, "scale_rule": "ternary", "codebook": (-1.0, 0.0, 1.0)},
 }
 
 
@@ -157,7 +157,7 @@ def test_encode_and_decode_sum_write_the_references_bytes(isa: str, case: Case, 
         stop = row.wire_offset + case.fmt.num_blocks(row.numel) * case.fmt.code_nbytes
         width = stop - row.wire_offset
         limit = 243 if case.fmt.is_ternary else 256
-        if case.fmt.is_uniform or case.fmt.is_ternary or len(case.fmt.levels or ()) == 2**case.fmt.bits:
+        if case.fmt.is_uniform or case.fmt.is_ternary or len(case.fmt.codebook or ()) == 2**case.fmt.bits:
             random = torch.randint(0, limit, (num_sources, width), generator=generator, dtype=torch.int64)
             wire_WB[1:, row.wire_offset : stop] = random[1:].to(torch.uint8)
     for module, at in ((reference_blocks, wanted), (native_blocks, found)):

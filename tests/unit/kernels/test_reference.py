@@ -57,7 +57,7 @@ def whole(x: Tensor) -> Segments:
 
 
 def scales(wire: Tensor, numel: int, fmt: BlockFormat) -> Tensor:
-    """float32, one an element."""
+    """float32, one per element."""
     start = fmt.num_blocks(numel) * fmt.code_nbytes
     return wire[start:].clone().view(torch.bfloat16).float().repeat_interleave(fmt.block_size)[:numel]
 
@@ -101,7 +101,7 @@ class Loco:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=name)
 def test_unpack_inverts_pack(fmt: BlockFormat) -> None:
-    num_codes = 2**fmt.bits - 1 if fmt.is_uniform else len(fmt.levels or ())
+    num_codes = 2**fmt.bits - 1 if fmt.is_uniform else len(fmt.codebook or ())
     codes = torch.randint(
         0, num_codes, (50, fmt.block_size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
@@ -158,7 +158,7 @@ def test_stochastic_codes_are_unbiased(bits: int) -> None:
 
 
 def test_stochastic_residual_keeps_what_rounding_would_lose() -> None:
-    """A block's residual moves by less than half of its int8 step a step: to nearest it never leaves zero."""
+    """A block's residual moves by less than half of its int8 scale per step: to nearest it never leaves zero."""
     g = torch.full((64,), 0.001)
     g[0] = 7.0  # a step of 1 in the codes; 0.001 is never sent
     kept = {}
@@ -194,7 +194,7 @@ def test_ternary_codes_against_numpy() -> None:
     decoded = decode(encode(torch.from_numpy(x).float(), ternary(64))[0], 64, ternary(64)).numpy()
     rounded = float(np.abs(decoded).max())
     assert scale <= rounded <= scale * (1 + 2**-7)
-    expected = np.where(np.abs(x) > rounded / 2, np.sign(x) * rounded, 0.0)  # levels -1, 0, 1: the border is at a half
+    expected = np.where(np.abs(x) > rounded / 2, np.sign(x) * rounded, 0.0)  # -1, 0, 1: the border is at a half
     assert np.array_equal(decoded, expected.astype(np.float32))
 
 
@@ -237,8 +237,8 @@ def test_blocks_that_are_idle_or_not_finite_keep_their_residual() -> None:
 
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
 @pytest.mark.parametrize("fmt", FORMATS, ids=name)
-def test_near_the_largest_float_a_block_is_said_or_called_not_finite(fmt: BlockFormat, int8: bool) -> None:
-    """A scale rounded up must not make levels or residuals infinite."""
+def test_near_the_largest_float_a_block_is_sent_or_called_not_finite(fmt: BlockFormat, int8: bool) -> None:
+    """A scale rounded up must not make values or residuals infinite."""
     largest = torch.finfo(torch.float32).max
     loco = Loco(256, fmt, int8=int8)
     for factor in (0.2, 0.9, 0.999, 1.0, 0.05):

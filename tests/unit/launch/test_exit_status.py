@@ -30,7 +30,7 @@ def _child(exitcode: int) -> ChildFailedError:
         (subprocess.CalledProcessError(-signal.SIGSEGV, "train.py"), 128 + signal.SIGSEGV),
         (_child(7), 7),
         (_child(-signal.SIGKILL), 128 + signal.SIGKILL),
-        (SignalException("told to end", sigval=signal.SIGTERM), 128 + signal.SIGTERM),
+        (SignalException("asked to end", sigval=signal.SIGTERM), 128 + signal.SIGTERM),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -168,7 +168,7 @@ def test_debug_mode_does_not_hide_failures(handed: Handed, tmp_path: Path) -> No
         (None, [], "there is no lowbit_config section: give a configuration file"),
     ],
 )
-def test_what_cannot_be_served_is_said_before_anything_starts(
+def test_what_cannot_be_served_is_refused_before_anything_starts(
     handed: Handed, tmp_path: Path, config: dict[str, Any] | None, arguments: list[str], message: str
 ) -> None:
     file = [] if config is None else ["--config_file", _write(tmp_path / "job.yaml", config)]

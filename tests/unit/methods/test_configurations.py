@@ -94,7 +94,7 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "options", "message"), WRONG)
-def test_wrong_options_say_what_to_change(kind: type[Compressor], options: dict[str, Any], message: str) -> None:
+def test_wrong_options_name_what_to_change(kind: type[Compressor], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind(**options)
 
@@ -145,7 +145,7 @@ def test_files_nest_compressors() -> None:
         ({"compressor": 3}, "compressor must be a compressor's configuration"),
     ],
 )
-def test_wrong_files_say_what_to_change(options: dict[str, Any], message: str) -> None:
+def test_wrong_files_name_what_to_change(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_options("warmup", options)
 

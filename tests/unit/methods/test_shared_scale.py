@@ -21,7 +21,7 @@ def gradients(world_size: int) -> list[torch.Tensor]:
 
 
 def shared_norm(g: list[torch.Tensor]) -> torch.Tensor:
-    """One number an element: the largest magnitude of its block on any rank."""
+    """One number per element: the largest magnitude of its block on any rank."""
     largest = torch.stack([x.reshape(-1).abs() for x in g]).amax(0)
     norms = [block.max().expand(block.numel()) for block in largest.split(BLOCK)]
     return torch.cat(norms)
@@ -122,7 +122,7 @@ def test_terngrad_ranks_clip_at_their_own_bound() -> None:
 
 
 def test_bytes_of_shared_trits() -> None:
-    """1.6 bits there, three bits back on two ranks (five values: three to a byte), half of the tensor each."""
+    """1.6 bits uplink, three bits downlink on two ranks (five values: three to a byte), half of the tensor each."""
     ranks = OneTensor(TernGrad(), (60, 1024), 2)
     agreed = 2 * 60 * 4 // 2
     assert ranks.syncs[0].sent_nbytes("p") == 30 * 1024 // 5 + 30 * 1024 // 3 + agreed

@@ -44,8 +44,8 @@ def test_signsgd_is_the_sign_of_the_sum_of_signs(world_size: int) -> None:
     assert np.array_equal(np.sign(result), votes)
     for k, vote in enumerate(blocks(votes)):
         magnitude = np.mean([np.abs(blocks(x)[k]).mean() for x in flat])
-        said = result[k * BLOCK : k * BLOCK + vote.size]
-        assert np.allclose(said, vote * magnitude, rtol=2.0**-6)  # two scales, each rounded to bfloat16
+        sent = result[k * BLOCK : k * BLOCK + vote.size]
+        assert np.allclose(sent, vote * magnitude, rtol=2.0**-6)  # two scales, each rounded to bfloat16
 
 
 def test_signsgd_of_magnitude_one() -> None:
@@ -121,13 +121,13 @@ def transcribed_feedback(quantize, world_size: int, steps: int) -> list[np.ndarr
         total = np.zeros(200, np.float32)
         for rank, g in enumerate(gradients(step, world_size)):
             p = g.reshape(-1).numpy() + e[rank]
-            said = np.concatenate([quantize(block) for block in blocks(p)])
-            e[rank] = p - said
-            total += said
+            sent = np.concatenate([quantize(block) for block in blocks(p)])
+            e[rank] = p - sent
+            total += sent
         p = total * np.float32(1.0 / world_size) + owner_e
-        said = np.concatenate([quantize(block) for block in blocks(p)])
-        owner_e = p - said
-        results.append(said)
+        sent = np.concatenate([quantize(block) for block in blocks(p)])
+        owner_e = p - sent
+        results.append(sent)
     return results
 
 
@@ -164,6 +164,6 @@ def test_bytes_are_an_eighth_of_a_byte_an_element_and_scales(compressor: SignSGD
     ranks = OneTensor(compressor, (64, 1024), 2)
     per_element = ranks.syncs[0].sent_nbytes("p") / 65536
     scale = {"signsgd": 2, "efsignsgd": 2, "onebitsgd": 4}[compressor.name] / compressor.block_size
-    there = (1 / 8 + scale) / 2  # half of the tensor goes to the other rank
-    back = (52 / 256 + 2 / 256) / 2 if compressor.name == "signsgd" else there
-    assert per_element == pytest.approx(there + back)
+    uplink = (1 / 8 + scale) / 2  # half of the tensor goes to the other rank
+    downlink = (52 / 256 + 2 / 256) / 2 if compressor.name == "signsgd" else uplink
+    assert per_element == pytest.approx(uplink + downlink)

@@ -56,7 +56,7 @@ def test_feedback_makes_errors_vanish_as_one_over_steps(inner: Compressor) -> No
 
 
 def test_feedback_with_loco_rule_equals_the_fused_kernel() -> None:
-    """The general lane with LoCo's beta and codec does what the kernel does, step by step."""
+    """The general codec with LoCo's beta and codec does what the kernel does, step by step."""
     loco = LoCo(bits=4, block_size=64, residual="float32", reset_steps=None, return_beta=0.8)
     pair = loco.method(MATRIX)
     stateful = FeedbackCodec(codec=BlockCodec(pair.uplink.fmt), beta=0.8)  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ def test_feedback_with_loco_rule_equals_the_fused_kernel() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fixed(Compressor):
-    """The same lane both ways for everything."""
+    """The same codec as uplink and downlink of every tensor."""
 
     name: ClassVar[str] = "fixed"
 
@@ -80,7 +80,7 @@ class _Fixed(Compressor):
 
 
 def test_decay_forgets() -> None:
-    """Nothing but noise once the gradient is small: a decaying residual dies out, a full one is said in the end."""
+    """Nothing but noise once the gradient is small: a decaying residual dies out, a full one is sent in the end."""
     totals = {}
     for decay in (1.0, 0.5):
         ranks = OneTensor(ErrorFeedback(compressor=QSGD(bits=2), decay=decay), (32, 64), 1)
@@ -119,7 +119,7 @@ def test_feedback_wraps_reducers() -> None:
 
 
 def test_ef21_is_its_definition() -> None:
-    """``c = C(g - ghat)``, ``ghat += c``, ``G = mean ghat``; the same once more on the way back. In NumPy."""
+    """``c = C(g - ghat)``, ``ghat += c``, ``G = mean ghat``; the same once more for the downlink. In NumPy."""
     ranks = OneTensor(EF21(compressor=EFSignSGD(block_size=64)), (16, 64), 2)
     ghat, gt = np.zeros((2, 1024), np.float32), np.zeros(1024, np.float32)
     for step in range(6):
@@ -272,7 +272,7 @@ def test_residuals_of_the_warm_up_go_on() -> None:
     after = ranks.syncs[0].residual("p")
     assert before is not None
     assert after is not None
-    assert torch.allclose(after[1024:], before[1024:], atol=1e-6)  # the first half also takes what the owner owed
+    assert torch.allclose(after[1024:], before[1024:], atol=1e-6)  # the first half also takes the owner's residual
 
 
 def test_loco_has_a_warm_up_of_its_own() -> None:

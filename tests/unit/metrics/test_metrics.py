@@ -32,16 +32,16 @@ PAIRS = (CompressionRelativeError, CompressionCosineSimilarity, CompressionGain)
 
 def pair(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    said = torch.randn(3, 50, generator=generator) * (1 + seed)
-    return said, said + 0.3 * torch.randn(3, 50, generator=generator)
+    compensated = torch.randn(3, 50, generator=generator) * (1 + seed)
+    return compensated, compensated + 0.3 * torch.randn(3, 50, generator=generator)
 
 
-def expected(kind: type, said: torch.Tensor, sent: torch.Tensor) -> float:
-    said, sent = said.double().flatten(), sent.double().flatten()
+def expected(kind: type, compensated: torch.Tensor, sent: torch.Tensor) -> float:
+    compensated, sent = compensated.double().flatten(), sent.double().flatten()
     return {
-        CompressionRelativeError: (said - sent).norm() / said.norm(),
-        CompressionCosineSimilarity: said @ sent / (said.norm() * sent.norm()),
-        CompressionGain: (sent @ sent) / (said @ said),
+        CompressionRelativeError: (compensated - sent).norm() / compensated.norm(),
+        CompressionCosineSimilarity: compensated @ sent / (compensated.norm() * sent.norm()),
+        CompressionGain: (sent @ sent) / (compensated @ compensated),
     }[kind].item()
 
 
@@ -49,8 +49,8 @@ def expected(kind: type, said: torch.Tensor, sent: torch.Tensor) -> float:
 def test_updates_add_up_to_one_of_everything(kind: type[torchmetrics.Metric]) -> None:
     metric = kind()
     pairs = [pair(seed) for seed in range(4)]
-    for said, sent in pairs:
-        metric.update(said, sent)
+    for compensated, sent in pairs:
+        metric.update(compensated, sent)
     together = [torch.cat(parts) for parts in zip(*pairs, strict=True)]
     assert metric.compute().item() == pytest.approx(expected(kind, *together), rel=1e-9)
     metric.reset()
@@ -80,7 +80,7 @@ def test_ranks_add_up() -> None:
     assert results[0] == pytest.approx(wanted, rel=1e-9)
 
 
-def test_nothing_to_say() -> None:
+def test_nothing_to_send() -> None:
     zeros, something = torch.zeros(4), torch.ones(4)
     for kind, value in ((CompressionRelativeError, 0.0), (CompressionCosineSimilarity, 1.0), (CompressionGain, 1.0)):
         metric = kind()

@@ -160,7 +160,7 @@ def test_losses_of_the_csv_logger_are_used(tmp_path: Path) -> None:
     }
 
 
-def test_errors_say_what_to_do(tmp_path: Path) -> None:
+def test_errors_name_what_to_do(tmp_path: Path) -> None:
     missing = run_report(tmp_path)
     assert missing.exit_code == 2
     assert "CompressionMonitor or AdaptiveCompression in its callbacks" in " ".join(missing.output.split())

@@ -1,4 +1,4 @@
-"""The driver on one rank: what controllers are told, what is applied, what is saved."""
+"""The driver on one rank: what controllers receive, what is applied, what is saved."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ WEIGHTS = ("blocks.0.weight", "blocks.1.weight")
 
 
 class Recorder(Controller):
-    """Asks for `watch` at every step and keeps what it is told."""
+    """Requests `probe` at every step and keeps the telemetry it receives."""
 
     def __init__(self, probe: Probe, read_every: int = 0) -> None:
         self.probe = probe
         self.read_every = read_every
-        self.told: list[Telemetry] = []
+        self.telemetry: list[Telemetry] = []
 
     @property
     def levels(self) -> tuple[LoCo, ...]:
@@ -57,7 +57,7 @@ class Recorder(Controller):
         return bool(self.read_every) and progress.step > 0 and progress.step % self.read_every == 0
 
     def decide(self, telemetry, state):
-        self.told.append(telemetry)
+        self.telemetry.append(telemetry)
         return Decision(state=state, levels=dict.fromkeys((*WEIGHTS, "bias"), 1), probe=self.probe)
 
 
@@ -69,14 +69,14 @@ def test_accumulated_norms(source: str, scatter: bool) -> None:
     AdaptiveDriver(recorder).attach(sync)
     out = [reduce_step(sync, gradients(step)) for step in range(7)]
     for first in (0, 3):
-        told = recorder.told[first + 3].accumulated_norm
+        telemetry = recorder.telemetry[first + 3].accumulated_norm
         for name in WEIGHTS:
             terms = [out[first + at][name] if source == "mean" else gradients(first + at)[name] for at in range(3)]
-            assert told[name] == pytest.approx(float(sum(terms).norm()), rel=1e-5)
-            square = recorder.told[first + 3].accumulated_square[name]
+            assert telemetry[name] == pytest.approx(float(sum(terms).norm()), rel=1e-5)
+            square = recorder.telemetry[first + 3].accumulated_square[name]
             assert square == pytest.approx(sum(float(term.square().sum()) for term in terms), rel=1e-5)
-        assert recorder.told[first + 3].accumulated_steps == 3
-    assert (recorder.told[2].accumulated_norm, recorder.told[2].accumulated_steps) == ({}, 0)
+        assert recorder.telemetry[first + 3].accumulated_steps == 3
+    assert (recorder.telemetry[2].accumulated_norm, recorder.telemetry[2].accumulated_steps) == ({}, 0)
 
 
 def test_energies_and_time_are_those_of_the_step_before() -> None:
@@ -86,16 +86,16 @@ def test_energies_and_time_are_those_of_the_step_before() -> None:
     AdaptiveDriver(recorder, timer=lambda: 0.5 * next(ticks)).attach(sync)
     for step in range(3):
         reduce_step(sync, gradients(step))
-    assert (recorder.told[0].energy, recorder.told[0].step_seconds) == ({}, None)
-    assert recorder.told[1].step_seconds is None  # no step before it
-    assert recorder.told[2].step_seconds == 0.5
-    told = recorder.told[1]
+    assert (recorder.telemetry[0].energy, recorder.telemetry[0].step_seconds) == ({}, None)
+    assert recorder.telemetry[1].step_seconds is None  # no step before it
+    assert recorder.telemetry[2].step_seconds == 0.5
+    telemetry = recorder.telemetry[1]
     for name in WEIGHTS:
         grad = gradients(0)[name]
-        assert told.energy[0][name].compensated == pytest.approx(float(grad.square().sum()), rel=1e-5)
-        assert 0 < told.energy[0][name].error < 0.01 * told.energy[1][name].error
-        assert told.residual_norm[name] == 0
-    assert recorder.told[2].residual_norm[WEIGHTS[0]] > 0
+        assert telemetry.energy[0][name].compensated == pytest.approx(float(grad.square().sum()), rel=1e-5)
+        assert 0 < telemetry.energy[0][name].error < 0.01 * telemetry.energy[1][name].error
+        assert telemetry.residual_norm[name] == 0
+    assert recorder.telemetry[2].residual_norm[WEIGHTS[0]] > 0
 
 
 @pytest.mark.parametrize("scatter", [False, True])
@@ -126,7 +126,8 @@ def test_nothing_is_measured_unless_asked() -> None:
         reduce_step(sync, gradients(step))
     assert driver.state_dict()["sums"] == {}
     assert all(
-        replace(told, progress=Progress(step=0)) == Telemetry(progress=Progress(step=0)) for told in recorder.told
+        replace(telemetry, progress=Progress(step=0)) == Telemetry(progress=Progress(step=0))
+        for telemetry in recorder.telemetry
     )
 
 
@@ -155,9 +156,9 @@ def test_an_overflowed_step_is_not_decided_twice_and_teaches_nothing() -> None:
     reduce_step(sync, bad)
     reduce_step(sync, gradients(1))
     reduce_step(sync, gradients(2))
-    assert [told.progress.step for told in recorder.told] == [0, 1, 2]
-    assert all(math.isfinite(norm) for norm in recorder.told[2].accumulated_norm.values())
-    assert math.isfinite(recorder.told[2].energy[0][WEIGHTS[0]].error)
+    assert [telemetry.progress.step for telemetry in recorder.telemetry] == [0, 1, 2]
+    assert all(math.isfinite(norm) for norm in recorder.telemetry[2].accumulated_norm.values())
+    assert math.isfinite(recorder.telemetry[2].energy[0][WEIGHTS[0]].error)
 
 
 CONTROLLERS: dict[str, Controller] = {

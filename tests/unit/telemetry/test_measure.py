@@ -1,4 +1,4 @@
-"""Trying a level on a tensor: the same as what the method would say, and nothing is changed by it."""
+"""Trying a level on a tensor: the same as what the method would send, and nothing is changed by it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_energies_of_a_quantizer(bits: int) -> None:
     values = gradients(0)
     measured = try_level(LoCo(bits=bits, block_size=64), values, BY_NAME, seed=3)
     for name in ("blocks.0.weight", "blocks.1.weight"):
-        said, sent, error, product = measured[name].tolist()
+        compensated, sent, error, product = measured[name].tolist()
         expected = quantized(values[name], bits, 64)
-        assert said == pytest.approx(float(values[name].square().sum()), rel=1e-5)
+        assert compensated == pytest.approx(float(values[name].square().sum()), rel=1e-5)
         assert sent == pytest.approx(float(expected.square().sum()), rel=0.02)  # scales round up
         assert error == pytest.approx(float((values[name] - expected).square().sum()), rel=0.05)
         assert product == pytest.approx(float(values[name] @ expected), rel=0.02)
-    assert measured["bias"][2] == 0  # exempt: said exactly
+    assert measured["bias"][2] == 0  # exempt: sent exactly
 
 
 def test_dense_loses_nothing_and_inputs_stay() -> None:

@@ -89,7 +89,7 @@ def test_an_overflowed_step_is_observed_when_it_comes_again() -> None:
     assert math.isfinite(seen[0].total.relative_error)
 
 
-def test_norms_are_told_without_the_loss_scale() -> None:
+def test_norms_are_reported_without_the_loss_scale() -> None:
     norms = []
     for scale in (1.0, 1024.0):
         sync = engine(COMPRESSOR)

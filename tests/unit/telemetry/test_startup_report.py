@@ -33,7 +33,7 @@ def test_the_report_says_until_when_it_holds(compressor: Compressor, step: int |
 
 
 @pytest.mark.parametrize("scatter", [False, True])
-def test_a_hop_back_with_other_bits_is_told(scatter: bool) -> None:
+def test_a_downlink_with_other_bits_is_reported(scatter: bool) -> None:
     compressor = LoCo(bits=2, codebook="fitted", block_size=64, return_bits=4)
     report = plan(nn.Linear(256, 256), compressor, world_size=2, scatter=scatter, device=torch.device("cpu"))
     label = next(group.method for group in report.groups if group.kind == "compressed")

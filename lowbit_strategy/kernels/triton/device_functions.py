@@ -1,7 +1,7 @@
 """Device functions shared by the kernels: where a tile lies, loading it, sums.
 
 A tile is some whole blocks of one segment. A block's elements are held as a tuple of parts ``[rows, length]``, one row
-a block, see `lowbit_strategy.kernels.triton.layout`; numbers of a block are ``[rows]``. Every float operation is the
+per block, see `lowbit_strategy.kernels.triton.layout`; numbers of a block are ``[rows]``. Every float operation is the
 one that `lowbit_strategy.kernels.reference` has, in its order; where a shorter form gives the same bits, a comment
 says why.
 """
