@@ -26,6 +26,7 @@ from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.select import CHUNK_NUMEL, chunk_top_k, top_k
+from lowbit_strategy.kernels.sums import Sum
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, SparseReducer
@@ -64,7 +65,8 @@ class _Method:
     def choose(self, index: int) -> None:
         """The choice alone, of methods in which each parameter has its own."""
         assert isinstance(self.reducer, SparseReducer)
-        self.reducer.choose(self.view, self.state["weight"], StepContext(index, index, index))
+        state = self.state["weight"]
+        self.reducer.choose(self.view, Sum(state["residual"]), state, StepContext(index, index, index))
 
 
 def _measure(numel: int, density: float, steps: int) -> list[dict[str, Any]]:

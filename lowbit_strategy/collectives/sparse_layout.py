@@ -18,6 +18,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 BLOCK_BITS = 16
 COUNT_NBYTES = 4
 POSITION_NBYTES = 2
+_FEW_BLOCKS = 64
 
 
 def counts_nbytes(numel: int) -> int:
@@ -96,7 +98,7 @@ class SparseLayout:
         flat = [start + (b << BLOCK_BITS) for start, n in zip(self.starts, blocks, strict=True) for b in range(n)]
         owner = [v for v, n in enumerate(blocks) for _ in range(n)]
         self._flat_start_B = torch.tensor(flat, dtype=torch.int64, device=device)
-        lengths = [
+        self._lengths = lengths = [
             min(span - (b << BLOCK_BITS), 1 << BLOCK_BITS)
             for span, n in zip(self.spans, blocks, strict=True)
             for b in range(n)
@@ -110,6 +112,9 @@ class SparseLayout:
     def locate(self, indices: Sequence[Tensor]) -> Located:
         """Put the chosen positions of all parameters in the order of messages."""
         sizes = [part.numel() for part in indices]
+        if self.num_blocks == self.num_destinations == 1:
+            index_K = indices[0].long()
+            return Located(None, torch.zeros_like(index_K), index_K, [sizes])
         index_K = torch.cat(list(indices)).long()
         sizes_V = torch.tensor(sizes, device=self.device)
         view_K = torch.arange(len(sizes), device=self.device).repeat_interleave(sizes_V, output_size=sum(sizes))
@@ -172,14 +177,27 @@ class SparseLayout:
         Raises:
             RuntimeError: A table that no rank could have sent.
         """
+        if counts_SB.numel() <= _FEW_BLOCKS and counts_SB.device.type == "cpu":
+            return self._few_sizes(counts_SB.tolist())
         counts_SV = torch.zeros(counts_SB.shape[0], 1 + len(self.names), dtype=torch.int64, device=counts_SB.device)
         counts_SV[:, 0] = ((counts_SB < 0) | (counts_SB > self._length_B)).sum(1)
         counts_SV[:, 1:].index_add_(1, self._view_of_block_B, counts_SB.long())
         rows: list[list[int]] = counts_SV.tolist()
         for source, row in enumerate(rows):
             if row[0]:
-                raise _damaged(f"table {source} of counts is impossible for {row[0]} of {self.num_blocks} blocks")
+                raise _impossible(source, row[0], self.num_blocks)
         return [row[1:] for row in rows]
+
+    def _few_sizes(self, counts_SB: list[list[int]]) -> list[list[int]]:
+        """The same from numbers: for small tables faster than operations on tensors."""
+        rows = []
+        for source, counts_B in enumerate(counts_SB):
+            wrong = sum(not 0 <= count <= most for count, most in zip(counts_B, self._lengths, strict=True))
+            if wrong:
+                raise _impossible(source, wrong, self.num_blocks)
+            edges = [*self._first_block, self.num_blocks]
+            rows.append([sum(counts_B[first:last]) for first, last in pairwise(edges)])
+        return rows
 
     def nbytes(self, sizes_V: Sequence[int], codec: Codec) -> int:
         """Of the wire that holds so many entries of each parameter."""
@@ -197,6 +215,10 @@ class SparseLayout:
         if wire.numel() < POSITION_NBYTES * k:
             raise _damaged(f"{k} positions are announced, but the message has {wire.numel()} bytes")
         low_K = wire[: POSITION_NBYTES * k].clone().view(torch.int16).long() & 0xFFFF
+        if self.num_blocks == 1:
+            if k and int(low_K.max()) >= self._lengths[0]:
+                raise _damaged("a position lies beyond the end of its parameter")
+            return [low_K]
         block_K = torch.arange(self.num_blocks, device=wire.device).repeat_interleave(counts_B, output_size=k)
         if k and bool((low_K >= self._length_B.index_select(0, block_K)).any()):
             raise _damaged("a position lies beyond the end of its parameter")
@@ -231,6 +253,10 @@ class SparseLayout:
                 values.append(codec.decode_sum(wire[None, at : at + nbytes].contiguous(), k))
                 at += nbytes
         return torch.cat(values)
+
+
+def _impossible(source: int, wrong: int, num_blocks: int) -> RuntimeError:
+    return _damaged(f"table {source} of counts is impossible for {wrong} of {num_blocks} blocks")
 
 
 def _damaged(what: str) -> RuntimeError:

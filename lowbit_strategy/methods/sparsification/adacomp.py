@@ -16,6 +16,7 @@ from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.kernels.sums import Sum
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.compact_residual import ResidualDtype, compact
@@ -67,8 +68,8 @@ class AdaCompReducer(SparseReducer):
     def num_kept(self, spec: TensorSpec) -> int:
         return min(spec.numel, expected_per_bin(self.bin_size) * -(-spec.numel // self.bin_size))
 
-    def choose(self, view: View, tensors: State, step: StepContext) -> Chosen:
-        residual = tensors["residual"]
+    def choose(self, view: View, total: Sum, tensors: State, step: StepContext) -> Chosen:
+        residual = total.formed()
         most = _MOST * expected_per_bin(self.bin_size)
         indices = select_in_bins(residual, view.flat().float(), self.bin_size, most)
         return Chosen(indices, residual.index_select(0, indices))
