@@ -135,9 +135,12 @@ class SparseLayout:
     def pack(self, chosen: Sequence[Chosen], codec: Codec, *, seed: int) -> Message:
         """Write the messages. `seed` is for stochastic codecs; each parameter's section gets its own."""
         located = self.locate([part.indices for part in chosen])
-        values_K = torch.cat([part.values for part in chosen])
+        values_K = chosen[0].values if len(chosen) == 1 else torch.cat([part.values for part in chosen])
         sorted_K = values_K if located.order is None else values_K.index_select(0, located.order)
-        counts_DB = torch.bincount(located.block, minlength=self.num_destinations * self.num_blocks)
+        if self.num_destinations == self.num_blocks == 1:
+            counts_DB = torch.tensor([values_K.numel()], dtype=torch.int32, device=self.device)
+        else:
+            counts_DB = torch.bincount(located.block, minlength=self.num_destinations * self.num_blocks)
         positions = located.position.to(torch.int16).view(torch.uint8)
         wires, sent, at = [], [], 0
         for destination, counts in enumerate(located.counts_DV):
@@ -146,7 +149,9 @@ class SparseLayout:
             wires.append(torch.cat([positions[POSITION_NBYTES * at : POSITION_NBYTES * (at + k)], encoded]))
             sent.append(decoded)
             at += k
-        sent_K = torch.cat(sent)
+        sent_K = sent[0] if len(sent) == 1 else torch.cat(sent)
+        if len(chosen) == 1 and located.order is None:
+            return Message(counts_DB.to(torch.int32).view(1, -1), wires, [sent_K])
         if located.order is not None:
             sent_K = torch.empty_like(sent_K).index_copy_(0, located.order, sent_K)
         return Message(
@@ -216,7 +221,7 @@ class SparseLayout:
             raise _damaged(f"{k} positions are announced, but the message has {wire.numel()} bytes")
         low_K = wire[: POSITION_NBYTES * k].clone().view(torch.int16).long() & 0xFFFF
         if self.num_blocks == 1:
-            if k and int(low_K.max()) >= self._lengths[0]:
+            if k and self._lengths[0] < 1 << BLOCK_BITS and int(low_K.max()) >= self._lengths[0]:
                 raise _damaged("a position lies beyond the end of its parameter")
             return [low_K]
         block_K = torch.arange(self.num_blocks, device=wire.device).repeat_interleave(counts_B, output_size=k)

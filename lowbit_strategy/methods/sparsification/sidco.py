@@ -74,7 +74,7 @@ class SIDCoReducer(SparseReducer):
     def choose(self, view: View, total: Sum, tensors: State, step: StepContext) -> Chosen:
         wanted = self.num_kept(view.spec)
         num = max(_SAMPLE_NUMEL, math.ceil(_SAMPLE_KEPT / self.density))
-        if 4 * num >= total.numel():  # fitting a sample would take longer than the exact choice
+        if 8 * num >= total.numel():  # fitting a sample would take longer than the exact choice
             return nonzero(Chosen(*top_k(total, wanted)))
         sample = total.sample(num, seed=step.seed)
         if not math.isfinite(float(sample.max())):
@@ -143,7 +143,7 @@ class SIDCo(SparseCompressor):
     Zeros are left out of the fit. The authors fit to all of h, not to a sample, start with one stage, not with one for
     each quarter, and have no bounds: gradients of plus and minus one then send everything. Their sense of step 5 is
     that of tails lighter than the fitted distribution; with heavier ones more stages lower the count, so a move that
-    made it worse reverses the sense. Where a sample would be a quarter of the parameter the largest are taken exactly.
+    made it worse reverses the sense. Where a sample would be an eighth of the parameter the largest are taken exactly.
 
     Args:
         density: Share of each parameter's elements that is wanted, in (0, 1]; the count follows it, not exactly.
