@@ -32,8 +32,8 @@ from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, spar
 from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.kernels.sums import OverflowedSum, Sum
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.compact_residual import ResidualDtype

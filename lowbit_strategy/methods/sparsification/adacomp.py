@@ -15,8 +15,8 @@ from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import State
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import BlockFormat
-from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.kernels.sums import Sum
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.compact_residual import ResidualDtype, compact
