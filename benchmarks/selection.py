@@ -10,6 +10,7 @@ order. The least of several repeats counts, of the thread's processor time: othe
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,8 @@ from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.kernels.select import CHUNK_NUMEL, chunk_top_k, top_k
+from lowbit_strategy.kernels.select import CHUNK_NUMEL, add_select_, chunk_top_k, select_above, top_k
+from lowbit_strategy.kernels.sums import Sum
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, SparseReducer
@@ -35,6 +37,7 @@ from lowbit_strategy.methods.sparsification.sidco import SIDCo
 from lowbit_strategy.methods.sparsification.topk import TopK
 
 _CPU = torch.device("cpu")
+_TRAFFIC = {"pass: copy": 2, "pass: add": 3, "pass: add, check, select": 3}  # elements that are moved per element
 _WARM_UP = 4  # steps before anything is timed: residuals, thresholds and stages settle
 
 
@@ -64,7 +67,8 @@ class _Method:
     def choose(self, index: int) -> None:
         """The choice alone, of methods in which each parameter has its own."""
         assert isinstance(self.reducer, SparseReducer)
-        self.reducer.choose(self.view, self.state["weight"], StepContext(index, index, index))
+        state = self.state["weight"]
+        self.reducer.choose(self.view, Sum(state["residual"]), state, StepContext(index, index, index))
 
 
 def _measure(numel: int, density: float, steps: int) -> list[dict[str, Any]]:
@@ -81,6 +85,7 @@ def _measure(numel: int, density: float, steps: int) -> list[dict[str, Any]]:
         gradient = torch.randn(numel, generator=torch.Generator().manual_seed(step))
         magnitudes = methods["topk"].state["weight"]["residual"].add(gradient).abs_()
         found = {
+            **_passes(magnitudes, gradient),
             "torch.topk": _seconds(lambda m=magnitudes: torch.topk(m, kept, sorted=False)),
             "exact top-k, choice": _seconds(lambda m=magnitudes: top_k(m, kept)),
             "chunks, choice": _chunks(magnitudes, density),
@@ -104,11 +109,24 @@ def _measure(numel: int, density: float, steps: int) -> list[dict[str, Any]]:
             "case": name,
             "ms": min(values) * 1e3,
             "over_torch_topk": min(values) / reference,
-            "gigabytes_per_s": 4e-9 * numel / min(values),
+            "gigabytes_per_s": 4e-9 * numel * _TRAFFIC.get(name, 1) / min(values),
             "count_over_target": sum(counts[name]) / len(counts[name]) / kept if name in counts else None,
         }
         for name, values in sorted(times.items())
     ]
+
+
+def _passes(x: Tensor, gradient: Tensor) -> dict[str, float]:
+    """What memory allows: the passes that a reduce consists of, each on its own."""
+    sums, room = x.clone(), torch.zeros_like(x)
+    return {
+        "pass: copy": _seconds(lambda: room.copy_(x)),
+        "pass: zero": _seconds(room.zero_),
+        "pass: read (sum)": _seconds(gradient.sum),
+        "pass: add": _seconds(lambda: sums.add_(gradient)),
+        "pass: add, check, select": _seconds(lambda: add_select_(sums, gradient, math.inf, expected=0)),
+        "pass: select": _seconds(lambda: select_above(sums, math.inf, expected=0)),
+    }
 
 
 def _chunks(x: Tensor, density: float) -> float:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 BLOCK_BITS = 16
 COUNT_NBYTES = 4
 POSITION_NBYTES = 2
+_FEW_BLOCKS = 64
 
 
 def counts_nbytes(numel: int) -> int:
@@ -96,7 +98,7 @@ class SparseLayout:
         flat = [start + (b << BLOCK_BITS) for start, n in zip(self.starts, blocks, strict=True) for b in range(n)]
         owner = [v for v, n in enumerate(blocks) for _ in range(n)]
         self._flat_start_K = torch.tensor(flat, dtype=torch.int64, device=device)
-        lengths = [
+        self._lengths = lengths = [
             min(span - (b << BLOCK_BITS), 1 << BLOCK_BITS)
             for span, n in zip(self.spans, blocks, strict=True)
             for b in range(n)
@@ -110,6 +112,9 @@ class SparseLayout:
     def locate(self, indices: Sequence[Tensor]) -> Located:
         """Put the chosen positions of all parameters in the order of messages."""
         sizes = [part.numel() for part in indices]
+        if self.num_blocks == self.num_destinations == 1:
+            index_E = indices[0].long()
+            return Located(None, torch.zeros_like(index_E), index_E, [sizes])
         index_E = torch.cat(list(indices)).long()
         sizes_V = torch.tensor(sizes, device=self.device)
         view_E = torch.arange(len(sizes), device=self.device).repeat_interleave(sizes_V, output_size=sum(sizes))
@@ -130,9 +135,12 @@ class SparseLayout:
     def pack(self, chosen: Sequence[Chosen], codec: Codec, *, seed: int) -> Message:
         """Write the messages. `seed` is for stochastic codecs; each parameter's section gets its own."""
         located = self.locate([part.indices for part in chosen])
-        values_E = torch.cat([part.values for part in chosen])
+        values_E = chosen[0].values if len(chosen) == 1 else torch.cat([part.values for part in chosen])
         sorted_E = values_E if located.order is None else values_E.index_select(0, located.order)
-        counts_DK = torch.bincount(located.block, minlength=self.num_destinations * self.num_blocks)
+        if self.num_destinations == self.num_blocks == 1:
+            counts_DK = torch.tensor([values_E.numel()], dtype=torch.int32, device=self.device)
+        else:
+            counts_DK = torch.bincount(located.block, minlength=self.num_destinations * self.num_blocks)
         positions = located.position.to(torch.int16).view(torch.uint8)
         wires, sent, at = [], [], 0
         for destination, counts in enumerate(located.counts_DV):
@@ -141,7 +149,9 @@ class SparseLayout:
             wires.append(torch.cat([positions[POSITION_NBYTES * at : POSITION_NBYTES * (at + k)], encoded]))
             sent.append(decoded)
             at += k
-        sent_E = torch.cat(sent)
+        sent_E = sent[0] if len(sent) == 1 else torch.cat(sent)
+        if len(chosen) == 1 and located.order is None:
+            return Message(counts_DK.to(torch.int32).view(1, -1), wires, [sent_E])
         if located.order is not None:
             sent_E = torch.empty_like(sent_E).index_copy_(0, located.order, sent_E)
         return Message(
@@ -172,14 +182,27 @@ class SparseLayout:
         Raises:
             RuntimeError: A table that no rank could have sent.
         """
+        if counts_SK.numel() <= _FEW_BLOCKS and counts_SK.device.type == "cpu":
+            return self._few_sizes(counts_SK.tolist())
         counts_SV = torch.zeros(counts_SK.shape[0], 1 + len(self.names), dtype=torch.int64, device=counts_SK.device)
         counts_SV[:, 0] = ((counts_SK < 0) | (counts_SK > self._length_K)).sum(1)
         counts_SV[:, 1:].index_add_(1, self._view_of_block_K, counts_SK.long())
         rows: list[list[int]] = counts_SV.tolist()
         for source, row in enumerate(rows):
             if row[0]:
-                raise _damaged(f"table {source} of counts is impossible for {row[0]} of {self.num_blocks} blocks")
+                raise _impossible(source, row[0], self.num_blocks)
         return [row[1:] for row in rows]
+
+    def _few_sizes(self, counts_SK: list[list[int]]) -> list[list[int]]:
+        """The same from numbers: for small tables faster than operations on tensors."""
+        rows = []
+        for source, counts_K in enumerate(counts_SK):
+            wrong = sum(not 0 <= count <= most for count, most in zip(counts_K, self._lengths, strict=True))
+            if wrong:
+                raise _impossible(source, wrong, self.num_blocks)
+            edges = [*self._first_block, self.num_blocks]
+            rows.append([sum(counts_K[first:last]) for first, last in pairwise(edges)])
+        return rows
 
     def nbytes(self, sizes_V: Sequence[int], codec: Codec) -> int:
         """Bytes of the wire that holds so many entries of each parameter."""
@@ -197,6 +220,10 @@ class SparseLayout:
         if wire.numel() < POSITION_NBYTES * k:
             raise _damaged(f"{k} positions are announced, but the message has {wire.numel()} bytes")
         low_E = wire[: POSITION_NBYTES * k].clone().view(torch.int16).long() & 0xFFFF
+        if self.num_blocks == 1:
+            if k and self._lengths[0] < 1 << BLOCK_BITS and int(low_E.max()) >= self._lengths[0]:
+                raise _damaged("a position lies beyond the end of its parameter")
+            return [low_E]
         block_E = torch.arange(self.num_blocks, device=wire.device).repeat_interleave(counts_K, output_size=k)
         if k and bool((low_E >= self._length_K.index_select(0, block_E)).any()):
             raise _damaged("a position lies beyond the end of its parameter")
@@ -231,6 +258,10 @@ class SparseLayout:
                 values.append(codec.decode_sum(wire[None, at : at + nbytes].contiguous(), k))
                 at += nbytes
         return torch.cat(values)
+
+
+def _impossible(source: int, wrong: int, num_blocks: int) -> RuntimeError:
+    return _damaged(f"table {source} of counts is impossible for {wrong} of {num_blocks} blocks")
 
 
 def _damaged(what: str) -> RuntimeError:

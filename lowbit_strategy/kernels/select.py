@@ -19,7 +19,8 @@ _CHUNK = 1 << 16  # elements of a piece of the plain PyTorch path that stays in 
 _SAMPLE_NUMEL = 1 << 13  # least sample that top_k guesses its threshold from
 _GROUPED_NUMEL = 1 << 21  # up to here groups are faster than a sample
 _GROUP = 32  # elements of a group whose largest bounds the k-th largest of a small tensor
-_TINY = torch.finfo(torch.float32).tiny
+_LARGE_SAMPLE = 1 << 15  # from here on top_k is faster than torch.topk
+TINY = torch.finfo(torch.float32).tiny
 _SMALLEST = 2.0**-149  # the smallest positive number
 
 
@@ -53,6 +54,30 @@ def select_above(x: Tensor, threshold: float, *, expected: int | None = None) ->
     return torch.cat(indices), torch.cat([values for _, values in found])
 
 
+def add_select_(x: Tensor, addend: Tensor, threshold: float, *, expected: int) -> tuple[Tensor, Tensor, bool]:
+    """``x += addend``, then `select_above`: on the CPU in one pass over both.
+
+    Args:
+        x: float32 [N]; at most 2**31 - 1 elements are added in one pass.
+        addend: float [N].
+        threshold: NaN selects nothing.
+        expected: About how many there will be.
+
+    Returns:
+        As `select_above`, and whether all sums are finite.
+    """
+    _check(x)
+    is_plain = addend.dtype == torch.float32 and addend.is_contiguous() and addend.shape == x.shape
+    if x.device.type == "cpu" and is_plain and x.numel() <= MAX_INT32_NUMEL and backends.choose(x.device) == "native":
+        from lowbit_strategy.kernels.native import select as native_select
+
+        return native_select.add_select_(x, addend, threshold, expected)
+    if x.numel() <= MAX_INT32_NUMEL:
+        return reference.add_select_(x, addend, threshold)
+    x.add_(addend)
+    return *select_above(x, threshold), bool(x.isfinite().all())
+
+
 def _select_long(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     found = [select_above(piece, threshold) for piece in x.split(1 << 30)]
     indices = [part.long() + (at << 30) for at, (part, _) in enumerate(found)]
@@ -70,24 +95,33 @@ def count_above(x: Tensor, threshold: float) -> int:
     return sum(reference.count_above(piece, threshold) for piece in x.split(chunk))
 
 
-def sample_magnitudes(x: Tensor, num: int, *, seed: int) -> Tensor:
-    """``|x|`` at `num` places spread evenly over x, chosen by a hash of the seed; all of x if `num` is not less."""
+def sample_magnitudes(x: Tensor, num: int, *, seed: int, addend: Tensor | None = None) -> Tensor:
+    """``|x|`` at `num` places spread evenly over x, chosen by a hash of the seed; all of x if `num` is not less.
+
+    With `addend`, of the same size, ``|x + addend|`` there.
+    """
     _check(x)
     if num >= x.numel():
-        return x.abs()
-    if x.device.type == "cpu" and backends.choose(x.device) == "native":
+        return x.abs() if addend is None else (x + addend).abs_()
+    is_plain = addend is None or (addend.dtype == torch.float32 and addend.is_contiguous())
+    if x.device.type == "cpu" and is_plain and backends.choose(x.device) == "native":
         from lowbit_strategy.kernels.native import select as native_select
 
-        return native_select.sample_magnitudes(x, num, seed)
+        return native_select.sample_magnitudes(x, num, seed, addend)
     # index_select: on the CPU ten times faster than x[...]
-    return x.index_select(0, reference.sample_positions(x.numel(), num, seed, x.device)).abs_()
+    places = reference.sample_positions(x.numel(), num, seed, x.device)
+    sample = x.index_select(0, places)
+    return (sample if addend is None else sample.add_(addend.index_select(0, places))).abs_()
 
 
 def largest_threshold(magnitudes: Tensor, k: int) -> float:
     """The k-th largest of `magnitudes` (at least one is wanted): ``>=`` it selects k of them, more on ties."""
-    k = min(max(k, 1), magnitudes.numel())
+    numel = magnitudes.numel()
+    k = min(max(k, 1), numel)
     if k == 0:
         return math.inf
+    if magnitudes.device.type == "cpu" and numel >= _LARGE_SAMPLE and numel >= 4 * _GROUP * k:
+        return float(top_k(magnitudes, k)[1].min())
     return float(magnitudes.topk(k, sorted=False).values.min())
 
 
@@ -119,6 +153,11 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     candidates, values = _candidates(x, k)
     if candidates is not None and candidates.numel() < k:
         return _fill_up(x, k, candidates)
+    return largest(candidates, values, k)
+
+
+def largest(candidates: Tensor | None, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of at least k candidates: positions (None: all from 0 on) and values."""
     magnitudes = values.abs()
     smallest = magnitudes.topk(k, sorted=False).values.min()
     chosen = (magnitudes >= smallest).nonzero().view(-1)
@@ -137,8 +176,8 @@ def _candidates(x: Tensor, k: int) -> tuple[Tensor | None, Tensor]:
     bound = _lower_bound(x, k)
     if bound is None:
         return None, x
-    indices, values = select_above(x, max(bound, _TINY), expected=2 * k)
-    return (indices, values) if indices.numel() >= k or bound < _TINY else (None, x)
+    indices, values = select_above(x, max(bound, TINY), expected=2 * k)
+    return (indices, values) if indices.numel() >= k or bound < TINY else (None, x)
 
 
 def _lower_bound(x: Tensor, k: int) -> float | None:
@@ -152,10 +191,21 @@ def _lower_bound(x: Tensor, k: int) -> float | None:
     if numel <= _GROUPED_NUMEL and groups >= 4 * k:
         rows = x[: groups * _GROUP].view(_GROUP, groups)
         return largest_threshold(torch.maximum(rows.amax(0), rows.amin(0).neg_()), k)
-    num = max(_SAMPLE_NUMEL, 64 * numel // k)  # some 64 of the largest k in the sample: its error is 1/8
-    if 4 * num < numel and 8 * k < numel:
-        return sampled_threshold(x, 1.5 * k / numel, num, seed=numel)
-    return None
+    num = bound_sample_numel(numel, k)
+    return None if num is None else sampled_bound(sample_magnitudes(x, num, seed=numel), numel, k)
+
+
+def bound_sample_numel(numel: int, k: int) -> int | None:
+    """Size of the sample that bounds the k-th largest from below; None where looking for it does not pay."""
+    if numel <= _GROUPED_NUMEL and numel // _GROUP >= 4 * k:
+        return None
+    num = max(_SAMPLE_NUMEL, 64 * numel // max(k, 1))  # some 64 of the largest k in the sample: its error is 1/8
+    return num if 4 * num < numel and 8 * k < numel else None
+
+
+def sampled_bound(sample: Tensor, numel: int, k: int) -> float:
+    """A magnitude that hardly ever fewer than k of `numel` reach, from a sample of them."""
+    return largest_threshold(sample, round(1.5 * k / numel * sample.numel()))
 
 
 def _fill_up(x: Tensor, k: int, candidates: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,6 +87,72 @@ EXPORT int64_t lowbit_select(
     return out.count;
 }
 
+/* The same while x is added to the sums: they are written back, and the largest exponent shows whether all are finite. */
+enum { MAGNITUDE = 0x7FFFFFFF, LARGEST_FINITE = 0x7F7FFFFF };
+
+static int32_t add_portable(
+    float *sums, const float *x, int64_t start, int64_t stop, float threshold, struct output *out
+) {
+    int32_t nonfinite = 0;
+    for (int64_t i = start; i < stop; i += 1024) {
+        const int64_t end = i + 1024 < stop ? i + 1024 : stop;
+        for (int64_t j = i; j < end; j++) {
+            int32_t bits;
+            sums[j] += x[j];
+            memcpy(&bits, sums + j, sizeof bits);
+            nonfinite |= (bits & MAGNITUDE) > LARGEST_FINITE;
+        }
+        select_portable(sums, i, end, threshold, out);
+    }
+    return nonfinite;
+}
+
+#if defined(__x86_64__)
+
+__attribute__((target("avx2"))) static int32_t add_avx2(
+    float *sums, const float *x, int64_t start, int64_t stop, float threshold, struct output *out
+) {
+    const __m256 limit = _mm256_set1_ps(threshold), sign = _mm256_set1_ps(-0.0f);
+    const __m256i finite = _mm256_set1_epi32(LARGEST_FINITE);
+    __m256i nonfinite = _mm256_setzero_si256();
+    int64_t i = start;
+    for (; i + 32 <= stop; i += 32) {
+        uint32_t hits = 0;
+        for (int j = 0; j < 4; j++) {
+            __m256 sum = _mm256_add_ps(_mm256_loadu_ps(sums + i + 8 * j), _mm256_loadu_ps(x + i + 8 * j));
+            __m256 magnitude = _mm256_andnot_ps(sign, sum);
+            _mm256_storeu_ps(sums + i + 8 * j, sum);
+            nonfinite = _mm256_or_si256(nonfinite, _mm256_cmpgt_epi32(_mm256_castps_si256(magnitude), finite));
+            hits |= (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(magnitude, limit, _CMP_GE_OQ)) << (8 * j);
+        }
+        for (; hits; hits &= hits - 1) {
+            int64_t at = i + __builtin_ctz(hits);
+            put(out, at, sums[at]);
+        }
+    }
+    return add_portable(sums, x, i, stop, threshold, out) || !_mm256_testz_si256(nonfinite, nonfinite);
+}
+
+#endif
+
+/* Elements [start, stop): sums += x, then as lowbit_select. *nonfinite becomes 1 if a sum is inf or NaN. */
+EXPORT int64_t lowbit_add_select(
+    const char *isa, float *sums, const float *x, int64_t start, int64_t stop, float threshold, int32_t *indices,
+    float *values, int64_t capacity, int32_t *nonfinite
+) {
+    struct output out = {indices, values, capacity, 0};
+#if defined(__x86_64__)
+    if (strcmp(isa, "portable") != 0) {
+        *nonfinite = add_avx2(sums, x, start, stop, threshold, &out);
+        return out.count;
+    }
+#else
+    (void)isa;
+#endif
+    *nonfinite = add_portable(sums, x, start, stop, threshold, &out);
+    return out.count;
+}
+
 /* By chunk: the `kept` largest of every CHUNK elements, positions ascending; of equal ones the first, NaN before all.
  * Magnitudes are compared as integers. The maxima of groups bound the kept-th largest from below, so that one pass
  * leaves few candidates; among those it is found bit by bit. */
@@ -198,11 +264,21 @@ EXPORT void lowbit_chunk_top_k(
     chunks_portable(x, first, last, kept, room, positions, values);
 }
 
-/* |x| at one place in each of `num` equal strata, where a hash of the key and the stratum says. num < numel < 2^61. */
-EXPORT void lowbit_sample_magnitudes(const float *x, int64_t numel, int64_t num, uint32_t key, float *magnitudes) {
+/* |x| at one place in each of `num` equal strata, where a hash of the key and the stratum says; of |x + addend| unless
+ * that is NULL. num < numel < 2^61. Places are found some time before they are read, for memory to deliver them. */
+enum { AHEAD = 64 };
+
+EXPORT void lowbit_sample_magnitudes(
+    const float *x, const float *addend, int64_t numel, int64_t num, uint32_t key, float *magnitudes
+) {
     const int64_t step = numel / num, rest = numel % num;
-    int64_t edge = 0, carried = 0;
-    for (int64_t i = 0; i < num; i++) {
+    int64_t edge = 0, carried = 0, places[AHEAD];
+    for (int64_t i = 0; i < num + AHEAD; i++) {
+        if (i >= AHEAD) {
+            const int64_t at = places[i % AHEAD];
+            magnitudes[i - AHEAD] = fabsf(addend ? x[at] + addend[at] : x[at]);
+        }
+        if (i >= num) continue;
         int64_t length = step;
         carried += rest;
         if (carried >= num) {
@@ -213,7 +289,10 @@ EXPORT void lowbit_sample_magnitudes(const float *x, int64_t numel, int64_t num,
         hash = (hash ^ (hash >> 16)) * 0x7FEB352Du;
         hash = (hash ^ (hash >> 15)) * 0x846CA68Bu;
         hash ^= hash >> 16;
-        magnitudes[i] = fabsf(x[edge + (int64_t)(((uint64_t)hash * (uint64_t)length) >> 32)]);
+        const int64_t at = edge + (int64_t)(((uint64_t)hash * (uint64_t)length) >> 32);
+        places[i % AHEAD] = at;
+        __builtin_prefetch(x + at);
+        if (addend) __builtin_prefetch(addend + at);
         edge += length;
     }
 }

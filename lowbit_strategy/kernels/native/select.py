@@ -26,7 +26,14 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         None,
         (ctypes.c_char_p, _POINTER, _COUNT, _COUNT, _POINTER, _COUNT, _POINTER, _POINTER),
     ),
-    "lowbit_sample_magnitudes": (None, (_POINTER, _COUNT, _COUNT, ctypes.c_uint32, _POINTER)),
+    "lowbit_add_select": (
+        _COUNT,
+        (
+            *(ctypes.c_char_p, _POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_float),
+            *(_POINTER, _POINTER, _COUNT, ctypes.POINTER(ctypes.c_int32)),
+        ),
+    ),
+    "lowbit_sample_magnitudes": (None, (_POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_uint32, _POINTER)),
 }
 
 
@@ -51,9 +58,16 @@ def _select(x: Tensor, start: int, stop: int, threshold: float, capacity: int) -
     return int(count), indices, values
 
 
-def sample_magnitudes(x: Tensor, num: int, seed: int) -> Tensor:
+def sample_magnitudes(x: Tensor, num: int, seed: int, addend: Tensor | None) -> Tensor:
     magnitudes = torch.empty(num, dtype=torch.float32)
-    _function("lowbit_sample_magnitudes")(x.data_ptr(), x.numel(), num, hash32(seed), magnitudes.data_ptr())
+    _function("lowbit_sample_magnitudes")(
+        x.data_ptr(),
+        None if addend is None else addend.data_ptr(),
+        x.numel(),
+        num,
+        hash32(seed),
+        magnitudes.data_ptr(),
+    )
     return magnitudes
 
 
@@ -85,10 +99,32 @@ def select_above(x: Tensor, threshold: float, expected: int | None) -> tuple[Ten
             count, indices, values = _select(x, start, stop, threshold, count)
         return indices[:count], values[:count]
 
-    parts = run(work, -(-numel // _BLOCK), _BLOCK)
+    return _joined(run(work, -(-numel // _BLOCK), _BLOCK))
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if len(parts) == 1:
         return parts[0]
     return torch.cat([indices for indices, _ in parts]), torch.cat([values for _, values in parts])
+
+
+def add_select_(x: Tensor, addend: Tensor, threshold: float, expected: int) -> tuple[Tensor, Tensor, bool]:
+    numel = x.numel()
+    share, function, name = (expected + expected // 2) / max(numel, 1), _function("lowbit_add_select"), isa().encode()
+
+    def work(first: int, last: int) -> tuple[Tensor, Tensor, bool]:
+        start, stop = first * _BLOCK, min(last * _BLOCK, numel)
+        capacity = min(stop - start, int(share * (stop - start)) + 1024)
+        indices, values = torch.empty(capacity, dtype=torch.int32), torch.empty(capacity, dtype=torch.float32)
+        found, nonfinite = (indices.data_ptr(), values.data_ptr(), capacity), ctypes.c_int32()
+        span = (start, stop, threshold)
+        count = function(name, x.data_ptr(), addend.data_ptr(), *span, *found, ctypes.byref(nonfinite))
+        if count > capacity:
+            count, indices, values = _select(x, start, stop, threshold, count)
+        return indices[:count], values[:count], not nonfinite.value
+
+    parts = run(work, -(-numel // _BLOCK), _BLOCK)
+    return *_joined([part[:2] for part in parts]), all(finite for _, _, finite in parts)
 
 
 def count_above(x: Tensor, threshold: float) -> int:

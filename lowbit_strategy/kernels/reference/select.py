@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,13 @@ def select_above(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Positions (int32, ascending) and values of ``|x| >= threshold``; NaN is not selected."""
     indices = (x.abs() >= threshold).nonzero().view(-1)
     return indices.to(torch.int32), x.index_select(0, indices)
+
+
+def add_select_(x: Tensor, addend: Tensor, threshold: float) -> tuple[Tensor, Tensor, bool]:
+    """``x += addend``, then `select_above`; and whether all sums are finite."""
+    x.add_(addend)
+    finite = math.isfinite(float(x.sum())) or bool(x.isfinite().all())  # one fast pass where nothing is wrong
+    return *select_above(x, threshold), finite
 
 
 def count_above(x: Tensor, threshold: float) -> int:

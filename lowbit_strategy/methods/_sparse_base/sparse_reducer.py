@@ -32,6 +32,7 @@ from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, spar
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.kernels.sums import OverflowedSum, Sum
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -139,19 +140,47 @@ def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> Reducer
     return {spec.name: {"residual": torch.zeros(spec.numel, dtype=torch.float32, device=device)} for spec in specs}
 
 
+def pending_sums(views: Sequence[View], state: ReducerState) -> tuple[list[Condition], list[Sum]]:
+    """The condition of each gradient and ``h = g + e``, on the CPU yet to be formed, in its residual.
+
+    Elsewhere, where every look at a result is a pause, the sums are formed at once, as by `accumulate_`.
+    """
+    if views[0].x.device.type != "cpu":
+        return accumulate_(views, state), [Sum(state[view.spec.name]["residual"]) for view in views]
+    found = conditions([view.x for view in views])
+    return found, [
+        Sum(state[view.spec.name]["residual"], view.flat() if condition is Condition.LIVE else None)
+        for view, condition in zip(views, found, strict=True)
+    ]
+
+
 def accumulate_(views: Sequence[View], state: ReducerState) -> list[Condition]:
     """``h = g + e`` in the residuals of live gradients; the others' stay. The condition of each gradient.
 
     A sum of finite numbers that overflows counts as not finite: what overflowed is dropped from the residual.
     """
+    if views[0].x.device.type == "cpu":
+        found, totals = pending_sums(views, state)
+        for i, (view, total) in enumerate(zip(views, totals, strict=True)):
+            try:
+                total.formed()
+            except OverflowedSum:
+                undo_(state[view.spec.name]["residual"], view.flat())
+                found[i] = Condition.NONFINITE
+        return found
     found = conditions([view.x for view in views])
     for view, condition in zip(views, found, strict=True):
         if condition is Condition.LIVE:
             state[view.spec.name]["residual"].add_(view.flat())
     for i in overflowed(views, state, found):
-        state[views[i].spec.name]["residual"].sub_(views[i].flat()).nan_to_num_(0.0, 0.0, 0.0)
+        undo_(state[views[i].spec.name]["residual"], views[i].flat())
         found[i] = Condition.NONFINITE
     return found
+
+
+def undo_(residual: Tensor, gradient: Tensor) -> None:
+    """Take an overflow back, to rounding; what is not finite is dropped."""
+    residual.sub_(gradient).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def overflowed(views: Sequence[View], state: ReducerState, found: Sequence[Condition]) -> list[int]:
@@ -194,12 +223,17 @@ class SparseReducer(Reducer):
         """Entries that are meant to be sent for a parameter."""
         return num_kept(self.density, spec.numel)
 
-    def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> list[Condition]:
-        return accumulate_(views, state)
+    def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> tuple[list[Condition], list[Sum]]:
+        """Conditions, and the sums to choose from: an overflow may show only when they are formed."""
+        return pending_sums(views, state)
 
     @abstractmethod
-    def choose(self, view: View, tensors: StateTensors, step: StepContext) -> Chosen:
-        """Entries of ``tensors["residual"]`` to send: ascending positions."""
+    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+        """Entries of `total` to send: ascending positions. Must form the sum, in ``tensors["residual"]``.
+
+        Raises:
+            OverflowedSum: From forming it.
+        """
 
     def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
         """Whatever else must follow once entries have been sent."""
@@ -207,20 +241,25 @@ class SparseReducer(Reducer):
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         if not views:
             return
-        found = self.accumulate_(views, state, comm)
-        yield from self.send(views, found, state, comm, step)
+        yield from self.send(views, *self.accumulate_(views, state, comm), state, comm, step)
 
     def send(
-        self, views: Sequence[View], found: Sequence[Condition], state: ReducerState, comm: Comm, step: StepContext
+        self,
+        views: Sequence[View],
+        found: Sequence[Condition],
+        totals: Sequence[Sum],
+        state: ReducerState,
+        comm: Comm,
+        step: StepContext,
     ) -> Iterator[Pending]:
-        """Choose from what has been accumulated, exchange, write the means."""
-        chosen = [
-            self._choose(view, state[view.spec.name], condition, step)
-            for view, condition in zip(views, found, strict=True)
+        """Choose, exchange, write the means."""
+        entries = [
+            self._choose(view, total, state[view.spec.name], condition, step)
+            for view, total, condition in zip(views, totals, found, strict=True)
         ]
         layout = layout_of(views, comm)
-        message = layout.pack(chosen, self.codec, seed=step.seed)
-        for view, condition, part, sent in zip(views, found, chosen, message.sent, strict=True):
+        message = layout.pack([part for _, part in entries], self.codec, seed=step.seed)
+        for view, (condition, part), sent in zip(views, entries, message.sent, strict=True):
             tensors = state[view.spec.name]
             observe_(view, tensors["residual"], condition, part, sent)
             if condition is Condition.LIVE:
@@ -229,14 +268,20 @@ class SparseReducer(Reducer):
         parts_SV = yield from exchange_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
         write_sums_(views, parts_SV, comm.world_size)
 
-    def _choose(self, view: View, tensors: StateTensors, condition: Condition, step: StepContext) -> Chosen:
-        spec = view.spec
+    def _choose(
+        self, view: View, total: Sum, tensors: StateTensors, condition: Condition, step: StepContext
+    ) -> tuple[Condition, Chosen]:
+        """Entries to send, and the condition, which an overflow changes."""
+        spec, device = view.spec, tensors["residual"].device
         if condition is Condition.LIVE:
-            return self.choose(view, tensors, step)
-        device = tensors["residual"].device
+            try:
+                return condition, self.choose(view, total, tensors, step)
+            except OverflowedSum:
+                undo_(tensors["residual"], view.flat())
+                condition = Condition.NONFINITE
         if condition is Condition.NONFINITE:
-            return first(self.num_kept(spec) if self.same_counts else 1, math.nan, device)
-        return first(self.num_kept(spec), 0.0, device) if self.same_counts else nothing(device)
+            return condition, first(self.num_kept(spec) if self.same_counts else 1, math.nan, device)
+        return condition, first(self.num_kept(spec), 0.0, device) if self.same_counts else nothing(device)
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         return entries_sum_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=scatter)

@@ -15,6 +15,7 @@ from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.sums import Sum
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -67,8 +68,8 @@ class AdaCompReducer(SparseReducer):
     def num_kept(self, spec: TensorSpec) -> int:
         return min(spec.numel, expected_per_bin(self.bin_size) * -(-spec.numel // self.bin_size))
 
-    def choose(self, view: View, tensors: StateTensors, step: StepContext) -> Chosen:
-        residual = tensors["residual"]
+    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+        residual = total.formed()
         most = _MOST * expected_per_bin(self.bin_size)
         indices = select_in_bins(residual, view.flat().float(), self.bin_size, most)
         return Chosen(indices, residual.index_select(0, indices))

@@ -16,7 +16,8 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
+from lowbit_strategy.kernels.select import largest_threshold
+from lowbit_strategy.kernels.sums import Sum, top_k
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
@@ -35,6 +36,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     conditions,
     nonzero,
     overflowed,
+    pending_sums,
     value_codec,
     zero_residuals,
 )
@@ -48,25 +50,26 @@ _WHOLE = WholeReducer()
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def select_by_sample(x: Tensor, k: int, *, seed: int) -> Chosen:
-    """About the k largest elements of x, 0.8 k to k of them, in a few passes and without sorting x.
+def select_by_sample(total: Sum, k: int, *, seed: int) -> Chosen:
+    """About the k largest elements of the sum, 0.8 k to k of them, in a few passes and without sorting it.
 
     A threshold is taken from a sample. While it selects fewer than 0.8 k it is lowered by a fifth, at most ten times;
-    if it selects more than k, the largest of those are taken. Where the sample would be a quarter of x, x is sorted.
+    if it selects more than k, the largest of those are taken. Where the sample would be a quarter of it, the
+    largest are taken.
     """
-    numel = x.numel()
+    numel = total.numel()
     num = max(math.ceil(_SAMPLE_SHARE * numel), math.ceil(_SAMPLE_KEPT * numel / k))
     if 4 * num >= numel:
-        return nonzero(Chosen(*top_k(x, k)))
-    sample = sample_magnitudes(x, num, seed=seed)
+        return nonzero(Chosen(*top_k(total, k)))
+    sample = total.sample(num, seed=seed)
     threshold = max(largest_threshold(sample, round(k / numel * num)), _TINY)  # zeros are never sent
     for _ in range(1 + _MAX_ROUNDS):
-        indices, values = select_above(x, threshold, expected=k)
+        indices, values = total.above(threshold, expected=k)
         if indices.numel() >= _LEAST * k or threshold == _TINY:
             break
         threshold = max(threshold * 0.8, _TINY)
     if indices.numel() > k:
-        chosen, values = top_k(values, k)
+        chosen, values = top_k(Sum(values), k)
         indices = indices.index_select(0, chosen)
     return Chosen(indices.long(), values)
 
@@ -113,19 +116,22 @@ class DGCReducer(SparseReducer):
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         if not views:
             return
-        found = self.accumulate_(views, state, comm)
+        found, totals = self.accumulate_(views, state, comm)
         sparse, whole = (
             [i for i, view in enumerate(views) if self.is_dense(view.spec) is dense] for dense in (False, True)
         )
         if sparse:
-            yield from self.send([views[i] for i in sparse], [found[i] for i in sparse], state, comm, step)
+            picked = [views[i] for i in sparse], [found[i] for i in sparse], [totals[i] for i in sparse]
+            yield from self.send(*picked, state, comm, step)
         if whole:
             yield from _WHOLE.sum_all([views[i] for i in whole], [found[i] for i in whole], state, comm, step)
 
-    def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> list[Condition]:
+    def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> tuple[list[Condition], list[Sum]]:
         """Momentum and velocity move on. With momentum a gradient of zeros is one like any other: momentum decays, and
         the velocity goes on growing by it.
         """
+        if not (self.momentum or self.whole_model or self.density == 1.0):
+            return pending_sums(views, state)
         found = conditions([view.x for view in views])
         if self.momentum:
             found = [Condition.LIVE if condition is Condition.IDLE else condition for condition in found]
@@ -136,7 +142,7 @@ class DGCReducer(SparseReducer):
         for i in overflowed(views, state, found):
             self._undo_(state[views[i].spec.name], views[i].flat(), factor)
             found[i] = Condition.NONFINITE
-        return found
+        return found, [Sum(state[view.spec.name]["residual"]) for view in views]
 
     def clip_factor(self, views: Sequence[View], found: Sequence[Condition], comm: Comm) -> float:
         return 1.0
@@ -167,8 +173,8 @@ class DGCReducer(SparseReducer):
             momentum.nan_to_num_(0.0, 0.0, 0.0)
         velocity.nan_to_num_(0.0, 0.0, 0.0)
 
-    def choose(self, view: View, tensors: StateTensors, step: StepContext) -> Chosen:
-        return select_by_sample(tensors["residual"], self.num_kept(view.spec), seed=step.seed)
+    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+        return select_by_sample(total, self.num_kept(view.spec), seed=step.seed)
 
     def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
         if self.momentum:  # factor masking: stale momentum of what has been sent must not push on

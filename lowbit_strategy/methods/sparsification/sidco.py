@@ -14,7 +14,8 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
+from lowbit_strategy.kernels.select import largest_threshold
+from lowbit_strategy.kernels.sums import Sum, top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.compact_residual import compact
@@ -35,7 +36,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
 from lowbit_strategy.options.configuration import configuration
 
 _SAMPLE_NUMEL = 1 << 14
-_SAMPLE_KEPT = 256  # of the sample above the threshold: enough for the last stage's moments
+_SAMPLE_KEPT = 128  # of the sample above the threshold: enough for the last stage's moments
 _WINDOW = 5
 _LARGE = 1e9  # for infinity: no state may hold one
 _TOLERANCE = 1.2
@@ -70,28 +71,31 @@ class SIDCoReducer(SparseReducer):
             tensors["sense"] = torch.ones(1, dtype=torch.float32)
         return state
 
-    def choose(self, view: View, tensors: StateTensors, step: StepContext) -> Chosen:
-        h = tensors["residual"]
+    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
         wanted = self.num_kept(view.spec)
         num = max(_SAMPLE_NUMEL, math.ceil(_SAMPLE_KEPT / self.density))
-        if 4 * num >= h.numel():  # fitting a sample would take longer than the exact choice
-            return nonzero(Chosen(*top_k(h, wanted)))
-        sample = sample_magnitudes(h, num, seed=step.seed)
-        indices, values = select_above(h, self._threshold(sample, tensors), expected=wanted)
+        if 8 * num >= total.numel():  # fitting a sample would take longer than the exact choice
+            return nonzero(Chosen(*top_k(total, wanted)))
+        sample = total.sample(num, seed=step.seed)
+        if not math.isfinite(float(sample.max())):
+            total.formed()  # raises: there is nothing to be learned from an overflow
+        indices, values = total.above(self._threshold(sample, tensors), expected=wanted)
         if indices.numel() > (most := math.floor(_MOST * wanted)):
-            kept, values = top_k(values, most)
+            kept, values = top_k(Sum(values), most)
             indices = indices.index_select(0, kept)
         return Chosen(indices.long(), values)
 
     def _threshold(self, sample: Tensor, tensors: StateTensors) -> float:
         """From the fit, but between the sample's quantiles of twice and half the density."""
-        nonzero_n = sample[sample > 0]  # rows that a step did not touch would distort the fit of the others
+        nonzero_n = (
+            sample if float(sample.min()) > 0 else sample[sample > 0]
+        )  # rows that a step did not touch would distort the fit of the others
         n = nonzero_n.numel()
         share = self.density * sample.numel() / max(n, 1)
         if n == 0 or share >= 1.0:
             return _TINY  # from the smallest number on: zeros are never sent
         fitted = fitted_threshold(nonzero_n, share, int(tensors["stages"]), self.distribution)
-        tail = nonzero_n.topk(min(n, max(1, round(_REACH * share * n))), sorted=False).values
+        tail = top_k(Sum(nonzero_n), min(n, max(1, round(_REACH * share * n))))[1]
         least, most = float(tail.min()), largest_threshold(tail, round(share * n / _REACH))
         reached = int((nonzero_n >= fitted).sum())
         self._learn_(tensors, reached / (share * n))
@@ -139,7 +143,7 @@ class SIDCo(SparseCompressor):
     Zeros are left out of the fit. The authors fit to all of h, not to a sample, start with one stage, not with one for
     each quarter, and have no bounds: gradients of plus and minus one then send everything. Their sense of step 5 is
     that of tails lighter than the fitted distribution; with heavier ones more stages lower the count, so a move that
-    made it worse reverses the sense. Where a sample would be a quarter of the parameter the largest are taken exactly.
+    made it worse reverses the sense. Where a sample would be an eighth of the parameter the largest are taken exactly.
 
     Args:
         density: Share of each parameter's elements that is wanted, in (0, 1]; the count follows it, not exactly.

@@ -10,7 +10,7 @@ from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.select import top_k
+from lowbit_strategy.kernels.sums import Sum, top_k
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import View
@@ -38,8 +38,8 @@ class TopKReducer(SparseReducer):
     def label(self) -> str:
         return f"top-k {self.density:g}, {self.codec.label}"
 
-    def choose(self, view: View, tensors: StateTensors, step: StepContext) -> Chosen:
-        return Chosen(*top_k(tensors["residual"], self.num_kept(view.spec)))
+    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+        return Chosen(*top_k(total, self.num_kept(view.spec)))
 
 
 Selection = Literal["exact", "chunk"]

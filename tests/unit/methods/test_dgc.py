@@ -11,6 +11,7 @@ from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels.reference.select import top_k
+from lowbit_strategy.kernels.sums import Sum
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec
 from lowbit_strategy.methods.quantization.loco import LoCo
@@ -31,7 +32,7 @@ def _values(kind: str, numel: int) -> torch.Tensor:
 def test_the_sample_finds_nearly_the_largest(kind: str, density: float) -> None:
     x = _values(kind, 400_000)
     k = round(density * x.numel())
-    chosen = select_by_sample(x, k, seed=3)
+    chosen = select_by_sample(Sum(x), k, seed=3)
     assert 0.8 * k <= chosen.indices.numel() <= k
     assert torch.equal(chosen.indices, chosen.indices.unique())
     assert torch.equal(chosen.values, x[chosen.indices])
@@ -40,14 +41,14 @@ def test_the_sample_finds_nearly_the_largest(kind: str, density: float) -> None:
 
 def test_a_small_tensor_gives_exactly_the_largest() -> None:
     x = _values("normal", 500)
-    assert torch.equal(select_by_sample(x, 25, seed=0).indices, top_k(x, 25))
+    assert torch.equal(select_by_sample(Sum(x), 25, seed=0).indices, top_k(x, 25))
 
 
 def test_zeros_are_never_sent() -> None:
     x = torch.zeros(100_000)
-    assert not select_by_sample(x, 100, seed=0).indices.numel()
+    assert not select_by_sample(Sum(x), 100, seed=0).indices.numel()
     x[70_000] = -2.0
-    chosen = select_by_sample(x, 100, seed=0)
+    chosen = select_by_sample(Sum(x), 100, seed=0)
     assert chosen.indices.tolist() == [70_000]
     assert chosen.values.tolist() == [-2.0]
 

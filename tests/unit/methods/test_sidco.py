@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.kernels.sums import Sum
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.fitted_thresholds import (
@@ -86,7 +87,7 @@ def test_the_count_follows_the_density_of_accumulated_gradients(kind: str, distr
     counts = []
     for index in range(30):
         tensors["residual"].add_(_values(kind, index))
-        chosen = reducer.choose(_view(spec), tensors, StepContext(index, 100 + index, index))
+        chosen = reducer.choose(_view(spec), Sum(tensors["residual"]), tensors, StepContext(index, 100 + index, index))
         assert torch.equal(chosen.values, tensors["residual"][chosen.indices])
         tensors["residual"].index_fill_(0, chosen.indices, 0.0)
         counts.append(chosen.indices.numel())
@@ -97,9 +98,9 @@ def test_zeros_are_never_sent() -> None:
     spec = TensorSpec("weight", (10_000,))
     reducer = SIDCo(density=0.01).method(spec)
     tensors = reducer.init([spec], torch.device("cpu"))["weight"]
-    assert not reducer.choose(_view(spec), tensors, StepContext(0, 1, 1)).indices.numel()
+    assert not reducer.choose(_view(spec), Sum(tensors["residual"]), tensors, StepContext(0, 1, 1)).indices.numel()
     tensors["residual"][77] = 5.0
-    assert reducer.choose(_view(spec), tensors, StepContext(1, 2, 2)).indices.tolist() == [77]
+    assert reducer.choose(_view(spec), Sum(tensors["residual"]), tensors, StepContext(1, 2, 2)).indices.tolist() == [77]
 
 
 def test_stages_follow_the_count_and_turn_round_where_that_is_wrong() -> None:
@@ -141,7 +142,7 @@ def test_rows_of_different_scale_stay_near_the_target() -> None:
     for index in range(20):
         x = torch.randn(300, 1000, generator=torch.Generator().manual_seed(index)) * scales
         tensors["residual"].add_(x.view(-1))
-        chosen = reducer.choose(_view(spec), tensors, StepContext(index, 100 + index, index))
+        chosen = reducer.choose(_view(spec), Sum(tensors["residual"]), tensors, StepContext(index, 100 + index, index))
         tensors["residual"].index_fill_(0, chosen.indices, 0.0)
         ratios.append(chosen.indices.numel() / reducer.num_kept(spec))
     assert min(ratios) > 0.4

@@ -1,0 +1,134 @@
+"""The pass that adds, looks for overflow and selects, against its plain definition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit_strategy.kernels import native, select
+from lowbit_strategy.kernels.native import ISA_OVERRIDE
+from lowbit_strategy.kernels.reference import select as reference
+from lowbit_strategy.kernels.sums import OverflowedSum, Sum, top_k
+
+_PATHS = ["torch", *(("avx512", "avx2", "portable") if native.available() else ())]
+
+
+@pytest.fixture(params=_PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setenv("LOWBIT_KERNELS", "torch")
+    else:
+        if request.param not in native.isas():
+            pytest.skip(f"this processor has no {request.param}")
+        monkeypatch.setenv("LOWBIT_KERNELS", "native")
+        monkeypatch.setenv(ISA_OVERRIDE, request.param)
+    return request.param
+
+
+def _pair(numel: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 31, 33, 1000, 1056, 70_000, 200_001])
+@pytest.mark.parametrize("threshold", [0.0, 2.0, math.inf, math.nan])
+def test_adding_and_selecting_is_the_definition(path: str, numel: int, threshold: float) -> None:
+    x, addend = _pair(numel)
+    wanted_x = x.clone()
+    wanted_indices, wanted_values, wanted_finite = reference.add_select_(wanted_x, addend, threshold)
+    indices, values, finite = select.add_select_(x, addend, threshold, expected=numel // 100)
+    assert torch.equal(x, wanted_x)
+    assert torch.equal(indices, wanted_indices)
+    assert torch.equal(values, wanted_values)
+    assert finite is wanted_finite is True
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("at", [0, 40, 4095, 200_000])
+@pytest.mark.parametrize("value", [3e38, -3e38, math.inf, math.nan])
+def test_one_sum_that_is_not_finite_is_found_anywhere(path: str, threads: int, at: int, value: float) -> None:
+    x, addend = _pair(200_001)
+    x[at] = addend[at] = value
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert select.add_select_(x.clone(), addend, 3.0, expected=0)[2] is False
+        addend[at] = -value if math.isfinite(value) else 0.0
+        x[at] = value if math.isfinite(value) else torch.finfo(torch.float32).max
+        assert select.add_select_(x, addend, 3.0, expected=0)[2] is True
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_slices_and_signs_of_zero_are_the_definition(path: str) -> None:
+    x, addend = _pair(5003)
+    x[7:40], addend[7:30] = -0.0, -0.0
+    x[50], addend[50] = 1e-45, -3e-45
+    for start in range(5):
+        ours, wanted = x[start:].clone(), x[start:].clone()
+        found, expected = select.add_select_(ours, addend[start:], 1e-44, expected=9), None
+        expected = reference.add_select_(wanted, addend[start:], 1e-44)
+        assert torch.equal(ours.view(torch.int32), wanted.view(torch.int32))
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+
+
+def test_other_dtypes_are_added_too(path: str) -> None:
+    x, addend = _pair(9_000)
+    wanted = x + addend.bfloat16()
+    indices, values, finite = select.add_select_(x, addend.bfloat16(), 2.5, expected=0)
+    assert torch.equal(x, wanted)
+    assert finite
+    assert torch.equal(indices, reference.select_above(wanted, 2.5)[0])
+    assert torch.equal(values, reference.select_above(wanted, 2.5)[1])
+
+
+@pytest.mark.parametrize(("numel", "num"), [(2, 1), (101, 10), (1000, 1000), (70_001, 4096)])
+def test_a_sample_of_the_sum_is_one_of_what_is_formed(path: str, numel: int, num: int) -> None:
+    x, addend = _pair(numel)
+    sample = Sum(x, addend).sample(num, seed=3)
+    assert torch.equal(sample, Sum(x + addend).sample(num, seed=3))
+    half = addend.bfloat16()
+    assert torch.equal(Sum(x, half).sample(num, seed=3), Sum(x + half).sample(num, seed=3))
+
+
+def test_a_sum_is_formed_once() -> None:
+    x, addend = _pair(50_000)
+    wanted = x + addend
+    total = Sum(x, addend)
+    first = total.above(4.0, expected=10)
+    second = total.above(3.0, expected=10)
+    assert torch.equal(total.formed(), wanted)
+    assert torch.equal(first[0], reference.select_above(wanted, 4.0)[0])
+    assert torch.equal(second[0], reference.select_above(wanted, 3.0)[0])
+
+
+@pytest.mark.parametrize(("numel", "k"), [(1, 1), (1000, 10), (100_000, 100), (3_000_000, 3000), (3_000_000, 600_000)])
+def test_top_k_of_a_sum_is_the_definition(path: str, numel: int, k: int) -> None:
+    x, addend = _pair(numel)
+    for sparse in (False, True):
+        ours, addend = x.clone(), addend * (torch.arange(numel) % 7 == 0) if sparse else addend
+        wanted = ours + addend
+        indices, values = top_k(Sum(ours, addend), k)
+        assert torch.equal(ours, wanted)
+        assert torch.equal(indices, reference.top_k(wanted, k))
+        assert torch.equal(values, wanted[indices])
+
+
+@pytest.mark.parametrize("numel", [1000, 3_000_000])
+def test_top_k_of_a_sum_that_overflows_raises(path: str, numel: int) -> None:
+    x, addend = _pair(numel)
+    x[numel // 2] = addend[numel // 2] = 3e38
+    with pytest.raises(OverflowedSum):
+        top_k(Sum(x, addend), numel // 1000)
+
+
+def test_top_k_of_a_sum_of_nearly_nothing_but_zeros() -> None:
+    x, addend = torch.zeros(3_000_000), torch.zeros(3_000_000)
+    addend[[5, 2_000_000]] = 1.0
+    indices, values = top_k(Sum(x, addend), 4)
+    assert indices.tolist() == [0, 1, 5, 2_000_000]
+    assert values.tolist() == [0.0, 0.0, 1.0, 1.0]
