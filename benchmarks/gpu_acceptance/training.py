@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
+from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.custom_loop import LoopClock, adapt
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Entry, Stages
@@ -25,6 +26,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.hooks.attach import attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.hooks.attached import Attached
+from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
@@ -219,23 +221,26 @@ def one_rank_matches(device: torch.device, dtype: str, options: dict[str, bool])
     plain, scale = copy.deepcopy(net), 1024.0 if dtype == "float16" else 1.0
     prepared = prepare(net, LoCo(), SyncOptions(), scatter=False)
     model = DistributedDataParallel(net, bucket_cap_mb=0.01, **options)  # type: ignore[arg-type]
-    attached = attach_ddp(model, prepared, device=device)
+    # `attach_ddp` leaves one rank uncompressed, so the hook is put on by hand, with a group apart from DDP's.
+    comm = GroupComm(dist.new_group([0]))
+    hooked = GradientSync(LoCo(), prepared.specs, comm, device, scatter=False)
+    hook = DDPHook(model, hooked)
     alone = GradientSync(LoCo(), prepared.specs, LocalComm(), device, scatter=False)
     for step in range(3):
         x = torch.randn(16, 96, generator=torch.Generator().manual_seed(step)).to(device, getattr(torch, dtype))
-        for sync in (attached.sync, alone):
+        for sync in (hooked, alone):
             sync.set_loss_scale(scale)
             sync.begin_step()
         for module in (model, plain):
             module.zero_grad(set_to_none=not options.get("gradient_as_bucket_view"))
             (module(x).float().square().mean() * scale).backward()
-        attached.end_step()
+        hooked.end_step()
         wanted = _reduce(alone, plain)
         for (name, parameter), gradient in zip(net.named_parameters(), wanted, strict=True):
             assert parameter.grad is not None
             if not torch.equal(parameter.grad, gradient.view_as(parameter)):
                 raise AssertionError(f"step {step}: the gradient of {name} differs ({dtype}, {options})")
-    attached.close()
+    hook.close()
 
 
 def _reduce(sync: GradientSync, model: nn.Module) -> list[Tensor]:
