@@ -1,4 +1,4 @@
-"""Part 3: memory of large models beside ranks that are not there, and longer trainings of several methods."""
+"""Part 3: memory of large models beside ranks that are not there; interruptions; longer trainings."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpu_acceptance.checks import Check, Figures
+from gpu_acceptance.interrupted import continued, overflow
 from gpu_acceptance.training import SmallGPT, batch, next_token_loss, wrap
 from gpu_acceptance.two_ranks import agree, trained
 from lowbit_strategy import LoCo, preset
 from lowbit_strategy.collectives.comm import GroupComm, Pending
-from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
+from lowbit_strategy.control import Accordion
 
 WORLD_SIZE = 8
 SIZES = {"cuda": {"fsdp": (4096, 32), "ddp": (2048, 24)}, "cpu": {"fsdp": (256, 4), "ddp": (128, 4)}}  # width, layers
-TRAINED = ("loco", "loco2", "topk", "powersgd")
+METHODS = ("loco", "loco2", "topk", "powersgd")
 
 
 class _Arrived:
@@ -63,17 +64,12 @@ def memory_of(kind: str, compressor: Any, device: torch.device) -> Figures:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    attached = None
     with fake_world():
         with torch.device(device):
             net = SmallGPT(width, layers)
-        if compressor is not None:
-            model, attached = wrap(kind, net, compressor, device)
-        elif kind == "ddp":
-            model = DistributedDataParallel(net)
-        else:
-            shard_module(net, init_device_mesh(device.type, (WORLD_SIZE,)), ShardPolicy(min_numel=1))
-            model = net
+        model, attached = wrap(kind, net, compressor, device)
+        if attached is None and isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(None, noop_hook)  # the fake group's all-reduce gives DDP no result
         for step in range(4):
             if attached is not None:
                 attached.sync.begin_step()
@@ -108,21 +104,28 @@ def memory(device: torch.device) -> Figures:
 
 
 def methods_train(device: torch.device) -> Figures:
-    """On two ranks beside uncompressed DDP."""
+    """On two ranks beside uncompressed DDP: several methods, and a controller that changes between two of them."""
     steps = 200 if device.type == "cuda" else 40
     plain = trained("ddp", preset("dense"), device, steps=steps)[0]["losses"][-1]
     figures: Figures = {"steps": steps, "dense": plain}
-    for name in TRAINED:
-        ranks = trained("ddp", preset(name), device, steps=steps)
+    controller = Accordion(light=LoCo(bits=8), heavy=preset("loco2"), eta=0.2, interval=5, unit="steps")
+    runs = [(name, preset(name), None) for name in METHODS] + [("controller", LoCo(), controller)]
+    for name, compressor, chooser in runs:
+        ranks = trained("ddp", compressor, device, steps=steps, controller=chooser)
         agree(ranks)
         first, last = ranks[0]["losses"][0], ranks[0]["losses"][-1]
         figures[name] = last
         if not last < 0.8 * first:
             raise AssertionError(f"{name} does not learn: from {first} to {last}, uncompressed {plain}")
+    figures["switches"] = ranks[0]["switches"]
+    if not figures["switches"]:
+        raise AssertionError("the controller never changed a level after the first step: nothing is shown")
     return figures
 
 
 CHECKS = (
     Check(name="memory of large models", run=memory),
-    Check(name="methods train beside uncompressed DDP", run=methods_train),
+    Check(name="resume and second fit with residuals carried over", run=continued),
+    Check(name="fp16 overflow", run=overflow),
+    Check(name="methods and a controller train beside uncompressed DDP", run=methods_train),
 )

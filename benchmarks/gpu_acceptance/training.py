@@ -13,15 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
+from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.custom_loop import LoopClock, adapt
+from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Entry, Stages
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.hooks.attach import attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.hooks.attached import Attached
+from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
@@ -71,52 +76,129 @@ def open_group(backend: str, rank: int, world_size: int, folder: str) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
-def wrap(kind: str, net: nn.Module, compressor: Compressor, device: torch.device) -> tuple[nn.Module, Attached]:
-    prepared = prepare(net, compressor, SyncOptions(), scatter=kind == "fsdp")
+def wrap(
+    kind: str, net: nn.Module, compressor: Compressor | None, device: torch.device, *, has_scaler: bool = False
+) -> tuple[nn.Module, Attached | None]:
+    """DDP, or FSDP2 in place; without a compressor nothing is attached."""
+    prepared = None
+    if compressor is not None:
+        prepared = prepare(net, compressor, SyncOptions(), scatter=kind == "fsdp")
     if kind == "ddp":
         model = DistributedDataParallel(net, bucket_cap_mb=0.1)
-        return model, attach_ddp(model, prepared, device=device)
-    shard_module(net, init_device_mesh(device.type, (dist.get_world_size(),)), ShardPolicy(min_numel=1))
-    return net, attach_fsdp(net, prepared, device=device)
+        return model, prepared and attach_ddp(model, prepared, device=device, has_scaler=has_scaler)
+    if not isinstance(net, FSDPModule):
+        shard_module(net, init_device_mesh(device.type, (dist.get_world_size(),)), ShardPolicy(min_numel=1))
+    return net, prepared and attach_fsdp(net, prepared, device=device, has_scaler=has_scaler)
+
+
+class BucketCount:
+    """Counts buckets, and can hold each up where it is about to be encoded: its stream (a CPU's thread) falls behind.
+
+    Args:
+        late: CUDA cycles to wait, on a CPU nanoseconds.
+    """
+
+    traces = False
+
+    def __init__(self, device: torch.device, late: int = 0) -> None:
+        self.device, self.late, self.count = device, late, 0
+
+    def begin_step(self) -> BucketCount:
+        return self
+
+    def end_step(self, *, counted: bool) -> None:
+        pass
+
+    def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
+        self.count += 1
+        if self.late and self.device.type == "cuda":
+            torch.cuda._sleep(self.late)
+        elif self.late:
+            time.sleep(self.late / 1e9)
+        yield from stages
+
+    def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
+        pass
+
+
+class Training:
+    """A small GPT on one of several ranks.
+
+    Options: device, kind, compressor (None: plain DDP or FSDP2), scaler; ``sleep``: device cycles to wait before each
+    backward pass; ``late``: see `BucketCount`; ``controller``: chooses the compressor.
+    """
+
+    def __init__(self, rank: int, options: dict[str, Any]) -> None:
+        self.rank, self.device, self.scaler = rank, torch.device(options["device"]), options.get("scaler")
+        self.sleep = options.get("sleep", 0)
+        torch.manual_seed(0)
+        self.net = SmallGPT().to(self.device)
+        self.model, self.attached = wrap(
+            options["kind"], self.net, options["compressor"], self.device, has_scaler=self.scaler is not None
+        )
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=3e-3, foreach=True)
+        self.buckets = BucketCount(self.device, options.get("late", 0))
+        self.driver = None
+        if self.attached is not None:
+            self.sync = self.attached.sync
+            if options.get("late") or options.get("count"):
+                self.sync.subscribe(self.buckets, StepPhase.OBSERVE)
+            if options.get("controller"):
+                self.driver = adapt(self.sync, options["controller"], LoopClock(self.optimizer, options["steps"]))
+        self.host_ms: list[float] = []
+
+    def step(self, number: int, *, debug_sync: bool = False) -> Tensor:
+        tokens = batch(number, self.rank, self.device)
+        self.optimizer.zero_grad()
+        with torch.autocast(self.device.type, torch.float16, enabled=self.scaler is not None):
+            loss = next_token_loss(self.model, tokens)
+        if debug_sync:
+            torch.cuda.set_sync_debug_mode("error")
+        if self.sleep:
+            torch.cuda._sleep(self.sleep)
+        start = time.perf_counter()
+        if self.attached is not None:
+            self.attached.set_loss_scale(self.scaler)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self.host_ms.append(1e3 * (time.perf_counter() - start))
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self.attached is not None:
+            self.attached.follow_scaler(self.scaler)
+            self.attached.end_step()
+        if debug_sync:
+            torch.cuda.set_sync_debug_mode("default")
+        return loss.detach()
+
+    def close(self) -> None:
+        if self.attached is not None:
+            self.attached.close()
+
+
+def start(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
+    device = torch.device(options["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    open_group(options["backend"], rank, world_size, folder)
 
 
 def train(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """Some steps; losses, a digest of the parameters, host time.
 
-    Options: backend, device, kind, compressor, steps; ``sleep``: device cycles to wait before each backward pass;
-    ``debug_sync``: an error if a step makes the host wait.
+    Options: those of `Training`, backend, steps; ``debug_sync``: an error if a step makes the host wait.
     """
-    device = torch.device(options["device"])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    open_group(options["backend"], rank, world_size, folder)
-    torch.manual_seed(0)
-    net = SmallGPT().to(device)
-    model, attached = wrap(options["kind"], net, options["compressor"], device)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, foreach=True)
-    losses, host_ms = [], []
-    for step in range(options["steps"]):
-        tokens = batch(step, rank, device)
-        optimizer.zero_grad()
-        loss = next_token_loss(model, tokens)
-        watched = options.get("debug_sync") and step > 3
-        if watched:
-            torch.cuda.set_sync_debug_mode("error")
-        if options.get("sleep"):
-            torch.cuda._sleep(options["sleep"])
-        start = time.perf_counter()
-        attached.sync.begin_step()
-        loss.backward()
-        host_ms.append(1e3 * (time.perf_counter() - start))
-        optimizer.step()
-        attached.end_step()
-        if watched:
-            torch.cuda.set_sync_debug_mode("default")
-        losses.append(loss.detach())
-    values = [float(loss) for loss in losses]
-    figures = {"losses": values, "digest": digest(net), "backward_host_ms": sorted(host_ms)[len(host_ms) // 2]}
-    figures["sent_nbytes"] = attached.sync.comm.sent_nbytes
-    attached.close()
+    start(rank, world_size, folder, options)
+    training = Training(rank, options)
+    debug = options.get("debug_sync", False)
+    losses = [training.step(step, debug_sync=debug and step > 3) for step in range(options["steps"])]
+    middle = sorted(training.host_ms)[len(losses) // 2]
+    figures = {"losses": [float(loss) for loss in losses], "digest": digest(training.net), "backward_host_ms": middle}
+    figures |= {"sent_nbytes": training.sync.comm.sent_nbytes, "buckets": training.buckets.count}
+    figures["switches"] = sum(event.step > 0 for event in training.driver.events) if training.driver else 0
+    training.close()
     return figures
 
 
@@ -139,23 +221,26 @@ def one_rank_matches(device: torch.device, dtype: str, options: dict[str, bool])
     plain, scale = copy.deepcopy(net), 1024.0 if dtype == "float16" else 1.0
     prepared = prepare(net, LoCo(), SyncOptions(), scatter=False)
     model = DistributedDataParallel(net, bucket_cap_mb=0.01, **options)  # type: ignore[arg-type]
-    attached = attach_ddp(model, prepared, device=device)
+    # `attach_ddp` leaves one rank uncompressed, so the hook is put on by hand, with a group apart from DDP's.
+    comm = GroupComm(dist.new_group([0]))
+    hooked = GradientSync(LoCo(), prepared.specs, comm, device, scatter=False)
+    hook = DDPHook(model, hooked)
     alone = GradientSync(LoCo(), prepared.specs, LocalComm(), device, scatter=False)
     for step in range(3):
         x = torch.randn(16, 96, generator=torch.Generator().manual_seed(step)).to(device, getattr(torch, dtype))
-        for sync in (attached.sync, alone):
+        for sync in (hooked, alone):
             sync.set_loss_scale(scale)
             sync.begin_step()
         for module in (model, plain):
             module.zero_grad(set_to_none=not options.get("gradient_as_bucket_view"))
             (module(x).float().square().mean() * scale).backward()
-        attached.end_step()
+        hooked.end_step()
         wanted = _reduce(alone, plain)
         for (name, parameter), gradient in zip(net.named_parameters(), wanted, strict=True):
             assert parameter.grad is not None
             if not torch.equal(parameter.grad, gradient.view_as(parameter)):
                 raise AssertionError(f"step {step}: the gradient of {name} differs ({dtype}, {options})")
-    attached.close()
+    hook.close()
 
 
 def _reduce(sync: GradientSync, model: nn.Module) -> list[Tensor]:

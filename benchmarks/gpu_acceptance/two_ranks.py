@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gpu_acceptance.checks import Check, Figures
+from gpu_acceptance.profiling import LAUNCHES_BAR, profiled
 from gpu_acceptance.training import train
 from lowbit_strategy import Dense, LoCo
 from tests.distributed import run_ranks
@@ -29,13 +31,24 @@ def backend(kind: str) -> str:
     return "nccl"
 
 
-def trained(
-    kind: str, compressor: Any, device: torch.device, *, env: dict[str, str | None] | None = None, **options: Any
+def trained(kind: str, compressor: Any, device: torch.device, **options: Any) -> list[dict[str, Any]]:
+    return ranks_of(train, kind, compressor, device, **options)
+
+
+def ranks_of(
+    worker: Callable[..., dict[str, Any]],
+    kind: str,
+    compressor: Any,
+    device: torch.device,
+    *,
+    env: dict[str, str | None] | None = None,
+    **options: Any,
 ) -> list[dict[str, Any]]:
+    """What two ranks of `worker` return."""
     given = {"kind": kind, "compressor": compressor, "device": str(device), "steps": STEPS, **options}
     given.setdefault("backend", backend(device.type))
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(train, 2, folder, given, env=env, timeout=180, process_group=None)
+        return run_ranks(worker, 2, folder, given, env=env, timeout=180, process_group=None)
 
 
 def agree(ranks: list[dict[str, Any]]) -> None:
@@ -60,22 +73,41 @@ def ranks_agree(device: torch.device) -> Figures:
 
 
 def no_races(device: torch.device) -> Figures:
-    """A warm-up that ends at step 2 regroups while the device is far behind; one kernel at a time must give the same.
+    """Whoever falls behind, the result is that of one kernel at a time. A warm-up ends meanwhile and regroups.
 
-    On a CPU, where the worker thread is what could race: twice the same.
+    1. the backward pass is late: a bucket that is encoded before it is complete would show
+    2. the codec's stream, on a CPU its thread, is late before every encode: memory given back too early would show
     """
     compressor = LoCo(warmup_steps=2, warmup_bits=8)
-    behind = {"sleep": 50_000_000} if device.type == "cuda" else {}
-    blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if device.type == "cuda" else None
-    digests = {}
+    cuda = device.type == "cuda"
+    provoked = {"late encode": {"late": 20_000_000}} | ({"late backward": {"sleep": 50_000_000}} if cuda else {})
+    figures: Figures = {}
     for kind in ("ddp", "fsdp"):
-        late = trained(kind, compressor, device, **behind)
-        orderly = trained(kind, compressor, device, env=blocking)
-        agree(late)
-        if late[0]["digest"] != orderly[0]["digest"]:
-            raise AssertionError(f"{kind}: another result where the device is behind: a race")
-        digests[kind] = late[0]["digest"]
-    return digests
+        orderly = trained(kind, compressor, device, env={"CUDA_LAUNCH_BLOCKING": "1"} if cuda else None)
+        for how, options in provoked.items():
+            late = trained(kind, compressor, device, **options)
+            agree(late)
+            if late[0]["digest"] != orderly[0]["digest"]:
+                raise AssertionError(f"{kind}, {how}: another result than one kernel at a time: a race")
+            figures[f"{kind}, {how}"] = "same bits"
+        if not late[0]["buckets"] and not cuda:
+            raise AssertionError(f"{kind}: no bucket was held up, so nothing was provoked")
+    return figures
+
+
+def launches_and_overlap(device: torch.device) -> Figures:
+    """What compression launches beyond plain DDP and FSDP2 (on a CPU: ATen operations), and what runs meanwhile."""
+    figures: Figures = {}
+    for kind in ("ddp", "fsdp"):
+        plain = ranks_of(profiled, kind, None, device)[0]
+        ours = ranks_of(profiled, kind, LoCo(), device, count=True)[0]
+        per_bucket = (ours["launches"] - plain["launches"]) / ours["buckets"]
+        figures |= {f"{kind}_launches_per_bucket": per_bucket, f"{kind}_overlap": ours["overlap"]}
+        if not per_bucket <= LAUNCHES_BAR:
+            raise AssertionError(f"{kind}: {per_bucket:.0f} launches per bucket, at most {LAUNCHES_BAR} are allowed")
+    if device.type == "cuda" and not figures["ddp_overlap"] > 0:
+        raise AssertionError("ddp: no message travels while the backward pass runs")
+    return figures
 
 
 def no_waiting(device: torch.device) -> Figures:
@@ -89,5 +121,6 @@ def no_waiting(device: torch.device) -> Figures:
 CHECKS = (
     Check(name="ranks agree, losses are right", run=ranks_agree),
     Check(name="no race between streams, or threads", run=no_races),
+    Check(name="launches per bucket, overlap", run=launches_and_overlap),
     Check(name="no step makes the host wait", run=no_waiting, gpu_only="a CPU's host never waits for a device"),
 )

@@ -31,11 +31,13 @@ class AdaQS(Controller):
     Early in training the gradients of different batches point the same way: their mean is large against their deviation
     and coarse codes do. Later they are mostly noise around a small mean, and quantisation error does harm.
 
-    1. Over `interval` steps, with g the gradient of one step, for every matrix:
-       ``r = |mean of g| / sqrt(mean of |g - mean of g|^2)``, with Euclidean norms of whole parameters. The mean of g
-       over n steps keeps a share of the noise, so r does not fall below about ``1 / sqrt(n)``.
+    1. Over `interval` steps, with g the gradient of one step, for every matrix: ``r = |E g| / sqrt(E |g - E g|^2)``,
+       with Euclidean norms of whole parameters. The mean of n gradients keeps a part of their noise, by which alone r
+       would never fall below about ``1 / sqrt(n)``: both squares are estimated without bias.
     2. moving average of r; ``r < factor * r_ref``: one level lighter, and ``r_ref = r``; `r_ref` is the first average
        otherwise
+
+    An average that has come down to 0, where no mean can be told from the noise, goes to the lightest level in steps.
 
     The rule is worked out from the method's definition, not from its authors' code, which is not public. The ratio is
     taken over steps: the mean of the elements of a single gradient is close to 0 whatever the training does (in a
@@ -133,12 +135,14 @@ class AdaQS(Controller):
 def mean_to_deviation(telemetry: Telemetry, names: Iterable[str]) -> float | None:
     """Over the accumulated steps, of these parameters together; None where gradients are all alike or not finite.
 
-    With n steps, S the squared norm of the sum and Q the sum of the squared norms: the squared norm of the mean is
-    ``S / n^2``, the mean squared distance from it ``Q / n - S / n^2``.
+    With n steps, S the squared norm of the sum and Q the sum of the squared norms: the noise's square is
+    ``(Q - S / n) / (n - 1)``, and the mean's is ``S / n^2`` less an n-th of that, which the noise adds to it. The
+    difference may be negative where there is almost no mean: then the ratio is 0.
     """
-    names = list(names)
+    names, n = list(names), telemetry.accumulated_steps
     total = sum(telemetry.accumulated_norm.get(name, 0.0) ** 2 for name in names)
-    deviation = telemetry.accumulated_steps * sum(telemetry.accumulated_square.get(name, 0.0) for name in names) - total
-    if not (math.isfinite(deviation) and deviation > 0.0):
+    squares = sum(telemetry.accumulated_square.get(name, 0.0) for name in names)
+    noise = (squares - total / n) / (n - 1)
+    if not (math.isfinite(noise) and noise > 0.0):
         return None
-    return math.sqrt(total / deviation)
+    return math.sqrt(max(total / n**2 - noise / n, 0.0) / noise)

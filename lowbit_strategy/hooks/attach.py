@@ -89,7 +89,8 @@ def attach_ddp(
     handshake(_circumstances(device, has_scaler), group)
     model.join_hook = _refuse_join  # type: ignore[method-assign]
     if device.type == "cpu":
-        timeout = group._get_backend(device).options._timeout
+        settings = getattr(group._get_backend(device), "options", None)  # not every backend has them
+        timeout = getattr(settings, "_timeout", None)
         own_group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout)
     sync = _engine(prepared, GroupComm(own_group or group), device, has_scaler)
     alone = sync.comm.world_size == 1

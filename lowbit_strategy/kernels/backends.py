@@ -56,7 +56,10 @@ def choose(device: torch.device) -> Backend:
         return "native" if native_available() else "torch"
     if device.type == "cuda":
         if not triton_available():
-            raise RuntimeError("gradients are on a GPU but Triton is missing: pip install triton")
+            raise RuntimeError(
+                "gradients are on a GPU but Triton is missing: install PyTorch's build for CUDA, which brings it along"
+                " (https://pytorch.org/get-started/locally)"
+            )
         return "triton"
     raise RuntimeError(f"no kernels for device type {device.type!r}: use CPU or CUDA")
 

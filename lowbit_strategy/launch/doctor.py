@@ -18,12 +18,15 @@ from rich.table import Table
 from lowbit_strategy.version import __version__
 
 _OPTIONAL = {  # what they are for
-    "triton": "needed on GPUs: pip install triton",
+    "triton": "needed on GPUs: comes with PyTorch's builds for CUDA",
     "pytorch-lightning": "only for scripts that import pytorch_lightning",
     "transformers": "only for the Hugging Face Trainer",
     "matplotlib": "only for lowbit report: pip install 'lowbit-strategy[report]'",
     "jinja2": "only for lowbit report: pip install 'lowbit-strategy[report]'",
 }
+TRITON_ADVICE = (
+    "install PyTorch's build for CUDA (https://pytorch.org/get-started/locally), which brings the Triton that fits it"
+)
 # Releases that steal credentials when they are imported. The same code is distributed under several names.
 _MALICIOUS = SpecifierSet("!=2.6.2,!=2.6.3")
 _LIGHTNING = ("lightning", "pytorch-lightning", "lightning-fabric")
@@ -135,7 +138,7 @@ def _gpu_kernels() -> Iterator[Finding]:
         return
     name = torch.cuda.get_device_name()
     if not backends.triton_available():
-        yield Finding("problem", "GPU kernels", f"{name}, no Triton", "pip install triton")
+        yield Finding("problem", "GPU kernels", f"{name}, no Triton", TRITON_ADVICE)
         return
     yield Finding("ok", "GPU kernels", f"{name}, Triton")
 

@@ -11,7 +11,18 @@ from tests.scripts import REPOSITORY, run_script
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "only"), [("kernels", "hook"), ("kernels", "speed"), ("memory", "memory")])
+@pytest.mark.parametrize(
+    ("part", "only"),
+    [
+        ("kernels", "hook"),
+        ("kernels", "speed"),
+        ("two_ranks", "launches"),
+        ("two_ranks", "host wait"),
+        ("memory", "memory of"),
+        ("memory", "resume"),
+        ("memory", "fp16"),
+    ],
+)
 def test_a_part_passes_and_writes_its_page(part: str, only: str, tmp_path: Path) -> None:
     script = REPOSITORY / "benchmarks" / "gpu_acceptance" / "run.py"
     run_script([script, "--part", part, "--only", only, "--folder", tmp_path], timeout=280)
@@ -38,3 +49,16 @@ def test_a_check_that_fails_is_reported_and_does_not_hide_the_others(tmp_path: P
     assert "| bad | failed |" in page
     assert "ranks differ" in page
     assert "ms 1.235" in page
+
+
+def test_overlap_is_the_share_of_the_other_streams_time_beside_the_busiest() -> None:
+    from gpu_acceptance.profiling import overlap
+
+    def kernel(stream: int, start: float, duration: float) -> dict[str, object]:
+        return {"cat": "kernel", "name": "k", "ts": start, "dur": duration, "args": {"stream": stream}}
+
+    backward = [kernel(7, 0, 6), kernel(7, 5, 5)]  # busy from 0 to 10
+    exchange = [kernel(9, 8, 3), kernel(9, 12, 1)]  # 4 long, of which 2 beside it
+    assert overlap(backward + exchange, cuda=True) == pytest.approx(0.5)
+    assert overlap(backward, cuda=True) == 0.0
+    assert overlap(backward + exchange, cuda=False) == 0.0

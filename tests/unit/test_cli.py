@@ -103,6 +103,18 @@ def test_the_doctor_on_kernels_that_are_not_there(monkeypatch: pytest.MonkeyPatc
     assert "LOWBIT_KERNELS" in problem.advice
 
 
+def test_the_doctor_does_not_advise_a_triton_that_may_not_fit_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "triton" else before(name))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H200")
+    monkeypatch.setattr("lowbit_strategy.kernels.backends.triton_available", lambda: False)
+    advice = {finding.what: finding.advice for finding in doctor.examine()}
+    for what in ("triton", "GPU kernels"):
+        assert "CUDA" in advice[what]
+        assert "pip install" not in advice[what]
+
+
 def test_launch_help_has_what_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["lowbit", "launch", "--help"])
     text = launch_parser().format_help()
