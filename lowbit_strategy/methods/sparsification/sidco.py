@@ -73,8 +73,9 @@ class SIDCoReducer(SparseReducer):
 
     def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
         wanted = self.num_kept(view.spec)
-        num = max(_SAMPLE_NUMEL, math.ceil(_SAMPLE_KEPT / self.density))
-        if 8 * num >= total.numel():  # fitting a sample would take longer than the exact choice
+        few = math.ceil(_SAMPLE_KEPT / self.density)
+        num = max(_SAMPLE_NUMEL, few)
+        if max(4 * num, 8 * few) >= total.numel():  # fitting a sample would take longer than the exact choice
             return nonzero(Chosen(*top_k(total, wanted)))
         sample = total.sample(num, seed=step.seed)
         if not math.isfinite(float(sample.max())):
@@ -143,7 +144,7 @@ class SIDCo(SparseCompressor):
     Zeros are left out of the fit. The authors fit to all of h, not to a sample, start with one stage, not with one for
     each quarter, and have no bounds: gradients of plus and minus one then send everything. Their sense of step 5 is
     that of tails lighter than the fitted distribution; with heavier ones more stages lower the count, so a move that
-    made it worse reverses the sense. Where a sample would be an eighth of the parameter the largest are taken exactly.
+    made it worse reverses the sense. Where a sample would be a large part of it the largest are taken exactly.
 
     Args:
         density: Share of each parameter's elements that is wanted, in (0, 1]; the count follows it, not exactly.
