@@ -136,6 +136,7 @@ class Observer:
     Attributes:
         last: The last observation.
         own_sent_nbytes: Bytes that this rank alone sent in the last observed step, those of observing left out.
+        sampling_nbytes: Bytes that observing itself sent in that step: the sample of the true mean.
     """
 
     traces = True
@@ -155,6 +156,7 @@ class Observer:
         self.on_observation = on_observation
         self.last: Observation | None = None
         self.own_sent_nbytes = 0
+        self.sampling_nbytes = 0
         self._observing = False
         self._last_end: float | None = None
         sync.subscribe(self, StepPhase.OBSERVE)
@@ -171,7 +173,7 @@ class Observer:
         self._energies: dict[str, Tensor] = {}
         self._residuals: dict[str, Tensor] = {}
         self._end_to_end: dict[str, Tensor] = {}
-        self._sampling_nbytes = 0
+        self.sampling_nbytes = 0
         self._sent_before = self.sync.comm.sent_nbytes
         return self
 
@@ -186,7 +188,7 @@ class Observer:
         before = sync.comm.sent_nbytes
         sample = MeanSample(views, sync.comm, sync.step_context().shared_seed)
         yield from sample.exchange()
-        self._sampling_nbytes += sync.comm.sent_nbytes - before
+        self.sampling_nbytes += sync.comm.sent_nbytes - before
         yield from self._timed(stages)
         self._end_to_end |= sample.sums()
 
@@ -207,7 +209,7 @@ class Observer:
     def end_step(self, *, counted: bool) -> None:
         now = time.perf_counter()
         if self._observing:
-            self.own_sent_nbytes = self.sync.comm.sent_nbytes - self._sent_before - self._sampling_nbytes
+            self.own_sent_nbytes = self.sync.comm.sent_nbytes - self._sent_before - self.sampling_nbytes
             if counted:
                 self.last = self._summarize(None if self._last_end is None else now - self._last_end)
                 if self.on_observation is not None:

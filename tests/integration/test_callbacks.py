@@ -114,7 +114,8 @@ CONTROLLERS: dict[str, Any] = {
 def adapting(folder: Path, kind: str, controller: str) -> Facts:
     callback = AdaptiveCompression(CONTROLLERS[controller]())
     logger = CSVLogger(folder, name="run", version=0)
-    made = trainer(strategy(kind), max_steps=12, callbacks=[callback], logger=logger, log_every_n_steps=1)
+    num_steps = 60 if controller == "adaqs" else 12  # it waits for gradients to become noisier
+    made = trainer(strategy(kind), max_steps=num_steps, callbacks=[callback], logger=logger, log_every_n_steps=1)
     model = Regression()
     made.fit(model, loader())
     assert callback.driver is not None

@@ -100,7 +100,7 @@ def worst(total: Grads, expected: Grads) -> float:
 
 def _half_steps(bench: Bench, name: str, x: Tensor) -> Tensor:
     """Half of a 4-bit quantisation step of every element's block."""
-    row = bench.sync.cut(name, 32).row_numel
+    row = bench.sync.row_numel(name)
     half = torch.zeros(x.numel())
     for start in range(0, x.numel(), row):
         for block in range(start, min(start + row, x.numel()), 32):
