@@ -61,20 +61,20 @@ def is_operation(event: dict[str, Any]) -> bool:
 
 def overlap(events: list[dict[str, Any]], *, cuda: bool) -> float:
     """Share of the time on other streams (on a CPU: threads) during which the busiest one works too."""
-    lanes: dict[Any, list[Interval]] = {}
+    tracks: dict[Any, list[Interval]] = {}
     for event in events:
         if cuda and event.get("cat") in ("kernel", "gpu_memcpy"):
-            lane = event["args"]["stream"]
+            track = event["args"]["stream"]
         elif not cuda and event.get("cat") == "cpu_op":
-            lane = event["tid"]
+            track = event["tid"]
         else:
             continue
-        lanes.setdefault(lane, []).append((event["ts"], event["ts"] + event["dur"]))
-    if len(lanes) < 2:
+        tracks.setdefault(track, []).append((event["ts"], event["ts"] + event["dur"]))
+    if len(tracks) < 2:
         return 0.0
-    busiest = max(lanes, key=lambda lane: length(union(lanes[lane])))
-    compute = union(lanes.pop(busiest))
-    others = union(interval for lane in lanes.values() for interval in lane)
+    busiest = max(tracks, key=lambda track: length(union(tracks[track])))
+    compute = union(tracks.pop(busiest))
+    others = union(interval for track in tracks.values() for interval in track)
     either = union([*compute, *others])
     return (length(compute) + length(others) - length(either)) / length(others)
 

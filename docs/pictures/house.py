@@ -22,7 +22,7 @@ ROOMS = {
     "config": (2, 1, "configuration files"),
     "custom_loop": (0, 1, "for loops of your own"),
     "transformers": (0, 2, "the HF Trainer"),
-    "accelerate": (0, 3, "plugin, config file"),
+    "accelerate": (0, 3, "plugin and binding"),
     "pytorch_lightning": (1, 2, "the same, other bases"),
     "lightning": (1, 3, "strategies, callbacks"),
     "lightning_fabric": (2, 2, "the same, other bases"),

@@ -37,7 +37,7 @@ class AdaQS(Controller):
     2. moving average of r; ``r < factor * r_ref``: one level lighter, and ``r_ref = r``; `r_ref` is the first average
        otherwise
 
-    An average that has come down to 0, where no mean can be told from the noise, goes to the lightest level in steps.
+    An average that has come down to 0, where no mean stands out from the noise, goes to the lightest level in steps.
 
     The rule is worked out from the method's definition, not from its authors' code, which is not public. The ratio is
     taken over steps: the mean of the elements of a single gradient is close to 0 whatever the training does (in a

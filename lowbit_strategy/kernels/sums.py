@@ -60,7 +60,7 @@ class Sum:
         assert addend is not None
         indices, values, finite = select.add_select_(self._x, addend, threshold, expected=expected)
         if not finite:
-            raise OverflowedSum("a sum of finite numbers is not finite")
+            raise OverflowedSum
         return indices, values
 
 

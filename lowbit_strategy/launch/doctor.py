@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Annotated, NamedTuple
 
@@ -69,6 +70,7 @@ def examine() -> Iterator[Finding]:
     yield Finding("ok", "lowbit-strategy", __version__)
     yield Finding("ok", "Python", platform.python_version())
     yield from _packages()
+    yield from _private_names()
     yield from _cpu_kernels()
     yield from _gpu_kernels()
     yield from _backends()
@@ -92,6 +94,22 @@ def _packages() -> Iterator[Finding]:
             yield Finding("note", name, "not installed", _OPTIONAL[name])
         elif name in bounds:
             yield Finding("problem", name, "missing", f"pip install '{name}{bound}'")
+
+
+_FRAMEWORKS = ("hooks", "lightning", "accelerate", "transformers")  # packages whose patches.py lists names
+
+
+def _private_names() -> Iterator[Finding]:
+    """What this package relies on in others beyond their documented interface."""
+    from lowbit_strategy.private_names import problems
+
+    for framework in _FRAMEWORKS:
+        try:
+            patches = import_module(f"lowbit_strategy.{framework}.patches")
+        except ImportError:
+            continue  # an optional framework that is not installed
+        for text in problems(patches.PATCHES):
+            yield Finding("problem", f"{framework}: private name", text, "install a version that constraints.txt names")
 
 
 def _bounds() -> dict[str, SpecifierSet]:

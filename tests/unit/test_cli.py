@@ -131,3 +131,13 @@ def test_launch_help_has_what_can_be_used(monkeypatch: pytest.MonkeyPatch) -> No
     assert "--num-processes" not in text  # the other spelling works too
     assert "megatron" not in text.replace("--use_megatron_lm", "").replace("Megatron-LM", "")
     assert launch_parser().parse_args(["--zero_stage", "2", "--num-processes", "2", "train.py"]).zero_stage == 2
+
+
+def test_the_doctor_names_what_another_package_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowbit_strategy.hooks import patches
+    from lowbit_strategy.private_names import PrivateName
+
+    gone = PrivateName(target="torch.nn:Module._gone", use="called", seen="torch 2.13", reason="of this test")
+    monkeypatch.setattr(patches, "PATCHES", (*patches.PATCHES, gone))
+    problems = [finding for finding in doctor.examine() if finding.level == "problem"]
+    assert any("torch.nn:Module._gone is gone" in finding.found for finding in problems)
