@@ -1,0 +1,37 @@
+"""The collectives of a process group whatever it calls its backend."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowbit_strategy.collectives.comm import GroupComm
+from tests.distributed import run_ranks
+
+BACKENDS = (None, "gloo", "cpu:gloo")
+
+
+def _gather(rank: int, world_size: int, folder: Path, backend: str | None) -> tuple[str, list[list[int]], int]:
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+    comm = GroupComm()
+    rows = torch.empty(world_size, 5, dtype=torch.uint8)
+    comm.all_gather(rows, torch.full((5,), rank + 1, dtype=torch.uint8)).wait()
+    return dist.get_backend(), rows.tolist(), comm.sent_nbytes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_gather_by_the_backend_of_the_tensors_device(backend: str | None, tmp_path: Path) -> None:
+    """A group made without a backend, or with one per device, calls itself something else than ``gloo``."""
+    assert os.environ.get("WORLD_SIZE") is None
+    results = run_ranks(_gather, 2, tmp_path, backend, process_group=None)
+    for _, rows, nbytes in results:
+        assert rows == [[1] * 5, [2] * 5]
+        assert nbytes == 5
+    if backend is None:
+        assert results[0][0] != "gloo"
