@@ -239,6 +239,11 @@ class GradientSync:
         """Whether anything has been reduced since the last `end_step`."""
         return self._num_passes > 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether `begin_step` has been called since the last `end_step`."""
+        return self._begun
+
     def set_loss_scale(self, scale: float) -> None:
         """The factor that the coming gradients are multiplied by; residuals follow when it changes."""
         self._asked_scale = scale

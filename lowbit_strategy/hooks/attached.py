@@ -72,10 +72,11 @@ class Attached:
         """Before backward: take over what the coming gradients are multiplied by (None: nothing).
 
         The step begins here, on the thread and stream of training: controllers decide, parameters are regrouped. The
-        scaler is read once only; then `follow_scaler` does it.
+        scaler is read before the first backward pass of a step, and not at all where `follow_scaler` has read it.
         """
-        if not self._has_scale:
+        if not (self._has_scale or self.sync.has_begun):
             self.follow_scaler(scaler)
+        self._has_scale = False  # it holds for the step that begins
         if self.sync.comm.world_size > 1:
             self.sync.begin_step()
 
