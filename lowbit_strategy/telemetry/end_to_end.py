@@ -40,6 +40,12 @@ class MeanSample:
         self._lengths = [part.numel() for part in picked]
         self._sample = torch.cat(picked) if picked else torch.empty(0)
 
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes this rank sends for the sample, counted as `Comm.all_reduce` does."""
+        world_size = self._comm.world_size
+        return 2 * (world_size - 1) * self._sample.nbytes // world_size
+
     def exchange(self) -> Generator[Pending, None, None]:
         """Form the true mean of the sample; a stage like those of a bucket."""
         yield self._comm.all_reduce(self._sample)

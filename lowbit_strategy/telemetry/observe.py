@@ -185,10 +185,9 @@ class Observer:
             self._residuals[slot.name] = (
                 torch.zeros(1, device=sync.device) if residual is None else torch.dot(residual, residual).view(1)
             )
-        before = sync.comm.sent_nbytes
         sample = MeanSample(views, sync.comm, sync.step_context().shared_seed)
+        self.sampling_nbytes += sample.sent_nbytes
         yield from sample.exchange()
-        self.sampling_nbytes += sync.comm.sent_nbytes - before
         yield from self._timed(stages)
         self._end_to_end |= sample.sums()
 

@@ -64,7 +64,10 @@ ELSEWHERE = {
     "lowbit report lightning_logs/version_0": "test_adaptive_pages.py, after the training that the page shows",
     "python -m pytest tests/gpu": "needs a GPU",
     "python benchmarks/gpu_kernels.py --json gpu.json": "needs a GPU",
-    "python benchmarks/gpu_kernels.py --sweep": "needs a GPU",
+    "python benchmarks/gpu_kernels.py --sweep --shard 0/8": "needs a GPU",
+    "python benchmarks/gpu_acceptance/run.py --part kernels": "test_gpu_acceptance.py, what a CPU can show",
+    "python benchmarks/gpu_acceptance/run.py --part two_ranks": "test_gpu_acceptance.py, what a CPU can show",
+    "python benchmarks/gpu_acceptance/run.py --part memory": "test_gpu_acceptance.py, what a CPU can show",
 }
 
 

@@ -30,6 +30,7 @@ class Meter(Callback):
     def __init__(self, monitor: CompressionMonitor) -> None:
         self.monitor = monitor
         self.observed: list[float] = []
+        self.sampled: list[int] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self.monitor.last is not None and self.monitor.last.step == WARMUP_STEPS - 1:
@@ -41,6 +42,8 @@ class Meter(Callback):
         assert last is not None
         if last.step >= WARMUP_STEPS:
             self.observed.append(last.sent_nbytes)
+            assert self.monitor.control is not None
+            self.sampled.append(self.monitor.control.observer.sampling_nbytes)
         if last.step == STEPS - 1:
             dist.barrier()  # nothing is on its way any more
             self.counted = counters.read() - self.before
@@ -68,6 +71,7 @@ def main() -> None:
         made.fit(model, loader())
         report[name] = {
             "observed": meter.observed,
+            "sampled": meter.sampled,
             "counted": asdict(meter.counted),
             "num_parameters": len(list(model.parameters())),
         }
