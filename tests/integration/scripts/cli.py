@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +22,8 @@ class Model(Regression):
 if __name__ == "__main__":
     cli = LightningCLI(Model, save_config_callback=None)
     strategy = cli.trainer.strategy
-    print("trained", type(strategy).__name__, strategy.sync.step_index, strategy.sync.comm.sent_nbytes > 0)
+    sent = strategy.sync.comm.sent_nbytes > 0
+    sys.stdout.flush()  # two processes share the pipe: a short write of its own is not torn apart
+    print(f"trained {type(strategy).__name__} {strategy.sync.step_index} {sent}", flush=True)
     print("compressor", strategy.compressor)
     dist.destroy_process_group()
