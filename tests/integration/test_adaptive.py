@@ -53,7 +53,7 @@ def observing(folder: Path, layout: str, method: str) -> Facts:
         "own_sent_nbytes": observer.own_sent_nbytes,
         "sampling_nbytes": observer.sampling_nbytes,
         "counted": counted[-1],
-        "unobserved": counted[-2],
+        "unobserved": counted[-2] if method == "loco" else None,  # messages of top-k differ in size
         "after": comm.sent_nbytes,
     }
 
@@ -75,7 +75,7 @@ def test_figures_over_ranks_against_residuals(facts: list[Facts]) -> None:
 def test_bytes_are_those_handed_to_the_collectives(facts: list[Facts]) -> None:
     for fact in facts:
         assert fact["own_sent_nbytes"] + fact["sampling_nbytes"] == fact["counted"]
-        assert fact["own_sent_nbytes"] == pytest.approx(fact["unobserved"], rel=0.1)  # observing is left out
+        assert fact["unobserved"] in (None, fact["own_sent_nbytes"])  # what observing sends is left out
         assert fact["observation"].sent_nbytes == pytest.approx(sum(f["own_sent_nbytes"] for f in facts) / 3)
 
 
