@@ -28,6 +28,9 @@ from lowbit_strategy.methods.sparsification.randomk import RandomK
 from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
 from lowbit_strategy.methods.sparsification.sidco import SIDCo
 from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.methods.weights.weightcode import WeightCode
+from lowbit_strategy.methods.weights.weightdelta import WeightDelta
 from lowbit_strategy.methods.wrappers.ef21 import EF21
 from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.wrappers.partition import Partition
@@ -47,6 +50,7 @@ __all__ = [
     "EFSignSGD",
     "ErrorFeedback",
     "ExDyna",
+    "Exact",
     "GTopK",
     "LoCo",
     "MiCRO",
@@ -64,6 +68,8 @@ __all__ = [
     "TernGrad",
     "TopK",
     "WarmUp",
+    "WeightCode",
+    "WeightDelta",
     "__version__",
     "from_options",
     "preset",

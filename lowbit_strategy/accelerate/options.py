@@ -14,6 +14,7 @@ from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.options.configuration import positional_configuration
 
 
@@ -31,6 +32,7 @@ class PluginOptions:
     on_world_size_change: OnWorldSizeChange = "reset"
     on_missing_residual: OnMissingResidual = "error"
     check_digest: bool = True
+    weights: WeightCoding | None = None
     controller: Controller | None = None
     monitor: CompressionMonitor | None = None
     record: bool | str | Path = True

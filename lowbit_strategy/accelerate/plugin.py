@@ -19,6 +19,8 @@ class LowBitPlugin(PluginOptions):
         on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
         check_digest: DDP: compare a digest of the parameters over the ranks now and then, see `SyncOptions`.
+        weights: FSDP2: how weights travel: `Exact`, `WeightCode` or `WeightDelta`, or a name such as ``"delta4"``.
+            None: codes of 8 bits with LoCo, exactly with other compressors.
         controller: One of `lowbit_strategy.control`: chooses compressors in the place of `compressor`.
         monitor: Logs what compression does through `Accelerator.log`, or the HF Trainer's.
         record: Folder of the record that `lowbit report` draws. True: the accelerator's logging folder (its

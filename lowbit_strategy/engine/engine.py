@@ -17,6 +17,7 @@ from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Entry, Stages
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.listeners import Listeners, StepListener, StepPhase
+from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.engine.whole_model import Collector
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
@@ -61,7 +62,7 @@ class GradientSync:
     Attributes:
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
-        weights_nbytes: Bytes this rank sends per step for weights, by the framework that gathers them; 0 under DDP.
+        weights: How FSDP2's weights travel; None under DDP.
         extra_state: What is saved beside the methods' own state, by name.
     """
 
@@ -84,7 +85,7 @@ class GradientSync:
         self.rollback = rollback
         self.step_index = 0
         self.num_skipped = 0
-        self.weights_nbytes = 0
+        self.weights: WeightSync | None = None
         self.loss_scale: float | None = None
         self.carryover = CarryOver(device)
         self.extra_state: dict[str, Stateful] = {}
@@ -314,6 +315,8 @@ class GradientSync:
                 if self._backup:
                     torch._foreach_copy_(self.state_tensors(), self._backup)
         self._flags.raise_if_broken(self.comm.rank)
+        if self.weights is not None:
+            self.weights.end_step()
         self.carryover.end_step(counted=counted)
         if entered or self.comm.world_size == 1:  # a second optimizer may have stepped; FSDP2 skips us on one rank
             self.step_index += counted
@@ -337,6 +340,13 @@ class GradientSync:
     def residual_nbytes(self) -> int:
         """Bytes of all state on this rank."""
         return sum(store.nbytes for store in self.stores.values())
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes this rank sent for weights in the last step; before the first step: those planned. 0 under DDP."""
+        if self.weights is None:
+            return 0
+        return self.weights.step_nbytes if self.step_index else self.weights.planned_nbytes
 
     def expect(self, layouts: Sequence[BucketLayout]) -> None:
         """The buckets that will come, one after the other, as far as they are known: for `buffer_nbytes`."""

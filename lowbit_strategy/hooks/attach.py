@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
 from lowbit_strategy.hooks.digest import ParameterDigest
 from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.hooks.weights import install_weights
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.weights.registry import check_weights, default_weights
 from lowbit_strategy.model.fsdp_sharding import check_process_groups
-from lowbit_strategy.model.handshake import facts, handshake
+from lowbit_strategy.model.handshake import facts, handshake, plain
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, refuse_sparse_gradients
 from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
 from lowbit_strategy.telemetry.startup_report import build_report
@@ -66,11 +68,18 @@ def prepare(
     refuse_sparse_gradients(module)
     if not scatter:
         refuse_python_reducer()
-    handshake(facts(compressor, module, scatter=scatter, settings=asdict(options)), group)
+    check_weights(options.weights, scatter=scatter)
+    handshake(facts(compressor, module, scatter=scatter, settings=_settings(options)), group)
     if dist.get_rank(group) == 0:
         for sentence in unmatched_patterns(compressor, module):
             _log.warning("%s", sentence)
     return Prepared(compressor, options, specs, scatter)
+
+
+def _settings(options: SyncOptions) -> dict[str, object]:
+    """The options as plain values."""
+    plainly = {field.name: getattr(options, field.name) for field in fields(options)}
+    return plainly | plain("weights", plainly["weights"])
 
 
 def warn_of_one_rank() -> None:
@@ -129,6 +138,9 @@ def attach_fsdp(
     check_process_groups(module, group)
     if fsdp.install(module, sync) == 0:
         raise ValueError("no module is sharded with fully_shard: nothing to compress")
+    coding = prepared.options.weights or default_weights(prepared.compressor)
+    sync.weights = install_weights(module, coding, device=sync.device, group=group)
+    sync.extra_state["weights"] = sync.weights
     _report(sync)
     return Attached(sync, module, prepared.options, group=group)
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.parameters import canonical_name
 
 
@@ -63,18 +63,6 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
             self._layouts[names] = BucketLayout(tuple(entries), row_numel=at)
         return self._layouts[names]
 
-    def gathered_nbytes(self) -> int:
-        """Bytes this rank sends per step when FSDP2 gathers the module's weights: in forward and, unless they stay
-        gathered in between, in backward.
-        """
-        group = self._param_group
-        num_gathers = 2 if group.post_forward_mesh_info is not None else 1
-        shards = (
-            param._sharded_param_data.numel() * (group.mp_policy.param_dtype or param.sharded_param.dtype).itemsize
-            for param in group.fsdp_params
-        )
-        return num_gathers * (self._sync.comm.world_size - 1) * int(sum(shards))
-
 
 def install(module: nn.Module, sync: GradientSync) -> int:
     """Give every FSDP2 module under `module` a compressed reduce-scatter. Returns how many were given one.
@@ -84,16 +72,9 @@ def install(module: nn.Module, sync: GradientSync) -> int:
     """
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
     installed: list[CompressedReduceScatter] = []
-    seen: set[int] = set()
     sharded: set[int] = set()
-    for child in module.modules():
-        if not isinstance(child, FSDPModule):
-            continue
-        state = child._get_fsdp_state()
-        if id(state) in seen or state._fsdp_param_group is None:
-            continue  # a group made of several modules has one state
-        seen.add(id(state))
-        group = state._fsdp_param_group
+    for each in sharded_groups(module):
+        group, child = each.param_group, each.module
         sharded |= {id(param.sharded_param) for param in group.fsdp_params}
         for param in group.fsdp_params:
             if param.fsdp_placement.dim != 0:
@@ -104,11 +85,10 @@ def install(module: nn.Module, sync: GradientSync) -> int:
             child.set_reduce_scatter_unused_params(True, recurse=False)
         installed.append(CompressedReduceScatter(sync, group, names))
         child.set_custom_reduce_scatter(installed[-1])
-    if seen and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
+    if installed and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
         raise ValueError(
             f"nothing synchronises {', '.join(left[:3])}{' ...' if len(left) > 3 else ''}: no module that holds it is"
             " sharded. Call fully_shard on the whole model as well, after its parts"
         )
     sync.expect([each.layout() for each in installed])
-    sync.weights_nbytes = sum(each.gathered_nbytes() for each in installed)
     return len(installed)

@@ -20,7 +20,10 @@ from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import as_compressor
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights.registry import check_weights
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
+from lowbit_strategy.options.conversion import Source, convert
 
 # On CUDA each bucket costs a fixed time on the host, so fewer and larger ones than DDP's 25 MiB.
 CUDA_BUCKET_CAP_MB = 128
@@ -69,6 +72,8 @@ class DDPConstructor(_Options):
         for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
             if kwargs.get(option) is not None:  # LightningCLI passes every default
                 raise ValueError(f"the compressor is the communication hook: leave {option} out")
+        if (weights := kwargs.pop("weights", None)) is not None:
+            check_weights(convert(weights, WeightCoding, "weights", Source.CODE), scatter=False)  # type: ignore[type-abstract]
         check_ddp_options(kwargs, super().__init__)
         super().__init__(**kwargs)
         self.compressor = LoCo() if compressor is None else as_compressor(compressor)
@@ -98,6 +103,7 @@ class FSDPConstructor(_Options):
         seed: int = 0,
         on_world_size_change: OnWorldSizeChange = "reset",
         on_missing_residual: OnMissingResidual = "error",
+        weights: WeightCoding | str | None = None,
         min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
         save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
@@ -115,7 +121,10 @@ class FSDPConstructor(_Options):
         self.min_shard_numel = _positive("min_shard_numel", min_shard_numel)
         self.compressor = LoCo() if compressor is None else as_compressor(compressor)
         self.options = SyncOptions(
-            seed=seed, on_world_size_change=on_world_size_change, on_missing_residual=on_missing_residual
+            seed=seed,
+            on_world_size_change=on_world_size_change,
+            on_missing_residual=on_missing_residual,
+            weights=weights,  # type: ignore[arg-type]  # names are converted
         )
         self.on_configured()
 

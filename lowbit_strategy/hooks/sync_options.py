@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
+from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -22,6 +23,8 @@ class SyncOptions:
         check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
             1,000, and stop with an error if they differ. False where ranks may round differently, as with processors
             of different types.
+        weights: FSDP2: how weights travel: `Exact`, `WeightCode` or `WeightDelta`, or a name such as ``"delta4"``.
+            None: as `default_weights` chooses for the compressor.
     """
 
     seed: int = 0
@@ -29,3 +32,4 @@ class SyncOptions:
     on_missing_residual: OnMissingResidual = "error"
     rollback: bool | None = None
     check_digest: bool = True
+    weights: WeightCoding | None = None
