@@ -29,6 +29,7 @@ from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
 from lowbit_strategy.methods.sparsification.sidco import SIDCo
 from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.methods.weights.registry import as_weights
 from lowbit_strategy.methods.weights.weightcode import WeightCode
 from lowbit_strategy.methods.weights.weightdelta import WeightDelta
 from lowbit_strategy.methods.wrappers.ef21 import EF21
@@ -71,6 +72,7 @@ __all__ = [
     "WeightCode",
     "WeightDelta",
     "__version__",
+    "as_weights",
     "from_options",
     "preset",
 ]

@@ -21,9 +21,8 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.methods.weights.registry import check_weights
+from lowbit_strategy.methods.weights.registry import as_weights, check_weights
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
-from lowbit_strategy.options.conversion import Source, convert
 
 # On CUDA each bucket costs a fixed time on the host, so fewer and larger ones than DDP's 25 MiB.
 CUDA_BUCKET_CAP_MB = 128
@@ -73,7 +72,7 @@ class DDPConstructor(_Options):
             if kwargs.get(option) is not None:  # LightningCLI passes every default
                 raise ValueError(f"the compressor is the communication hook: leave {option} out")
         if (weights := kwargs.pop("weights", None)) is not None:
-            check_weights(convert(weights, WeightCoding, "weights", Source.CODE), scatter=False)  # type: ignore[type-abstract]
+            check_weights(as_weights(weights), scatter=False)
         check_ddp_options(kwargs, super().__init__)
         super().__init__(**kwargs)
         self.compressor = LoCo() if compressor is None else as_compressor(compressor)
@@ -124,7 +123,7 @@ class FSDPConstructor(_Options):
             seed=seed,
             on_world_size_change=on_world_size_change,
             on_missing_residual=on_missing_residual,
-            weights=weights,  # type: ignore[arg-type]  # names are converted
+            weights=None if weights is None else as_weights(weights),
         )
         self.on_configured()
 

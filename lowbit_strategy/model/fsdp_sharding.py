@@ -48,9 +48,9 @@ def sharded_groups(module: nn.Module) -> Iterator[ShardedGroup]:
     for name, child in module.named_modules():
         if not isinstance(child, FSDPModule):
             continue
-        state: Any = child._get_fsdp_state()
         is_root = id(child) not in inside
-        inside |= {id(each) for each in nn.Module.modules(child) if each is not child}  # type: ignore[arg-type]
+        inside |= {id(each) for _, each in module.get_submodule(name).named_modules()} - {id(child)}
+        state: Any = child._get_fsdp_state()
         if id(state) in seen or state._fsdp_param_group is None:
             continue  # a group made of several modules has one state
         seen.add(id(state))

@@ -12,7 +12,7 @@ from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.weightcode import WeightCode
 from lowbit_strategy.methods.weights.weightdelta import WeightDelta
-from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
+from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, convert, register_conversion
 from lowbit_strategy.options.suggestions import did_you_mean
 
 WEIGHTS: dict[str, type[WeightCoding]] = {"exact": Exact, "code": WeightCode, "delta": WeightDelta}
@@ -45,6 +45,15 @@ def check_weights(weights: WeightCoding | None, *, scatter: bool) -> None:
             f"weights={type(weights).__name__}(...) is for FSDP2, whose ranks gather weights: under DDP every rank has"
             " them all. Leave weights out, or use FSDP2 (loco_fsdp; fsdp_version: 2)"
         )
+
+
+def as_weights(value: object) -> WeightCoding:
+    """`Exact`, `WeightCode` or `WeightDelta` as it is, or what a name such as ``"delta4"`` or a mapping stands for.
+
+    Raises:
+        ValueError: None of them, or an unknown name or option.
+    """
+    return convert(value, WeightCoding, "weights", Source.CODE)  # type: ignore[type-abstract]
 
 
 def _make(value: Any, source: Source) -> WeightCoding:
