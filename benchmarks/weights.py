@@ -1,6 +1,6 @@
 """What coded weights cost in loss: three kinds of language model on Python source, against the same runs with exact ones.
 
-FSDP2 is simulated in one process with the real gathers: the optimizer holds exact weights, the model computes with
+FSDP2 is simulated in one process with the real gathers: the optimizer holds exact weights, the model computes
 with what all ranks decode, and the validation loss is that of the exact weights. Gradients are those of two ranks,
 reduced uncompressed or by LoCo's 4 bits. Every variant sees the same initial weights and batches as the exact run.
 

@@ -160,19 +160,20 @@ class WeightGather:
         """Fill `out`, ``[W * N]``, with all ranks' rows; yields while bytes travel.
 
         Args:
-            x_N: The own row, exact.
+            x_N: The own row, exact; may be the own row of `out`.
             out: Of the same dtype.
         """
         if self.fresh:
             self._serve(out)
             return
-        if self._parts is None or (self._differences and not self._has_replica(x_N.dtype)):
-            yield from self._send_exact(x_N if self._restored is None else self._restored.to(x_N.dtype), out)
-            if self._restored is None:
-                self.fresh = self._keep != "nothing"
-                return
+        if self._restored is not None:
+            x_N = x_N.clone()
+            yield from self._send_exact(self._restored.to(x_N.dtype), out)
             self._restored = None
-        yield from self._send_codes(x_N, out)
+        if self._parts is None or (self._differences and not self._has_replica(x_N.dtype)):
+            yield from self._send_exact(x_N, out)
+        else:
+            yield from self._send_codes(x_N, out)
         self.fresh = self._keep != "nothing"
 
     def invalidate(self) -> None:
