@@ -1,4 +1,4 @@
-"""Coded weights under FSDP2 on two real processes: what is sent when, what training and evaluation see, what is saved."""
+"""Coded weights under FSDP2 on real processes: what is sent when, what training and evaluation see, what is saved."""
 
 from __future__ import annotations
 
