@@ -6,6 +6,7 @@
 | `prepare_optimizer` | its optimizer reports when a step is over, skipped ones too |
 | `backward` | residuals learn the loss scale first, controllers the time |
 | `accumulate` | whether it is used, for controllers that change the batch |
+| `clip_grad_norm_`, `clip_grad_value_` | a warning with sparse methods |
 | `save_state`, `load_state` | residuals go into the folder, through Accelerate's own hooks |
 | `free_memory` | attachments go with the models |
 """
@@ -34,7 +35,7 @@ from lowbit_strategy.control.levels import labels
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.attach import Prepared, attach_ddp, attach_fsdp, prepare, warn_of_one_rank
 from lowbit_strategy.hooks.attached import Attached
-from lowbit_strategy.hooks.optimizer_checks import check_optimizers
+from lowbit_strategy.hooks.optimizer_checks import ClippingWarning, check_optimizers
 from lowbit_strategy.hooks.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.model.handshake import handshake, plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
@@ -76,6 +77,7 @@ class Binding:
         self.adaptive = AdaptiveBinding(plugin, accelerator)
         self.attachments: list[Attached] = []
         self._warned_of_one_rank = False
+        self._clipping = ClippingWarning(plugin.compressor, speaks=accelerator.is_main_process)
         self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
         self._numbers: WeakKeyDictionary[Attached, int] = WeakKeyDictionary()  # checkpoints know models by order
         self._wrap("prepare_model", self._prepare_model)
@@ -83,6 +85,8 @@ class Binding:
         self._wrap("prepare_optimizer", self._prepare_optimizer)
         self._wrap("backward", self._backward)
         self._wrap("accumulate", self._accumulate)
+        self._wrap("clip_grad_norm_", functools.partial(self._clip, "max_norm"))
+        self._wrap("clip_grad_value_", functools.partial(self._clip, "clip_value"))
         self._wrap("free_memory", self._free_memory)
         accelerator.register_save_state_pre_hook(self._on_save)
         accelerator.register_load_state_pre_hook(self._on_load)
@@ -236,6 +240,10 @@ class Binding:
     def _accumulate(self, original: Callable[..., Any], *models: Any) -> Any:
         self.adaptive.accumulates = True
         return original(*models)
+
+    def _clip(self, option: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._clipping.clipped(kwargs[option] if option in kwargs else args[1], option)
+        return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
         self.adaptive.before_backward(loss, self.attachments)
