@@ -85,8 +85,8 @@ def test_selection_refuses_other_tensors() -> None:
         select.count_above(torch.zeros(8)[::2], 1.0)
 
 
-@pytest.mark.parametrize(("numel", "k"), [(1, 1), (10, 0), (10, 10), (1000, 7), (600_000, 40), (600_000, 6_000)])
-def test_top_k_is_the_definition(numel: int, k: int) -> None:
+@pytest.mark.parametrize(("numel", "k"), [(1, 1), (10, 0), (10, 10), (1000, 7), (70_001, 70), (600_000, 6_000)])
+def test_top_k_is_the_definition(path: str, numel: int, k: int) -> None:
     x = _values(numel)
     indices, values = select.top_k(x, k)
     wanted = reference.top_k(x, k)
@@ -95,9 +95,9 @@ def test_top_k_is_the_definition(numel: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("numel", [900, 600_000])
-def test_top_k_takes_the_first_of_equal_ones(numel: int) -> None:
+def test_top_k_takes_the_first_of_equal_ones(path: str, numel: int) -> None:
     x = (_values(numel) * 2).round()
-    for k in (5, numel // 100, numel // 3):
+    for k in (5, numel // 200, numel // 3):
         assert torch.equal(select.top_k(x, k)[0], reference.top_k(x, k))
     assert torch.equal(select.top_k(torch.zeros(numel), 3)[0], torch.arange(3))
 
@@ -111,7 +111,7 @@ def test_top_k_of_a_few_large_ones_among_zeros() -> None:
 
 
 @pytest.mark.parametrize("numel", [2000, 600_000])
-def test_top_k_where_few_are_not_zero_is_the_definition_and_sorts_little(numel: int) -> None:
+def test_top_k_where_few_are_not_zero_is_the_definition(path: str, numel: int) -> None:
     """An embedding of which a step touched some rows."""
     x = torch.zeros(numel)
     x[100:180] = _values(80)

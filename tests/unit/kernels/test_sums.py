@@ -46,6 +46,27 @@ def test_adding_and_selecting_is_the_definition(path: str, numel: int, threshold
     assert finite is wanted_finite is True
 
 
+@pytest.mark.parametrize(("numel", "k"), [(1, 1), (10, 0), (40, 40), (1056, 8), (70_001, 70), (200_001, 9_000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adding_and_taking_the_largest_is_the_definition(path: str, numel: int, k: int, dtype: torch.dtype) -> None:
+    x, addend = _pair(numel)
+    x, addend = (8 * x).round() / 8, (4 * addend).round().to(dtype) / 4  # many equal ones
+    wanted_x = x + addend
+    wanted = reference.top_k(wanted_x, k)
+    for at in (None, 0, numel // 2, numel - 1):
+        y, other = x.clone(), addend.clone()
+        if at is not None:
+            other[at] = math.nan
+        found = select.add_top_k_(y, other, k)
+        if at is not None:
+            assert found is None
+            continue
+        assert torch.equal(y, wanted_x)
+        assert found is not None
+        assert torch.equal(found[0], wanted)
+        assert torch.equal(found[1], wanted_x[wanted])
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("at", [0, 40, 4095, 200_000])
 @pytest.mark.parametrize("value", [3e38, -3e38, math.inf, math.nan])
