@@ -8,24 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels import native, select
-from lowbit_strategy.kernels.native import ISA_OVERRIDE
+from lowbit_strategy.kernels import select
 from lowbit_strategy.kernels.reference import select as reference
 from lowbit_strategy.kernels.sums import OverflowedSum, Sum, top_k
-
-_PATHS = ["torch", *(("avx512", "avx2", "portable") if native.available() else ())]
-
-
-@pytest.fixture(params=_PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setenv("LOWBIT_KERNELS", "torch")
-    else:
-        if request.param not in native.isas():
-            pytest.skip(f"this processor has no {request.param}")
-        monkeypatch.setenv("LOWBIT_KERNELS", "native")
-        monkeypatch.setenv(ISA_OVERRIDE, request.param)
-    return request.param
 
 
 def _pair(numel: int, seed: int = 0) -> tuple[Tensor, Tensor]:
