@@ -9,12 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lowbit_strategy import LoCo
+from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.lightning import LowBitFSDPStrategy
+from tests.accelerated import fresh_state, fsdp_plugin, prepared, train
 from tests.scenarios import Facts, scenarios
-from tests.training import MIN_SHARD_NUMEL, Regression, fingerprint, full_parameters, loader, trainer
+from tests.training import (
+    MIN_SHARD_NUMEL,
+    ByStep,
+    Regression,
+    count_exchanges,
+    fingerprint,
+    full_parameters,
+    listen,
+    loader,
+    trainer,
+)
 
 
 @contextlib.contextmanager
@@ -72,3 +86,92 @@ def test_by_name(facts: list[Facts]) -> None:
         headers_and_padding = 20 * 2 * 3 * (16 + 6 * 15)
         assert rank["accounted"] < rank["sent"] <= rank["accounted"] + headers_and_padding
     assert sum(rank["numel"] for rank in facts) == 2 * sum(torch.tensor(v).numel() for v in facts[0]["ddp"]["values"].values())
+
+
+def resume(folder: Path, distributed: bool) -> Facts:
+    """Accumulation, clipping and another number of replicas on the way."""
+    given: dict[str, Any] = {"max_steps": 6, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    with nodes_of(2):
+        whole = ByStep()
+        saving = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        made = trainer(
+            hsdp(save_distributed_checkpoint=distributed), enable_checkpointing=True, callbacks=[saving], **given
+        )
+        with count_exchanges() as sizes:
+            made.fit(whole, loader())
+        model, other = ByStep(), ByStep()
+        trainer(hsdp(save_distributed_checkpoint=distributed), **given).fit(
+            model, loader(), ckpt_path=folder / "step=3.ckpt"
+        )
+        with listen() as lines:
+            four = trainer(
+                hsdp(shard_size=1, on_world_size_change="fold", save_distributed_checkpoint=distributed), **given
+            )
+            four.fit(other, loader(), ckpt_path=folder / "step=3.ckpt")
+    return {
+        "whole": whole.losses,
+        "resumed": model.losses,
+        "same": fingerprint(whole) == fingerprint(model),
+        "print": fingerprint(whole),
+        "exchanges": len(sizes),
+        "other": (fingerprint(other), other.losses[0], four.strategy.sync.step_index),
+        "log": lines,
+    }
+
+
+@scenarios(resume, world_size=4, distributed=(False, True))
+def test_resume_is_as_if_never_stopped(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["resumed"] == rank["whole"][6:]
+        assert rank["same"]
+        assert rank["print"] == facts[0]["print"]
+        assert rank["exchanges"] == facts[0]["exchanges"]
+        assert rank["other"][0] == facts[0]["other"][0]
+        assert rank["other"][1] == rank["whole"][6]
+        assert rank["other"][2] == 6
+    assert "grouped into nodes or replicas otherwise: compression residuals are averaged" in "\n".join(facts[0]["log"])
+
+
+def accelerator(*, own: bool) -> Accelerator:
+    """On CPU Accelerate refuses a `ParallelismConfig`: what its constructor would do with one is done here."""
+    fresh_state()
+    sharding = fsdp_plugin()
+    made = Accelerator(fsdp_plugin=sharding)
+    if own:
+        config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        made.state.parallelism_config = config
+        made.state.device_mesh = config.get_device_mesh("cpu")
+    LowBitPlugin(LoCo(), shard_size=None if own else "node").attach(made, fsdp_plugin=sharding)
+    return made
+
+
+def with_accelerate(folder: Path) -> Facts:
+    """Accelerate's own HSDP; the plugin's `shard_size` is the same."""
+    runs: dict[str, Any] = {}
+    with nodes_of(2):
+        for own in (True, False):
+            job = prepared(accelerator(own=own))
+            train(job, 4, clip=1.0)
+            job.accelerator.save_state(str(folder / str(own)))
+            train(job, 6, skip=4)
+            runs["accelerate" if own else "plugin"] = {
+                "losses": job.losses,
+                "print": fingerprint(job.model),
+                "replicas": job.sync.comm.world_size,
+                "steps": job.sync.step_index,
+                "samples": len(job.batches),
+            }
+        again = prepared(accelerator(own=True))
+        again.accelerator.load_state(str(folder / "True"))
+        train(again, 6, skip=4)
+    return runs | {"resumed": again.losses, "resumed_print": fingerprint(again.model)}
+
+
+@scenarios(with_accelerate, world_size=4)
+def test_accelerate(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["accelerate"] == rank["plugin"]
+        assert rank["accelerate"]["replicas"] == 2
+        assert rank["accelerate"]["steps"] == 6
+        assert rank["accelerate"]["print"] == facts[0]["accelerate"]["print"] == rank["resumed_print"]
+        assert rank["resumed"] == rank["accelerate"]["losses"][4:]

@@ -56,8 +56,9 @@ class TensorSpec:
 
     def cut(self, world_size: int, block_size: int, *, scatter: bool) -> Cut:
         """How it is cut over the ranks that reduce it."""
-        if scatter and self.part is not None and self.part.row_numel is not None:
-            return Cut(self.numel, self.part.row_numel, world_size)
+        row_numel = None if self.part is None else self.part.row_numel
+        if scatter and row_numel is not None and row_numel * world_size >= self.numel:  # not where a rank tries alone
+            return Cut(self.numel, row_numel, world_size)
         return cut_of(self.shape, world_size, block_size, scatter=scatter)
 
 
