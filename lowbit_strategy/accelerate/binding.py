@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import weakref
@@ -30,7 +31,7 @@ from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
 from lowbit_strategy.accelerate.options import PluginOptions
 from lowbit_strategy.accelerate.patches import keep_fsdp_on_cpu
-from lowbit_strategy.accelerate.support import check_accelerator
+from lowbit_strategy.accelerate.support import check_accelerator, choose_shard_size
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.attach import Prepared, attach_ddp, attach_fsdp, prepare, warn_of_one_rank
@@ -74,6 +75,8 @@ class Binding:
         check_accelerator(accelerator)
         self.plugin = plugin
         self.accelerator = accelerator
+        shard_size = choose_shard_size(accelerator, plugin.shard_size)
+        self._options = dataclasses.replace(plugin.sync_options(), shard_size=shard_size)
         self.adaptive = AdaptiveBinding(plugin, accelerator)
         self.attachments: list[Attached] = []
         self._warned_of_one_rank = False
@@ -202,7 +205,7 @@ class Binding:
             self.attachments = sorted([*self.attachments, attached], key=lambda each: self._numbers[each])
 
     def _agree(self, model: nn.Module, *, scatter: bool) -> Prepared:
-        prepared = prepare(model, self.plugin.compressor, self.plugin.sync_options(), scatter=scatter)
+        prepared = prepare(model, self.plugin.compressor, self._options, scatter=scatter)
         handshake(plain("controller", self.plugin.controller) | plain("monitor", self.plugin.monitor))
         if (controller := self.plugin.controller) is not None and self.accelerator.is_main_process:
             chosen = ", ".join(labels(controller.levels)) or "no compressor"

@@ -1,8 +1,8 @@
-"""FSDP2: a reduce-scatter of every sharded module that goes through a `GradientSync`."""
+"""FSDP2: what every sharded module does with its gradients goes through a `GradientSync`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.replicas import BackwardSide, ExactReduceScatter, ReplicaAllReduce
 from lowbit_strategy.model.parameters import canonical_name
 
 
@@ -20,8 +22,8 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
     """The custom communication of one FSDP2 parameter group: input ``[W * n]``, output ``[n]``, always a sum."""
 
     def __init__(self, sync: GradientSync, param_group: Any, names: dict[int, str]) -> None:
+        self.param_group = param_group
         self._sync = sync
-        self._param_group = param_group
         self._names = names
         self._layouts: dict[tuple[str, ...], BucketLayout] = {}
 
@@ -53,7 +55,7 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
 
     def layout(self) -> BucketLayout:
         """What the module's parameters that are trained now will be handed in as."""
-        params = [p for p in self._param_group.fsdp_params if p.sharded_param.requires_grad]
+        params = [p for p in self.param_group.fsdp_params if p.sharded_param.requires_grad]
         names = tuple(self._names[id(p.sharded_param)] for p in params)
         if names not in self._layouts:
             entries, at = [], 0
@@ -63,17 +65,17 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
             self._layouts[names] = BucketLayout(tuple(entries), row_numel=at)
         return self._layouts[names]
 
-    def gathered_nbytes(self) -> int:
-        """Bytes this rank sends per step when FSDP2 gathers the module's weights: in forward and, unless they stay
-        gathered in between, in backward.
-        """
-        group = self._param_group
-        num_gathers = 2 if group.post_forward_mesh_info is not None else 1
-        shards = (
-            param._sharded_param_data.numel() * (group.mp_policy.param_dtype or param.sharded_param.dtype).itemsize
-            for param in group.fsdp_params
-        )
-        return num_gathers * (self._sync.comm.world_size - 1) * int(sum(shards))
+
+def gathered_nbytes(group: Any, world_size: int) -> int:
+    """Bytes this rank sends per step when FSDP2 gathers a parameter group's weights: in forward and, unless they stay
+    gathered in between, in backward.
+    """
+    num_gathers = 2 if group.post_forward_mesh_info is not None else 1
+    shards = (
+        param._sharded_param_data.numel() * (group.mp_policy.param_dtype or param.sharded_param.dtype).itemsize
+        for param in group.fsdp_params
+    )
+    return num_gathers * (world_size - 1) * int(sum(shards))
 
 
 def install(module: nn.Module, sync: GradientSync) -> int:
@@ -84,6 +86,31 @@ def install(module: nn.Module, sync: GradientSync) -> int:
     """
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
     installed: list[CompressedReduceScatter] = []
+    for child, group in _sharded_modules(module, sync, names):
+        installed.append(CompressedReduceScatter(sync, group, names))
+        child.set_custom_reduce_scatter(installed[-1])
+    sync.expect([each.layout() for each in installed])
+    sync.weights_nbytes = sum(gathered_nbytes(each.param_group, sync.comm.world_size) for each in installed)
+    return len(installed)
+
+
+def install_replicas(module: nn.Module, sync: GradientSync, inside: Comm, side: BackwardSide) -> int:
+    """HSDP: as `install`, with an exact reduce-scatter among the ranks that shard, and the engine over the replicas."""
+    names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
+    groups: list[Any] = []
+    for child, group in _sharded_modules(module, sync, names):
+        groups.append(group)
+        child.set_custom_reduce_scatter(ExactReduceScatter(inside))
+        child.set_gradient_divide_factor(1.0)
+        if sync.comm.world_size > 1:
+            child.set_all_reduce_hook(ReplicaAllReduce(sync, group, names, side), stream=side.stream)
+    sync.weights_nbytes = sum(gathered_nbytes(group, inside.world_size) for group in groups)
+    return len(groups)
+
+
+def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, str]) -> list[tuple[Any, Any]]:
+    """Modules with their parameter groups, prepared for communication of our own."""
+    found: list[tuple[Any, Any]] = []
     seen: set[int] = set()
     sharded: set[int] = set()
     for child in module.modules():
@@ -102,13 +129,10 @@ def install(module: nn.Module, sync: GradientSync) -> int:
         child.set_force_sum_reduction_for_comms(True)
         if hasattr(child, "set_reduce_scatter_unused_params"):
             child.set_reduce_scatter_unused_params(True, recurse=False)
-        installed.append(CompressedReduceScatter(sync, group, names))
-        child.set_custom_reduce_scatter(installed[-1])
+        found.append((child, group))
     if seen and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
         raise ValueError(
             f"nothing synchronises {', '.join(left[:3])}{' ...' if len(left) > 3 else ''}: no module that holds it is"
             " sharded. Call fully_shard on the whole model as well, after its parts"
         )
-    sync.expect([each.layout() for each in installed])
-    sync.weights_nbytes = sum(each.gathered_nbytes() for each in installed)
-    return len(installed)
+    return found
