@@ -34,7 +34,7 @@ def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes
 
 
 def choose_shard_size(accelerator: Accelerator, shard_size: ShardSize | None) -> ShardSize | None:
-    """How many ranks have one model together: by Accelerate's own ``dp_replicate_size``, or by the plugin's `shard_size`.
+    """How many ranks have one model together: by Accelerate's own ``dp_replicate_size``, or by `shard_size`.
 
     What the plugin says is given to an accelerator that has no parallelism of its own, so that it shards accordingly.
 

@@ -23,6 +23,7 @@ from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.model.topology import Topology
 
 _KEPT_STEPS = 16  # a bucket layout that has not come for so many steps (DDP has rebuilt its buckets) is dropped
 
@@ -68,6 +69,9 @@ class GradientSync:
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
         weights_nbytes: Bytes this rank sends per step for weights, by the framework that gathers them; 0 under DDP.
+        inside: Where ranks have two levels, the group whose ranks have a whole parameter together.
+        inside_nbytes: Bytes of gradients that this rank sends in it per step.
+        topology: Of all ranks, if it is known.
         extra_state: What is saved beside the methods' own state, by name.
     """
 
@@ -95,6 +99,9 @@ class GradientSync:
         self.step_index = 0
         self.num_skipped = 0
         self.weights_nbytes = 0
+        self.inside: Comm | None = None
+        self.inside_nbytes = 0
+        self.topology: Topology | None = None
         self.loss_scale: float | None = None
         self.carryover = CarryOver(device)
         self.extra_state: dict[str, Stateful] = {}

@@ -98,7 +98,7 @@ def attach_ddp(
     model.join_hook = _refuse_join  # type: ignore[method-assign]
     if device.type == "cpu":
         own_group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout_of(group, device))
-    groups = one_level(own_group or group, own=[] if own_group is None else [own_group])
+    groups = one_level(own_group or group, prepared.topology, own=[] if own_group is None else [own_group])
     sync = _engine(prepared, groups, device, has_scaler)
     alone = sync.comm.world_size == 1
     hook = None if alone else DDPHook(model, sync)
@@ -132,7 +132,7 @@ def attach_fsdp(
     handshake(_circumstances(device, has_scaler), group)
     if prepared.shard_size is not None:
         return _attach_hsdp(module, prepared, prepared.shard_size, device, group, has_scaler)
-    sync = _engine(prepared, one_level(group), device, has_scaler)
+    sync = _engine(prepared, one_level(group, prepared.topology), device, has_scaler)
     check_process_groups(module, group, replicated=False)
     if fsdp.install(module, sync) == 0:
         raise ValueError(_NOT_SHARDED)
@@ -149,7 +149,7 @@ def _attach_hsdp(
     has_scaler: bool,
 ) -> Attached:
     """Sharded over `shard_size` ranks, the engine between the replicas; the first replica's weights for all."""
-    groups = two_levels(group, shard_size, device=device, scatter=False)
+    groups = two_levels(group, shard_size, prepared.topology, device=device, scatter=False)
     assert groups.inside is not None
     check_process_groups(module, groups.inside.group, replicated=True)
     take_over_replication(module)
@@ -196,6 +196,7 @@ def _engine(prepared: Prepared, groups: RankGroups, device: torch.device, has_sc
         share=groups.share,
         everyone=groups.everyone,
     )
+    sync.inside, sync.topology = groups.inside, prepared.topology
     if groups.everyone.world_size == 1:
         warn_of_one_rank()
     elif alone and groups.everyone.rank == 0:

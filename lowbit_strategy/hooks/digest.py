@@ -93,7 +93,7 @@ class ParameterDigest:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """int64 scalar of the bits of a tensor of any dtype, or of this rank's shard: in the order of elements, not of memory."""
+    """int64 scalar of the bits of a tensor, or of this rank's shard, in the order of elements, not of memory."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)

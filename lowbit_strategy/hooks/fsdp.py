@@ -78,6 +78,17 @@ def gathered_nbytes(group: Any, world_size: int) -> int:
     return num_gathers * (world_size - 1) * int(sum(shards))
 
 
+def reduced_nbytes(group: Any, world_size: int) -> int:
+    """Bytes this rank sends for one exact reduce-scatter of a parameter group's gradients."""
+    params = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+    row_numel = sum(dim0_cut(tuple(param._orig_size), world_size).row_numel for param in params)
+    if not params:
+        return 0
+    policy = group.mp_policy
+    dtype = policy.reduce_dtype or policy.param_dtype or params[0].sharded_param.dtype
+    return (world_size - 1) * row_numel * int(dtype.itemsize)
+
+
 def install(module: nn.Module, sync: GradientSync) -> int:
     """Give every FSDP2 module under `module` a compressed reduce-scatter. Returns how many were given one.
 
@@ -105,6 +116,7 @@ def install_replicas(module: nn.Module, sync: GradientSync, inside: Comm, side: 
         if sync.comm.world_size > 1:
             child.set_all_reduce_hook(ReplicaAllReduce(sync, group, names, side), stream=side.stream)
     sync.weights_nbytes = sum(gathered_nbytes(group, inside.world_size) for group in groups)
+    sync.inside_nbytes = sum(reduced_nbytes(group, inside.world_size) for group in groups)
     return len(groups)
 
 

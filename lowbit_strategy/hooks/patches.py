@@ -36,6 +36,24 @@ PATCHES = (
         reason="the layout of a reduce-scatter is that of its parameter group",
     ),
     PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup.mesh_info",
+        use="set",
+        seen=_SEEN,
+        reason="HSDP's all-reduce over replicas cannot be replaced, so a mesh of two dims is taken for its second one",
+    ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup._orig_dtype",
+        use="read",
+        seen=_SEEN,
+        reason="where gradients are converted after the all-reduce hook they cannot be reduced while backward goes on",
+    ),
+    PrivateName(
+        target="torch.autograd:Variable._execution_engine",
+        use="called",
+        seen=_SEEN,
+        reason="the end of a backward pass waits for shards that are reduced beside it; DDP and FSDP2 wait in this way",
+    ),
+    PrivateName(
         target=f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params",
         use="read",
         seen=_SEEN,

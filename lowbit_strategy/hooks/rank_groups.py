@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.collectives.layout import Share
+from lowbit_strategy.model.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +45,27 @@ class RankGroups:
                 comm.group = nobody  # the last reference to a group holds its threads
 
 
-def one_level(group: dist.ProcessGroup | None, own: Sequence[dist.ProcessGroup] = ()) -> RankGroups:
-    comm = GroupComm(group)
+def one_level(group: dist.ProcessGroup | None, topology: Topology, own: Sequence[dist.ProcessGroup] = ()) -> RankGroups:
+    """All ranks reduce whole parameters together."""
+    comm = _comm(group, range(topology.world_size), topology, dist.get_rank(group))
     return RankGroups(comm, comm, own=tuple(own))
 
 
 def two_levels(
-    group: dist.ProcessGroup | None, size: int, *, device: torch.device, scatter: bool, own_everyone: bool = False
+    group: dist.ProcessGroup | None,
+    size: int,
+    topology: Topology,
+    *,
+    device: torch.device,
+    scatter: bool,
+    own_everyone: bool = False,
 ) -> RankGroups:
     """Groups of `size` consecutive ranks inside, groups of equal index between them; call on all ranks.
 
     Args:
         group: All ranks.
         size: Ranks that together have a whole parameter.
+        topology: Of `group`.
         device: Of gradients.
         scatter: Parameters are sharded over all ranks: this rank reduces the shards of all that have its index.
         own_everyone: Make a group of all ranks too, because another thread uses `group`.
@@ -71,8 +80,21 @@ def two_levels(
     if own_everyone:
         everyone = dist.new_group(ranks, timeout=timeout)
         own.append(everyone)
-    share = Share(rank % size, size, len(blocks) if scatter else None)
-    return RankGroups(GroupComm(between), GroupComm(everyone), GroupComm(inside), share, tuple(own))
+    index, num_blocks = rank % size, len(blocks)
+    share = Share(index, size, num_blocks if scatter else None)
+    return RankGroups(
+        comm=_comm(between, range(index, len(ranks), size), topology, rank),
+        everyone=_comm(everyone, range(len(ranks)), topology, rank),
+        inside=_comm(inside, range(rank - index, rank - index + size), topology, rank),
+        share=share,
+        own=tuple(own),
+    )
+
+
+def _comm(group: dist.ProcessGroup | None, members: Iterable[int], topology: Topology, rank: int) -> GroupComm:
+    comm, near = GroupComm(group), topology.neighbours(rank)
+    comm.num_near = sum(member in near for member in members) - 1
+    return comm
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
