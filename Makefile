@@ -23,6 +23,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 ARGS ?=
+# Two at a time; tests of one file with real processes stay together (tests/conftest.py). PARALLEL= for one at a time.
+PARALLEL ?= -n 2 --dist loadgroup
 # A change to any of these means another installation.
 INSTALLS := pyproject.toml constraints.txt $(wildcard setup.py lowbit_strategy/kernels/native/*.c lowbit_strategy/kernels/native/*.h)
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
@@ -34,13 +36,13 @@ demo: $(VENV)/.runtime
 	$(BIN)/python recipes/demo.py $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "" $(ARGS)
 
 test-oldest: $(OLDEST)/.test
-	$(OLDEST)/bin/python -m pytest $(ARGS)
+	$(OLDEST)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)

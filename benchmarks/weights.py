@@ -1,4 +1,4 @@
-"""What coded weights cost in loss: three kinds of language model on Python source, against the same runs with exact ones.
+"""What coded weights cost in loss: three kinds of language model on Python source, against runs with exact ones.
 
 FSDP2 is simulated in one process with the real gathers: the optimizer holds exact weights, the model computes
 with what all ranks decode, and the validation loss is that of the exact weights. Gradients are those of two ranks,

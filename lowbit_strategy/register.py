@@ -39,6 +39,7 @@ def strategy_names() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Each registered name with its compressor, its kind (``DDP`` or ``FSDP``) and the strategy's other arguments."""
     for compressor in PRESETS:
         yield f"{compressor}_fsdp", compressor, "FSDP", {}
+        yield f"{compressor}_hsdp", compressor, "FSDP", {"shard_size": "node"}
         for suffix, start_method in _START_METHODS.items():
             for ending, unused in _UNUSED.items():
                 options = {"start_method": start_method, "find_unused_parameters": unused}
@@ -82,7 +83,7 @@ def _available(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> _Names:
 def _advice(name: str, known: list[str]) -> str:
     """What to write instead of a name that looks like one of ours; empty if it does not."""
     if name in PRESETS:
-        return f", {name} is a compressor: use {name}_ddp or {name}_fsdp"
+        return f", {name} is a compressor: use {name}_ddp, {name}_fsdp or {name}_hsdp"
     plain = [each for each in known if "_ddp_" not in each]
     near = nearest(name, plain, likeness=0.75)
     return f"; did you mean {near!r}?" if near and near.rpartition("_")[0] in PRESETS else ""

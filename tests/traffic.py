@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -12,30 +13,34 @@ from torch import Tensor
 
 
 class Traffic:
-    """What this rank hands to others."""
+    """What this rank hands to others, and how often it calls each collective."""
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.calls: Counter[str] = Counter()
 
 
 @contextlib.contextmanager
-def count_traffic() -> Iterator[Traffic]:
+def count_traffic(traffic: Traffic | None = None) -> Iterator[Traffic]:
     """Count every collective of this process while it lasts, broadcasts and point-to-point messages included.
 
     An all-reduce counts as a ring, twice (W - 1) / W of the tensor; what a rank keeps for itself does not count.
     """
-    traffic = Traffic()
+    traffic = traffic if traffic is not None else Traffic()
     with contextlib.ExitStack() as stack:
         for name, nbytes in _SENT.items():
-            stack.enter_context(mock.patch.object(dist, name, _counted(getattr(dist, name), nbytes, traffic)))
+            stack.enter_context(mock.patch.object(dist, name, _counted(name, nbytes, traffic)))
         for name in _REFUSED:
             stack.enter_context(mock.patch.object(dist, name, _refuse(name)))
         yield traffic
 
 
-def _counted(original: Callable[..., Any], nbytes: Callable[..., int], traffic: Traffic) -> Callable[..., Any]:
+def _counted(name: str, nbytes: Callable[..., int], traffic: Traffic) -> Callable[..., Any]:
+    original = getattr(dist, name)
+
     def call(*args: Any, **options: Any) -> Any:
         traffic.nbytes += nbytes(*args, **options)
+        traffic.calls[name] += 1
         return original(*args, **options)
 
     return call

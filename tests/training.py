@@ -22,7 +22,7 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
 
-Kind = Literal["ddp", "fsdp"]
+Kind = Literal["ddp", "fsdp", "hsdp"]
 KINDS: tuple[Kind, ...] = ("ddp", "fsdp")
 WIDTH, OUTPUTS, BATCH = 16, 8, 4
 # Some of the tests' layers are sharded one by one, so that there are several buckets.
@@ -95,6 +95,8 @@ def strategy(kind: Kind, compressor: Any = None, **options: Any) -> LowBitDDPStr
     compressor = compressor if compressor is not None else LoCo(block_size=32)
     if kind == "ddp":
         return LowBitDDPStrategy(compressor, bucket_cap_mb=0.01, **options)
+    if kind == "hsdp":  # a replica on each rank
+        options["shard_size"] = 1
     return LowBitFSDPStrategy(compressor, min_shard_numel=MIN_SHARD_NUMEL, **options)
 
 

@@ -6,12 +6,14 @@
 | `prepare_optimizer` | its optimizer reports when a step is over, skipped ones too |
 | `backward` | residuals learn the loss scale first, controllers the time |
 | `accumulate` | whether it is used, for controllers that change the batch |
+| `clip_grad_norm_`, `clip_grad_value_` | a warning with sparse methods |
 | `save_state`, `load_state` | residuals go into the folder, through Accelerate's own hooks |
 | `free_memory` | attachments go with the models |
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import weakref
@@ -29,12 +31,12 @@ from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
 from lowbit_strategy.accelerate.options import PluginOptions
 from lowbit_strategy.accelerate.patches import keep_fsdp_on_cpu
-from lowbit_strategy.accelerate.support import check_accelerator
+from lowbit_strategy.accelerate.support import check_accelerator, choose_shard_size
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.attach import Prepared, attach_ddp, attach_fsdp, prepare, warn_of_one_rank
 from lowbit_strategy.hooks.attached import Attached
-from lowbit_strategy.hooks.optimizer_checks import check_optimizers
+from lowbit_strategy.hooks.optimizer_checks import ClippingWarning, check_optimizers
 from lowbit_strategy.hooks.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.model.handshake import handshake, plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
@@ -73,9 +75,12 @@ class Binding:
         check_accelerator(accelerator)
         self.plugin = plugin
         self.accelerator = accelerator
+        shard_size = choose_shard_size(accelerator, plugin.shard_size)
+        self._options = dataclasses.replace(plugin.sync_options(), shard_size=shard_size)
         self.adaptive = AdaptiveBinding(plugin, accelerator)
         self.attachments: list[Attached] = []
         self._warned_of_one_rank = False
+        self._clipping = ClippingWarning(plugin.compressor, speaks=accelerator.is_main_process)
         self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
         self._numbers: WeakKeyDictionary[Attached, int] = WeakKeyDictionary()  # checkpoints know models by order
         self._wrap("prepare_model", self._prepare_model)
@@ -83,6 +88,8 @@ class Binding:
         self._wrap("prepare_optimizer", self._prepare_optimizer)
         self._wrap("backward", self._backward)
         self._wrap("accumulate", self._accumulate)
+        self._wrap("clip_grad_norm_", functools.partial(self._clip, "max_norm"))
+        self._wrap("clip_grad_value_", functools.partial(self._clip, "clip_value"))
         self._wrap("free_memory", self._free_memory)
         accelerator.register_save_state_pre_hook(self._on_save)
         accelerator.register_load_state_pre_hook(self._on_load)
@@ -198,7 +205,7 @@ class Binding:
             self.attachments = sorted([*self.attachments, attached], key=lambda each: self._numbers[each])
 
     def _agree(self, model: nn.Module, *, scatter: bool) -> Prepared:
-        prepared = prepare(model, self.plugin.compressor, self.plugin.sync_options(), scatter=scatter)
+        prepared = prepare(model, self.plugin.compressor, self._options, scatter=scatter)
         handshake(plain("controller", self.plugin.controller) | plain("monitor", self.plugin.monitor))
         if (controller := self.plugin.controller) is not None and self.accelerator.is_main_process:
             chosen = ", ".join(labels(controller.levels)) or "no compressor"
@@ -236,6 +243,10 @@ class Binding:
     def _accumulate(self, original: Callable[..., Any], *models: Any) -> Any:
         self.adaptive.accumulates = True
         return original(*models)
+
+    def _clip(self, option: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._clipping.clipped(kwargs[option] if option in kwargs else args[1], option)
+        return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
         self.adaptive.before_backward(loss, self.attachments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import KW_ONLY, field
 from pathlib import Path
+from typing import Literal
 
 from lowbit_strategy.accelerate.monitor import CompressionMonitor
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
@@ -32,6 +33,7 @@ class PluginOptions:
     on_world_size_change: OnWorldSizeChange = "reset"
     on_missing_residual: OnMissingResidual = "error"
     check_digest: bool = True
+    shard_size: int | Literal["node"] | None = None
     weights: WeightCoding | None = None
     controller: Controller | None = None
     monitor: CompressionMonitor | None = None

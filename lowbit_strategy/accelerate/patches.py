@@ -47,6 +47,12 @@ PATCHES = (
         reason="the default size of DDP's buckets; kwargs_handlers accepts exact classes only, when it is made",
     ),
     PrivateName(
+        target="accelerate.state:AcceleratorState.parallelism_config",
+        use="set",
+        seen=_SEEN,
+        reason="shard_size of the plugin is what dp_replicate_size of Accelerate is, for an accelerator that has none",
+    ),
+    PrivateName(
         target=f"{_ACCELERATOR}.step",
         use="set",
         seen=_SEEN,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 
+from lowbit_strategy.model.topology import ShardSize, find_topology, resolve_shard_size
+
 _SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
-_AXES = ("tp_size", "cp_size", "sp_size", "dp_replicate_size")
+_AXES = ("tp_size", "cp_size", "sp_size")
 
 
 def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes: dict[str, int] | None = None) -> None:
@@ -26,8 +29,40 @@ def check_served(distributed_type: str, *, fsdp_version: int | None = None, axes
         if size > 1:
             raise ValueError(
                 f"{axis} = {size} cannot be compressed: gradients are reduced over all processes, along one axis."
-                " Leave tensor, context and sequence parallelism and replication (HSDP) at 1"
+                " Leave tensor, context and sequence parallelism at 1"
             )
+
+
+def choose_shard_size(accelerator: Accelerator, shard_size: ShardSize | None) -> ShardSize | None:
+    """How many ranks have one model together: by Accelerate's own ``dp_replicate_size``, or by `shard_size`.
+
+    What the plugin says is given to an accelerator that has no parallelism of its own, so that it shards accordingly.
+
+    Raises:
+        ValueError: They differ, or `shard_size` does not suit the nodes.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return shard_size  # refused, if it is given, when the model is prepared
+    config = accelerator.parallelism_config
+    if config is not None and config.dp_replicate_enabled:
+        size: int = config.dp_shard_size
+        if shard_size is not None and resolve_shard_size(shard_size, find_topology()) != size:
+            raise ValueError(
+                f"shard_size={shard_size!r} of the plugin and dp_shard_size={size} of Accelerate's parallelism_config"
+                " differ: leave one of them out"
+            )
+        return size
+    if shard_size is None:
+        return None
+    size = resolve_shard_size(shard_size, find_topology())
+    num_replicas = accelerator.num_processes // size
+    if size == 1:
+        raise ValueError("shard_size=1 leaves nothing to shard, which Accelerate does not allow: use DDP instead")
+    if num_replicas > 1:
+        config = ParallelismConfig(dp_replicate_size=num_replicas, dp_shard_size=size)
+        accelerator.state.parallelism_config = config
+        accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
+    return size
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

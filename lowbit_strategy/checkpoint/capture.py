@@ -8,11 +8,14 @@ yet in another layout, under another method or on another number of ranks.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.layout import add_ranges_
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.method import unsent_part
 from lowbit_strategy.methods._base.tensor_spec import MemoryOrder, in_memory_order
@@ -29,8 +32,9 @@ def capture(sync: GradientSync) -> Saved:
     sync.follow_phase()  # a new phase begins with the next step, and that is where a restored engine begins
     return {
         "format": FORMAT,
-        "world_size": sync.comm.world_size,
-        "rank": sync.comm.rank,
+        "world_size": sync.everyone.world_size,
+        "rank": sync.everyone.rank,
+        "topology": _topology(sync),
         "step_index": sync.step_index,
         "num_skipped": sync.num_skipped,
         "loss_scale": sync.loss_scale,
@@ -39,15 +43,29 @@ def capture(sync: GradientSync) -> Saved:
     }
 
 
+def _topology(sync: GradientSync) -> list[int]:
+    """Ranks in all; how many reduce the same part together; how many parts there are, and of which kind."""
+    share = sync.share
+    parts = [1, 0] if share is None else [share.count, int(share.num_nodes is not None)]
+    return [sync.everyone.world_size, sync.comm.world_size, *parts]
+
+
+def _saved_topology(saved: Saved) -> list[int]:
+    """Ranks in all and how many reduce together, as `_topology`; before there were parts these were the same."""
+    topology: list[int] = saved.get("topology", [saved["world_size"], saved["world_size"], 1, 0])
+    return topology
+
+
 def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value.detach().cpu().clone() for key, value in tensors.items()}
 
 
 def _capture_parameter(sync: GradientSync, name: str) -> Saved:
-    leftover = sync.carryover.get(name)
+    leftover, spec = sync.carryover.get(name), sync.specs[name]
     return {
-        "shape": list(sync.specs[name].shape),
-        "memory_order": sync.specs[name].memory_order,
+        "shape": list(spec.whole.shape),
+        "ranges": None if spec.part is None else [list(run) for run in spec.part.ranges],
+        "memory_order": spec.memory_order,
         "tensors": _copy(sync.tensors(name)),
         "numbers": sync.store(name).numbers(name),
         "carryover": None if leftover is None else leftover.cpu().clone(),
@@ -66,7 +84,7 @@ def restore(
     1. counters, controllers and other state beside the methods'
     2. on as many ranks: a parameter whose method and layout are those that were saved gets its state back exactly;
        any other gets what its old method had not sent yet
-    3. on another number of ranks: `on_world_size_change`
+    3. on another number of ranks, or if they reduce other parts of parameters together: `on_world_size_change`
 
     Args:
         sync: The engine of the model that was saved; its compressor may have changed.
@@ -88,7 +106,7 @@ def restore(
         if name in saved["extra"]:
             part.load_state_dict(saved["extra"][name])
     sync.forget()
-    if saved["world_size"] != sync.comm.world_size:
+    if _saved_topology(saved) != _topology(sync):
         _change_world_size(sync, saved, load_rank, on_world_size_change)
         return
     for name, entry in saved["parameters"].items():
@@ -97,7 +115,7 @@ def restore(
 
 def _check_model(sync: GradientSync, saved: Saved) -> None:
     """What is trained here but was not when the state was saved starts from zero; anything else must fit."""
-    own = {name: list(spec.shape) for name, spec in sync.specs.items()}
+    own = {name: list(spec.shape) for name, spec in sync.wholes.items()}
     shapes = {name: entry["shape"] for name, entry in saved["parameters"].items()}
     unknown = sorted(shapes.keys() - own.keys())
     changed = sorted(name for name in own.keys() & shapes.keys() if own[name] != shapes[name])
@@ -131,26 +149,40 @@ def _restore_parameter(sync: GradientSync, name: str, entry: Saved) -> None:
         if entry["carryover"] is not None:
             sync.carryover.keep(name, entry["carryover"])
     elif (unsent := _unsent(entry, memory_order)) is not None:
-        sync.carry_over_(name, unsent.to(sync.device))
+        _carry_over_(sync, name, unsent)
+
+
+def _carry_over_(sync: GradientSync, name: str, whole_N: Tensor) -> None:
+    """Make this rank's part of what was not sent of a parameter its residual."""
+    part = sync.specs[name].part
+    sync.carry_over_(name, (whole_N if part is None else part.take(whole_N)).to(sync.device))
 
 
 def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
-    """What one saved rank had not sent yet of a parameter, in units of the gradient and in `memory_order`."""
+    """What one saved rank had not sent yet of a whole parameter, in units of the gradient and in `memory_order`."""
     unsent, leftover = unsent_part(entry["tensors"], entry["numbers"]), entry["carryover"]
     if leftover is None or unsent is None:
         unsent = leftover if unsent is None else unsent
     else:
         unsent = unsent + leftover
-    return None if unsent is None else in_memory_order(unsent, entry["shape"], entry["memory_order"], memory_order)
+    if unsent is None:
+        return None
+    if (ranges := entry.get("ranges")) is not None:
+        part, unsent = unsent, torch.zeros(math.prod(entry["shape"]), dtype=torch.float32)
+        add_ranges_(unsent, ranges, part)
+    return in_memory_order(unsent, entry["shape"], entry["memory_order"], memory_order)
 
 
 def _change_world_size(
     sync: GradientSync, saved: Saved, load_rank: Callable[[int], Saved], policy: OnWorldSizeChange
 ) -> None:
-    old, new = saved["world_size"], sync.comm.world_size
-    if sync.comm.rank == 0:
+    (old, num_together, *_), new = _saved_topology(saved), sync.everyone.world_size
+    if sync.everyone.rank == 0:
         what = "start from zero" if policy == "reset" else "are averaged over the old ranks"
-        _log.warning("the number of ranks changed from %d to %d: compression residuals %s", old, new, what)
+        if old != new:
+            _log.warning("the number of ranks changed from %d to %d: compression residuals %s", old, new, what)
+        else:
+            _log.warning("the ranks are grouped into nodes or replicas otherwise: compression residuals %s", what)
     if policy == "reset":
         return
     totals: dict[str, Tensor] = {}
@@ -159,4 +191,4 @@ def _change_world_size(
             if (unsent := _unsent(entry, sync.specs[name].memory_order)) is not None:
                 totals[name] = totals[name].add_(unsent) if name in totals else unsent.clone()
     for name, total in totals.items():
-        sync.carry_over_(name, (total / old).to(sync.device))
+        _carry_over_(sync, name, total / num_together)

@@ -36,6 +36,7 @@ class Comm(ABC):
     Attributes:
         group: The process group; None where there is none.
         sent_nbytes: Bytes this rank has sent to other ranks so far: what it keeps for itself is not traffic.
+        num_near: How many of the other ranks are on the same node.
     """
 
     group: dist.ProcessGroup | None = None
@@ -44,6 +45,12 @@ class Comm(ABC):
         self.rank = rank
         self.world_size = world_size
         self.sent_nbytes = 0
+        self.num_near = 0
+
+    def between_nodes(self, nbytes: float) -> int:
+        """How much of `nbytes`, sent to all others alike, leaves the node."""
+        others = self.world_size - 1
+        return round(nbytes * (others - self.num_near) / others) if others else 0
 
     @abstractmethod
     def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:

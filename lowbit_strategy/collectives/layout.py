@@ -3,11 +3,19 @@
 A parameter of n elements is cut into W chunks of ``row_numel`` elements; rank r owns flat elements
 ``[r * row_numel, (r + 1) * row_numel)`` as far as they exist. Under DDP ``row_numel`` is a multiple of the block size,
 so the grid of blocks is the same for every world size; under FSDP2 it is what the framework shards (whole dim-0 rows).
+
+Where ranks have two levels, a rank reduces a part of every parameter with the ranks of other nodes that have the same
+part: a `Part` is where it lies in the parameter, a `Share` the rule for all parameters.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 ALIGNMENT = 16  # bytes: every section of a message starts on a multiple, so that kernels may read it in wide words
 
@@ -36,9 +44,7 @@ def flat_cut(numel: int, world_size: int, block_size: int) -> Cut:
 
 def dim0_cut(shape: tuple[int, ...], world_size: int) -> Cut:
     """FSDP2: equal chunks of whole dim-0 rows."""
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = math.prod(shape)
     dim0 = shape[0] if shape else 1
     per_row = numel // dim0 if dim0 else 0
     return Cut(numel, -(-dim0 // world_size) * per_row, world_size)
@@ -48,10 +54,63 @@ def cut_of(shape: tuple[int, ...], world_size: int, block_size: int, *, scatter:
     """A parameter's cut under FSDP2 (`scatter`) or DDP."""
     if scatter:
         return dim0_cut(shape, world_size)
-    numel = 1
-    for size in shape:
-        numel *= size
-    return flat_cut(numel, world_size, block_size)
+    return flat_cut(math.prod(shape), world_size, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which elements of a parameter a rank reduces, where it is not the whole parameter.
+
+    Args:
+        shape: Of the whole parameter.
+        ranges: Start and length of each run of elements in the flat parameter; joined they are the part.
+        row_numel: Reduce-scatter: elements of each rank's chunk of the part, padding included. None: all-reduce.
+    """
+
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+    row_numel: int | None = None
+
+    def take(self, whole_N: Tensor) -> Tensor:
+        """The part of a flat parameter."""
+        return torch.cat([whole_N[start : start + length] for start, length in self.ranges])
+
+
+def add_ranges_(whole_N: Tensor, ranges: Sequence[Sequence[int]], part_N: Tensor) -> None:
+    """Add a part to the flat parameter that it belongs to."""
+    at = 0
+    for start, length in ranges:
+        whole_N[start : start + length] += part_N[at : at + length]
+        at += length
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which part of every parameter a rank reduces: one of `count`, whole rows of the outermost dim in memory.
+
+    Args:
+        index: Of this rank among those that together have the whole parameter: its rank inside the node, or inside
+            the group that shards the model.
+        count: How many those are.
+        num_nodes: Parameters are sharded over all ranks of so many nodes, and this rank reduces the shards of all
+            ranks that have its rank inside their node. None: one run of rows.
+    """
+
+    index: int
+    count: int
+    num_nodes: int | None = None
+
+    def part(self, shape: tuple[int, ...], row_dim: int = 0) -> tuple[tuple[int, ...], Part]:
+        """The shape of the part of a parameter of `shape`, and where it lies. `row_dim` is outermost in memory."""
+        dims = shape or (1,)
+        per_row = math.prod(dims[:row_dim] + dims[row_dim + 1 :])
+        num_chunks = self.count * (self.num_nodes or 1)
+        rows = -(-dims[row_dim] // num_chunks)
+        starts = [min(dims[row_dim], rows * chunk) for chunk in range(self.index, num_chunks, self.count)]
+        lengths = [min(dims[row_dim] - start, rows) for start in starts]
+        ranges = tuple((start * per_row, length * per_row) for start, length in zip(starts, lengths, strict=True))
+        own = (*dims[:row_dim], sum(lengths), *dims[row_dim + 1 :])
+        return own, Part(shape, ranges, None if self.num_nodes is None else rows * per_row)
 
 
 @dataclass(frozen=True, slots=True)

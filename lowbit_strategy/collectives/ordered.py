@@ -34,6 +34,23 @@ def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
     return gathered_WN.view(-1)[:numel]
 
 
+def sum_rows(x_WN: Tensor, out_N: Tensor, comm: Comm, *, alpha: float = 1.0) -> Generator[Pending, None, None]:
+    """Reduce-scatter: ``out = alpha * sum`` of what the ranks have for this rank, added in float32 in rank order.
+
+    Args:
+        x_WN: Row r is for rank r.
+        out_N: Of the same type.
+        comm: Group.
+        alpha: Factor.
+    """
+    received_WN = torch.empty_like(x_WN)
+    yield comm.all_to_all(received_WN, x_WN)
+    total_N = received_WN[0].to(torch.float32)  # in float32 the received row itself, which nobody else needs
+    for row_N in received_WN[1:]:
+        total_N += row_N
+    out_N.copy_(total_N.mul_(alpha))
+
+
 def ordered_nbytes(numel: int, itemsize: int, world_size: int) -> int:
     """Bytes a rank sends for `numel` elements."""
     return 2 * (world_size - 1) * -(-numel // world_size) * itemsize

@@ -38,11 +38,13 @@ class BucketLayout:
         entries: Parameters and their places.
         row_numel: FSDP2: elements of one rank's row; the input is ``[W * row_numel]``. None under DDP.
         last: DDP: the last bucket of the backward pass, on which whole-model methods reduce.
+        alone: Whole-model methods take it for a model of its own, as they do every bucket of FSDP2.
     """
 
     entries: tuple[Entry, ...]
     row_numel: int | None = None
     last: bool = True
+    alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +160,7 @@ class Bucket:
             yield from self._exchange(self.exchange, x, out, step, tracers)
         for store, slots in self._reducers:
             views = [self._view_to_trace(slot, x, out) if tracers else self.view(slot, x, out) for slot in slots]
-            if store.method.whole_model and not self.context.placement.scatter:
+            if store.method.whole_model and not (self.context.placement.scatter or self.layout.alone):
                 yield from self._collect(store, views, step, tracers)
             else:
                 yield from self._reduce(store, views, step, tracers)

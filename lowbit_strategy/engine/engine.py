@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
@@ -23,6 +24,7 @@ from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.model.topology import Topology
 
 _KEPT_STEPS = 16  # a bucket layout that has not come for so many steps (DDP has rebuilt its buckets) is dropped
 
@@ -52,17 +54,25 @@ class GradientSync:
     Args:
         compressor: Gives every parameter its method.
         specs: All trainable parameters, in the same order on all ranks.
-        comm: Group to reduce over; used by nothing else.
+        comm: Group to reduce over; used by nothing else while buckets are under way.
         device: Of gradients.
         scatter: FSDP2's reduce-scatter (sum of the owned chunk) instead of DDP's all-reduce (mean).
         seed: Of all randomness; the same on all ranks.
         rollback: Keep a copy of the residuals through the step and put it back if the step overflowed (fp16 with
             loss scaling: the optimizer skips such a step).
+        share: Two levels of ranks: which part of every parameter this rank reduces, with the ranks of `comm`, which
+            have the same part. None: all of it.
+        everyone: All ranks that train the model, for agreements between steps; None: those of `comm`.
 
     Attributes:
+        specs: What is reduced: parameters, or this rank's parts of them.
+        wholes: The parameters.
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
+        inside: Where ranks have two levels, the group whose ranks have a whole parameter together.
+        inside_nbytes: Bytes of gradients that this rank sends in it per step.
+        topology: Of all ranks, if it is known.
         extra_state: What is saved beside the methods' own state, by name.
     """
 
@@ -76,9 +86,13 @@ class GradientSync:
         scatter: bool,
         seed: int = 0,
         rollback: bool = False,
+        share: Share | None = None,
+        everyone: Comm | None = None,
     ) -> None:
-        self.specs = {spec.name: spec for spec in specs}
+        self.share = share
+        self.specs = {spec.name: spec.shared(share) for spec in specs}
         self.comm = comm
+        self.everyone = comm if everyone is None else everyone
         self.device = device
         self.scatter = scatter
         self.seed = seed
@@ -86,6 +100,9 @@ class GradientSync:
         self.step_index = 0
         self.num_skipped = 0
         self.weights: WeightSync | None = None
+        self.inside: Comm | None = None
+        self.inside_nbytes = 0
+        self.topology: Topology | None = None
         self.loss_scale: float | None = None
         self.carryover = CarryOver(device)
         self.extra_state: dict[str, Stateful] = {}
@@ -107,9 +124,13 @@ class GradientSync:
 
     # -- methods ------------------------------------------------------------------------------------------------
 
+    @property
+    def wholes(self) -> dict[str, TensorSpec]:
+        return {name: spec.whole for name, spec in self.specs.items()}
+
     def use(self, compressor: Compressor) -> None:
         """Give every parameter its method anew. Residuals are carried over; between steps only."""
-        compressor.check(list(self.specs.values()))
+        compressor.check(list(self.wholes.values()))
         self.compressor = compressor
         self._phase = compressor.at(self.step_index)
         self.assign(assign_all(self._phase, list(self.specs.values())))
@@ -124,7 +145,7 @@ class GradientSync:
     def extend(self, specs: Sequence[TensorSpec]) -> None:
         """Serve more parameters, the same on all ranks; the others keep their state. Between steps only."""
         if specs:
-            self.specs |= {spec.name: spec for spec in specs}
+            self.specs |= {spec.name: spec.shared(self.share) for spec in specs}
             self.assign(assign_all(self._phase, list(self.specs.values())))
 
     def forget(self) -> None:
@@ -245,6 +266,10 @@ class GradientSync:
         """Whether `begin_step` has been called since the last `end_step`."""
         return self._begun
 
+    def has_entered(self, layout: BucketLayout) -> bool:
+        """Whether this bucket has come in the backward pass under way."""
+        return layout in self._entered
+
     def set_loss_scale(self, scale: float) -> None:
         """The factor that the coming gradients are multiplied by; residuals follow when it changes."""
         self._asked_scale = scale
@@ -295,7 +320,7 @@ class GradientSync:
         shared = hash32(hash32(self.seed) + self.step_index)
         if self._num_passes > 1:
             shared = hash32(shared + self._num_passes)
-        return StepContext(self.step_index, hash32(shared + GOLDEN * (self.comm.rank + 1)), shared)
+        return StepContext(self.step_index, hash32(shared + GOLDEN * (self.everyone.rank + 1)), shared)
 
     def end_step(self) -> bool:
         """The optimizer has stepped, or a loss scaler has skipped the step. Call on all ranks.
@@ -308,13 +333,13 @@ class GradientSync:
         """
         entered, counted = self.in_step, True
         if entered and self.rollback:
-            counted = not self._flags.overflowed(self.comm)
+            counted = not self._flags.overflowed(self.everyone)
             self._flags.clear()
             if not counted:
                 self.num_skipped += 1
                 if self._backup:
                     torch._foreach_copy_(self.state_tensors(), self._backup)
-        self._flags.raise_if_broken(self.comm.rank)
+        self._flags.raise_if_broken(self.everyone.rank)
         if self.weights is not None:
             self.weights.end_step()
         self.carryover.end_step(counted=counted)
@@ -340,13 +365,6 @@ class GradientSync:
     def residual_nbytes(self) -> int:
         """Bytes of all state on this rank."""
         return sum(store.nbytes for store in self.stores.values())
-
-    @property
-    def weights_nbytes(self) -> int:
-        """Bytes this rank sent for weights in the last step; before the first step: those planned. 0 under DDP."""
-        if self.weights is None:
-            return 0
-        return self.weights.step_nbytes if self.step_index else self.weights.planned_nbytes
 
     def expect(self, layouts: Sequence[BucketLayout]) -> None:
         """The buckets that will come, one after the other, as far as they are known: for `buffer_nbytes`."""

@@ -129,7 +129,7 @@ class WeightSync:
         device: Of weights.
 
     Attributes:
-        step_nbytes: Bytes this rank sent for weights in the last step that ended, counted.
+        step_nbytes: Bytes this rank sent for weights in the last step that ended, counted; None before the first.
         evaluation_nbytes: Sent for exact weights outside of training.
     """
 
@@ -144,7 +144,7 @@ class WeightSync:
             name: ModuleWeights(layout, coding, comm, device, self.buffers, self._flags)
             for name, layout in layouts.items()
         }
-        self.step_nbytes = 0
+        self.step_nbytes: int | None = None
         self.evaluation_nbytes = 0
         self._uncoded_nbytes = 0  # sent by FSDP2 itself in training
         self._before = (0, 0, 0)  # counted, promised, framing at most when the step began
@@ -204,6 +204,11 @@ class WeightSync:
 
     def _framing_nbytes(self) -> int:
         return sum(module.framing_nbytes * module.gather.num_sent for module in self.modules.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes this rank sent in the last step that ended; before there was one: those planned."""
+        return self.planned_nbytes if self.step_nbytes is None else self.step_nbytes
 
     # -- cost -----------------------------------------------------------------------------------------------------
 

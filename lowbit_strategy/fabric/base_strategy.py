@@ -11,7 +11,7 @@ from torch import nn
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.hooks.attached import CHECKPOINT_KEY, Attached
-from lowbit_strategy.hooks.optimizer_checks import check_optimizers
+from lowbit_strategy.hooks.optimizer_checks import ClippingWarning, check_optimizers
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.telemetry.model_control import ModelControl
@@ -34,6 +34,7 @@ class LowBitFabricMixin(_Base):
 
     def on_configured(self) -> None:
         self.attachments = []
+        self._clipping: ClippingWarning | None = None
 
     @property
     def loss_scaler(self) -> Any:
@@ -69,6 +70,19 @@ class LowBitFabricMixin(_Base):
                 attached.follow_scaler(self.loss_scaler)
                 attached.end_step()
         return output
+
+    def clip_gradients_norm(self, module: Any, optimizer: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        self._clipped(max_norm, "max_norm")
+        return super().clip_gradients_norm(module, optimizer, max_norm, *args, **kwargs)
+
+    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any, *args: Any, **kwargs: Any) -> Any:
+        self._clipped(clip_val, "clip_val")
+        return super().clip_gradients_value(module, optimizer, clip_val, *args, **kwargs)
+
+    def _clipped(self, clip: float, option: str) -> None:
+        if self._clipping is None:  # the rank is not known before the strategy is set up
+            self._clipping = ClippingWarning(self.compressor, speaks=self.global_rank == 0)
+        self._clipping.clipped(clip, option)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         check_optimizers(self.compressor, [optimizer])

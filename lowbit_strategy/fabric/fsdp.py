@@ -44,7 +44,7 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, _Base):
                 wrapped,
                 prepared,
                 device=self.root_device,
-                group=self.device_mesh["data_parallel"].get_group(),
+                group=self.all_ranks,
                 has_scaler=self.loss_scaler is not None,
             )
         )

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,21 +18,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
 from lowbit_strategy.hooks.digest import ParameterDigest
+from lowbit_strategy.hooks.rank_groups import RankGroups, one_level, timeout_of, two_levels
+from lowbit_strategy.hooks.replicas import BackwardSide
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.hooks.weights import install_weights
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import check_weights, default_weights
-from lowbit_strategy.model.fsdp_sharding import check_process_groups
+from lowbit_strategy.model.fsdp_sharding import broadcast_shards, check_process_groups, take_over_replication
 from lowbit_strategy.model.handshake import facts, handshake, plain
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, refuse_sparse_gradients
+from lowbit_strategy.model.topology import Topology, find_topology, resolve_shard_size
 from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
 from lowbit_strategy.telemetry.startup_report import build_report
 
@@ -46,6 +50,8 @@ class Prepared:
     options: SyncOptions
     specs: tuple[TensorSpec, ...]
     scatter: bool
+    topology: Topology
+    shard_size: int | None = None
 
 
 def prepare(
@@ -62,6 +68,8 @@ def prepare(
         ValueError: The compressor cannot serve a parameter of this model, or there is nothing to train.
         RuntimeError: The ranks differ, or a compiler setting bypasses hooks.
     """
+    if options.shard_size is not None and not scatter:
+        raise ValueError("shard_size is an option of FSDP2 strategies: under DDP no rank has a shard")
     specs = tuple(describe_parameters(module))
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
@@ -73,7 +81,9 @@ def prepare(
     if dist.get_rank(group) == 0:
         for sentence in unmatched_patterns(compressor, module):
             _log.warning("%s", sentence)
-    return Prepared(compressor, options, specs, scatter)
+    topology = find_topology(group)
+    shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
+    return Prepared(compressor, options, specs, scatter, topology, shard_size)
 
 
 def _settings(options: SyncOptions) -> dict[str, object]:
@@ -98,17 +108,14 @@ def attach_ddp(
     handshake(_circumstances(device, has_scaler), group)
     model.join_hook = _refuse_join  # type: ignore[method-assign]
     if device.type == "cpu":
-        settings = getattr(group._get_backend(device), "options", None)  # not every backend has them
-        timeout = getattr(settings, "_timeout", None)
-        own_group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout)
-    sync = _engine(prepared, GroupComm(own_group or group), device, has_scaler)
+        own_group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout_of(group, device))
+    groups = one_level(own_group or group, prepared.topology, own=[] if own_group is None else [own_group])
+    sync = _engine(prepared, groups, device, has_scaler)
     alone = sync.comm.world_size == 1
     hook = None if alone else DDPHook(model, sync)
     compares = prepared.options.check_digest and not alone
     digest = ParameterDigest(_replicated(model), sync.comm, device) if compares else None
-    attached = Attached(
-        sync, model.module, prepared.options, group=group, hook=hook, own_group=own_group, digest=digest
-    )
+    attached = Attached(sync, model.module, prepared.options, group=group, hook=hook, groups=groups, digest=digest)
     attached.close_with(model)
     _report(sync)
     return attached
@@ -134,15 +141,48 @@ def attach_fsdp(
         ValueError: `module` has no FSDP2 module, or is sharded in a way that cannot be compressed.
     """
     handshake(_circumstances(device, has_scaler), group)
-    sync = _engine(prepared, GroupComm(group), device, has_scaler)
-    check_process_groups(module, group)
+    if prepared.shard_size is not None:
+        return _attach_hsdp(module, prepared, prepared.shard_size, device, group, has_scaler)
+    sync = _engine(prepared, one_level(group, prepared.topology), device, has_scaler)
+    check_process_groups(module, group, replicated=False)
     if fsdp.install(module, sync) == 0:
-        raise ValueError("no module is sharded with fully_shard: nothing to compress")
+        raise ValueError(_NOT_SHARDED)
     coding = prepared.options.weights or default_weights(prepared.compressor)
-    sync.weights = install_weights(module, coding, device=sync.device, group=group)
-    sync.extra_state["weights"] = sync.weights
+    install_weights(module, coding, sync, one_level(group, prepared.topology).comm)
     _report(sync)
     return Attached(sync, module, prepared.options, group=group)
+
+
+def _attach_hsdp(
+    module: nn.Module,
+    prepared: Prepared,
+    shard_size: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    has_scaler: bool,
+) -> Attached:
+    """Sharded over `shard_size` ranks, the engine between the replicas; the first replica's weights for all."""
+    groups = two_levels(group, shard_size, prepared.topology, device=device, scatter=False)
+    assert groups.inside is not None
+    check_process_groups(module, groups.inside.group, replicated=True)
+    take_over_replication(module)
+    same = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    if not ParameterDigest(same, groups.comm, device).agree():
+        broadcast_shards(module, groups.comm.group)
+    sync = _engine(prepared, groups, device, has_scaler)
+    side = BackwardSide(_with_index(device))
+    if fsdp.install_replicas(module, sync, groups.inside, side) == 0:
+        raise ValueError(_NOT_SHARDED)
+    weights = prepared.options.weights or Exact()  # inside a node links are fast
+    install_weights(module, weights, sync, copy.copy(groups.inside))
+    compares = prepared.options.check_digest and sync.comm.world_size > 1
+    shards = {canonical_name(name): param for name, param in module.named_parameters()}
+    digest = ParameterDigest(shards, sync.comm, device) if compares else None
+    _report(sync)
+    return Attached(sync, module, prepared.options, group=group, hook=side, groups=groups, digest=digest)
+
+
+_NOT_SHARDED = "no module is sharded with fully_shard: nothing to compress"
 
 
 def _circumstances(device: torch.device, has_scaler: bool) -> dict[str, object]:
@@ -157,26 +197,31 @@ def _refuse_join(**options: Any) -> Any:
     )
 
 
-def _engine(prepared: Prepared, comm: Comm, device: torch.device, has_scaler: bool) -> GradientSync:
-    options = prepared.options
+def _engine(prepared: Prepared, groups: RankGroups, device: torch.device, has_scaler: bool) -> GradientSync:
+    options, comm = prepared.options, groups.comm
     alone = comm.world_size == 1
     sync = GradientSync(
         Dense() if alone else prepared.compressor,  # one rank keeps no residuals, save what a checkpoint brings along
         prepared.specs,
         comm,
         _with_index(device),
-        scatter=prepared.scatter,
+        scatter=prepared.scatter and prepared.shard_size is None,
         seed=options.seed,
         rollback=has_scaler if options.rollback is None else options.rollback,
+        share=groups.share,
+        everyone=groups.everyone,
     )
-    if alone:
+    sync.inside, sync.topology = groups.inside, prepared.topology
+    if groups.everyone.world_size == 1:
         warn_of_one_rank()
+    elif alone and groups.everyone.rank == 0:
+        _log.warning("one replica: gradients are reduced inside of it, exactly, and nothing is compressed")
     return sync
 
 
 def _report(sync: GradientSync) -> None:
     """Called when everything is attached: only then the memory for messages is known."""
-    if sync.comm.rank == 0 and sync.comm.world_size > 1:
+    if sync.everyone.rank == 0 and sync.comm.world_size > 1:
         _log.info("%s", build_report(sync).render())
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.digest import ParameterDigest
+from lowbit_strategy.hooks.rank_groups import RankGroups
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters
@@ -31,6 +31,13 @@ CHECKPOINT_KEY = "lowbit_strategy"
 _log = logging.getLogger("lowbit_strategy")
 
 
+class Hook(Protocol):
+    """What feeds the engine beside training."""
+
+    def close(self) -> bool:
+        """End its thread. Returns whether nothing of it runs any more."""
+
+
 class Attached:
     """Compression at work on one model: the interface for the framework's adapter.
 
@@ -39,8 +46,8 @@ class Attached:
         module: The model, without DDP around it.
         options: As given to `prepare`.
         group: All ranks; for agreements between steps. Not the group of the engine, which is gone after `close`.
-        hook: DDP's.
-        own_group: The engine's group, if it was made for it alone: `close` destroys it.
+        hook: DDP's, or what reduces shards over replicas.
+        groups: The engine's. `close` destroys those that were made for it alone.
         digest: Compares parameters, if they are to be compared.
     """
 
@@ -51,14 +58,14 @@ class Attached:
         options: SyncOptions,
         *,
         group: dist.ProcessGroup | None,
-        hook: DDPHook | None = None,
-        own_group: dist.ProcessGroup | None = None,
+        hook: Hook | None = None,
+        groups: RankGroups | None = None,
         digest: ParameterDigest | None = None,
     ) -> None:
         self.sync = sync
         self.options = options
         self.group = group
-        self._own_group = own_group
+        self._groups = groups
         self._digest = digest
         self._finalizer: weakref.finalize[[], DistributedDataParallel] | None = None
         self._module = module
@@ -97,7 +104,7 @@ class Attached:
         comm = self.sync.comm
         if not self._warned and comm.sent_nbytes == 0 and comm.world_size > 1:
             self._warned = True
-            _log.warning("rank %d: %s", comm.rank, self._why_nothing_was_sent())
+            _log.warning("rank %d: %s", self.sync.everyone.rank, self._why_nothing_was_sent())
         synchronised = self.sync.in_step
         counted = self.sync.end_step()
         if self._digest is not None and synchronised and counted:
@@ -109,7 +116,7 @@ class Attached:
             (canonical_name(name), param) for name, param in self._module.named_parameters() if param.requires_grad
         ]
         idle = [name for name, param in params if param.grad is None]
-        if self._hook is not None and 0 < len(idle) < len(params):
+        if isinstance(self._hook, DDPHook) and 0 < len(idle) < len(params):
             more = " ..." if len(idle) > 3 else ""
             return (
                 f"the loss does not depend on {', '.join(idle[:3])}{more}, and DDP waits for all gradients before it"
@@ -176,7 +183,7 @@ class Attached:
             self.sync.weights.invalidate()
 
     def _warn(self, text: str) -> None:
-        if self.sync.comm.rank == 0:
+        if self.sync.everyone.rank == 0:
             _log.warning("%s", text)
 
     def adopt(self, earlier: Attached) -> None:
@@ -207,7 +214,7 @@ class Attached:
             self._hook.close()
             self._hook = DDPHook(model, self.sync)
             self.close_with(model)
-        if self.sync.comm.rank == 0:
+        if self.sync.everyone.rank == 0:
             _log.info("%d more parameters are trained now\n%s", len(names), build_report(self.sync).render())
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -223,18 +230,15 @@ class Attached:
         return not self._params.isdisjoint(other._params)
 
     def close(self) -> None:
-        """End the hook's thread and destroy the process group made for it; what is saved can still be read.
+        """End the hook's thread and destroy the process groups made for it; what is saved can still be read.
 
         If the thread has not ended, as after an error on another rank, it may still wait in a collective: then the
-        group stays.
+        groups stay.
         """
         has_ended = self._hook is None or self._hook.close()
-        group, self._own_group = self._own_group, None
-        if group is not None and has_ended:
-            with contextlib.suppress(ValueError):  # the framework has destroyed all groups already
-                dist.destroy_process_group(group)
-            nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
-            self.sync.comm.group = nobody  # the last reference to a group holds its threads
+        groups, self._groups = self._groups, None
+        if groups is not None and has_ended:
+            groups.destroy()
 
     def close_with(self, model: DistributedDataParallel) -> None:
         """Close when `model` is gone, in the place of the one it was so far."""

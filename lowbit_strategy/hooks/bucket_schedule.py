@@ -45,7 +45,12 @@ class BucketSchedule:
         """Start a bucket, advance the others. `future` gets `result` once `stages` are exhausted."""
         self._active.append(_Job(stages, result, future))
         self._advance([self._active[-1], *self._active[:-1]])
-        while last and self._active:
+        if last:
+            self.finish()
+
+    def finish(self) -> None:
+        """Advance all buckets until they are done."""
+        while self._active:
             self._advance(list(self._active))
 
     def fail(self, error: Exception) -> None:

@@ -11,7 +11,7 @@ parameters, and the ranks compare it.
 
 Under DDP every rank holds whole parameters, all of which must agree. Buffers need not (statistics of BatchNorm are each
 rank's own). Under FSDP2 nothing can be compared: each element of a sharded parameter has one owner, whose value the
-others gather.
+others gather. Under HSDP the replicas are compared: ranks that have the same shards.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.collectives.comm import Comm
 
@@ -69,13 +70,20 @@ class ParameterDigest:
         """Raises:
         DivergenceError: On every rank, if parameters differ.
         """
+        if not self.agree():
+            raise DivergenceError(_message(step_index, list(self._params), self._gather(self._each()).cpu()))
+
+    @torch.no_grad()
+    def agree(self) -> bool:
+        """Whether all ranks have the same parameters; the same answer on all of them."""
         if not self._params or self._comm.world_size == 1:
-            return
-        each_P = torch.stack([digest(param).to(self._device) for param in self._params.values()])
-        whole_W = self._gather(digest(each_P).view(1)).view(-1)
-        if bool((whole_W == whole_W[0]).all()):
-            return
-        raise DivergenceError(_message(step_index, list(self._params), self._gather(each_P).cpu()))
+            return True
+        whole_W = self._gather(digest(self._each()).view(1)).view(-1)
+        return bool((whole_W == whole_W[0]).all())
+
+    def _each(self) -> Tensor:
+        """int64 ``[parameters]``."""
+        return torch.stack([digest(param).to(self._device) for param in self._params.values()])
 
     def _gather(self, mine_N: Tensor) -> Tensor:
         """int64 ``[W, N]``; past the engine's counters, which count gradients only."""
@@ -85,7 +93,9 @@ class ParameterDigest:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """int64 scalar of the bits of a tensor of any dtype, in the order of its elements, not of its memory."""
+    """int64 scalar of the bits of a tensor, or of this rank's shard, in the order of elements, not of memory."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     missing = -flat.numel() % 8
     if missing or flat.data_ptr() % 8 or flat.storage_offset() % 8:

@@ -1,17 +1,20 @@
-"""FSDP2: a reduce-scatter of every sharded module that goes through a `GradientSync`."""
+"""FSDP2: what every sharded module does with its gradients goes through a `GradientSync`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import Tensor, nn
 
+from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.replicas import BackwardSide, ExactReduceScatter, ReplicaAllReduce
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.parameters import canonical_name
 
@@ -20,8 +23,8 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
     """The custom communication of one FSDP2 parameter group: input ``[W * n]``, output ``[n]``, always a sum."""
 
     def __init__(self, sync: GradientSync, param_group: Any, names: dict[int, str]) -> None:
+        self.param_group = param_group
         self._sync = sync
-        self._param_group = param_group
         self._names = names
         self._layouts: dict[tuple[str, ...], BucketLayout] = {}
 
@@ -53,7 +56,7 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
 
     def layout(self) -> BucketLayout:
         """What the module's parameters that are trained now will be handed in as."""
-        params = [p for p in self._param_group.fsdp_params if p.sharded_param.requires_grad]
+        params = [p for p in self.param_group.fsdp_params if p.sharded_param.requires_grad]
         names = tuple(self._names[id(p.sharded_param)] for p in params)
         if names not in self._layouts:
             entries, at = [], 0
@@ -64,6 +67,17 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
         return self._layouts[names]
 
 
+def reduced_nbytes(group: Any, world_size: int) -> int:
+    """Bytes this rank sends for one exact reduce-scatter of a parameter group's gradients."""
+    params = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+    row_numel = sum(dim0_cut(tuple(param._orig_size), world_size).row_numel for param in params)
+    if not params:
+        return 0
+    policy = group.mp_policy
+    dtype = policy.reduce_dtype or policy.param_dtype or params[0].sharded_param.dtype
+    return (world_size - 1) * row_numel * int(dtype.itemsize)
+
+
 def install(module: nn.Module, sync: GradientSync) -> int:
     """Give every FSDP2 module under `module` a compressed reduce-scatter. Returns how many were given one.
 
@@ -72,6 +86,30 @@ def install(module: nn.Module, sync: GradientSync) -> int:
     """
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
     installed: list[CompressedReduceScatter] = []
+    for child, group in _sharded_modules(module, sync, names):
+        installed.append(CompressedReduceScatter(sync, group, names))
+        child.set_custom_reduce_scatter(installed[-1])
+    sync.expect([each.layout() for each in installed])
+    return len(installed)
+
+
+def install_replicas(module: nn.Module, sync: GradientSync, inside: Comm, side: BackwardSide) -> int:
+    """HSDP: as `install`, with an exact reduce-scatter among the ranks that shard, and the engine over the replicas."""
+    names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
+    groups: list[Any] = []
+    for child, group in _sharded_modules(module, sync, names):
+        groups.append(group)
+        child.set_custom_reduce_scatter(ExactReduceScatter(inside))
+        child.set_gradient_divide_factor(1.0)
+        if sync.comm.world_size > 1:
+            child.set_all_reduce_hook(ReplicaAllReduce(sync, group, names, side), stream=side.stream)
+    sync.inside_nbytes = sum(reduced_nbytes(group, inside.world_size) for group in groups)
+    return len(groups)
+
+
+def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, str]) -> list[tuple[Any, Any]]:
+    """Modules with their parameter groups, prepared for communication of our own."""
+    found: list[tuple[Any, Any]] = []
     sharded: set[int] = set()
     for each in sharded_groups(module):
         group, child = each.param_group, each.module
@@ -83,12 +121,10 @@ def install(module: nn.Module, sync: GradientSync) -> int:
         child.set_force_sum_reduction_for_comms(True)
         if hasattr(child, "set_reduce_scatter_unused_params"):
             child.set_reduce_scatter_unused_params(True, recurse=False)
-        installed.append(CompressedReduceScatter(sync, group, names))
-        child.set_custom_reduce_scatter(installed[-1])
-    if installed and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
+        found.append((child, group))
+    if found and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
         raise ValueError(
             f"nothing synchronises {', '.join(left[:3])}{' ...' if len(left) > 3 else ''}: no module that holds it is"
             " sharded. Call fully_shard on the whole model as well, after its parts"
         )
-    sync.expect([each.layout() for each in installed])
-    return len(installed)
+    return found

@@ -23,15 +23,27 @@ def check_optimizers(compressor: Compressor, optimizers: Iterable[Optimizer]) ->
         compressor.check_optimizer(optimizer)
 
 
-def warn_of_clipping(compressor: Compressor, clip: float | None, option: str) -> None:
-    """Clipping takes away what a sparse method has sent: it has left the residual already."""
-    if clip and is_sparse(compressor):
-        _log.warning(
-            "%s=%s clips the sparse mean gradient after it has left the residual, so what is clipped away is lost:"
-            " raise it, or clip before compression (DGC(clip_norm=...))",
-            option,
-            clip,
-        )
+class ClippingWarning:
+    """Clipping takes away what a sparse method has sent: it has left the residual already. Logged once.
+
+    Args:
+        compressor: In use.
+        speaks: Whether this rank logs.
+    """
+
+    def __init__(self, compressor: Compressor, *, speaks: bool) -> None:
+        self._waits = speaks and is_sparse(compressor)
+
+    def clipped(self, clip: float | None, option: str) -> None:
+        """Gradients are, or will be, clipped at `clip`; None and 0: they are not."""
+        if clip and self._waits:
+            self._waits = False
+            _log.warning(
+                "%s=%s clips the sparse mean gradient after it has left the residual, so what is clipped away is lost:"
+                " raise it, or clip before compression (DGC(clip_norm=...))",
+                option,
+                clip,
+            )
 
 
 def is_sparse(compressor: Compressor) -> bool:

@@ -23,6 +23,38 @@ PATCHES = (
         reason="likewise",
     ),
     PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_api:AllGather.allocate",
+        use="overridden",
+        parameters=("self", "size", "dtype", "device"),
+        seen=_SEEN,
+        reason="set_custom_all_gather takes a subclass, which the public module does not export",
+    ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_api:AllGather.__call__",
+        use="overridden",
+        parameters=("self", "output_tensor", "input_tensor", "group", "async_op"),
+        seen=_SEEN,
+        reason="likewise",
+    ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_collectives:DefaultAllGather.__call__",
+        use="called",
+        parameters=("self", "output_tensor", "input_tensor", "group", "async_op"),
+        seen=_SEEN,
+        reason="weights that are not coded travel as they would without this package",
+    ),
+    *(
+        PrivateName(target=f"{_FSDP}._fully_shard.{name}", use="read", seen=_SEEN, reason=reason)
+        for name, reason in {
+            "_fsdp_param_group:FSDPParamGroup._training_state": "a backward pass gathers as its forward pass did",
+            "_fsdp_param_group:FSDPParamGroup.is_sharded_post_forward": "after reshard_after_forward=int the gather is"
+            " of a smaller group",
+            "_fsdp_param_group:FSDPParamGroup.post_forward_mesh_info": "whether weights are gathered in backward",
+            "_fsdp_param_group:FSDPParamGroup.mp_policy": "the type that weights are gathered in",
+            "_fsdp_state:FSDPState._auto_reshard_after_forward": "the outermost module stays gathered",
+        }.items()
+    ),
+    PrivateName(
         target=f"{_FSDP}:FSDPModule._get_fsdp_state",
         use="called",
         parameters=("self",),
@@ -34,6 +66,24 @@ PATCHES = (
         use="read",
         seen=_SEEN,
         reason="the layout of a reduce-scatter is that of its parameter group",
+    ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup.mesh_info",
+        use="set",
+        seen=_SEEN,
+        reason="HSDP's all-reduce over replicas cannot be replaced, so a mesh of two dims is taken for its second one",
+    ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup._orig_dtype",
+        use="read",
+        seen=_SEEN,
+        reason="where gradients are converted after the all-reduce hook they cannot be reduced while backward goes on",
+    ),
+    PrivateName(
+        target="torch.autograd:Variable._execution_engine",
+        use="called",
+        seen=_SEEN,
+        reason="the end of a backward pass waits for shards that are reduced beside it; DDP and FSDP2 wait in this way",
     ),
     PrivateName(
         target=f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params",

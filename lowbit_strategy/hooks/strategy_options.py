@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
@@ -23,6 +24,7 @@ from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.registry import as_weights, check_weights
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
+from lowbit_strategy.model.topology import find_topology, hybrid_mesh, resolve_shard_size
 
 # On CUDA each bucket costs a fixed time on the host, so fewer and larger ones than DDP's 25 MiB.
 CUDA_BUCKET_CAP_MB = 128
@@ -30,7 +32,7 @@ CUDA_BUCKET_CAP_MB = 128
 # Options of FSDP1, for those who come from it.
 _FSDP1_REMEDIES = {
     "cpu_offload": "parameters stay on the device: shard smaller blocks (min_shard_numel) to save memory",
-    "sharding_strategy": "parameters are fully sharded over all ranks",
+    "sharding_strategy": "parameters are sharded over all ranks, or over those of a node with shard_size='node'",
     "auto_wrap_policy": "blocks are chosen by min_shard_numel, or call fully_shard in configure_model",
     "mixed_precision": "give the trainer precision='bf16-mixed' or 'bf16-true'",
     "state_dict_type": "use save_distributed_checkpoint=True for a folder of shards",
@@ -102,6 +104,8 @@ class FSDPConstructor(_Options):
         seed: int = 0,
         on_world_size_change: OnWorldSizeChange = "reset",
         on_missing_residual: OnMissingResidual = "error",
+        check_digest: bool = True,
+        shard_size: int | Literal["node"] | None = None,
         weights: WeightCoding | str | None = None,
         min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
         save_distributed_checkpoint: bool = False,
@@ -123,6 +127,8 @@ class FSDPConstructor(_Options):
             seed=seed,
             on_world_size_change=on_world_size_change,
             on_missing_residual=on_missing_residual,
+            check_digest=check_digest,
+            shard_size=shard_size,
             weights=None if weights is None else as_weights(weights),
         )
         self.on_configured()
@@ -137,6 +143,23 @@ class FSDPConstructor(_Options):
         stock._tensor_parallel_size = 1
         stock._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()  # type: ignore[misc]
+        if self.options.shard_size is not None:
+            shard_size = resolve_shard_size(self.options.shard_size, find_topology())
+            stock._device_mesh = hybrid_mesh(stock.root_device.type, stock._data_parallel_size, shard_size)
+            if (module := getattr(stock, "lightning_module", None)) is not None:
+                module._device_mesh = stock._device_mesh  # for configure_model
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank has data of its own, also where several have one model together."""
+        stock: Any = self
+        return {"num_replicas": stock.world_size, "rank": stock.global_rank}
+
+    @property
+    def all_ranks(self) -> dist.ProcessGroup | None:
+        """The group of all ranks that train the model."""
+        stock: Any = self
+        return None if self.options.shard_size is not None else stock.device_mesh["data_parallel"].get_group()
 
 
 def _positive(name: str, value: object) -> int:
@@ -149,7 +172,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
     """Raises:
     TypeError: There is an option.
     """
-    known = ("min_shard_numel", "save_distributed_checkpoint", "process_group_backend", "timeout", "seed")
+    known = ("min_shard_numel", "save_distributed_checkpoint", "process_group_backend", "timeout", "seed", "shard_size")
     for name in options:
         if name in _FSDP1_REMEDIES:
             raise TypeError(f"{name} is an option of FSDP1, and this strategy is FSDP2: {_FSDP1_REMEDIES[name]}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.methods.weights.base import WeightCoding
@@ -22,7 +24,9 @@ class SyncOptions:
             second copy of the residuals.
         check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
             1,000, and stop with an error if they differ. False where ranks may round differently, as with processors
-            of different types.
+            of different types. Under HSDP it is the replicas whose parameters are compared.
+        shard_size: FSDP2: how many ranks have one model together, on one node; their shards' gradients are compressed
+            between these replicas (HSDP). ``"node"``: all ranks of a node. None: all ranks of the run.
         weights: FSDP2: how weights travel: `Exact`, `WeightCode` or `WeightDelta`, or a name such as ``"delta4"``.
             None: as `default_weights` chooses for the compressor.
     """
@@ -32,4 +36,9 @@ class SyncOptions:
     on_missing_residual: OnMissingResidual = "error"
     rollback: bool | None = None
     check_digest: bool = True
+    shard_size: int | Literal["node"] | None = None
     weights: WeightCoding | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.shard_size, int) and self.shard_size < 1:
+            raise ValueError(f'shard_size must be a positive number of ranks, "node" or None, got {self.shard_size}')

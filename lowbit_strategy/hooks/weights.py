@@ -27,7 +27,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowbit_strategy.collectives.comm import GroupComm
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
@@ -120,21 +121,27 @@ class _StreamOrder:
         self._event.record(stream)
 
 
-def install_weights(
-    module: nn.Module, coding: WeightCoding, *, device: torch.device, group: dist.ProcessGroup | None
-) -> WeightSync:
-    """Give every FSDP2 module under `module` its all-gather."""
+def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync, comm: Comm) -> None:
+    """Give every FSDP2 module under `module` its all-gather.
+
+    Args:
+        module: The model.
+        coding: How weights travel.
+        sync: The engine: its steps end those of the weights, and their state is saved with its own.
+        comm: Of the ranks that share the weights; used for nothing else.
+    """
     groups = {each.name: each for each in sharded_groups(module)}
     specs = _specs(module)
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
     layouts = {name: _layout(each, names, specs) for name, each in groups.items()}
-    weights = WeightSync(coding, layouts, GroupComm(group), device)
-    order = _StreamOrder(device)
+    weights = WeightSync(coding, layouts, comm, sync.device)
+    order = _StreamOrder(sync.device)
     gathers = [CodedAllGather(weights, name, each, module, order) for name, each in groups.items()]
     for gather, each in zip(gathers, groups.values(), strict=True):
         each.module.set_custom_all_gather(gather)
     _watch(module, weights, gathers)
-    return weights
+    sync.weights = weights
+    sync.extra_state["weights"] = weights
 
 
 def _specs(module: nn.Module) -> Mapping[str, TensorSpec]:

@@ -35,6 +35,10 @@ class BucketWorker:
         self._queue.put(lambda: self._schedule.start(stages, result, future, last=last))
         return future
 
+    def finish(self) -> None:
+        """The backward pass has no more buckets: all that were submitted will be reduced to the end."""
+        self._queue.put(self._schedule.finish)
+
     def close(self) -> bool:
         """Whether the thread has ended; not so if it waits for a rank that does not come."""
         self._queue.put(None)
@@ -42,9 +46,9 @@ class BucketWorker:
         return not self._thread.is_alive()
 
     def _loop(self) -> None:
-        while (start := self._queue.get()) is not None:
+        while (job := self._queue.get()) is not None:
             try:
-                start()
+                job()
             except Exception as error:
                 # torch hands on the text of an error in a future, without its traceback
                 _log.error("reducing gradients failed", exc_info=error)

@@ -67,8 +67,12 @@ def add_select_(x: Tensor, addend: Tensor, threshold: float, *, expected: int) -
         As `select_above`, and whether all sums are finite.
     """
     _check(x)
-    is_plain = addend.dtype == torch.float32 and addend.is_contiguous() and addend.shape == x.shape
-    if x.device.type == "cpu" and is_plain and x.numel() <= MAX_INT32_NUMEL and backends.choose(x.device) == "native":
+    if (
+        x.device.type == "cpu"
+        and _is_plain(x, addend)
+        and x.numel() <= MAX_INT32_NUMEL
+        and backends.choose(x.device) == "native"
+    ):
         from lowbit_strategy.kernels.native import select as native_select
 
         return native_select.add_select_(x, addend, threshold, expected)
@@ -150,10 +154,40 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if k == 0 or k == x.numel():
         indices = torch.arange(k, device=x.device)
         return indices, x[indices]
+    if _is_small(x, k):
+        from lowbit_strategy.kernels.native import select as native_select
+
+        chosen, _ = native_select.top_k_(x, None, k, x.numel() // _GROUP)
+        if chosen is not None:
+            return chosen
     candidates, values = _candidates(x, k)
     if candidates is not None and candidates.numel() < k:
         return _fill_up(x, k, candidates)
     return largest(candidates, values, k)
+
+
+def add_top_k_(x: Tensor, addend: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
+    """``x += addend``, then `top_k`: on the CPU one call for small tensors. None if not all sums are finite."""
+    _check(x)
+    if _is_plain(x, addend) and _is_small(x, k):
+        from lowbit_strategy.kernels.native import select as native_select
+
+        chosen, finite = native_select.top_k_(x, addend, k, x.numel() // _GROUP)
+        if chosen is not None or not finite:
+            return chosen
+    elif not add_select_(x, addend, math.nan, expected=0)[2]:
+        return None
+    return top_k(x, k)
+
+
+def _is_small(x: Tensor, k: int) -> bool:
+    """Whether one call in C finds the k largest."""
+    is_small = x.numel() <= _GROUPED_NUMEL and 0 < 4 * k <= x.numel() // _GROUP
+    return is_small and x.device.type == "cpu" and backends.choose(x.device) == "native"
+
+
+def _is_plain(x: Tensor, addend: Tensor) -> bool:
+    return addend.dtype == torch.float32 and addend.is_contiguous() and addend.shape == x.shape
 
 
 def largest(candidates: Tensor | None, values: Tensor, k: int) -> tuple[Tensor, Tensor]:

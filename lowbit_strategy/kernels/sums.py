@@ -55,6 +55,18 @@ class Sum:
             return select.select_above(self._x, threshold, expected=expected)
         return self._add_(threshold, expected)
 
+    def top_k(self, k: int) -> tuple[Tensor, Tensor]:
+        """As `select.top_k`.
+
+        Raises:
+            OverflowedSum: Not all of the sum is finite.
+        """
+        addend, self._addend = self._addend, None
+        chosen = select.top_k(self._x, k) if addend is None else select.add_top_k_(self._x, addend, k)
+        if chosen is None:
+            raise OverflowedSum
+        return chosen
+
     def _add_(self, threshold: float, expected: int) -> tuple[Tensor, Tensor]:
         addend, self._addend = self._addend, None
         assert addend is not None
@@ -76,4 +88,4 @@ def top_k(total: Sum, k: int) -> tuple[Tensor, Tensor]:
         candidates, values = total.above(max(bound, select.TINY), expected=2 * k)
         if candidates.numel() >= k:
             return select.largest(candidates, values, k)
-    return select.top_k(total.formed(), k)
+    return total.top_k(k)

@@ -27,7 +27,7 @@ from lowbit_strategy.launch.dry_run import Planned
 from lowbit_strategy.launch.exit_status import end_as, forwarded_signals
 
 _RUN = "lowbit_strategy.run"
-_AXES = ("tp_size", "cp_size", "sp_size", "dp_replicate_size")
+_AXES = ("tp_size", "cp_size", "sp_size")
 
 
 def launch(argv: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.attached import CHECKPOINT_KEY, Attached
-from lowbit_strategy.hooks.optimizer_checks import check_optimizers, warn_of_clipping
+from lowbit_strategy.hooks.optimizer_checks import ClippingWarning, check_optimizers
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 
@@ -73,8 +73,8 @@ class LowBitMixin(_Base):
         if trainer is None or self.attached is None:
             return
         check_optimizers(self.compressor, self.optimizers)
-        if self.global_rank == 0:
-            warn_of_clipping(self.compressor, trainer.gradient_clip_val, "gradient_clip_val")
+        warning = ClippingWarning(self.compressor, speaks=self.global_rank == 0)
+        warning.clipped(trainer.gradient_clip_val, "gradient_clip_val")
         for logger in trainer.loggers:
             configuration = {"lowbit/strategy": type(self).__name__, "lowbit/compressor": describe(self.compressor)}
             logger.log_hyperparams(configuration)

@@ -51,7 +51,7 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, _Base):
                 self.model,
                 prepared,
                 device=self.root_device,
-                group=self.device_mesh["data_parallel"].get_group(),
+                group=self.all_ranks,
                 has_scaler=self.loss_scaler is not None,
             )
             self.on_attached(attached)

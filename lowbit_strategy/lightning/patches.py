@@ -61,6 +61,15 @@ PATCHES = (
         for cls in (_MODEL_PARALLEL, _FABRIC_MODEL_PARALLEL)
         for name in ("_tensor_parallel_size", "_data_parallel_size")
     ),
+    *(
+        PrivateName(
+            target=f"{cls}._device_mesh",
+            use="set",
+            seen=_SEEN,
+            reason="HSDP: the ranks that shard a model are those of a node, and the stock mesh has no such dim",
+        )
+        for cls in (_MODEL_PARALLEL, _FABRIC_MODEL_PARALLEL)
+    ),
     PrivateName(
         target="lightning.fabric.strategies.ddp:DDPStrategy._ddp_kwargs",
         use="set",

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.model.parameters import canonical_name
 
@@ -55,7 +56,7 @@ def sharded_groups(module: nn.Module) -> Iterator[ShardedGroup]:
             continue  # a group made of several modules has one state
         seen.add(id(state))
         group = state._fsdp_param_group
-        # FSDP2 keeps the outermost module's weights between forward and backward, unless it was told otherwise
+        # FSDP2 keeps the outermost module's weights between forward and backward, unless reshard_after_forward was set
         stays = group.post_forward_mesh_info is None or (is_root and bool(state._auto_reshard_after_forward))
         yield ShardedGroup(name=canonical_name(name), module=child, param_group=group, gathered_in_backward=not stays)
 
@@ -150,30 +151,57 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> No
                 register_fsdp_forward_method(whole, method)
 
 
-def check_process_groups(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Whether FSDP2 reduces over the ranks that gradients are compressed over.
+def check_process_groups(module: nn.Module, shard_group: dist.ProcessGroup | None, *, replicated: bool) -> None:
+    """Whether FSDP2 shards over the ranks that compression takes for granted.
+
+    Args:
+        module: Sharded.
+        shard_group: The ranks that have one model together.
+        replicated: There are other ranks too, which have it as well (HSDP).
 
     Raises:
-        ValueError: A module is sharded over other ranks, or replicated as well (HSDP).
+        ValueError: A module is sharded over other ranks, or replicated where `replicated` does not say so.
     """
-    ours = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    for name, child in module.named_modules():
-        param_group = child._get_fsdp_state()._fsdp_param_group if isinstance(child, FSDPModule) else None
-        if param_group is None:
-            continue
+    ours = dist.get_process_group_ranks(shard_group if shard_group is not None else dist.group.WORLD)
+    for name, param_group in _param_groups(module):
         where = f"module {name}" if name else "the model"
         mesh_info: Any = param_group.mesh_info
-        if isinstance(mesh_info, HSDPMeshInfo):
+        if isinstance(mesh_info, HSDPMeshInfo) and not replicated:
             raise ValueError(
-                f"{where} is sharded over one dim of its mesh and replicated over another (HSDP), which compression"
-                " does not support: give fully_shard a mesh of one dim with all ranks"
+                f"{where} is sharded over one dim of its mesh and replicated over another (HSDP): give compression"
+                f" shard_size={mesh_info.shard_mesh_size} as well, or give fully_shard a mesh of one dim with all ranks"
             )
         theirs = dist.get_process_group_ranks(mesh_info.shard_process_group)
         if theirs != ours:
             raise ValueError(
-                f"{where} is sharded over the ranks {theirs}, but gradients are compressed over {ours}: give"
-                " fully_shard and compression the same group"
+                f"{where} is sharded over the ranks {theirs}, but gradients are compressed over"
+                f" {'the replicas of' if replicated else ''} {ours}: give fully_shard and compression the same ranks"
+                f"{' (shard_size, the second dim of a mesh for HSDP)' if replicated else ''}"
             )
+
+
+def take_over_replication(module: nn.Module) -> None:
+    """From now on FSDP2 does not reduce over the replicas of a mesh of two dims (HSDP); whoever calls does."""
+    for _, param_group in _param_groups(module):
+        info: Any = param_group.mesh_info
+        if isinstance(info, HSDPMeshInfo):
+            param_group.mesh_info = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+
+
+def _param_groups(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, child in module.named_modules():
+        param_group = child._get_fsdp_state()._fsdp_param_group if isinstance(child, FSDPModule) else None
+        if param_group is not None:
+            yield name, param_group
+
+
+def broadcast_shards(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """The shards of the first replica for all: `group` has the ranks with the same shard."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        local = tensor.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        if local.numel():
+            dist.broadcast(local, group_src=0, group=group)
 
 
 def _called_children(module: nn.Module) -> list[nn.Module]:

@@ -109,7 +109,7 @@ class AdaptiveDriver:
 
     def _initial_state(self) -> State:
         self._names = tuple(self.sync.specs)
-        specs = list(self.sync.specs.values())
+        specs = list(self.sync.wholes.values())
         for level in self.controller.levels:
             level.check(specs)
         return self.controller.init(self._judged(specs), self.sync.comm.world_size, scatter=self.sync.scatter)
@@ -158,7 +158,7 @@ class AdaptiveDriver:
         self._probe = decision.probe
         self.events += [Event(progress.step, progress.epoch, switch) for switch in decision.switches]
         self.warnings += decision.warnings
-        if self.sync.comm.rank == 0:
+        if self.sync.everyone.rank == 0:
             for switch in decision.switches:
                 _log.info("step %d: %s: %s -> %s (%s)", progress.step, *switch)
             for warning in decision.warnings:
@@ -226,7 +226,7 @@ class AdaptiveDriver:
             name: torch.stack([values.square().sum(), self._squares.get(name, zero).to(values.dtype)])
             for name, values in self._sums.items()
         }
-        total = sum_over_ranks(table(squares, names, 2, self.sync.device), self.sync.comm)
+        total = sum_over_ranks(table(squares, names, 2, self.sync.device), self.sync.everyone)
         shown: dict[str, Any] = {
             "accumulated_norm": dict(zip(names, total[:, 0].sqrt().tolist(), strict=True)),
             "accumulated_square": dict(zip(names, total[:, 1].tolist(), strict=True)) if self._squares else {},
@@ -238,7 +238,7 @@ class AdaptiveDriver:
         return shown
 
     def _summarize(self, now: float) -> dict[str, Any]:
-        probe, comm = self._probe, self.sync.comm
+        probe, everyone = self._probe, self.sync.everyone
         shown: dict[str, Any] = {}
         seconds = now - self._last_end if probe.seconds and self._last_end is not None else None
         if not (probe.levels or probe.end_to_end or seconds is not None):
@@ -250,10 +250,10 @@ class AdaptiveDriver:
         columns = torch.cat([*parts, both_hops, table(residuals, names, 1, device)], dim=1)
         last = torch.zeros(1, columns.shape[1], dtype=torch.float64, device=device)
         last[0, 0] = seconds or 0.0
-        total = sum_over_ranks(torch.cat([columns, last]), comm)
+        total = sum_over_ranks(torch.cat([columns, last]), everyone)
         rows = total[:-1]
         if seconds is not None:
-            shown["step_seconds"] = float(total[-1, 0]) / comm.world_size
+            shown["step_seconds"] = float(total[-1, 0]) / everyone.world_size
         if probe.end_to_end and bool(rows.isfinite().all()):
             sums = (rows[:, -1 - NUM_SUMS : -1] / (self.sync.loss_scale or 1.0) ** 2).tolist()
             shown["end_to_end"] = {name: EndToEnd(*row) for name, row in zip(names, sums, strict=True)}
@@ -293,7 +293,7 @@ class AdaptiveDriver:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["labels"] != list(self.labels) or state["controller"] != type(self.controller).__name__:
-            if self.sync.comm.rank == 0:
+            if self.sync.everyone.rank == 0:
                 _log.warning(
                     "the checkpoint was written under another controller (%s of %s): this one starts anew",
                     state["controller"],

@@ -19,7 +19,7 @@ from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.telemetry.end_to_end import NUM_SUMS, MeanSample
 from lowbit_strategy.telemetry.measure import NUM_ENERGIES, energies, sum_over_ranks, table
 
-_WIDTH = NUM_ENERGIES + 1 + NUM_SUMS  # energies, the residual's square, the end-to-end sums
+_WIDTH = NUM_ENERGIES + 1 + NUM_SUMS + 1  # energies, the residual's square, the end-to-end sums, bytes sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Figures:
         residual_norm: ``||residual||`` in h.
         compensated_norm: ``||h||``.
         bits_per_element: Bits on the wire for one element and hop; an uncompressed float32 has 32.
-        wire_nbytes: Bytes a rank sends for them, by the methods' own account.
+        wire_nbytes: Bytes a rank sends for them, by the methods' own account, mean over ranks.
         method: What compresses them.
         compressed: Whether any of them is compressed. If so the figures above are of those that are; elements and
             bytes are of all.
@@ -64,7 +64,7 @@ class Observation:
         total: All parameters.
         groups: By group name.
         sent_nbytes: Bytes of gradients that a rank put on the wire in the whole step, counted, mean over ranks.
-        weights_nbytes: Bytes that a rank sends per step where FSDP2 gathers weights, uncompressed; 0 under DDP.
+        weights_nbytes: Bytes that this rank sent for weights in the last step before, counted; 0 under DDP.
         dense_nbytes: What an uncompressed float32 ring would have sent.
         codec_ms: Time in methods (encode, decode, select), mean over ranks.
         comm_ms: Time in waiting for other ranks' bytes; what overlaps with backward is in it too.
@@ -218,24 +218,26 @@ class Observer:
     # -- summing up ---------------------------------------------------------------------------------------------
 
     def _summarize(self, seconds: float | None) -> Observation:
-        sync, comm = self.sync, self.sync.comm
+        sync, everyone = self.sync, self.sync.everyone
         names, device = list(sync.specs), sync.device
-        parts = ((self._energies, NUM_ENERGIES), (self._residuals, 1), (self._end_to_end, NUM_SUMS))
+        sent_by_name = {name: torch.tensor([sync.sent_nbytes(name)], device=device) for name in names}
+        parts = ((self._energies, NUM_ENERGIES), (self._residuals, 1), (self._end_to_end, NUM_SUMS), (sent_by_name, 1))
         rows = torch.cat([table(part, names, width, device) for part, width in parts], dim=1)
         last = torch.zeros(1, _WIDTH, dtype=torch.float64, device=device)
         times = [self._stopwatch.read("codec"), self._stopwatch.read("comm"), self.own_sent_nbytes, seconds or 0.0]
         last[0, : len(times)] = torch.tensor(times, dtype=torch.float64)
-        total = sum_over_ranks(torch.cat([rows, last]), comm)
-        codec, waiting, sent, step = (total[-1, : len(times)] / comm.world_size).tolist()
-        sums = dict(zip(names, total[:-1] / (sync.loss_scale or 1.0) ** 2, strict=True))
+        total = sum_over_ranks(torch.cat([rows, last]), everyone)
+        codec, waiting, sent, step = (total[-1, : len(times)] / everyone.world_size).tolist()
+        total[:-1, :-1] /= (sync.loss_scale or 1.0) ** 2
+        sums = dict(zip(names, total[:-1], strict=True))
         groups = grouped(names, self.group_by)
         return Observation(
             step=self._step,
             total=self._figures(names, sums),
             groups={group: self._figures(members, sums) for group, members in groups.items()},
             sent_nbytes=sent,
-            weights_nbytes=float(sync.weights_nbytes),
-            dense_nbytes=4 * self._hops() * sum(spec.numel for spec in sync.specs.values()),
+            weights_nbytes=0.0 if sync.weights is None else float(sync.weights.nbytes),
+            dense_nbytes=4 * self._hops() * sum(spec.whole.numel for spec in sync.specs.values()),
             codec_ms=1000 * codec,
             comm_ms=1000 * waiting,
             step_ms=1000 * step if seconds is not None else None,
@@ -244,16 +246,16 @@ class Observer:
 
     def _hops(self) -> float:
         """How often an element of an uncompressed ring leaves a rank, on average."""
-        world_size = self.sync.comm.world_size
-        return (1 if self.sync.scatter else 2) * (world_size - 1) / world_size
+        world_size, share = self.sync.comm.world_size, self.sync.share
+        return (1 if self.sync.scatter else 2) * (world_size - 1) / world_size / (1 if share is None else share.count)
 
     def _figures(self, names: Sequence[str], sums: dict[str, Tensor]) -> Figures:
         sync = self.sync
         compressed = [name for name in names if sync.assignments[name].kind != "exempt"]
         chosen = torch.stack([sums[name] for name in compressed or names]).sum(dim=0).tolist()
-        h, sent, error, product, residual, end_to_end, mean = chosen
-        numel = sum(sync.specs[name].numel for name in names)
-        nbytes = sum(sync.sent_nbytes(name) for name in names)
+        h, sent, error, product, residual, end_to_end, mean, _ = chosen
+        numel = sum(sync.specs[name].whole.numel for name in names)
+        nbytes = sum(float(sums[name][-1]) for name in names) / sync.everyone.world_size
         traffic = self._hops() * numel
         methods = dict.fromkeys(sync.assignments[name].method.label for name in names)
         return Figures(

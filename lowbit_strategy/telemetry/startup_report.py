@@ -82,6 +82,10 @@ class Report:
         residual_nbytes: Memory for residuals on this rank.
         buffer_nbytes: Memory for messages on this rank, at most.
         weights: How FSDP2's weights travel, and what other ways would cost; None under DDP.
+        ranks: Which ranks reduce what together, in words.
+        between_nbytes: Of `sent_nbytes`, what leaves the node. None: it is not known.
+        inside_nbytes: Bytes of gradients that travel inside a node besides, exact, where ranks have two levels.
+        one_level: Why ranks have one level only; None if they have two or if it makes no difference.
         kernels: Which implementation serves.
         next_phase: Step in which the compressor changes its configuration, as at the end of a warm-up; None: never.
     """
@@ -93,6 +97,10 @@ class Report:
     residual_nbytes: int = 0
     buffer_nbytes: int = 0
     weights: WeightReport | None = None
+    ranks: str = ""
+    between_nbytes: int | None = None
+    inside_nbytes: int = 0
+    one_level: str | None = None
     kernels: str = ""
     world_size: int = 1
     scatter: bool = False
@@ -100,7 +108,7 @@ class Report:
 
     def render(self) -> str:
         what = "reduce-scatter" if self.scatter else "all-reduce"
-        lines = [f"lowbit_strategy: compressed gradient {what} over {self.world_size} ranks, kernels: {self.kernels}"]
+        lines = [f"lowbit_strategy: compressed gradient {what} over {self.ranks}, kernels: {self.kernels}"]
         for group in self.groups:
             lines.append(
                 f"  {group.kind:<10} {group.num_tensors:>5} tensors {group.numel:>13,} elements"
@@ -112,6 +120,7 @@ class Report:
                 f"  sent by a rank {_size(self.sent_nbytes)}/step; fp32 {_size(self.fp32_nbytes)} ({ratio32:.1f}x),"
                 f" bf16 {_size(self.bf16_nbytes)} ({ratio16:.1f}x)"
             )
+            lines += self._levels()
         else:
             lines.append("  one rank: nothing is sent, so nothing is compressed")
         if self.next_phase is not None:
@@ -126,6 +135,15 @@ class Report:
         )
         return "\n".join(lines)
 
+    def _levels(self) -> list[str]:
+        """What travels inside a node and what between nodes; nothing where there is one node."""
+        if self.between_nbytes is None:
+            return []
+        near = self.sent_nbytes - self.between_nbytes
+        besides = f" and {_size(self.inside_nbytes)}/step of exact gradients" if self.inside_nbytes else ""
+        why = f"; one level, because {self.one_level}" if self.one_level else ""
+        return [f"  between nodes {_size(self.between_nbytes)}/step, inside a node {_size(near)}/step{besides}{why}"]
+
 
 def build_report(sync: GradientSync, device: torch.device | None = None) -> Report:
     """Args:
@@ -138,24 +156,36 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
         key = (assignment.kind, method.description(scatter=sync.scatter), assignment.reason)
         group = groups.setdefault(key, Group(*key))
         group.num_tensors += 1
-        group.numel += sync.specs[name].numel
+        group.numel += sync.specs[name].whole.numel
         group.sent_nbytes += sync.sent_nbytes(name)
-    world_size = sync.comm.world_size
-    numel = sum(group.numel for group in groups.values())
+    world_size, topology = sync.comm.world_size, sync.topology
+    numel = sum(spec.numel for spec in sync.specs.values())
+    sent_nbytes = sum(group.sent_nbytes for group in groups.values())
+    several_nodes = topology is not None and topology.num_nodes != 1
     ring = (1 if sync.scatter else 2) * (world_size - 1) * numel // world_size
     return Report(
         groups=sorted(groups.values(), key=lambda group: -group.numel),
-        sent_nbytes=sum(group.sent_nbytes for group in groups.values()),
+        sent_nbytes=sent_nbytes,
         fp32_nbytes=4 * ring,
         bf16_nbytes=2 * ring,
         residual_nbytes=sync.residual_nbytes,
         buffer_nbytes=sync.buffer_nbytes,
         weights=None if sync.weights is None else _weight_report(sync.weights),
+        ranks=_ranks(sync),
+        between_nbytes=sync.comm.between_nodes(sent_nbytes) if several_nodes else None,
+        inside_nbytes=sync.inside_nbytes,
+        one_level=topology.obstacle if topology is not None and several_nodes and sync.share is None else None,
         kernels=backends.describe(device or sync.device),
         world_size=world_size,
         scatter=sync.scatter,
         next_phase=_next_phase(sync.compressor, sync.step_index),
     )
+
+
+def _ranks(sync: GradientSync) -> str:
+    if sync.share is None:
+        return f"{sync.comm.world_size} ranks"
+    return f"{sync.comm.world_size} groups of {sync.share.count} ranks, exact inside a group"
 
 
 def _next_phase(compressor: Compressor, step_index: int) -> int | None:

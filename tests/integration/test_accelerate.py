@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import Tensor, nn
 
-from lowbit_strategy import LoCo
+from lowbit_strategy import LoCo, TopK
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from tests.accelerated import (
     Job,
@@ -27,7 +27,7 @@ from tests.accelerated import (
     train,
 )
 from tests.scenarios import Facts, raised, scenarios
-from tests.training import count_exchanges, fingerprint, mlp
+from tests.training import count_exchanges, fingerprint, listen, mlp
 
 KINDS = ("ddp", "fsdp")
 PLUGIN = LowBitPlugin(LoCo(bits=4))
@@ -107,6 +107,18 @@ def test_clipping_and_mixed_precision(facts: list[Facts]) -> None:
         assert rank["loss"] == pytest.approx(rank["plain"], rel=0.005)
         assert rank["steps"] == 20
     assert facts[0]["bits"] == facts[1]["bits"]
+
+
+def sparse_clipping(folder: Path, kind: Kind) -> Facts:
+    with listen() as logged:
+        train(prepared(make(kind, LowBitPlugin(TopK(density=0.1)))), 2, clip=0.5)
+    return {"warned": [line for line in logged if "clips the sparse mean gradient" in line]}
+
+
+@scenarios(sparse_clipping, kind=KINDS)
+def test_clipping_what_a_sparse_method_has_sent_is_warned_of_once(facts: list[Facts]) -> None:
+    assert [line.partition(" ")[0] for line in facts[0]["warned"]] == ["max_norm=0.5"]
+    assert facts[1]["warned"] == []
 
 
 def overflow(folder: Path, kind: Kind) -> Facts:

@@ -11,10 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowbit_strategy import LoCo
+from lowbit_strategy import LoCo, TopK
 from lowbit_strategy.fabric import LowBitDDPStrategy, LowBitFSDPStrategy
 from tests.scenarios import Facts, raised, scenarios
-from tests.training import KINDS, MIN_SHARD_NUMEL, Kind, count_exchanges, dataset, fingerprint, full_parameters, mlp
+from tests.training import (
+    KINDS,
+    MIN_SHARD_NUMEL,
+    Kind,
+    count_exchanges,
+    dataset,
+    fingerprint,
+    full_parameters,
+    listen,
+    mlp,
+)
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -117,6 +127,24 @@ def test_accumulation_compresses_once_a_step(facts: list[Facts]) -> None:
     assert calls[2] == 0
     assert 0 < calls[3] == calls[6] < calls[7]
     assert facts[0]["steps"] == 2
+
+
+def clipped(folder: Path, kind: Kind) -> Facts:
+    made = launch((LowBitDDPStrategy if kind == "ddp" else LowBitFSDPStrategy)(TopK(density=0.1)))
+    model, optimizer = setup(made, mlp())
+    with listen() as logged:
+        for x, y in batches(made.global_rank)[:2]:
+            made.backward(F.mse_loss(model(x), y))
+            made.clip_gradients(model, optimizer, max_norm=1.0)
+            made.clip_gradients(model, optimizer, clip_val=1.0)
+            optimizer.step()
+    return {"warned": [line for line in logged if "clips the sparse mean gradient" in line]}
+
+
+@scenarios(clipped, kind=("ddp",))
+def test_clipping_what_a_sparse_method_has_sent_is_warned_of_once(facts: list[Facts]) -> None:
+    assert [line.partition(" ")[0] for line in facts[0]["warned"]] == ["max_norm=1.0"]
+    assert facts[1]["warned"] == []
 
 
 def precision(folder: Path, kind: Kind, name: str) -> Facts:

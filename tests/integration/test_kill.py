@@ -19,7 +19,12 @@ def _losses(folder: Path, rank: int) -> dict[int, str]:
 
 @pytest.mark.parametrize(
     ("kind", "kill_at", "source"),
-    [("ddp", 8, "step=6.ckpt"), ("fsdp", 8, "step=6.ckpt"), ("ddp", "saving", "step=3.ckpt")],
+    [
+        ("ddp", 8, "step=6.ckpt"),
+        ("fsdp", 8, "step=6.ckpt"),
+        ("hsdp", 8, "step=6.ckpt"),
+        ("ddp", "saving", "step=3.ckpt"),
+    ],
 )
 def test_resume_after_a_rank_was_killed(tmp_path: Path, kind: Kind, kill_at: int | str, source: str) -> None:
     steps = _killed_and_resumed(tmp_path, kind, kill_at, source)

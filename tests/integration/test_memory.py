@@ -41,7 +41,7 @@ def sharded(folder: Path) -> Facts:
         "announced": announced.buffer_nbytes,
         "module": world_size * sum(sync.sent_nbytes(name) for name in ("0.weight", "0.bias")) // (world_size - 1),
         "weights": announced.weights.used.step_nbytes,
-        "counted": sync.weights_nbytes,
+        "counted": sync.weights.nbytes,
         "parameters": sum(spec.numel for spec in sync.specs.values()),
     }
 

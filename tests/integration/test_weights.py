@@ -93,8 +93,7 @@ def once_per_step(folder: Path, coding: WeightCoding, reshard: bool | None) -> F
             run.backward()
         run.loss()  # another forward pass
         run.step()
-    assert run.attached.sync.weights is not None
-    return {"sent": run.sent, "losses": run.losses, "step": run.attached.sync.weights.step_nbytes}
+    return {"sent": run.sent, "losses": run.losses, "step": run.attached.sync.weights.nbytes}
 
 
 @scenarios(once_per_step, coding=(WeightCode(), WeightDelta(), Exact(keep="replica")), reshard=(True, False))
@@ -216,7 +215,7 @@ def validated(folder: Path, weights: str) -> Facts:
     return {
         "tested": tested,
         "expected": sum(losses) / len(losses),
-        "sent": sync.weights_nbytes,
+        "sent": sync.weights.nbytes,
         "losses": model.losses,
     }
 

@@ -40,8 +40,8 @@ def test_names_choose_the_start_method_and_unused_parameters(registry: Any) -> N
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("loco", "there is no strategy 'loco', loco is a compressor: use loco_ddp or loco_fsdp"),
-        ("LoCo2", "there is no strategy 'loco2', loco2 is a compressor: use loco2_ddp or loco2_fsdp"),
+        ("loco", "there is no strategy 'loco', loco is a compressor: use loco_ddp, loco_fsdp or loco_hsdp"),
+        ("LoCo2", "there is no strategy 'loco2', loco2 is a compressor: use loco2_ddp, loco2_fsdp or loco2_hsdp"),
         ("loco_fdsp", "there is no strategy 'loco_fdsp'; did you mean 'loco_fsdp'?"),
         ("lcoo_ddp", "there is no strategy 'lcoo_ddp'; did you mean 'loco_ddp'?"),
         ("deepsped", "You selected an invalid strategy name"),  # not ours to answer

@@ -1,4 +1,4 @@
-/* Selection by magnitude, by threshold and by chunk.
+/* Selection by magnitude: by threshold, by chunk, and of the largest.
  *
  * By threshold: positions and values of |x| >= threshold, in order. NaN is not selected.
  *
@@ -262,6 +262,96 @@ EXPORT void lowbit_chunk_top_k(
     (void)isa;
 #endif
     chunks_portable(x, first, last, kept, room, positions, values);
+}
+
+/* The k largest of a tensor, positions ascending, of equal ones the first; of the sum with `addend`, which is written
+ * back, unless that is NULL. As with chunks the maxima of groups bound the k-th largest from below: element i belongs to
+ * group i % groups. */
+static inline __attribute__((always_inline)) int32_t
+group_maxima(float *x, const float *addend, int64_t numel, int groups, int32_t *maxima) {
+    memset(maxima, 0, (size_t)groups * sizeof *maxima);
+    for (int64_t row = 0; row < numel; row += groups) {
+        const int length = numel - row < groups ? (int)(numel - row) : groups;
+        if (addend)
+            for (int i = 0; i < length; i++) x[row + i] += addend[row + i];
+        for (int i = 0; i < length; i++) {
+            int32_t key;
+            memcpy(&key, x + row + i, sizeof key);
+            key &= MAGNITUDE;
+            maxima[i] = key > maxima[i] ? key : maxima[i];
+        }
+    }
+    int32_t largest = 0;
+    for (int i = 0; i < groups; i++) largest = maxima[i] > largest ? maxima[i] : largest;
+    return largest;
+}
+
+static inline __attribute__((always_inline)) int64_t largest_of(
+    const int32_t *found, const float *values, int64_t count, int k, int32_t *keys, int64_t *positions, float *largest
+) {
+    for (int64_t i = 0; i < count; i++) memcpy(keys + i, values + i, sizeof *keys);
+    for (int64_t i = 0; i < count; i++) keys[i] &= MAGNITUDE;
+    const int32_t smallest = kth_largest(keys, (int)count, k);
+    int64_t ties = k, slot = 0;
+    for (int64_t i = 0; i < count; i++) ties -= keys[i] > smallest;
+    for (int64_t i = 0; i < count && slot < k; i++) {
+        if (keys[i] < smallest || (keys[i] == smallest && ties-- <= 0)) continue;
+        positions[slot] = found[i];
+        largest[slot++] = values[i];
+    }
+    return slot;
+}
+
+typedef int32_t find_maxima(float *x, const float *addend, int64_t numel, int groups, int32_t *maxima);
+typedef int32_t find_kth(const int32_t *keys, int count, int k);
+typedef void select_values(const float *x, int64_t start, int64_t stop, float threshold, struct output *out);
+
+static int32_t maxima_portable(float *x, const float *addend, int64_t numel, int groups, int32_t *maxima) {
+    return group_maxima(x, addend, numel, groups, maxima);
+}
+
+static int32_t kth_portable(const int32_t *keys, int count, int k) { return kth_largest(keys, count, k); }
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static int32_t
+maxima_avx2(float *x, const float *addend, int64_t numel, int groups, int32_t *maxima) {
+    return group_maxima(x, addend, numel, groups, maxima);
+}
+
+__attribute__((target("avx2"))) static int32_t kth_avx2(const int32_t *keys, int count, int k) {
+    return kth_largest(keys, count, k);
+}
+#endif
+
+/* `scratch` has room for `groups` maxima, and for positions, values and keys of `capacity` candidates. Returns k; -1 if
+ * there are more candidates or the k-th largest is 0, -2 if not all numbers are finite. x has its sums in any case. */
+EXPORT int64_t lowbit_top_k(
+    const char *isa, float *x, const float *addend, int64_t numel, int32_t k, int32_t groups, int32_t *scratch,
+    int64_t capacity, int64_t *positions, float *values
+) {
+    find_maxima *maxima = maxima_portable;
+    find_kth *kth = kth_portable;
+    select_values *select = select_portable;
+#if defined(__x86_64__)
+    if (strcmp(isa, "portable") != 0) {
+        maxima = maxima_avx2;
+        kth = kth_avx2;
+        select = select_avx2;
+    }
+#else
+    (void)isa;
+#endif
+    if (maxima(x, addend, numel, groups, scratch) > LARGEST_FINITE) return -2;
+    const int32_t bound = kth(scratch, groups, k);
+    if (bound == 0) return -1;
+    float threshold;
+    memcpy(&threshold, &bound, sizeof threshold);
+    int32_t *found = scratch + groups;
+    float *candidates = (float *)(found + capacity);
+    struct output out = {found, candidates, capacity, 0};
+    select(x, 0, numel, threshold, &out);
+    if (out.count > capacity) return -1;
+    return largest_of(found, candidates, out.count, k, (int32_t *)(candidates + capacity), positions, values);
 }
 
 /* |x| at one place in each of `num` equal strata, where a hash of the key and the stratum says; of |x + addend| unless

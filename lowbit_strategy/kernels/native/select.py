@@ -33,6 +33,13 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
             *(_POINTER, _POINTER, _COUNT, ctypes.POINTER(ctypes.c_int32)),
         ),
     ),
+    "lowbit_top_k": (
+        _COUNT,
+        (
+            *(ctypes.c_char_p, _POINTER, _POINTER, _COUNT, ctypes.c_int32, ctypes.c_int32, _POINTER),
+            *(_COUNT, _POINTER, _POINTER),
+        ),
+    ),
     "lowbit_sample_magnitudes": (None, (_POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_uint32, _POINTER)),
 }
 
@@ -85,6 +92,26 @@ def chunk_top_k(x: Tensor, kept_M: Tensor, positions_MK: Tensor, values_MK: Tens
         )
 
     run(work, kept_M.numel(), _BLOCK)
+
+
+def top_k_(x: Tensor, addend: Tensor | None, k: int, groups: int) -> tuple[tuple[Tensor, Tensor] | None, bool]:
+    """What is found, or None where another way must be taken, and whether all numbers are finite; `x` has the sums."""
+    capacity = 8 * k + 1024
+    scratch = torch.empty(groups + 3 * capacity, dtype=torch.int32)
+    positions, values = torch.empty(k, dtype=torch.int64), torch.empty(k, dtype=torch.float32)
+    count = _function("lowbit_top_k")(
+        isa().encode(),
+        x.data_ptr(),
+        None if addend is None else addend.data_ptr(),
+        x.numel(),
+        k,
+        groups,
+        scratch.data_ptr(),
+        capacity,
+        positions.data_ptr(),
+        values.data_ptr(),
+    )
+    return (positions, values) if count == k else None, count != -2
 
 
 def select_above(x: Tensor, threshold: float, expected: int | None) -> tuple[Tensor, Tensor]:

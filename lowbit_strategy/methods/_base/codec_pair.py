@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.exchange import Hop, Route
-from lowbit_strategy.collectives.layout import Cut, Slot, cut_of, round_up
+from lowbit_strategy.collectives.layout import Cut, Slot, round_up
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement, finite_gain
 from lowbit_strategy.methods._base.residual_format import read_residual, write_residual_
@@ -52,7 +52,7 @@ class CodecPair(Method):
         return f"{self.label}; downlink {self.downlink.label}" if differs else self.label
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        row_numel = cut_of(spec.shape, world_size, self.block_size, scatter=scatter).row_numel
+        row_numel = spec.cut(world_size, self.block_size, scatter=scatter).row_numel
         hops = (self.uplink,) if scatter else (self.uplink, self.downlink)
         return sum(hop.wire_nbytes(row_numel) for hop in hops) * (world_size - 1)
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.layout import Cut, cut_of
+from lowbit_strategy.collectives.layout import Cut
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
 from lowbit_strategy.methods._base.residual_format import read_residual
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -31,7 +31,7 @@ class Placement(NamedTuple):
     scatter: bool
 
     def cut(self, spec: TensorSpec, block_size: int) -> Cut:
-        return cut_of(spec.shape, self.world_size, block_size, scatter=self.scatter)
+        return spec.cut(self.world_size, block_size, scatter=self.scatter)
 
 
 class MethodStore(ABC):
@@ -99,6 +99,10 @@ class Method(ABC):
     @abstractmethod
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         """Bytes this rank sends to others for one reduction of `spec`, exact or, for data-dependent sizes, expected."""
+
+    def serves(self, spec: TensorSpec) -> bool:
+        """Whether it can reduce `spec`, which may be a part of a parameter that it was chosen for."""
+        return True
 
     @abstractmethod
     def make_store(self, specs: Mapping[str, TensorSpec], placement: Placement) -> MethodStore:

@@ -49,6 +49,9 @@ class PowerSGDReducer(Reducer):
     def residual_gain(self) -> float | None:
         return 1.0 if self.feedback else None
 
+    def serves(self, spec: TensorSpec) -> bool:
+        return self.rank <= min(matrix_shape(spec))
+
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         state: ReducerState = {}
         for spec in specs:

@@ -29,7 +29,7 @@ CHOICES: tuple[WeightCoding, ...] = (
 
 
 def default_weights(compressor: Compressor) -> WeightCoding:
-    """What a strategy does with weights where the user has not said it: LoCo's codes them at 8 bits.
+    """What a strategy does with weights where the user has not chosen: LoCo's codes them at 8 bits.
 
     Other compressors leave them exact: nothing about weights has been measured with them.
     """

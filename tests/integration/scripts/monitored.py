@@ -19,6 +19,7 @@ from torch import nn
 from lowbit_strategy.lightning import CompressionMonitor
 from lowbit_strategy.methods.registry import preset
 from slow_links import counters
+from tests.traffic import Traffic, count_traffic
 from tests.training import OUTPUTS, WIDTH, Regression, loader, strategy, trainer
 
 WARMUP_STEPS, STEPS = 2, 10
@@ -27,8 +28,9 @@ WARMUP_STEPS, STEPS = 2, 10
 class Meter(Callback):
     """The interface's counters and the communicator's between two barriers."""
 
-    def __init__(self, monitor: CompressionMonitor) -> None:
+    def __init__(self, monitor: CompressionMonitor, traffic: Traffic) -> None:
         self.monitor = monitor
+        self.traffic = traffic
         self.observed: list[float] = []
         self.sampled: list[int] = []
 
@@ -36,6 +38,7 @@ class Meter(Callback):
         if self.monitor.last is not None and self.monitor.last.step == WARMUP_STEPS - 1:
             dist.barrier()
             self.before = counters.read()
+            self.traffic.calls.clear()
 
     def on_train_batch_end(self, *_: Any) -> None:
         last = self.monitor.last
@@ -45,6 +48,7 @@ class Meter(Callback):
             assert self.monitor.control is not None
             self.sampled.append(self.monitor.control.observer.sampling_nbytes)
         if last.step == STEPS - 1:
+            self.calls = dict(self.traffic.calls)
             dist.barrier()  # nothing is on its way any more
             self.counted = counters.read() - self.before
 
@@ -58,7 +62,8 @@ def main() -> None:
     report = {}
     for name in options.compressors:
         monitor = CompressionMonitor(every_n_steps=1, progress_bar=False)
-        meter = Meter(monitor)
+        traffic = Traffic()
+        meter = Meter(monitor, traffic)
         hidden = nn.Linear(512, 512)  # big, so that bytes are not all framing
         model = Regression(nn.Sequential(nn.Linear(WIDTH, 512), nn.Tanh(), hidden, nn.Tanh(), nn.Linear(512, OUTPUTS)))
         made = trainer(
@@ -68,11 +73,13 @@ def main() -> None:
             max_steps=STEPS,
             callbacks=[monitor, meter],
         )
-        made.fit(model, loader())
+        with count_traffic(traffic):
+            made.fit(model, loader())
         report[name] = {
             "observed": meter.observed,
             "sampled": meter.sampled,
             "counted": asdict(meter.counted),
+            "calls": meter.calls,
             "num_parameters": len(list(model.parameters())),
         }
     options.report.write_text(json.dumps(report))

@@ -8,24 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels import native, select
-from lowbit_strategy.kernels.native import ISA_OVERRIDE
+from lowbit_strategy.kernels import select
 from lowbit_strategy.kernels.reference import select as reference
 from tests.unit.kernels.chunk_cases import chunk_cases
-
-_PATHS = ["torch", *(("avx512", "avx2", "portable") if native.available() else ())]
-
-
-@pytest.fixture(params=_PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setenv("LOWBIT_KERNELS", "torch")
-    else:
-        if request.param not in native.isas():
-            pytest.skip(f"this processor has no {request.param}")
-        monkeypatch.setenv("LOWBIT_KERNELS", "native")
-        monkeypatch.setenv(ISA_OVERRIDE, request.param)
-    return request.param
 
 
 def _values(numel: int, seed: int = 0) -> Tensor:
@@ -85,8 +70,8 @@ def test_selection_refuses_other_tensors() -> None:
         select.count_above(torch.zeros(8)[::2], 1.0)
 
 
-@pytest.mark.parametrize(("numel", "k"), [(1, 1), (10, 0), (10, 10), (1000, 7), (600_000, 40), (600_000, 6_000)])
-def test_top_k_is_the_definition(numel: int, k: int) -> None:
+@pytest.mark.parametrize(("numel", "k"), [(1, 1), (10, 0), (10, 10), (1000, 7), (70_001, 70), (600_000, 6_000)])
+def test_top_k_is_the_definition(path: str, numel: int, k: int) -> None:
     x = _values(numel)
     indices, values = select.top_k(x, k)
     wanted = reference.top_k(x, k)
@@ -95,9 +80,9 @@ def test_top_k_is_the_definition(numel: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("numel", [900, 600_000])
-def test_top_k_takes_the_first_of_equal_ones(numel: int) -> None:
+def test_top_k_takes_the_first_of_equal_ones(path: str, numel: int) -> None:
     x = (_values(numel) * 2).round()
-    for k in (5, numel // 100, numel // 3):
+    for k in (5, numel // 200, numel // 3):
         assert torch.equal(select.top_k(x, k)[0], reference.top_k(x, k))
     assert torch.equal(select.top_k(torch.zeros(numel), 3)[0], torch.arange(3))
 
@@ -111,7 +96,7 @@ def test_top_k_of_a_few_large_ones_among_zeros() -> None:
 
 
 @pytest.mark.parametrize("numel", [2000, 600_000])
-def test_top_k_where_few_are_not_zero_is_the_definition_and_sorts_little(numel: int) -> None:
+def test_top_k_where_few_are_not_zero_is_the_definition(path: str, numel: int) -> None:
     """An embedding of which a step touched some rows."""
     x = torch.zeros(numel)
     x[100:180] = _values(80)

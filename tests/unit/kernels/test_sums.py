@@ -8,24 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels import native, select
-from lowbit_strategy.kernels.native import ISA_OVERRIDE
+from lowbit_strategy.kernels import select
 from lowbit_strategy.kernels.reference import select as reference
 from lowbit_strategy.kernels.sums import OverflowedSum, Sum, top_k
-
-_PATHS = ["torch", *(("avx512", "avx2", "portable") if native.available() else ())]
-
-
-@pytest.fixture(params=_PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setenv("LOWBIT_KERNELS", "torch")
-    else:
-        if request.param not in native.isas():
-            pytest.skip(f"this processor has no {request.param}")
-        monkeypatch.setenv("LOWBIT_KERNELS", "native")
-        monkeypatch.setenv(ISA_OVERRIDE, request.param)
-    return request.param
 
 
 def _pair(numel: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -44,6 +29,27 @@ def test_adding_and_selecting_is_the_definition(path: str, numel: int, threshold
     assert torch.equal(indices, wanted_indices)
     assert torch.equal(values, wanted_values)
     assert finite is wanted_finite is True
+
+
+@pytest.mark.parametrize(("numel", "k"), [(1, 1), (10, 0), (40, 40), (1056, 8), (70_001, 70), (200_001, 9_000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adding_and_taking_the_largest_is_the_definition(path: str, numel: int, k: int, dtype: torch.dtype) -> None:
+    x, addend = _pair(numel)
+    x, addend = (8 * x).round() / 8, (4 * addend).round().to(dtype) / 4  # many equal ones
+    wanted_x = x + addend
+    wanted = reference.top_k(wanted_x, k)
+    for at in (None, 0, numel // 2, numel - 1):
+        y, other = x.clone(), addend.clone()
+        if at is not None:
+            other[at] = math.nan
+        found = select.add_top_k_(y, other, k)
+        if at is not None:
+            assert found is None
+            continue
+        assert torch.equal(y, wanted_x)
+        assert found is not None
+        assert torch.equal(found[0], wanted)
+        assert torch.equal(found[1], wanted_x[wanted])
 
 
 @pytest.mark.parametrize("threads", [1, 3])

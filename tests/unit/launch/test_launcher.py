@@ -154,11 +154,11 @@ def test_debug_mode_does_not_hide_failures(handed: Handed, tmp_path: Path) -> No
             {
                 "distributed_type": "FSDP",
                 "fsdp_config": {"fsdp_version": 2},
-                "parallelism_config": {"parallelism_config_dp_replicate_size": 2},
+                "parallelism_config": {"parallelism_config_cp_size": 2},
                 "lowbit_config": SECTION,
             },
             [],
-            "dp_replicate_size = 2 cannot be compressed",
+            "cp_size = 2 cannot be compressed",
         ),
         (
             {"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO", "lowbit_config": SECTION},

@@ -1,0 +1,104 @@
+"""The process groups of two levels of ranks: those that together have whole parameters, those with the same part."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lowbit_strategy.collectives.comm import Comm, GroupComm
+from lowbit_strategy.collectives.layout import Share
+from lowbit_strategy.model.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroups:
+    """Who exchanges what with whom.
+
+    Args:
+        comm: Ranks that reduce the same part of every parameter: compressed.
+        everyone: All ranks; nothing else may use it while buckets are under way on CPU.
+        inside: Ranks that together have all parts, on one node: exact. None: there is one level.
+        share: Which part this rank reduces; None: all.
+        own: Groups that were made for this alone.
+    """
+
+    comm: Comm
+    everyone: Comm
+    inside: Comm | None = None
+    share: Share | None = None
+    own: tuple[dist.ProcessGroup, ...] = ()
+
+    def destroy(self) -> None:
+        """The groups that were made for this alone."""
+        for group in self.own:
+            with contextlib.suppress(ValueError):  # the framework has destroyed all groups already
+                dist.destroy_process_group(group)
+        nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
+        for comm in (self.comm, self.everyone, self.inside):
+            if comm is not None and comm.group in self.own:
+                comm.group = nobody  # the last reference to a group holds its threads
+
+
+def one_level(group: dist.ProcessGroup | None, topology: Topology, own: Sequence[dist.ProcessGroup] = ()) -> RankGroups:
+    """All ranks reduce whole parameters together."""
+    comm = _comm(group, range(topology.world_size), topology, dist.get_rank(group))
+    return RankGroups(comm, comm, own=tuple(own))
+
+
+def two_levels(
+    group: dist.ProcessGroup | None,
+    size: int,
+    topology: Topology,
+    *,
+    device: torch.device,
+    scatter: bool,
+    own_everyone: bool = False,
+) -> RankGroups:
+    """Groups of `size` consecutive ranks inside, groups of equal index between them; call on all ranks.
+
+    Args:
+        group: All ranks.
+        size: Ranks that together have a whole parameter.
+        topology: Of `group`.
+        device: Of gradients.
+        scatter: Parameters are sharded over all ranks: this rank reduces the shards of all that have its index.
+        own_everyone: Make a group of all ranks too, because another thread uses `group`.
+    """
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    rank, timeout = dist.get_rank(group), timeout_of(group, device)
+    blocks = [ranks[at : at + size] for at in range(0, len(ranks), size)]
+    inside, _ = dist.new_subgroups_by_enumeration(blocks, timeout=timeout)
+    between, _ = dist.new_subgroups_by_enumeration([list(same) for same in zip(*blocks, strict=True)], timeout=timeout)
+    own = [each for each in (inside, between) if each is not None]
+    everyone = group
+    if own_everyone:
+        everyone = dist.new_group(ranks, timeout=timeout)
+        own.append(everyone)
+    index, num_blocks = rank % size, len(blocks)
+    share = Share(index, size, num_blocks if scatter else None)
+    return RankGroups(
+        comm=_comm(between, range(index, len(ranks), size), topology, rank),
+        everyone=_comm(everyone, range(len(ranks)), topology, rank),
+        inside=_comm(inside, range(rank - index, rank - index + size), topology, rank),
+        share=share,
+        own=tuple(own),
+    )
+
+
+def _comm(group: dist.ProcessGroup | None, members: Iterable[int], topology: Topology, rank: int) -> GroupComm:
+    comm, near = GroupComm(group), topology.neighbours(rank)
+    comm.num_near = sum(member in near for member in members) - 1
+    return comm
+
+
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
+    """How patient a group is; None if its backend does not say."""
+    backend = (group if group is not None else dist.distributed_c10d._get_default_group())._get_backend(device)
+    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout

@@ -1,0 +1,133 @@
+"""Which ranks share a node, and how they are grouped: found once, before training, by all ranks together."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+ShardSize = int | Literal["node"]
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The ranks of a group by node.
+
+    Args:
+        node_sizes: Ranks on each node, in rank order: the ranks of a node follow each other. Empty: they do not.
+        world_size: Ranks in all.
+    """
+
+    node_sizes: tuple[int, ...]
+    world_size: int
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.node_sizes)
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """The same on all nodes; None if it is not."""
+        sizes = set(self.node_sizes)
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why the ranks cannot have two levels; None if they can."""
+        if not self.node_sizes:
+            return "ranks of one node do not follow each other"
+        if self.num_nodes == 1:
+            return "all ranks are on one node"
+        if self.ranks_per_node is None:
+            return f"nodes have different numbers of ranks ({_runs(self.node_sizes)})"
+        if self.ranks_per_node == 1:
+            return "every node has one rank"
+        return None
+
+    def neighbours(self, rank: int) -> range:
+        """The ranks on the node of `rank`."""
+        starts = itertools.accumulate(self.node_sizes, initial=0)
+        return next(
+            (range(at, at + size) for at, size in zip(starts, self.node_sizes, strict=False) if at <= rank < at + size),
+            range(rank, rank + 1),
+        )
+
+
+def _runs(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes[:8])) + (" ..." if len(sizes) > 8 else "")
+
+
+def find_topology(group: dist.ProcessGroup | None = None) -> Topology:
+    """The topology of a process group, the same on all its ranks; call on all of them.
+
+    1. a launcher has set LOCAL_WORLD_SIZE on every rank (torchrun, Accelerate): ranks 0 to LOCAL_WORLD_SIZE - 1 are the
+       first node, and so on
+    2. otherwise ranks with one host name share a node
+
+    Raises:
+        RuntimeError: On every rank, if LOCAL_WORLD_SIZE is set on some ranks only, or not the same on all of a node.
+    """
+    world_size = dist.get_world_size(group)
+    everyone: list[tuple[str | None, str]] = [(None, "")] * world_size
+    dist.all_gather_object(everyone, (os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()), group=group)
+    declared = [size for size, _ in everyone]
+    whole_world = world_size == dist.get_world_size()
+    if any(size is not None for size in declared) and whole_world:
+        return Topology(_declared_sizes(declared), world_size)
+    hosts = [(host, len(list(same))) for host, same in itertools.groupby(name for _, name in everyone)]
+    consecutive = len({host for host, _ in hosts}) == len(hosts)
+    return Topology(tuple(length for _, length in hosts) if consecutive else (), world_size)
+
+
+def _declared_sizes(declared: Sequence[str | None]) -> tuple[int, ...]:
+    sizes: list[int] = []
+    at = 0
+    while at < len(declared):
+        text = declared[at]
+        size = int(text) if text is not None and text.isdigit() else 0
+        differing = [rank for rank in range(at, min(at + size, len(declared))) if declared[rank] != text]
+        if size < 1 or at + size > len(declared) or differing:
+            other = differing[0] if differing else at
+            raise RuntimeError(
+                f"ranks disagree about the topology: rank {at} has LOCAL_WORLD_SIZE={text} and rank {other} has"
+                f" LOCAL_WORLD_SIZE={declared[other]}, with {len(declared)} ranks in all. Launch all in one way,"
+                " so that the ranks of a node follow each other and all know how many they are; or unset the variable"
+                " on all of them, and host names are compared"
+            )
+        sizes.append(size)
+        at += size
+    return tuple(sizes)
+
+
+def resolve_shard_size(shard_size: ShardSize, topology: Topology) -> int:
+    """How many ranks have one whole model together.
+
+    Raises:
+        ValueError: On every rank: it does not divide the ranks of every node, or nodes differ where it is "node".
+    """
+    if shard_size == "node":
+        if topology.ranks_per_node is None:
+            raise ValueError(
+                'shard_size="node" needs as many ranks on every node, consecutive ones, but'
+                f" {topology.obstacle}: give a number that divides the ranks of all nodes"
+            )
+        return topology.ranks_per_node
+    if not topology.node_sizes or any(size % shard_size for size in topology.node_sizes):
+        sizes = _runs(topology.node_sizes) or "ranks that do not follow each other"
+        raise ValueError(
+            f"shard_size={shard_size} does not divide the ranks of a node ({sizes}): a model would be sharded over the"
+            ' links between nodes. Give a number that does, or "node"'
+        )
+    return shard_size
+
+
+def hybrid_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:
+    """Dims ``replicate``, ``data_parallel`` (the ranks that shard a model) and ``tensor_parallel`` (1)."""
+    shape = (world_size // shard_size, shard_size, 1)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "data_parallel", "tensor_parallel"))

@@ -1,0 +1,341 @@
+"""HSDP: sharded inside a node, compressed between the replicas, on four real processes that stand for two nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from lowbit_strategy import LoCo
+from lowbit_strategy.accelerate import LowBitPlugin
+from lowbit_strategy.collectives.comm import GroupComm
+from lowbit_strategy.hooks.attach import attach_fsdp, prepare
+from lowbit_strategy.hooks.digest import ParameterDigest
+from lowbit_strategy.hooks.replicas import BackwardSide
+from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.lightning import LowBitFSDPStrategy
+from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
+from lowbit_strategy.model.topology import hybrid_mesh
+from tests.accelerated import fresh_state, fsdp_plugin, prepared, train
+from tests.scenarios import Facts, raised, scenarios
+from tests.training import (
+    MIN_SHARD_NUMEL,
+    OUTPUTS,
+    WIDTH,
+    ByStep,
+    Regression,
+    count_exchanges,
+    dataset,
+    fingerprint,
+    full_parameters,
+    listen,
+    loader,
+    mlp,
+    trainer,
+)
+
+
+@contextlib.contextmanager
+def nodes_of(num_ranks: int | str) -> Iterator[None]:
+    """As a launcher says how many ranks share a node."""
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LOCAL_WORLD_SIZE"]
+        else:
+            os.environ["LOCAL_WORLD_SIZE"] = before
+
+
+def hsdp(compressor: Any = None, **options: Any) -> LowBitFSDPStrategy:
+    compressor = compressor if compressor is not None else LoCo(block_size=32)
+    options = {"shard_size": "node", "min_shard_numel": MIN_SHARD_NUMEL} | options
+    return LowBitFSDPStrategy(compressor, **options)
+
+
+def by_name(folder: Path) -> Facts:
+    runs: dict[str, Any] = {}
+    with nodes_of(2):
+        for name in ("ddp", "dense_hsdp", "loco_hsdp"):
+            torch.manual_seed(0)
+            model = Regression()
+            made = trainer(name, max_steps=20)
+            made.fit(model, loader())
+            runs[name] = {"losses": model.losses, "values": {k: v.tolist() for k, v in full_parameters(model).items()}}
+    sync = made.strategy.sync
+    return {
+        **runs,
+        "print": fingerprint(model),
+        "world": (sync.comm.world_size, sync.everyone.world_size),
+        "sent": sync.comm.sent_nbytes,
+        "accounted": 20 * sum(sync.sent_nbytes(name) for name in sync.specs),
+        "numel": sum(spec.numel for spec in sync.specs.values()),
+        "steps": sync.step_index,
+        "batches": len(made.train_dataloader),
+    }
+
+
+@scenarios(by_name, world_size=4)
+def test_by_name(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["print"] == facts[0]["print"]
+        assert rank["world"] == (2, 4)
+        assert rank["steps"] == 20
+        assert rank["batches"] == 6  # of 24: every rank has its own
+        assert rank["loco_hsdp"]["losses"][-1] < 0.8 * rank["loco_hsdp"]["losses"][0]
+        for name, values in rank["ddp"]["values"].items():
+            torch.testing.assert_close(torch.tensor(rank["dense_hsdp"]["values"][name]), torch.tensor(values))
+        headers_and_padding = 20 * 2 * 3 * (16 + 6 * 15)
+        assert rank["accounted"] < rank["sent"] <= rank["accounted"] + headers_and_padding
+    assert sum(rank["numel"] for rank in facts) == 2 * sum(
+        torch.tensor(v).numel() for v in facts[0]["ddp"]["values"].values()
+    )
+
+
+def resume(folder: Path, distributed: bool) -> Facts:
+    """Accumulation, clipping and another number of replicas on the way."""
+    given: dict[str, Any] = {"max_steps": 6, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    with nodes_of(2):
+        whole = ByStep()
+        saving = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        made = trainer(
+            hsdp(save_distributed_checkpoint=distributed), enable_checkpointing=True, callbacks=[saving], **given
+        )
+        with count_exchanges() as sizes:
+            made.fit(whole, loader())
+        model, other = ByStep(), ByStep()
+        trainer(hsdp(save_distributed_checkpoint=distributed), **given).fit(
+            model, loader(), ckpt_path=folder / "step=3.ckpt"
+        )
+        with listen() as lines:
+            four = trainer(
+                hsdp(shard_size=1, on_world_size_change="fold", save_distributed_checkpoint=distributed), **given
+            )
+            four.fit(other, loader(), ckpt_path=folder / "step=3.ckpt")
+    return {
+        "whole": whole.losses,
+        "resumed": model.losses,
+        "same": fingerprint(whole) == fingerprint(model),
+        "print": fingerprint(whole),
+        "exchanges": len(sizes),
+        "other": (fingerprint(other), other.losses[0], four.strategy.sync.step_index),
+        "log": lines,
+    }
+
+
+@scenarios(resume, world_size=4, distributed=(False, True))
+def test_resume_is_as_if_never_stopped(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["resumed"] == rank["whole"][6:]
+        assert rank["same"]
+        assert rank["print"] == facts[0]["print"]
+        assert rank["exchanges"] == facts[0]["exchanges"]
+        assert rank["other"][0] == facts[0]["other"][0]
+        assert rank["other"][1] == rank["whole"][6]
+        assert rank["other"][2] == 6
+    assert "grouped into nodes or replicas otherwise: compression residuals are averaged" in "\n".join(facts[0]["log"])
+
+
+def accelerator(*, own: bool, shard_size: Any = "node") -> Accelerator:
+    """On CPU Accelerate refuses a `ParallelismConfig`: what its constructor would do with one is done here."""
+    fresh_state()
+    sharding = fsdp_plugin()
+    made = Accelerator(fsdp_plugin=sharding)
+    if own:
+        config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        made.state.parallelism_config = config
+        made.state.device_mesh = config.get_device_mesh("cpu")
+    LowBitPlugin(LoCo(), shard_size=None if own else shard_size).attach(made, fsdp_plugin=sharding)
+    return made
+
+
+def with_accelerate(folder: Path) -> Facts:
+    """Accelerate's own HSDP; the plugin's `shard_size` is the same."""
+    runs: dict[str, Any] = {}
+    with nodes_of(2):
+        for own in (True, False):
+            job = prepared(accelerator(own=own))
+            train(job, 4, clip=1.0)
+            job.accelerator.save_state(str(folder / str(own)))
+            train(job, 6, skip=4)
+            runs["accelerate" if own else "plugin"] = {
+                "losses": job.losses,
+                "print": fingerprint(job.model),
+                "replicas": job.sync.comm.world_size,
+                "steps": job.sync.step_index,
+                "samples": len(job.batches),
+            }
+        again = prepared(accelerator(own=True))
+        again.accelerator.load_state(str(folder / "True"))
+        train(again, 6, skip=4)
+    return runs | {"resumed": again.losses, "resumed_print": fingerprint(again.model)}
+
+
+@scenarios(with_accelerate, world_size=4)
+def test_accelerate(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["accelerate"] == rank["plugin"]
+        assert rank["accelerate"]["replicas"] == 2
+        assert rank["accelerate"]["steps"] == 6
+        assert rank["accelerate"]["print"] == facts[0]["accelerate"]["print"] == rank["resumed_print"]
+        assert rank["resumed"] == rank["accelerate"]["losses"][4:]
+
+
+class SometimesIdle(Regression):
+    """One layer of a block that is sharded together is used in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, OUTPUTS)))
+        self.extra = nn.Linear(WIDTH, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + (self.extra(x) if self.global_step % 2 else 0.0)
+
+
+def in_step(folder: Path) -> Facts:
+    """What travels when: the worker has all modules of a backward pass at once; replicas are compared."""
+    at_once: list[bool] = []
+    run = BackwardSide.run
+
+    def noted(self: BackwardSide, stages: Any, result: Tensor, **options: bool) -> None:
+        at_once.append(options["at_once"])
+        run(self, stages, result, **options)
+
+    errors = {}
+    with nodes_of(2), mock.patch.object(BackwardSide, "run", noted):
+        with listen() as lines:
+            made = trainer(hsdp(), max_steps=4)
+            model = SometimesIdle()
+            made.fit(model, loader())
+        sync = made.strategy.sync
+        facts = {"at_once": list(at_once), "print": fingerprint(model), "log": lines, "steps": sync.step_index}
+        facts["inside"] = (sync.inside.sent_nbytes, sync.inside_nbytes)
+        torch.manual_seed(dist.get_rank() // 2)  # every replica begins with weights of its own
+        net = sharded_on_meta()
+        facts["begins"] = fingerprint(net)
+        local = next(net.parameters()).detach().to_local()
+        digest = ParameterDigest({"weight": next(net.parameters())}, GroupComm(), torch.device("cpu"))
+        local += dist.get_rank()
+        errors["differs"] = raised(lambda: digest.compare(3))
+    return facts | errors
+
+
+def sharded_on_meta() -> nn.Module:
+    """A module that is sharded before its weights exist."""
+    with torch.device("meta"):
+        net = nn.Linear(16, 8)
+    mesh = hybrid_mesh("cpu", 4, 2)
+    prepared_model = prepare(net, LoCo(), SyncOptions(shard_size=2), scatter=True)
+    shard_any(net, mesh["data_parallel"], torch.device("cpu"), ShardPolicy())
+    attach_fsdp(net, prepared_model, device=torch.device("cpu"))
+    return net
+
+
+@scenarios(in_step, world_size=4)
+def test_overlap_unused_parameters_and_replicas_that_differ(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert not any(rank["at_once"])
+        assert rank["print"] == facts[0]["print"]
+        assert rank["begins"] == facts[0]["begins"]
+        assert rank["steps"] == 4
+        sent, promised = rank["inside"]
+        assert sent == 4 * promised > 0
+        assert "no longer hold the same parameters" in rank["differs"]
+    log = "\n".join(facts[0]["log"])
+    assert "over 2 groups of 2 ranks, exact inside a group" in log
+    assert "between nodes" in log
+
+
+def with_fabric(folder: Path) -> Facts:
+    with nodes_of(2):
+        made = L.Fabric(accelerator="cpu", devices=4, strategy="loco_hsdp")
+        made.launch()
+        net = mlp()
+        model, optimizer = made.setup(net, torch.optim.Adam(net.parameters(), lr=1e-2))
+        losses = []
+        for step in range(24):
+            x, y = dataset()[(4 * step + made.global_rank) % 24 * 4 :][:4]
+            with made.no_backward_sync(model, enabled=step % 2 == 0):
+                losses.append(F.mse_loss(model(x), y))
+                made.backward(losses[-1])
+            if step % 2:
+                made.clip_gradients(model, optimizer, max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        sync = made.strategy.attachments[0].sync
+    return {
+        "losses": [loss.item() for loss in losses],
+        "print": fingerprint(net),
+        "world": (sync.comm.world_size, sync.everyone.world_size, sync.step_index),
+        "samples": made.strategy.distributed_sampler_kwargs,
+    }
+
+
+@scenarios(with_fabric, world_size=4)
+def test_fabric(facts: list[Facts]) -> None:
+    for number, rank in enumerate(facts):
+        assert rank["print"] == facts[0]["print"]
+        assert rank["world"] == (2, 4, 12)
+        assert rank["samples"] == {"num_replicas": 4, "rank": number}
+        assert sum(rank["losses"][-4:]) < 0.9 * sum(rank["losses"][:4])
+
+
+def refused(folder: Path) -> Facts:
+    def prepare_with(num_ranks: int | str, shard_size: Any, **options: Any) -> str:
+        with nodes_of(num_ranks):
+            options = {"scatter": True} | options
+            return raised(lambda: prepare(mlp(), LoCo(), SyncOptions(shard_size=shard_size), **options))
+
+    rank = dist.get_rank()
+    net = mlp()
+    fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
+    both = mlp()
+    fully_shard(both, mesh=init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard")))
+    with nodes_of(2):
+        sharded = prepare(net, LoCo(), SyncOptions(shard_size=2), scatter=True)
+        flat = prepare(both, LoCo(), SyncOptions(), scatter=True)
+        return {
+            "too large": prepare_with(2, 4),
+            "does not divide": prepare_with(4, 3),
+            "uneven": prepare_with(3 if rank < 3 else 1, "node"),
+            "topology": prepare_with(2 if rank == 0 else 4, 2),
+            "differs": prepare_with(4, 1 + rank % 2),
+            "ddp": prepare_with(2, 2, scatter=False),
+            "mesh": raised(lambda: attach_fsdp(net, sharded, device=torch.device("cpu"))),
+            "replicated": raised(lambda: attach_fsdp(both, flat, device=torch.device("cpu"))),
+            "trainer": raised(lambda: trainer(hsdp(shard_size=3), max_steps=1).fit(Regression(), loader())),
+            "plugin": raised(lambda: accelerator(own=False, shard_size=3)),
+        }
+
+
+@scenarios(refused, world_size=4)
+def test_bad_input(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert "shard_size=4 does not divide the ranks of a node (2, 2)" in rank["too large"]
+        assert "shard_size=3 does not divide the ranks of a node (4)" in rank["does not divide"]
+        assert "nodes have different numbers of ranks (3, 1)" in rank["uneven"]
+        assert "ranks disagree about the topology: rank 0 has LOCAL_WORLD_SIZE=2 and rank 1" in rank["topology"]
+        assert "rank 1 differs from rank 0 in shard_size: 2 instead of 1" in rank["differs"]
+        assert "shard_size is an option of FSDP2 strategies" in rank["ddp"]
+        assert (
+            "is sharded over the ranks [0, 1, 2, 3], but gradients are compressed over the replicas of" in rank["mesh"]
+        )
+        assert "give compression shard_size=4 as well" in rank["replicated"]
+        assert "shard_size=3 does not divide the ranks of a node (2, 2)" in rank["trainer"]
+        assert "shard_size=3 does not divide the ranks of a node (2, 2)" in rank["plugin"]
