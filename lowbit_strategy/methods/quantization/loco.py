@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -13,7 +13,7 @@ from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_
-from lowbit_strategy.kernels.codebooks import fitted, ternary
+from lowbit_strategy.kernels.codebooks import fitted, ternary, unit_gain, unit_gain_ternary
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.segments import Segments
@@ -24,8 +24,21 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 ResidualDtype = Literal["int8", "float32"]
-Codebook = Literal["uniform", "fitted", "ternary"]
-_BITS = {"uniform": range(2, 9), "fitted": range(1, 5), "ternary": range(2, 3)}
+Codebook = Literal["uniform", "fitted", "ternary", "unit_gain", "unit_gain_ternary"]
+_BITS = {
+    "uniform": range(2, 9),
+    "fitted": range(1, 5),
+    "ternary": range(2, 3),
+    "unit_gain": range(1, 5),
+    "unit_gain_ternary": range(2, 3),
+}
+_FORMATS: Mapping[Codebook, Callable[[int, int], BlockFormat]] = {
+    "uniform": uniform,
+    "fitted": fitted,
+    "ternary": lambda bits, block_size: ternary(block_size),
+    "unit_gain": unit_gain,
+    "unit_gain_ternary": lambda bits, block_size: unit_gain_ternary(block_size),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,9 +196,7 @@ class LoCo(Compressor):
     @property
     def fmt(self) -> BlockFormat:
         """Of parameters that are neither exempt nor of high precision."""
-        if self.codebook == "uniform":
-            return uniform(self.bits, self.block_size)
-        return ternary(self.block_size) if self.codebook == "ternary" else fitted(self.bits, self.block_size)
+        return _FORMATS[self.codebook](self.bits, self.block_size)
 
     def at(self, step_index: int) -> LoCo:
         if not self.warmup_steps:
