@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.codebooks import unit_gain, unit_gain_ternary
+from lowbit_strategy.kernels.codebooks import unit_gain
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.reference import dense as reference_dense
@@ -51,10 +51,10 @@ FORMATS: dict[str, BlockFormat] = {
     "fitted4": fitted(4, tuple((i - 7.5) / 4 for i in range(16)), 64),
     "fitted5-many": fitted(5, MANY, 64),
     **{f"ternary-block{size}": ternary(size) for size in (32, 64, 128, 256)},
-    "unit1": unit_gain(1, 64),
-    "unit2": unit_gain(2, 64),
-    "unit-ternary": unit_gain_ternary(128),
-    "unit-ternary-block32": unit_gain_ternary(32),
+    "unit1": unit_gain(2, 64),
+    "unit2": unit_gain(4, 64),
+    "unit-ternary": unit_gain(3, 128),
+    "unit-ternary-block32": unit_gain(3, 32),
 }
 
 

@@ -56,23 +56,17 @@ def _round(x: float) -> float:
     return math.ldexp(round(math.ldexp(mantissa, _SIGNIFICANT_BITS)), exponent - _SIGNIFICANT_BITS)
 
 
-@functools.cache
-def unit_gain_codebook(codebook_size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Values whose gain on a unit Gaussian, ``E[x Q(x)] / E[x**2]``, is 1, and their thresholds.
-
-    `gaussian_codebook` shrinks what it codes: each of its values is a mean, so ``E[x Q] = E[Q**2] < 1``. Divided by
-    that, its values have gain 1; with its thresholds left where they are, no other values of gain 1 have less error.
-
-    ``unit_gain_codebook(2)`` is +-1.2533 with threshold 0, ``unit_gain_codebook(3)`` 0 and +-1.5114 with thresholds
-    +-0.612, ``unit_gain_codebook(4)`` +-0.5131 and +-1.7115 with thresholds 0 and +-0.9816.
+def gain(codebook_size: int) -> float:
+    """``E[x Q(x)] / E[x**2]`` of `gaussian_codebook` on its Gaussian, which is also ``E[Q(x)**2]``: 0.637 for two
+    values, 0.810 for three, 0.882 for four. Each value is a mean, so what is coded shrinks.
     """
     codebook = gaussian_codebook(codebook_size)
-    thresholds = tuple(_round((a + b) / 2) for a, b in pairwise(codebook))
-    edges = (-math.inf, *thresholds, math.inf)
-    gain = sum(
-        value * (_pdf(a) - _pdf(b)) for value, (a, b) in zip(codebook, pairwise(edges), strict=True)
-    )  # the integral of x over its density between a and b
-    return tuple(_round(value / gain) for value in codebook), thresholds
+    edges = (-math.inf, *_thresholds(codebook), math.inf)
+    return sum(value * (_pdf(a) - _pdf(b)) for value, (a, b) in zip(codebook, pairwise(edges), strict=True))
+
+
+def _thresholds(codebook: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(_round((a + b) / 2) for a, b in pairwise(codebook))
 
 
 def fitted(bits: int, block_size: int) -> BlockFormat:
@@ -85,16 +79,19 @@ def ternary(block_size: int) -> BlockFormat:
     return BlockFormat(bits=2, block_size=block_size, scale_rule="ternary", codebook=(-1.0, 0.0, 1.0))
 
 
-def unit_gain(bits: int, block_size: int) -> BlockFormat:
-    """2**bits values of gain 1 on a Gaussian, in units of the block's root mean square."""
-    return _unit_gain(2**bits, bits, block_size)
+def unit_gain(codebook_size: int, block_size: int) -> BlockFormat:
+    """Values of gain 1, ``E[x Q(x)] = E[x**2]``, in units of the block's root mean square: a gradient arrives whole on
+    average, with more noise than it had.
 
-
-def unit_gain_ternary(block_size: int) -> BlockFormat:
-    """Three values of gain 1 on a Gaussian, in units of the block's root mean square; five trits to a byte."""
-    return _unit_gain(3, 2, block_size)
-
-
-def _unit_gain(codebook_size: int, bits: int, block_size: int) -> BlockFormat:
-    codebook, thresholds = unit_gain_codebook(codebook_size)
-    return BlockFormat(bits=bits, block_size=block_size, scale_rule="rms", codebook=codebook, thresholds=thresholds)
+    The fitted values divided by their gain; with thresholds left where they are, no other values of gain 1 have less
+    error. Two values: +-1.2533; three: 0 and +-1.5114 with thresholds +-0.612; four: +-0.5131 and +-1.7115 with
+    thresholds 0 and +-0.9816.
+    """
+    codebook, factor = gaussian_codebook(codebook_size), 1.0 / gain(codebook_size)
+    return BlockFormat(
+        bits=(codebook_size - 1).bit_length(),
+        block_size=block_size,
+        scale_rule="rms",
+        codebook=tuple(_round(value * factor) for value in codebook),
+        thresholds=_thresholds(codebook),
+    )

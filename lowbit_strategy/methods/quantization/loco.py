@@ -13,7 +13,7 @@ from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_
-from lowbit_strategy.kernels.codebooks import fitted, ternary, unit_gain, unit_gain_ternary
+from lowbit_strategy.kernels.codebooks import fitted, ternary, unit_gain
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.segments import Segments
@@ -24,20 +24,14 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 ResidualDtype = Literal["int8", "float32"]
-Codebook = Literal["uniform", "fitted", "ternary", "unit_gain", "unit_gain_ternary"]
-_BITS = {
-    "uniform": range(2, 9),
-    "fitted": range(1, 5),
-    "ternary": range(2, 3),
-    "unit_gain": range(1, 5),
-    "unit_gain_ternary": range(2, 3),
-}
-_FORMATS: Mapping[Codebook, Callable[[int, int], BlockFormat]] = {
-    "uniform": uniform,
-    "fitted": fitted,
-    "ternary": lambda bits, block_size: ternary(block_size),
-    "unit_gain": unit_gain,
-    "unit_gain_ternary": lambda bits, block_size: unit_gain_ternary(block_size),
+Codebook = Literal["uniform", "fitted", "ternary", "unit_gain", "ternary_unit_gain"]
+_Make = Callable[[int, int], BlockFormat]
+_FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # bits that there are, and the format of bits and block size
+    "uniform": (range(2, 9), uniform),
+    "fitted": (range(1, 5), fitted),
+    "ternary": (range(2, 3), lambda bits, block_size: ternary(block_size)),
+    "unit_gain": (range(1, 5), lambda bits, block_size: unit_gain(2**bits, block_size)),
+    "ternary_unit_gain": (range(2, 3), lambda bits, block_size: unit_gain(3, block_size)),
 }
 
 
@@ -183,7 +177,7 @@ class LoCo(Compressor):
         self.fmt  # noqa: B018 (checks the block size)
 
     def _check_codebook(self) -> None:
-        known = _BITS[self.codebook]
+        known, _ = _FORMATS[self.codebook]
         if self.bits not in known:
             choice = f"{known[0]}" if len(known) == 1 else f"an integer from {known[0]} to {known[-1]}"
             hint = ", or codebook='fitted'" if self.bits == 1 else ""
@@ -196,7 +190,8 @@ class LoCo(Compressor):
     @property
     def fmt(self) -> BlockFormat:
         """Of parameters that are neither exempt nor of high precision."""
-        return _FORMATS[self.codebook](self.bits, self.block_size)
+        _, make = _FORMATS[self.codebook]
+        return make(self.bits, self.block_size)
 
     def at(self, step_index: int) -> LoCo:
         if not self.warmup_steps:
