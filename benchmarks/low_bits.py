@@ -5,13 +5,14 @@ are the validation loss over the uncompressed one, and the largest transient: th
 the uncompressed run's, wherever after step 100 it is largest. Settings are chosen on a fourth model, another text and
 seeds from 100 on (``--model mixer``), so that nothing is chosen on what is reported.
 
-    python -m benchmarks.low_bits --model transformer --layout ddp --seeds 0,1,2,3,4 --variant loco1 --json low_bits.json
+    python -m benchmarks.low_bits --layout ddp --seeds 0,1,2,3,4 --variant loco1 --json low_bits.json
 
 Results are added to the JSON file as they come, and what is there already is not run again.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -144,7 +145,7 @@ def transient(run: Run, dense: Run, after: int = 100) -> float:
     first = after // EVERY
     pairs = zip(run.training_losses, dense.training_losses, strict=True)
     ratios = [(a, b) for a, b in pairs][first:]
-    return max(100 * ((a + c) / (b + d) - 1) for (a, b), (c, d) in zip(ratios, ratios[1:], strict=False))
+    return max(100 * ((a + c) / (b + d) - 1) for (a, b), (c, d) in itertools.pairwise(ratios))
 
 
 class Results:
