@@ -128,7 +128,7 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
         residual_nbytes=sync.residual_nbytes,
         buffer_nbytes=sync.buffer_nbytes,
         weights_nbytes=sync.weights_nbytes,
-        ranks=_ranks(sync),
+        ranks=describe_ranks(sync),
         between_nbytes=sync.comm.between_nodes(sent_nbytes) if nodes is not None else None,
         inside_nbytes=sync.inside_nbytes,
         one_level=(nodes.obstacle or "two_level=False") if nodes is not None and sync.share is None else None,
@@ -139,7 +139,8 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
     )
 
 
-def _ranks(sync: GradientSync) -> str:
+def describe_ranks(sync: GradientSync) -> str:
+    """Which ranks reduce what together."""
     if sync.share is None:
         return f"{sync.comm.world_size} ranks"
     return f"{sync.comm.world_size} groups of {sync.share.count} ranks, exact inside a group"
