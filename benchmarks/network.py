@@ -7,6 +7,8 @@ node each, a Lightning script with ``Trainer(num_nodes=...)``. Modes:
 
 * ``ddp-step``: step times of a transformer of 9.6M parameters; communication is the step less the same step without
   synchronisation.
+* ``fsdp-step``: the same under FSDP2, weights included: Lightning's own in float32 and in bfloat16, `loco_fsdp`, and
+  `loco_fsdp` with weights sent in other ways (``loco_fsdp:delta4``).
 * ``fsdp-reduce-scatter``: the gradient reduce-scatters of a step under FSDP2.
 * ``collective``: one all-reduce and one reduce-scatter of N elements, outside any framework.
 
@@ -50,6 +52,12 @@ class Mode:
 
 MODES = {
     "ddp-step": Mode(script="ddp_step.py", variants=("ddp", "loco_ddp"), baseline="ddp", hops=2),
+    "fsdp-step": Mode(
+        script="fsdp_step.py",
+        variants=("fsdp2", "fsdp2-bf16", "loco_fsdp", "loco_fsdp:delta4"),
+        baseline="fsdp2",
+        hops=3,  # FSDP2 gathers weights twice and reduces gradients once
+    ),
     "fsdp-reduce-scatter": Mode(
         script="fsdp_reduce_scatter.py", variants=("fsdp2", "loco_fsdp"), baseline="fsdp2", hops=1
     ),
@@ -66,6 +74,9 @@ class Row:
             steps.
         communication_s: ddp-step: `seconds` less those without synchronisation. Otherwise `seconds`.
         speedup: The baseline's communication over this one's.
+        step_speedup: The baseline's `seconds` over this one's.
+        limit_s: What the link allows: the step without synchronisation, and its bytes at the link's rate. None: the
+            link has no limit, or steps are not measured.
         sent_nbytes: On the interface, of one rank in one step, headers and acknowledgements included.
         bits_per_element_hop: `sent_nbytes` over what an ideal ring moves: (W - 1) / W of the elements per hop.
     """
@@ -76,6 +87,8 @@ class Row:
     seconds: float
     communication_s: float
     speedup: float | None
+    step_speedup: float
+    limit_s: float | None
     sent_nbytes: float
     bits_per_element_hop: float
 
@@ -107,7 +120,7 @@ def variants_of(options: argparse.Namespace) -> list[str]:
     mode = MODES[options.mode]
     named = options.variants.split(",") if options.variants else list(mode.variants)
     ordered = list(dict.fromkeys([mode.baseline, *named]))
-    if options.mode == "ddp-step":
+    if options.mode in ("ddp-step", "fsdp-step"):
         return [NO_SYNC, *ordered]
     if options.mode == "collective":
         return [f"{operation}/{name}" for operation in ("all-reduce", "reduce-scatter") for name in ordered]
@@ -123,6 +136,15 @@ def host_arguments(options: argparse.Namespace) -> list[str]:
 def seconds_of(reports: Sequence[Any], variant: str) -> float:
     by_step = zip(*(report[variant]["times_s"] for report in reports), strict=True)
     return statistics.median(statistics.mean(times) for times in by_step)
+
+
+def limit_of(rate: str, sent_nbytes: float, without_s: float) -> float | None:
+    """Seconds of a step on a link that does nothing but carry its bytes; `rate` as tc writes it."""
+    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    number, unit = rate[:-4], rate[-4:].lower()
+    if unit not in units or not without_s:
+        return None
+    return without_s + 8 * sent_nbytes / (float(number) * units[unit])
 
 
 def rows_of(reports: Sequence[Any], rate: str, options: argparse.Namespace) -> list[Row]:
@@ -146,6 +168,8 @@ def rows_of(reports: Sequence[Any], rate: str, options: argparse.Namespace) -> l
                 seconds=seconds,
                 communication_s=communication,
                 speedup=speedup,
+                step_speedup=seconds_of(reports, baseline) / seconds,
+                limit_s=limit_of(rate, sent, without),
                 sent_nbytes=sent,
                 bits_per_element_hop=8 * sent / elements,
             )
@@ -157,13 +181,24 @@ def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
     table = Table(title=f"{options.mode}, {options.world_size} hosts")
     table.add_column("link")
     table.add_column("variant")
-    for heading in ("seconds", "communication", "times faster", "MB sent per rank", "bits per element and hop"):
+    headings = (
+        "seconds",
+        "link's limit",
+        "step faster",
+        "communication",
+        "faster",
+        "MB sent per rank",
+        "bits/element/hop",
+    )
+    for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
             row.rate,
             row.variant,
             f"{row.seconds:.3f}",
+            "" if row.limit_s is None else f"{row.limit_s:.3f}",
+            f"{row.step_speedup:.2f}",
             f"{row.communication_s:.3f}",
             "" if row.speedup is None else f"{row.speedup:.2f}",
             f"{row.sent_nbytes / 1e6:.2f}",

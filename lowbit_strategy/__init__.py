@@ -28,6 +28,10 @@ from lowbit_strategy.methods.sparsification.randomk import RandomK
 from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
 from lowbit_strategy.methods.sparsification.sidco import SIDCo
 from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.methods.weights.registry import as_weights
+from lowbit_strategy.methods.weights.weightcode import WeightCode
+from lowbit_strategy.methods.weights.weightdelta import WeightDelta
 from lowbit_strategy.methods.wrappers.ef21 import EF21
 from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.wrappers.partition import Partition
@@ -47,6 +51,7 @@ __all__ = [
     "EFSignSGD",
     "ErrorFeedback",
     "ExDyna",
+    "Exact",
     "GTopK",
     "LoCo",
     "MiCRO",
@@ -64,7 +69,10 @@ __all__ = [
     "TernGrad",
     "TopK",
     "WarmUp",
+    "WeightCode",
+    "WeightDelta",
     "__version__",
+    "as_weights",
     "from_options",
     "preset",
 ]

@@ -15,6 +15,7 @@ from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.options.configuration import positional_configuration
 
 
@@ -34,6 +35,7 @@ class PluginOptions:
     check_digest: bool = True
     two_level: bool | None = None
     shard_size: int | Literal["node"] | None = None
+    weights: WeightCoding | None = None
     controller: Controller | None = None
     monitor: CompressionMonitor | None = None
     record: bool | str | Path = True

@@ -75,6 +75,12 @@ def _salt(name: str, chunk: int) -> int:
     return hash32(zlib.crc32(name.encode()) + chunk * GOLDEN)
 
 
+def layout_header(layout: bytes, device: torch.device) -> Tensor:
+    """uint8 [16]: what a message starts with, by which ranks notice that their layouts differ."""
+    header = struct.pack("<II", _MAGIC, zlib.crc32(layout)).ljust(HEADER_NBYTES, b"\0")
+    return torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
+
+
 class Exchange:
     """The exchanges of one bucket. Tables are made once and serve every step; memory for messages is borrowed.
 
@@ -116,8 +122,7 @@ class Exchange:
                 self._shard_numel += round_up(row_numel, ALIGNMENT)
         self._tables = [self._tabulate(route, places) for route, places in zip(self.routes, placed, strict=True)]
         layout = repr([(r.uplink.stateful, r.downlink.stateful, r.slots) for r in self.routes]).encode()
-        header = struct.pack("<II", _MAGIC, zlib.crc32(layout)).ljust(HEADER_NBYTES, b"\0")
-        self._header = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
+        self._header = layout_header(layout, device)
 
     @property
     def sent_nbytes(self) -> int:

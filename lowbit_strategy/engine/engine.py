@@ -19,6 +19,7 @@ from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, B
 from lowbit_strategy.engine.byte_check import ByteCheck
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.listeners import Listeners, StepListener, StepPhase
+from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.engine.whole_model import Collector
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
@@ -68,7 +69,7 @@ class GradientSync:
         specs: What is reduced: parameters, or this rank's parts of them.
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
-        weights_nbytes: Bytes this rank sends per step for weights, by the framework that gathers them; 0 under DDP.
+        weights: How FSDP2's weights travel; None under DDP.
         inside, inside_nbytes: Two levels: ranks that have a whole parameter together; gradients sent there per step.
         topology: Of all ranks, if it is known.
         extra_state: What is saved beside the methods' own state, by name.
@@ -97,7 +98,7 @@ class GradientSync:
         self.rollback = rollback
         self.step_index = 0
         self.num_skipped = 0
-        self.weights_nbytes = 0
+        self.weights: WeightSync | None = None
         self.inside: Comm | None = None
         self.inside_nbytes = 0
         self.topology: Topology | None = None
@@ -344,6 +345,8 @@ class GradientSync:
                 if self._backup:
                     torch._foreach_copy_(self.state_tensors(), self._backup)
         self._flags.raise_if_broken(self.everyone.rank)
+        if self.weights is not None:
+            self.weights.end_step()
         self.carryover.end_step(counted=counted)
         if entered or self.comm.world_size == 1:  # a second optimizer may have stepped; FSDP2 skips us on one rank
             self.step_index += counted

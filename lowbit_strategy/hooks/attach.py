@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -26,11 +27,14 @@ from lowbit_strategy.hooks.rank_groups import RankGroups, group_ranks
 from lowbit_strategy.hooks.replicas import BackwardSide
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.hooks.two_levels import inside_nbytes
+from lowbit_strategy.hooks.weights import install_weights
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.methods.weights.registry import check_weights, default_weights
 from lowbit_strategy.model.fsdp_sharding import broadcast_shards, check_process_groups, take_over_replication
-from lowbit_strategy.model.handshake import facts, handshake
+from lowbit_strategy.model.handshake import facts, handshake, plain
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, refuse_sparse_gradients
 from lowbit_strategy.model.topology import Topology, find_topology, resolve_shard_size
 from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
@@ -80,7 +84,8 @@ def prepare(
     refuse_sparse_gradients(module)
     if not scatter:
         refuse_python_reducer()
-    handshake(facts(compressor, module, scatter=scatter, settings=asdict(options)), group)
+    check_weights(options.weights, scatter=scatter)
+    handshake(facts(compressor, module, scatter=scatter, settings=_settings(options)), group)
     if dist.get_rank(group) == 0:
         for sentence in unmatched_patterns(compressor, module):
             _log.warning("%s", sentence)
@@ -89,6 +94,12 @@ def prepare(
         raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
     shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
     return Prepared(compressor, options, specs, scatter, topology, shard_size)
+
+
+def _settings(options: SyncOptions) -> dict[str, object]:
+    """The options as plain values."""
+    plainly = {field.name: getattr(options, field.name) for field in fields(options)}
+    return plainly | plain("weights", plainly["weights"])
 
 
 def warn_of_one_rank() -> None:
@@ -150,6 +161,8 @@ def attach_fsdp(
     check_process_groups(module, group, replicated=False)
     if fsdp.install(module, sync) == 0:
         raise ValueError(_NOT_SHARDED)
+    coding = prepared.options.weights or default_weights(prepared.compressor)
+    install_weights(module, coding, sync, copy.copy(groups.everyone))
     _report(sync)
     return Attached(sync, module, prepared.options, group=group, groups=groups)
 
@@ -174,6 +187,8 @@ def _attach_hsdp(
     side = BackwardSide(_with_index(device))
     if fsdp.install_replicas(module, sync, groups.inside, side) == 0:
         raise ValueError(_NOT_SHARDED)
+    weights = prepared.options.weights or Exact()  # inside a node links are fast
+    install_weights(module, weights, sync, copy.copy(groups.inside))
     compares = prepared.options.check_digest and sync.comm.world_size > 1
     shards = {canonical_name(name): param for name, param in module.named_parameters()}
     digest = ParameterDigest(shards, sync.comm, device) if compares else None

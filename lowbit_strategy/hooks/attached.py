@@ -151,6 +151,8 @@ class Attached:
             ValueError: The residuals are of another model.
         """
         self._has_scale = False  # the scaler is loaded as well
+        if self.sync.weights is not None:
+            self.sync.weights.restart()
         try:
             stamp = agree_on_stamp(path, stamp, self.group)
         except ResidualFileError as error:
@@ -171,6 +173,14 @@ class Attached:
             on_world_size_change=self.options.on_world_size_change,
             on_missing_residual=self.options.on_missing_residual,
         )
+
+    def weights_changed(self) -> None:
+        """Weights were changed within a step other than by an optimizer of ``torch.optim``: the next gather sends them.
+
+        Call on all ranks. Not needed between steps.
+        """
+        if self.sync.weights is not None:
+            self.sync.weights.invalidate()
 
     def _warn(self, text: str) -> None:
         if self.sync.everyone.rank == 0:

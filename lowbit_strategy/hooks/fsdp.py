@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import dim0_cut
@@ -16,6 +16,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.replicas import BackwardSide, ExactReduceScatter, ReplicaAllReduce
 from lowbit_strategy.hooks.two_levels import inside_nbytes, scatter_over_two_levels
+from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.parameters import canonical_name
 
 
@@ -72,18 +73,6 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
         return self._layouts[names]
 
 
-def gathered_nbytes(group: Any, world_size: int) -> int:
-    """Bytes this rank sends per step when FSDP2 gathers a parameter group's weights: in forward and, unless they stay
-    gathered in between, in backward.
-    """
-    num_gathers = 2 if group.post_forward_mesh_info is not None else 1
-    shards = (
-        param._sharded_param_data.numel() * (group.mp_policy.param_dtype or param.sharded_param.dtype).itemsize
-        for param in group.fsdp_params
-    )
-    return num_gathers * (world_size - 1) * int(sum(shards))
-
-
 def reduced_nbytes(group: Any, world_size: int) -> int:
     """Bytes this rank sends for one exact reduce-scatter of a parameter group's gradients."""
     params = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
@@ -117,7 +106,6 @@ def install(module: nn.Module, sync: GradientSync) -> int:
             for param in each.param_group.fsdp_params
         }
         sync.inside_nbytes = inside_nbytes(sync, dtypes)
-    sync.weights_nbytes = sum(gathered_nbytes(each.param_group, sync.everyone.world_size) for each in installed)
     return len(installed)
 
 
@@ -131,7 +119,6 @@ def install_replicas(module: nn.Module, sync: GradientSync, inside: Comm, side: 
         child.set_gradient_divide_factor(1.0)
         if sync.comm.world_size > 1:
             child.set_all_reduce_hook(ReplicaAllReduce(sync, group, names, side), stream=side.stream)
-    sync.weights_nbytes = sum(gathered_nbytes(group, inside.world_size) for group in groups)
     sync.inside_nbytes = sum(reduced_nbytes(group, inside.world_size) for group in groups)
     return len(groups)
 
@@ -139,16 +126,9 @@ def install_replicas(module: nn.Module, sync: GradientSync, inside: Comm, side: 
 def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, str]) -> list[tuple[Any, Any]]:
     """Modules with their parameter groups, prepared for communication of our own."""
     found: list[tuple[Any, Any]] = []
-    seen: set[int] = set()
     sharded: set[int] = set()
-    for child in module.modules():
-        if not isinstance(child, FSDPModule):
-            continue
-        state = child._get_fsdp_state()
-        if id(state) in seen or state._fsdp_param_group is None:
-            continue  # a group made of several modules has one state
-        seen.add(id(state))
-        group = state._fsdp_param_group
+    for each in sharded_groups(module):
+        group, child = each.param_group, each.module
         sharded |= {id(param.sharded_param) for param in group.fsdp_params}
         for param in group.fsdp_params:
             if param.fsdp_placement.dim != 0:
@@ -158,7 +138,7 @@ def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, 
         if hasattr(child, "set_reduce_scatter_unused_params"):
             child.set_reduce_scatter_unused_params(True, recurse=False)
         found.append((child, group))
-    if seen and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
+    if found and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
         raise ValueError(
             f"nothing synchronises {', '.join(left[:3])}{' ...' if len(left) > 3 else ''}: no module that holds it is"
             " sharded. Call fully_shard on the whole model as well, after its parts"

@@ -23,6 +23,38 @@ PATCHES = (
         reason="likewise",
     ),
     PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_api:AllGather.allocate",
+        use="overridden",
+        parameters=("self", "size", "dtype", "device"),
+        seen=_SEEN,
+        reason="set_custom_all_gather takes a subclass, which the public module does not export",
+    ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_api:AllGather.__call__",
+        use="overridden",
+        parameters=("self", "output_tensor", "input_tensor", "group", "async_op"),
+        seen=_SEEN,
+        reason="likewise",
+    ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_collectives:DefaultAllGather.__call__",
+        use="called",
+        parameters=("self", "output_tensor", "input_tensor", "group", "async_op"),
+        seen=_SEEN,
+        reason="weights that are not coded travel as they would without this package",
+    ),
+    *(
+        PrivateName(target=f"{_FSDP}._fully_shard.{name}", use="read", seen=_SEEN, reason=reason)
+        for name, reason in {
+            "_fsdp_param_group:FSDPParamGroup._training_state": "a backward pass gathers as its forward pass did",
+            "_fsdp_param_group:FSDPParamGroup.is_sharded_post_forward": "after reshard_after_forward=int the gather is"
+            " of a smaller group",
+            "_fsdp_param_group:FSDPParamGroup.post_forward_mesh_info": "whether weights are gathered in backward",
+            "_fsdp_param_group:FSDPParamGroup.mp_policy": "the type that weights are gathered in",
+            "_fsdp_state:FSDPState._auto_reshard_after_forward": "the outermost module stays gathered",
+        }.items()
+    ),
+    PrivateName(
         target=f"{_FSDP}:FSDPModule._get_fsdp_state",
         use="called",
         parameters=("self",),

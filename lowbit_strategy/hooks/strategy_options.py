@@ -21,6 +21,8 @@ from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import as_compressor
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights.registry import as_weights, check_weights
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
 from lowbit_strategy.model.topology import find_topology, hybrid_mesh, resolve_shard_size
 
@@ -72,6 +74,8 @@ class DDPConstructor(_Options):
         for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
             if kwargs.get(option) is not None:  # LightningCLI passes every default
                 raise ValueError(f"the compressor is the communication hook: leave {option} out")
+        if (weights := kwargs.pop("weights", None)) is not None:
+            check_weights(as_weights(weights), scatter=False)
         check_ddp_options(kwargs, super().__init__)
         super().__init__(**kwargs)
         self.compressor = LoCo() if compressor is None else as_compressor(compressor)
@@ -105,6 +109,7 @@ class FSDPConstructor(_Options):
         check_digest: bool = True,
         two_level: bool | None = None,
         shard_size: int | Literal["node"] | None = None,
+        weights: WeightCoding | str | None = None,
         min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
         save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
@@ -128,6 +133,7 @@ class FSDPConstructor(_Options):
             check_digest=check_digest,
             two_level=two_level,
             shard_size=shard_size,
+            weights=None if weights is None else as_weights(weights),
         )
         self.on_configured()
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
+from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -29,6 +30,8 @@ class SyncOptions:
             ranks each, more than one. False: all ranks exchange with all others.
         shard_size: FSDP2: how many ranks have one model together, on one node; their shards' gradients are compressed
             between these replicas (HSDP). ``"node"``: all ranks of a node. None: all ranks of the run.
+        weights: FSDP2: how weights travel: `Exact`, `WeightCode` or `WeightDelta`, or a name such as ``"delta4"``.
+            None: as `default_weights` chooses for the compressor.
     """
 
     seed: int = 0
@@ -38,6 +41,7 @@ class SyncOptions:
     check_digest: bool = True
     two_level: bool | None = None
     shard_size: int | Literal["node"] | None = None
+    weights: WeightCoding | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.shard_size, int) and self.shard_size < 1:

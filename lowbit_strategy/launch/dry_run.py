@@ -74,7 +74,14 @@ class DryRun:
 
     def _plan(self, model: nn.Module, compressor: Compressor, device: torch.device) -> str:
         planned = self.planned
-        report = plan(model, compressor, world_size=planned.world_size, scatter=planned.scatter, device=device)
+        report = plan(
+            model,
+            compressor,
+            world_size=planned.world_size,
+            scatter=planned.scatter,
+            device=device,
+            weights=self.plugin.weights,
+        )
         return report.render()
 
     def finish(self) -> None:

@@ -15,12 +15,50 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
+from lowbit_strategy.model.parameters import canonical_name
+
 DEFAULT_MIN_SHARD_NUMEL = 1_000_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(child, FSDPModule) for child in module.modules())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedGroup:
+    """One or several modules that FSDP2 shards as one.
+
+    Args:
+        name: Of the first of them.
+        module: That one.
+        param_group: FSDP2's own record of it.
+        gathered_in_backward: Whether the weights are freed after forward, and gathered again for backward.
+    """
+
+    name: str
+    module: FSDPModule
+    param_group: Any
+    gathered_in_backward: bool
+
+
+def sharded_groups(module: nn.Module) -> Iterator[ShardedGroup]:
+    """What FSDP2 shards under `module`, in the order of its modules."""
+    seen: set[int] = set()
+    inside: set[int] = set()  # of another sharded module
+    for name, child in module.named_modules():
+        if not isinstance(child, FSDPModule):
+            continue
+        is_root = id(child) not in inside
+        inside |= {id(each) for _, each in module.get_submodule(name).named_modules()} - {id(child)}
+        state: Any = child._get_fsdp_state()
+        if id(state) in seen or state._fsdp_param_group is None:
+            continue  # a group made of several modules has one state
+        seen.add(id(state))
+        group = state._fsdp_param_group
+        # FSDP2 keeps the outermost module's weights between forward and backward, unless reshard_after_forward was set
+        stays = group.post_forward_mesh_info is None or (is_root and bool(state._auto_reshard_after_forward))
+        yield ShardedGroup(name=canonical_name(name), module=child, param_group=group, gathered_in_backward=not stays)
 
 
 def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:

@@ -19,6 +19,11 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
+def is_float(param: torch.Tensor) -> bool:
+    """Whether `param` has a type that can be coded."""
+    return param.dtype in _DTYPES
+
+
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that get gradients, by canonical name; tied parameters once."""
     return {name: param for name, param in _named_parameters(module) if param.requires_grad}

@@ -7,12 +7,24 @@ from torch import nn
 
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights.registry import check_weights, default_weights
+from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
 from lowbit_strategy.telemetry.startup_report import Report, build_report
 
 
-def plan(module: nn.Module, compressor: Compressor, *, world_size: int, scatter: bool, device: torch.device) -> Report:
+def plan(
+    module: nn.Module,
+    compressor: Compressor,
+    *,
+    world_size: int,
+    scatter: bool,
+    device: torch.device,
+    weights: WeightCoding | None = None,
+) -> Report:
     """What `prepare` and attaching would report for `module`.
 
     Args:
@@ -21,12 +33,31 @@ def plan(module: nn.Module, compressor: Compressor, *, world_size: int, scatter:
         world_size: Of the run that is planned.
         scatter: FSDP2 instead of DDP.
         device: Where that run's gradients will be.
+        weights: FSDP2: how weights travel; None: the compressor's default. They are taken to be gathered in their own
+            type, in forward and in backward.
 
     Raises:
-        ValueError: The compressor cannot serve a parameter of this model, or there is nothing to train.
+        ValueError: The compressor cannot serve a parameter of this model, there is nothing to train, or weights are to
+            be coded under DDP.
     """
     specs = describe_parameters(module)
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
-    sync = GradientSync(compressor, specs, LocalComm(world_size), torch.device("meta"), scatter=scatter)
+    check_weights(weights, scatter=scatter)
+    meta = torch.device("meta")
+    sync = GradientSync(compressor, specs, LocalComm(world_size), meta, scatter=scatter)
+    if scatter:
+        coding = weights or default_weights(compressor)
+        sync.weights = WeightSync(coding, _layouts(module), LocalComm(world_size), meta)
     return build_report(sync, device)
+
+
+def _layouts(module: nn.Module) -> dict[str, ModuleLayout]:
+    """All parameters of one type together, as if they were sharded as one."""
+    params = {canonical_name(name): param for name, param in module.named_parameters() if is_float(param)}
+    by_dtype: dict[torch.dtype, list[TensorSpec]] = {}
+    for spec in describe_parameters(module, params):
+        by_dtype.setdefault(params[spec.name].dtype, []).append(spec)
+    return {
+        str(dtype): ModuleLayout(specs=tuple(specs), dtype=dtype, num_gathers=2) for dtype, specs in by_dtype.items()
+    }

@@ -67,7 +67,7 @@ class Observation:
         between_nbytes: Of those, what left the node; all of them where it is not known which ranks share one.
         inside_nbytes: Bytes of gradients that stayed inside the node: the others, and where ranks have two levels what
             is added up exactly. Counted, mean over ranks.
-        weights_nbytes: Bytes that a rank sends per step where FSDP2 gathers weights, uncompressed; 0 under DDP.
+        weights_nbytes: Bytes that this rank sent for weights in the last step before, counted; 0 under DDP.
         dense_nbytes: What an uncompressed float32 ring would have sent.
         codec_ms: Time in methods (encode, decode, select), mean over ranks.
         comm_ms: Time in waiting for other ranks' bytes; what overlaps with backward is in it too.
@@ -249,7 +249,7 @@ class Observer:
             sent_nbytes=sent,
             between_nbytes=between,
             inside_nbytes=inside,
-            weights_nbytes=float(sync.weights_nbytes),
+            weights_nbytes=0.0 if sync.weights is None else float(sync.weights.nbytes),
             dense_nbytes=4 * self._hops() * sum(spec.whole.numel for spec in sync.specs.values()),
             codec_ms=1000 * codec,
             comm_ms=1000 * waiting,

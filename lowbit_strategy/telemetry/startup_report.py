@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.weights import WeightSync, costs_of
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights.registry import CHOICES
 
 _LONGEST_PHASE = 1 << 20
 
@@ -27,6 +30,48 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightChoice:
+    """One way of sending weights, and what it costs a rank.
+
+    Args:
+        label: What travels, and what is kept of it.
+        step_nbytes: Bytes sent to others per step of one forward and one backward pass.
+        kept_nbytes: Memory for what is kept until the next step.
+    """
+
+    label: str
+    step_nbytes: int
+    kept_nbytes: int
+
+    def render(self) -> str:
+        memory = f"{_size(self.kept_nbytes)} of memory per rank" if self.kept_nbytes else "no more memory than FSDP2's"
+        return f"{self.label}, {_size(self.step_nbytes)}/step, {memory}"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReport:
+    """The way in use, and the others that `CHOICES` has."""
+
+    used: WeightChoice
+    others: tuple[WeightChoice, ...]
+
+
+def _weight_report(weights: WeightSync) -> WeightReport:
+    others = [choice for choice in CHOICES if choice != weights.coding]
+    return WeightReport(_choice(weights, weights.coding), tuple(_choice(weights, choice) for choice in others))
+
+
+def _choice(weights: WeightSync, coding: WeightCoding) -> WeightChoice:
+    costs = [costs_of(coding, module.layout, weights.comm.world_size).cost for module in weights.modules.values()]
+    kept = {"nothing": "gathered anew in backward", "codes": "kept as codes", "replica": "kept as a replica"}
+    return WeightChoice(
+        f"{coding.label}, {kept[coding.keep]}",
+        sum(cost.step_nbytes for cost in costs),
+        sum(cost.kept_nbytes for cost in costs),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What one rank sends in each step.
 
@@ -36,7 +81,7 @@ class Report:
         fp32_nbytes, bf16_nbytes: The same for an uncompressed ring of that type.
         residual_nbytes: Memory for residuals on this rank.
         buffer_nbytes: Memory for messages on this rank, at most.
-        weights_nbytes: Bytes per step that this rank sends for weights, where FSDP2 gathers them; 0 under DDP.
+        weights: How FSDP2's weights travel, and what other ways would cost; None under DDP.
         ranks: Which ranks reduce what together, in words.
         between_nbytes: Of `sent_nbytes`, what leaves the node. None: it is not known.
         inside_nbytes: Bytes of gradients that travel inside a node besides, exact, where ranks have two levels.
@@ -51,7 +96,7 @@ class Report:
     bf16_nbytes: int = 0
     residual_nbytes: int = 0
     buffer_nbytes: int = 0
-    weights_nbytes: int = 0
+    weights: WeightReport | None = None
     ranks: str = ""
     between_nbytes: int | None = None
     inside_nbytes: int = 0
@@ -80,12 +125,10 @@ class Report:
             lines.append("  one rank: nothing is sent, so nothing is compressed")
         if self.next_phase is not None:
             lines.append(f"  until step {self.next_phase}, where the compressor's next phase begins")
-        if self.weights_nbytes:
-            total = self.sent_nbytes + self.weights_nbytes
-            lines.append(
-                f"  besides {_size(self.weights_nbytes)}/step for weights, which FSDP2 gathers uncompressed:"
-                f" {_size(total)}/step in all"
-            )
+        if self.weights is not None and self.world_size > 1:
+            total = self.sent_nbytes + self.weights.used.step_nbytes
+            lines.append(f"  weights: {self.weights.used.render()}; {_size(total)}/step in all")
+            lines += [f"    instead: {choice.render()}" for choice in self.weights.others]
         lines.append(
             f"  memory per rank: {_size(self.residual_nbytes)} for residuals,"
             f" at most {_size(self.buffer_nbytes)} for messages"
@@ -127,7 +170,7 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
         bf16_nbytes=2 * ring,
         residual_nbytes=sync.residual_nbytes,
         buffer_nbytes=sync.buffer_nbytes,
-        weights_nbytes=sync.weights_nbytes,
+        weights=None if sync.weights is None else _weight_report(sync.weights),
         ranks=describe_ranks(sync),
         between_nbytes=sync.comm.between_nodes(sent_nbytes) if nodes is not None else None,
         inside_nbytes=sync.inside_nbytes,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lowbit_strategy import LoCo
+from lowbit_strategy import Exact, LoCo
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.telemetry.startup_report import build_report
@@ -23,7 +23,7 @@ def sharded(folder: Path) -> Facts:
     """Equal modules, sharded one by one, so that their messages take turns in the same memory."""
     world_size = dist.get_world_size()
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_MODULES)))
-    prepared = prepare(net, LoCo(), SyncOptions(), scatter=True)
+    prepared = prepare(net, LoCo(), SyncOptions(weights=Exact()), scatter=True)
     mesh = init_device_mesh("cpu", (world_size,))
     for module in net:
         fully_shard(module, mesh=mesh)
@@ -40,7 +40,8 @@ def sharded(folder: Path) -> Facts:
         "held": held,
         "announced": announced.buffer_nbytes,
         "module": world_size * sum(sync.sent_nbytes(name) for name in ("0.weight", "0.bias")) // (world_size - 1),
-        "weights": announced.weights_nbytes,
+        "weights": announced.weights.used.step_nbytes,
+        "counted": sync.weights.nbytes,
         "parameters": sum(spec.numel for spec in sync.specs.values()),
     }
 
@@ -56,4 +57,4 @@ def test_memory_for_messages_is_that_of_one_module(facts: list[Facts]) -> None:
 def test_bytes_of_weights_are_announced(facts: list[Facts]) -> None:
     """Each module's weights are gathered in forward and again in backward, half of them from the other rank."""
     for rank in facts:
-        assert rank["weights"] == 2 * rank["parameters"] * 4 // 2
+        assert rank["weights"] == rank["counted"] == 2 * rank["parameters"] * 4 // 2

@@ -19,7 +19,7 @@ NAMESPACES = (lightning, pytorch_lightning, fabric, lightning_fabric)
 DDP = [namespace.LowBitDDPStrategy for namespace in NAMESPACES]
 FSDP = [namespace.LowBitFSDPStrategy for namespace in NAMESPACES]
 NOT_OFFERED = {"rollback"}  # follows from the precision
-OF_FSDP = {"shard_size"}
+OF_FSDP = {"shard_size", "weights"}
 
 
 @pytest.mark.parametrize("cls", [*DDP, *FSDP, LowBitPlugin])

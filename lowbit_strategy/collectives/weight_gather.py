@@ -1,0 +1,287 @@
+"""The coded all-gather of one module's weights: every rank's row of shards to all ranks.
+
+1. the owner encodes its row, parameter by parameter, into one message; exempt parameters are in it as they are
+2. one all-gather of bytes
+3. every rank decodes all messages, its own too, into the rows that the module computes with
+
+What is received may be kept, as codes or decoded, so that later gathers of the same weights send nothing. With
+differences the decoded rows are a replica that stays: the message holds the code of what the own row has more than the
+replica's, and every rank adds what it decodes. All ranks decode the same bytes, so their weights are bit-identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.exchange import HEADER_NBYTES, layout_header
+from lowbit_strategy.collectives.layout import ALIGNMENT, Slot, round_up
+from lowbit_strategy.collectives.step_flags import StepFlags
+from lowbit_strategy.collectives.wire_buffers import WireBuffers
+from lowbit_strategy.kernels.segments import Segment, Segments, pieces_of
+
+
+class Part(NamedTuple):
+    """Parameters of a row that one codec carries; None: as they are."""
+
+    codec: Codec | None
+    slots: tuple[Slot, ...]
+
+
+class _Tables(NamedTuple):
+    codec: Codec | None
+    encode: Segments
+    decode: Segments
+
+
+class RowCode:
+    """How rows of one layout and dtype become messages and back.
+
+    Args:
+        parts: Which parameters each codec carries; a slot's stride is the length of a row.
+        dtype: Of the rows.
+        rank, world_size, device: Of this process.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], dtype: torch.dtype, rank: int, world_size: int, device: torch.device
+    ) -> None:
+        self.dtype = dtype
+        self.nbytes = HEADER_NBYTES
+        places: list[list[tuple[Slot, int]]] = []
+        for codec, slots in parts:
+            places.append([])
+            for slot in slots:
+                places[-1].append((slot, self.nbytes))
+                numel = slot.cut.row_numel
+                self.nbytes += round_up(
+                    numel * dtype.itemsize if codec is None else codec.wire_nbytes(numel), ALIGNMENT
+                )
+        tables = [
+            self._tabulate(part.codec, placed, rank, world_size) for part, placed in zip(parts, places, strict=True)
+        ]
+        self._coded = [each for each in tables if each.codec is not None]
+        self._exact = [each for each in tables if each.codec is None]
+        self.header = layout_header(repr((parts, dtype)).encode(), device)
+        self._flag = torch.zeros(1, dtype=torch.int32, device=device)  # kernels note inf and NaN; nobody asks
+
+    def _tabulate(self, codec: Codec | None, placed: Sequence[tuple[Slot, int]], rank: int, world_size: int) -> _Tables:
+        encode, decode = [], []
+        for slot, wire_at in placed:
+            if length := slot.cut.row_length(rank):
+                encode.append(Segment(slot.offset, length, 0, wire_at))
+            for r in range(world_size):
+                if length := slot.cut.row_length(r):
+                    decode.append(Segment(slot.offset + r * slot.stride, length, 0, r * self.nbytes + wire_at))
+        return _Tables(codec, Segments(encode), Segments(decode))
+
+    def encode_(self, x_N: Tensor, coded_N: Tensor, wire_B: Tensor) -> None:
+        """Write the message of one row: exempt parameters of `x_N`, the codes of `coded_N`."""
+        wire_B[:HEADER_NBYTES] = self.header
+        for codec, encode, _ in self._coded:
+            if encode.rows:
+                assert codec is not None
+                codec.encode_segments_(coded_N, wire_B, encode, seed=0, flag=self._flag)
+        for _, encode, _ in self._exact:
+            if encode.rows:
+                torch._foreach_copy_(self._values(wire_B, encode), pieces_of(x_N, encode, "x_offset"))
+
+    def decode_(self, wires_WB: Tensor, out: Tensor) -> None:
+        """Write what is coded in all rows' messages into `out`, ``[W * N]``; the rest of it is left as it is."""
+        for codec, _, decode in self._coded:
+            if decode.rows:
+                assert codec is not None
+                codec.decode_sum_segments_(wires_WB.view(1, -1), out, decode, alpha=1.0)
+
+    def decode_exact_(self, wires_WB: Tensor, out: Tensor) -> None:
+        """The same for exempt parameters."""
+        for _, _, decode in self._exact:
+            if decode.rows:
+                torch._foreach_copy_(pieces_of(out, decode, "x_offset"), self._values(wires_WB.view(-1), decode))
+
+    def _values(self, wire: Tensor, segments: Segments) -> list[Tensor]:
+        return pieces_of(wire.view(self.dtype), segments, "wire_offset", self.dtype.itemsize)
+
+
+class WeightGather:
+    """One module's weights on this rank: gathered when they are new, served from what is kept otherwise.
+
+    All ranks call `run` and `invalidate` in the same order.
+
+    Args:
+        parts: The row's parameters by codec. None: rows travel as they are.
+        row_numel: Elements of a row, padding included.
+        comm: Group to gather over. It decides how bytes travel: over one group or two levels of them.
+        device: Of weights.
+        keep: ``nothing``, ``codes`` or ``replica``.
+        differences: Messages hold differences from the replica, which must be kept.
+        buffers: Lends memory for messages.
+        flags: Where this rank notes a message of another layout.
+
+    Attributes:
+        fresh: Whether what is kept are the owners' present weights.
+        num_sent: Messages sent so far; of these, `num_exact` held whole rows though the module has codes.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part] | None,
+        row_numel: int,
+        comm: Comm,
+        device: torch.device,
+        *,
+        keep: Literal["nothing", "codes", "replica"],
+        differences: bool,
+        buffers: WireBuffers,
+        flags: StepFlags,
+    ) -> None:
+        self.row_numel = row_numel
+        self.fresh = False
+        self.num_sent = self.num_exact = 0
+        self._parts = parts
+        self._comm = comm
+        self._device = device
+        self._keep = keep
+        self._differences = differences and parts is not None
+        self._buffers = buffers
+        self._flags = flags
+        self._code: RowCode | None = None
+        self._codes_WB: Tensor | None = None
+        self._replica: Tensor | None = None  # [W * N]
+        self._agreed = False  # the replica is the same on all ranks
+        self._restored: Tensor | None = None  # the own row of a replica that a checkpoint holds
+
+    def run(self, x_N: Tensor, out: Tensor) -> Iterator[Pending]:
+        """Fill `out`, ``[W * N]``, with all ranks' rows; yields while bytes travel.
+
+        Args:
+            x_N: The own row, exact; may be the own row of `out`.
+            out: Of the same dtype.
+        """
+        if self.fresh:
+            self._serve(out)
+            return
+        if self._restored is not None:
+            x_N = x_N.clone()
+            yield from self._send_exact(self._restored.to(x_N.dtype), out)
+            self._restored = None
+        if self._parts is None or (self._differences and not self._has_replica(x_N.dtype)):
+            yield from self._send_exact(x_N, out)
+        else:
+            yield from self._send_codes(x_N, out)
+        self.fresh = self._keep != "nothing"
+
+    def invalidate(self) -> None:
+        """The owners' weights have changed: the next gather sends."""
+        self.fresh = False
+
+    def forget(self) -> None:
+        """Weights of another origin have been loaded: differences from a replica of the old ones are of no use."""
+        self.fresh = False
+        if self._restored is None:
+            self._agreed = False
+
+    # -- differences across restarts ------------------------------------------------------------------------------
+
+    def own_row(self) -> Tensor | None:
+        """What the other ranks have of the own row, ``[N]``; None where they need not have anything."""
+        if self._restored is not None:
+            return self._restored
+        if not self._differences or not self._agreed or self._replica is None:
+            return None
+        return self._own(self._replica)
+
+    def restore(self, row_N: Tensor | None) -> None:
+        """Begin with a replica whose own row is `row_N`; None: with the weights. The same on all ranks."""
+        self.fresh = self._agreed = False
+        self._restored = None if row_N is None else row_N.to(self._device)
+
+    def _own(self, rows: Tensor) -> Tensor:
+        return rows.view(self._comm.world_size, -1)[self._comm.rank]
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Memory for what is kept, now."""
+        return sum(each.nbytes for each in (self._codes_WB, self._replica) if each is not None)
+
+    def _has_replica(self, dtype: torch.dtype) -> bool:
+        return self._agreed and self._replica is not None and self._replica.dtype == dtype
+
+    def _replica_of(self, dtype: torch.dtype) -> Tensor:
+        if self._replica is None or self._replica.dtype != dtype:
+            with torch.inference_mode(False):  # it outlives a gather in which gradients are off
+                numel = self.row_numel * self._comm.world_size
+                self._replica = torch.zeros(numel, dtype=dtype, device=self._device)
+        return self._replica
+
+    def _code_of(self, dtype: torch.dtype) -> RowCode:
+        if self._code is None or self._code.dtype != dtype:
+            assert self._parts is not None
+            self._code = RowCode(self._parts, dtype, self._comm.rank, self._comm.world_size, self._device)
+            self._codes_WB = None
+        return self._code
+
+    # -- one gather -----------------------------------------------------------------------------------------------
+
+    def _serve(self, out: Tensor) -> None:
+        if self._replica is not None:
+            out.copy_(self._replica)
+        else:
+            assert self._codes_WB is not None
+            code = self._code_of(out.dtype)
+            code.decode_(self._codes_WB, out)
+            code.decode_exact_(self._codes_WB, out)
+
+    def _send_exact(self, row_N: Tensor, out: Tensor) -> Iterator[Pending]:
+        self.num_sent += 1
+        self.num_exact += self._parts is not None
+        yield self._comm.all_gather(_bytes(out).view(self._comm.world_size, -1), _bytes(row_N))
+        if self._keep == "replica":
+            self._replica_of(out.dtype).copy_(out)
+            self._agreed = True
+
+    def _send_codes(self, x_N: Tensor, out: Tensor) -> Iterator[Pending]:
+        code = self._code_of(x_N.dtype)
+        self.num_sent += 1
+        message = self._buffers.borrow(1, code.nbytes)
+        if self._differences:
+            assert self._replica is not None
+            code.encode_(x_N, x_N.float() - self._own(self._replica).float(), message.view(-1))
+        else:
+            code.encode_(x_N, x_N, message.view(-1))
+        received = self._room_for_codes(code)
+        yield self._comm.all_gather(received, message.view(-1))
+        self._flags.check_layout(received, code.header, self._comm.rank)
+        code.decode_(received, out)
+        if self._differences:
+            assert self._replica is not None
+            self._replica.add_(out)
+            code.decode_exact_(received, self._replica)
+            out.copy_(self._replica)
+        else:
+            code.decode_exact_(received, out)
+            if self._keep == "replica":
+                self._replica_of(out.dtype).copy_(out)
+        self._buffers.give_back(message)
+        if self._keep != "codes":
+            self._buffers.give_back(received)
+
+    def _room_for_codes(self, code: RowCode) -> Tensor:
+        if self._keep != "codes":
+            return self._buffers.borrow(self._comm.world_size, code.nbytes)
+        if self._codes_WB is None:
+            with torch.inference_mode(False):
+                shape = (self._comm.world_size, code.nbytes)
+                self._codes_WB = torch.zeros(shape, dtype=torch.uint8, device=self._device)
+        return self._codes_WB
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)

@@ -1,0 +1,108 @@
+"""What every way of sending weights has in common: which parameters it codes, and what ranks keep of what they receive.
+
+Under FSDP2 each rank owns a shard of every parameter, and all ranks gather all shards before a module runs. The owner's
+shard stays exact, whatever travels: the optimizer, checkpoints and evaluation see exact weights, and in training all
+ranks, the owner too, compute with what the others decode.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal, NamedTuple
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.methods._base.parameter_selectors import Selector, matching, validate_selectors
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
+
+Keep = Literal["nothing", "codes", "replica"]
+
+
+class WeightCost(NamedTuple):
+    """What one rank sends and keeps for some parameters.
+
+    Args:
+        gather_nbytes: Sent to others each time that they are gathered over the network.
+        num_gathers: How often that is in a step of one forward and one backward pass.
+        kept_nbytes: Memory on this rank for what stays between gathers.
+    """
+
+    gather_nbytes: int
+    num_gathers: int
+    kept_nbytes: int
+
+    @property
+    def step_nbytes(self) -> int:
+        return self.gather_nbytes * self.num_gathers
+
+
+@configuration
+class WeightCoding(ABC):
+    """A way of sending weights; one of `Exact`, `WeightCode`, `WeightDelta`."""
+
+    name: ClassVar[str]
+    sends_differences: ClassVar[bool] = False
+
+    keep: Keep = "nothing"
+
+    @abstractmethod
+    def codec(self, spec: TensorSpec) -> Codec | None:
+        """The code of one parameter; None: it travels as it is."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """A few words for reports."""
+
+    def cost(self, spec: TensorSpec, world_size: int, itemsize: int, *, num_gathers: int = 2) -> WeightCost:
+        """What one parameter costs a rank.
+
+        Args:
+            spec: The parameter.
+            world_size: Ranks that share it.
+            itemsize: Bytes of an element as FSDP2 gathers it.
+            num_gathers: How often FSDP2 gathers it in a step of one forward and one backward pass.
+        """
+        row_numel = dim0_cut(spec.shape, world_size).row_numel
+        codec = self.codec(spec)
+        exact_nbytes = row_numel * itemsize
+        row_nbytes = exact_nbytes if codec is None else codec.wire_nbytes(row_numel)
+        kept = {"nothing": 0, "codes": row_nbytes, "replica": exact_nbytes}[self.keep]
+        gathers = num_gathers if self.keep == "nothing" else 1
+        return WeightCost(row_nbytes * (world_size - 1), gathers, kept * world_size)
+
+
+@configuration
+class BlockWeights(WeightCoding):
+    """What the blockwise codes share: bits by a parameter's role."""
+
+    exempt: tuple[Selector, ...] = ("@vector", "@small")
+    high_precision: tuple[Selector, ...] = ("@embedding", "@head")
+    high_precision_bits: int = 8
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        validate_selectors("exempt", self.exempt)
+        validate_selectors("high_precision", self.high_precision)
+        self._check_bits("high_precision_bits", self.high_precision_bits, (8, 6, 5, 4))
+        uniform(8, self.block_size)
+
+    @property
+    @abstractmethod
+    def code_bits(self) -> int:
+        """Bits of a code of a parameter that is neither exempt nor of high precision."""
+
+    @staticmethod
+    def _check_bits(field: str, bits: int, allowed: tuple[int, ...]) -> None:
+        if bits not in allowed:
+            raise ValueError(f"{field} must be one of {', '.join(map(str, allowed))}, got {bits!r}")
+
+    def codec(self, spec: TensorSpec) -> Codec | None:
+        if matching(self.exempt, spec) is not None:
+            return None
+        high = matching(self.high_precision, spec) is not None
+        bits = max(self.code_bits, self.high_precision_bits) if high else self.code_bits
+        return BlockCodec(uniform(bits, self.block_size))

@@ -1,0 +1,282 @@
+"""Coded weights under FSDP2 on real processes: what is sent when, what training and evaluation see, what is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lowbit_strategy import Exact, LoCo, WeightCode, WeightDelta
+from lowbit_strategy.custom_loop import Attached, SyncOptions, attach_fsdp, prepare
+from lowbit_strategy.methods.weights.base import WeightCoding
+from tests.ddp_loop import CPU, Loop
+from tests.scenarios import Facts, raised, scenarios
+from tests.training import ByStep, Regression, fingerprint, fit, full_parameters, listen, loader, mlp, strategy, trainer
+
+WIDTH = 48
+
+
+class Tokens(nn.Module):
+    """A tied head, a frozen layer, a block that is recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 40, bias=False)
+        self.head.weight = self.table.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.frozen(self.table(tokens))
+        for block in self.blocks[:2]:
+            x = x + block(x)
+        x = checkpoint(self.blocks[2], x, use_reentrant=False)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Run:
+    """`Tokens`, sharded and attached, in a training loop of its own."""
+
+    def __init__(self, weights: Any, *, reshard: bool | int | None = None, dtype: torch.dtype | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = Tokens()
+        prepared = prepare(self.model, LoCo(block_size=32), SyncOptions(weights=weights), scatter=True)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self.attached: Attached = attach_fsdp(self.model, prepared, device=CPU)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], 1e-2)
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
+        self.losses: list[float] = []
+
+    @property
+    def sent(self) -> list[int]:
+        assert self.attached.sync.weights is not None
+        return [module.gather.num_sent for module in self.attached.sync.weights.modules.values()]
+
+    def loss(self) -> Tensor:
+        tokens = torch.randint(40, (4, 9), generator=self.generator)
+        return F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def backward(self) -> None:
+        loss = self.loss()
+        self.losses.append(loss.item())
+        loss.backward()
+
+    def step(self, *, ends: bool = True) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if ends:
+            self.attached.end_step()
+
+
+# -- what is sent when ------------------------------------------------------------------------------------------------
+
+
+def once_per_step(folder: Path, coding: WeightCoding, reshard: bool | None) -> Facts:
+    run = Run(coding, reshard=reshard)
+    for _ in range(3):
+        for _ in range(2):  # micro-batches
+            run.backward()
+        run.loss()  # another forward pass
+        run.step()
+    return {"sent": run.sent, "losses": run.losses, "step": run.attached.sync.weights.nbytes}
+
+
+@scenarios(once_per_step, coding=(WeightCode(), WeightDelta(), Exact(keep="replica")), reshard=(True, False))
+def test_weights_travel_once_per_step(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["sent"] == [3, 3, 3, 3]
+        assert rank["step"] > 0
+
+
+def second_optimizer(folder: Path) -> Facts:
+    """An optimizer that steps between two backward passes of a step, as in manual optimization."""
+    run = Run(WeightCode())
+    run.backward()
+    other = torch.optim.SGD(run.model.blocks[1].parameters(), 0.1)
+    other.step()
+    run.backward()
+    run.step(ends=False)  # a loop that forgets to end its steps
+    run.backward()
+    return {"sent": run.sent}
+
+
+@scenarios(second_optimizer)
+def test_an_optimizer_s_step_makes_weights_travel_anew(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["sent"] == [2, 2, 3, 2]  # the model, three blocks
+
+
+def changed_by_hand(folder: Path) -> Facts:
+    run = Run(WeightCode())
+    run.backward()
+    with torch.no_grad():
+        run.model.blocks[0][0].weight.mul_(2.0)
+    error = raised(run.backward)
+    return {"error": error}
+
+
+@scenarios(changed_by_hand)
+def test_a_change_within_a_step_is_no_silent_use_of_old_weights(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert "parameters of blocks.0 were changed within a step" in rank["error"]
+
+
+def announced_change(folder: Path) -> Facts:
+    run = Run(WeightCode())
+    run.backward()
+    with torch.no_grad():
+        run.model.blocks[0][0].weight.mul_(2.0)
+    run.attached.weights_changed()
+    run.backward()
+    return {"sent": run.sent}
+
+
+@scenarios(announced_change)
+def test_an_announced_change_is_sent(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["sent"] == [2, 2, 2, 2]
+
+
+def smaller_groups(folder: Path) -> Facts:
+    """``reshard_after_forward`` of one rank: nothing is gathered in backward, from nobody."""
+    run, plain = Run(WeightCode(), reshard=1), Run(WeightCode())
+    for each in (run, plain):
+        for _ in range(2):
+            each.backward()
+            each.step()
+    return {"same": run.losses == plain.losses, "sent": run.sent}
+
+
+@scenarios(smaller_groups)
+def test_resharding_to_smaller_groups(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["same"]
+        assert rank["sent"] == [2, 2, 2, 2]
+
+
+# -- what training and evaluation see ---------------------------------------------------------------------------------
+
+
+def sees(folder: Path, coding: WeightCoding, dtype: torch.dtype | None) -> Facts:
+    """The weights inside of forward, in training and in evaluation, against the owners' own."""
+    run = Run(coding, dtype=dtype)
+    seen: list[Tensor] = []
+    run.model.blocks[0][0].register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
+    gaps = []
+    for _ in range(3):
+        run.backward()
+        run.step()
+    exact = full_parameters(run.model)["blocks.0.0.weight"].to(dtype or torch.float32)
+    for training in (True, False, True):
+        run.model.train(training)
+        with torch.no_grad():
+            run.loss()
+        gaps.append(float((seen[-1].float() - exact.float()).abs().max()))
+    others = [torch.empty_like(seen[-1]) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, seen[-1])
+    agree = all(torch.equal(other, others[0]) for other in others)
+    return {"gaps": gaps, "agree": agree, "dtype": seen[-1].dtype}
+
+
+@scenarios(sees, coding=(WeightCode(), WeightDelta()), dtype=(None, torch.bfloat16))
+def test_training_sees_decoded_weights_and_evaluation_exact_ones(facts: list[Facts]) -> None:
+    for rank in facts:
+        first, evaluated, again = rank["gaps"]
+        assert 0 < first == again < 0.02
+        assert evaluated == 0
+        assert rank["agree"]
+
+
+def validated(folder: Path, weights: str) -> Facts:
+    """The trainer's own validation in mid-fit, and what is tested afterwards."""
+    model = Regression()
+    made = fit("fsdp", model, options={"weights": weights}, max_steps=4)
+    sync = made.strategy.sync  # type: ignore[attr-defined]
+    reference = mlp()
+    reference.load_state_dict({name.removeprefix("net."): value for name, value in full_parameters(model).items()})
+    tested = made.test(model, loader(), verbose=False)[0]["test_loss"]
+    with torch.no_grad():
+        losses = [F.mse_loss(reference(x), y).item() for x, y in loader()]
+    return {
+        "tested": tested,
+        "expected": sum(losses) / len(losses),
+        "sent": sync.weights.nbytes,
+        "losses": model.losses,
+    }
+
+
+@scenarios(validated, weights=("exact", "code8", "delta4"))
+def test_the_trainer_tests_exact_weights(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert abs(rank["tested"] / rank["expected"] - 1) < 1e-5
+
+
+# -- what is saved ----------------------------------------------------------------------------------------------------
+
+
+def resumed(folder: Path, weights: str) -> Facts:
+    whole, again = ByStep(), ByStep()
+    saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(folder, "{step}", every_n_train_steps=3)]}
+    fit("fsdp", whole, options={"weights": weights}, max_steps=7, **saving)
+    saving["callbacks"] = [ModelCheckpoint(folder, "again-{step}", every_n_train_steps=100)]
+    made = trainer(strategy("fsdp", weights=weights), max_steps=7)
+    made.fit(again, loader(), ckpt_path=folder / "step=6.ckpt")
+    return {"whole": whole.losses, "resumed": again.losses, "same": fingerprint(whole) == fingerprint(again)}
+
+
+@scenarios(resumed, weights=("code8", "delta4"))
+def test_resume_is_as_if_never_stopped(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["resumed"] == rank["whole"][6:]
+        assert rank["same"]
+
+
+# -- what is refused and reported -------------------------------------------------------------------------------------
+
+
+def refused(folder: Path) -> Facts:
+    different = WeightCode(bits=8 if dist.get_rank() else 6)
+    return {
+        "ddp": raised(lambda: strategy("ddp", weights="code8")),
+        "loop": raised(lambda: prepare(mlp(), LoCo(), SyncOptions(weights="delta4"), scatter=False)),  # type: ignore[arg-type]
+        "differ": raised(lambda: Run(different)),
+        "plain": raised(lambda: Loop(mlp())),
+    }
+
+
+@scenarios(refused)
+def test_what_cannot_be_is_refused_on_every_rank(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert "ValueError: weights=WeightCode(...) is for FSDP2" in rank["ddp"]
+        assert "ValueError: weights=WeightDelta(...) is for FSDP2" in rank["loop"]
+        assert "RuntimeError: rank 1 differs from rank 0 in weights.bits: 8 instead of 6" in rank["differ"]
+        assert rank["plain"] == ""
+
+
+def reported(folder: Path) -> Facts:
+    with listen() as lines:
+        Run(None)
+    return {"lines": [line.strip() for line in lines]}
+
+
+@scenarios(reported)
+def test_the_report_shows_what_every_choice_costs(facts: list[Facts]) -> None:
+    lines = facts[0]["lines"]
+    assert any(line.startswith("weights: 8-bit codes, kept as codes,") for line in lines)
+    assert sum(line.startswith("instead: ") for line in lines) == 5
+    assert facts[1]["lines"] == []

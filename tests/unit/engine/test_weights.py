@@ -1,0 +1,250 @@
+"""Weights on simulated ranks: any shapes, types and numbers of ranks; what is sent, kept, decoded and saved."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowbit_strategy import Exact, WeightCode, WeightDelta
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.weights.base import WeightCoding
+from tests.worlds.simulated import SimulatedWorld
+
+CPU = torch.device("cpu")
+SPECS = (TensorSpec("net.weight", (37, 50)), TensorSpec("net.bias", (37,)), TensorSpec("table", (40, 33), "embedding"))
+
+
+class Shards:
+    """A module's weights, cut over the ranks of a world."""
+
+    def __init__(
+        self,
+        coding: WeightCoding,
+        world_size: int,
+        specs: Sequence[TensorSpec] = SPECS,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.specs, self.world, self.dtype = tuple(specs), SimulatedWorld(world_size), dtype
+        layout = ModuleLayout(specs=self.specs, dtype=dtype, num_gathers=2)
+        self.syncs = [WeightSync(coding, {"net": layout}, comm, CPU) for comm in self.world.comms]
+        generator = torch.Generator().manual_seed(len(self.specs))
+        self.values = {spec.name: torch.randn(spec.shape, generator=generator).to(dtype) for spec in self.specs}
+
+    def step_(self, seed: int, size: float = 0.01) -> None:
+        """What an optimizer does."""
+        generator = torch.Generator().manual_seed(seed)
+        for value in self.values.values():
+            value += (size * torch.randn(value.shape, generator=generator)).to(self.dtype)
+
+    def end_step(self) -> None:
+        for sync in self.syncs:
+            sync.end_step()
+
+    def rows(self) -> Tensor:
+        parts = []
+        for spec in self.specs:
+            cut = dim0_cut(spec.shape, self.world.size)
+            flat = self.values[spec.name].reshape(-1)
+            padded = torch.nn.functional.pad(flat, (0, cut.row_numel * self.world.size - flat.numel()))
+            parts.append(padded.view(self.world.size, -1))
+        return torch.cat(parts, 1)
+
+    def gather(self) -> dict[str, Tensor]:
+        """What every rank has of every parameter; all ranks have the same bits."""
+        rows_WN = self.rows()
+        outs = [torch.full((rows_WN.numel(),), 7.0, dtype=self.dtype) for _ in self.syncs]
+        runs = []
+        for rank, (sync, out) in enumerate(zip(self.syncs, outs, strict=True)):
+            own = out.view(self.world.size, -1)[rank]  # FSDP2's input is a part of its output
+            own.copy_(rows_WN[rank])
+            runs.append(sync.run("net", own, out))
+        for pending in itertools.zip_longest(*runs):
+            for handle in pending:
+                if handle is not None:
+                    handle.wait()
+        views = [self._whole(out) for out in outs]
+        for name, mine in views[0].items():
+            assert all(torch.equal(other[name], mine) for other in views[1:]), name
+        return views[0]
+
+    def _whole(self, out: Tensor) -> dict[str, Tensor]:
+        found, at = {}, 0
+        for spec in self.specs:
+            row = dim0_cut(spec.shape, self.world.size).row_numel
+            flat = out.view(self.world.size, -1)[:, at : at + row].reshape(-1)
+            found[spec.name] = flat[: spec.numel].view(spec.shape).clone()
+            at += row
+        return found
+
+    def sent(self) -> int:
+        return self.world.comms[0].sent_nbytes
+
+
+def by_definition(values: Tensor, world_size: int, bits: int, block_size: int = 128) -> Tensor:
+    """Every shard coded by itself."""
+    row = dim0_cut(tuple(values.shape), world_size).row_numel
+    codec = BlockCodec(uniform(bits, block_size))
+    parts = values.reshape(-1).split(row) if row else []
+    decoded = [codec.decode_sum(codec.encode(part, seed=0)[None], part.numel()) for part in parts]
+    return torch.cat([*decoded, torch.empty(0)]).view(values.shape)
+
+
+_sizes = st.integers(1, 70)
+_specs = st.lists(
+    st.tuples(st.lists(_sizes, min_size=0, max_size=2), st.sampled_from(("other", "embedding"))), min_size=1, max_size=4
+).map(lambda parts: [TensorSpec(f"p{at}", tuple(shape), role) for at, (shape, role) in enumerate(parts)])  # type: ignore[arg-type]
+
+
+@given(
+    _specs, st.sampled_from((1, 2, 3, 5)), st.sampled_from((4, 6, 8)), st.sampled_from(("nothing", "codes", "replica"))
+)
+def test_codes_are_those_of_every_shard_by_itself(
+    specs: list[TensorSpec], world_size: int, bits: int, keep: str
+) -> None:
+    coding = WeightCode(bits=bits, keep=keep, block_size=32, exempt=("@vector",))  # type: ignore[arg-type]
+    shards = Shards(coding, world_size, specs)
+    for seed in range(2):
+        found = shards.gather()
+        for spec in specs:
+            exact = shards.values[spec.name]
+            high = 8 if spec.role == "embedding" else bits
+            expected = exact if spec.ndim < 2 else by_definition(exact, world_size, high, 32)
+            assert torch.equal(found[spec.name], expected)
+        again = shards.gather()
+        assert all(torch.equal(again[name], value) for name, value in found.items())
+        shards.end_step()
+        shards.step_(seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("coding", [WeightCode(), WeightDelta(), WeightDelta(bits=2), Exact(keep="replica")])
+def test_types(coding: WeightCoding, dtype: torch.dtype) -> None:
+    shards = Shards(coding, 3, dtype=dtype)
+    for seed in range(6):
+        found = shards.gather()
+        assert torch.equal(found["net.bias"], shards.values["net.bias"])  # exempt
+        if isinstance(coding, Exact) or (seed == 0 and coding.sends_differences):
+            assert torch.equal(found["net.weight"], shards.values["net.weight"])
+        worst = (found["net.weight"].float() - shards.values["net.weight"].float()).abs().max()
+        assert worst < 0.05
+        shards.end_step()
+        shards.step_(seed)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_differences_by_definition_and_errors_do_not_add_up(bits: int) -> None:
+    shards = Shards(WeightDelta(bits=bits), 3)
+    replica = shards.values["net.weight"].clone()
+    shards.gather()
+    errors = []
+    for seed in range(40):
+        shards.end_step()
+        shards.step_(seed)
+        exact = shards.values["net.weight"]
+        replica += by_definition(exact - replica, 3, bits)
+        found = shards.gather()["net.weight"]
+        assert torch.equal(found, replica)
+        errors.append(float((found - exact).norm() / exact.norm()))
+    assert max(errors[-5:]) < 1.5 * max(errors[5:15])
+    assert errors[-1] < {2: 2e-2, 4: 2e-3, 8: 1e-4}[bits]
+
+
+@pytest.mark.parametrize("coding", [WeightCode(), WeightCode(bits=4, keep="replica"), WeightDelta()])
+def test_kept_weights_are_sent_once_and_cost_what_is_announced(coding: WeightCoding) -> None:
+    shards = Shards(coding, 3)
+    sync = shards.syncs[0]
+    for seed in range(3):
+        before = shards.sent()
+        for _ in range(4):
+            shards.gather()
+        sent = shards.sent() - before
+        shards.end_step()
+        assert sync.step_nbytes == sent
+        if seed or not coding.sends_differences:
+            assert sync.planned_nbytes <= sent <= sync.planned_nbytes + sync.modules["net"].framing_nbytes
+        shards.step_(seed)
+    kept = sync.modules["net"].gather.kept_nbytes
+    assert sync.kept_nbytes <= kept <= sync.kept_nbytes + 3 * sync.modules["net"].framing_nbytes
+
+
+def test_without_keeping_every_gather_sends() -> None:
+    shards = Shards(WeightCode(keep="nothing"), 2)
+    shards.gather()
+    once = shards.sent()
+    shards.gather()
+    assert shards.sent() == 2 * once
+    assert shards.syncs[0].modules["net"].gather.kept_nbytes == 0
+    shards.end_step()
+
+
+def test_bytes_that_were_not_promised_are_an_error() -> None:
+    shards = Shards(WeightCode(), 2)
+    shards.gather()
+    shards.world.comms[1].sent_nbytes += 1000
+    shards.syncs[0].end_step()
+    with pytest.raises(RuntimeError, match=r"rank 1 sent \d+ bytes for weights in this step where \d+ and at most"):
+        shards.syncs[1].end_step()
+
+
+def test_new_weights_are_seen_after_each_kind_of_change() -> None:
+    shards = Shards(WeightDelta(), 2)
+    for change in ("end_step", "invalidate", "forget", "restart"):
+        shards.gather()
+        shards.step_(1, size=3.0)
+        for sync in shards.syncs:
+            getattr(sync, change)()
+        found = shards.gather()
+        worst = float((found["net.weight"] - shards.values["net.weight"]).abs().max())
+        assert worst == 0.0 if change in ("forget", "restart") else 0 < worst < 1.5
+
+
+def _states(shards: Shards) -> list[dict[str, object]]:
+    return [sync.state_dict() for sync in shards.syncs]
+
+
+def test_a_restored_replica_continues_bit_for_bit() -> None:
+    whole, resumed = Shards(WeightDelta(bits=2), 3), Shards(WeightDelta(bits=2), 3)
+    for seed in range(3):
+        whole.gather()
+        whole.end_step()
+        whole.step_(seed)
+        resumed.step_(seed)
+    for sync, state in zip(resumed.syncs, _states(whole), strict=True):
+        sync.restart()
+        sync.load_state_dict(state)
+        sync.forget()  # the weights are loaded after the residuals
+        assert sync.state_dict()["rows"].keys() == {"net"}  # saved again before anything was gathered
+    for seed in range(3, 6):
+        expected, found = whole.gather(), resumed.gather()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        for shards in (whole, resumed):
+            shards.end_step()
+            shards.step_(seed)
+
+
+def test_on_another_number_of_ranks_weights_begin_exact() -> None:
+    old, new = Shards(WeightDelta(), 2), Shards(WeightDelta(), 3)
+    old.gather()
+    for sync in new.syncs:
+        sync.load_state_dict(_states(old)[0])
+    new.step_(5)
+    assert torch.equal(new.gather()["net.weight"], new.values["net.weight"])
+
+
+def test_a_message_of_another_layout_is_noticed() -> None:
+    shards = Shards(WeightCode(), 2)
+    renamed = tuple(TensorSpec(f"other.{spec.name}", spec.shape, spec.role) for spec in SPECS)
+    layout = ModuleLayout(specs=renamed, dtype=torch.float32, num_gathers=2)
+    shards.syncs[1] = WeightSync(WeightCode(), {"net": layout}, shards.world.comms[1], CPU)
+    with pytest.raises(RuntimeError, match="rank 1 sent a message of another layout than rank 0 expects"):
+        shards.gather()
