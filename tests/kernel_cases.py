@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_strategy.kernels.codebooks import unit_gain
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.reference import dense as reference_dense
@@ -50,6 +51,10 @@ FORMATS: dict[str, BlockFormat] = {
     "fitted4": fitted(4, tuple((i - 7.5) / 4 for i in range(16)), 64),
     "fitted5-many": fitted(5, MANY, 64),
     **{f"ternary-block{size}": ternary(size) for size in (32, 64, 128, 256)},
+    "unit1": unit_gain(2, 64),
+    "unit2": unit_gain(4, 64),
+    "unit-ternary": unit_gain(3, 128),
+    "unit-ternary-block32": unit_gain(3, 32),
 }
 
 
@@ -68,7 +73,7 @@ class Case:
 CORE = frozenset(  # one for each path through the code
     {f"uniform{bits}" for bits in (2, 3, 4, 7, 8)}
     | {"uniform4-block32", "uniform4-block4096", "fitted2", "fitted1-block32", "fitted3-odd", "fitted5-many"}
-    | {"ternary-block128", "ternary-block32", "uniform3-stochastic", "uniform4-stochastic"}
+    | {"ternary-block128", "ternary-block32", "unit2", "unit-ternary", "uniform3-stochastic", "uniform4-stochastic"}
     | {f"{name}-{what}" for name in ("uniform4", "fitted2") for what in ("bfloat16", "residual32", "dithered")}
     | {"uniform4-float16"}
 )

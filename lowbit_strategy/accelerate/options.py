@@ -33,6 +33,7 @@ class PluginOptions:
     on_world_size_change: OnWorldSizeChange = "reset"
     on_missing_residual: OnMissingResidual = "error"
     check_digest: bool = True
+    two_level: bool | None = None
     shard_size: int | Literal["node"] | None = None
     weights: WeightCoding | None = None
     controller: Controller | None = None

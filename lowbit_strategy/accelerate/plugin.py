@@ -19,6 +19,9 @@ class LowBitPlugin(PluginOptions):
         on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
         check_digest: DDP: compare a digest of the parameters over the ranks now and then, see `SyncOptions`.
+        two_level: Add gradients up exactly inside a node and compress between nodes, see `SyncOptions`.
+        shard_size: FSDP2: shard over so many ranks of a node (``"node"``: all) and compress between the replicas, as
+            ``dp_replicate_size`` of Accelerate's parallelism configuration, which may be given instead.
         weights: FSDP2: how weights travel: `Exact`, `WeightCode` or `WeightDelta`, or a name such as ``"delta4"``.
             None: codes of 8 bits with LoCo, exactly with other compressors.
         controller: One of `lowbit_strategy.control`: chooses compressors in the place of `compressor`.

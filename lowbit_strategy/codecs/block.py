@@ -46,7 +46,7 @@ class BlockCodec(Codec):
 
     @property
     def contracts(self) -> bool:
-        if self.rounding == "nearest" and (self.fmt.is_uniform or self.fmt.is_ternary):
+        if self.rounding == "nearest" and (self.fmt.is_uniform or self.fmt.codebook == (-1.0, 0.0, 1.0)):
             return True  # no element's error is larger than the element
         return contracts(self._decoded, self.block_size)
 

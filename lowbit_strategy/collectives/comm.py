@@ -10,7 +10,7 @@ import atexit
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,11 @@ class Comm(ABC):
         group: The process group; None where there is none.
         sent_nbytes: Bytes this rank has sent to other ranks so far: what it keeps for itself is not traffic.
         num_near: How many of the other ranks are on the same node.
+        counts: Whether `sent_nbytes` is kept.
     """
 
     group: dist.ProcessGroup | None = None
+    counts: ClassVar[bool] = True
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +22,8 @@ class LocalComm(Comm):
     Args:
         world_size: Ranks in all. With one, results are what the method makes of this rank's tensors alone.
     """
+
+    counts: ClassVar[bool] = False
 
     def __init__(self, world_size: int = 1) -> None:
         super().__init__(rank=0, world_size=world_size)

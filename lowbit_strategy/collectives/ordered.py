@@ -34,7 +34,9 @@ def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
     return gathered_WN.view(-1)[:numel]
 
 
-def sum_rows(x_WN: Tensor, out_N: Tensor, comm: Comm, *, alpha: float = 1.0) -> Generator[Pending, None, None]:
+def sum_rows(
+    x_WN: Tensor, out_N: Tensor, comm: Comm, *, alpha: float = 1.0, received_WN: Tensor | None = None
+) -> Generator[Pending, None, None]:
     """Reduce-scatter: ``out = alpha * sum`` of what the ranks have for this rank, added in float32 in rank order.
 
     Args:
@@ -42,8 +44,9 @@ def sum_rows(x_WN: Tensor, out_N: Tensor, comm: Comm, *, alpha: float = 1.0) -> 
         out_N: Of the same type.
         comm: Group.
         alpha: Factor.
+        received_WN: Memory for what the others send, as `x_WN`.
     """
-    received_WN = torch.empty_like(x_WN)
+    received_WN = torch.empty_like(x_WN) if received_WN is None else received_WN
     yield comm.all_to_all(received_WN, x_WN)
     total_N = received_WN[0].to(torch.float32)  # in float32 the received row itself, which nobody else needs
     for row_N in received_WN[1:]:

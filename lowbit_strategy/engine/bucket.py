@@ -39,12 +39,14 @@ class BucketLayout:
         row_numel: FSDP2: elements of one rank's row; the input is ``[W * row_numel]``. None under DDP.
         last: DDP: the last bucket of the backward pass, on which whole-model methods reduce.
         alone: Whole-model methods take it for a model of its own, as they do every bucket of FSDP2.
+        key: Tells buckets apart of which this rank has no parts.
     """
 
     entries: tuple[Entry, ...]
     row_numel: int | None = None
     last: bool = True
     alone: bool = False
+    key: object = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +164,7 @@ class Bucket:
             views = [self._view_to_trace(slot, x, out) if tracers else self.view(slot, x, out) for slot in slots]
             if store.method.whole_model and not (self.context.placement.scatter or self.layout.alone):
                 yield from self._collect(store, views, step, tracers)
-            else:
+            elif views:
                 yield from self._reduce(store, views, step, tracers)
 
     def _exchange(
@@ -203,7 +205,8 @@ class Bucket:
             return
         while collector.misses(method):
             yield None
-        yield from self._reduce(store, collector.views(method), step, tracers)
+        if all_views := collector.views(method):
+            yield from self._reduce(store, all_views, step, tracers)
         collector.finish(method)
 
     def view(self, slot: Slot, x: Tensor, out: Tensor) -> View:

@@ -16,6 +16,7 @@ from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Entry, Stages
+from lowbit_strategy.engine.byte_check import ByteCheck
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.listeners import Listeners, StepListener, StepPhase
 from lowbit_strategy.engine.weights import WeightSync
@@ -66,12 +67,10 @@ class GradientSync:
 
     Attributes:
         specs: What is reduced: parameters, or this rank's parts of them.
-        wholes: The parameters.
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
-        inside: Where ranks have two levels, the group whose ranks have a whole parameter together.
-        inside_nbytes: Bytes of gradients that this rank sends in it per step.
+        inside, inside_nbytes: Two levels: ranks that have a whole parameter together; gradients sent there per step.
         topology: Of all ranks, if it is known.
         extra_state: What is saved beside the methods' own state, by name.
     """
@@ -109,6 +108,7 @@ class GradientSync:
         self.assignments: dict[str, Assignment] = {}
         self.stores: dict[Method, MethodStore] = {}
         self.buffers = WireBuffers(device)
+        self._byte_check = ByteCheck(comm)
         self._placement = Placement(comm.rank, comm.world_size, device, scatter)
         self._flags = StepFlags(device)
         self._listeners = Listeners()
@@ -125,7 +125,7 @@ class GradientSync:
     # -- methods ------------------------------------------------------------------------------------------------
 
     @property
-    def wholes(self) -> dict[str, TensorSpec]:
+    def wholes(self) -> dict[str, TensorSpec]:  # parameters, where `specs` may have parts of them
         return {name: spec.whole for name, spec in self.specs.items()}
 
     def use(self, compressor: Compressor) -> None:
@@ -288,6 +288,7 @@ class GradientSync:
         # Monitors are innermost: what probes do for controllers is none of the methods' time.
         self._observers = self._listeners.begin_step(StepPhase.OBSERVE) + probes
         self._listeners.begin_step(StepPhase.RECORD)
+        self._byte_check.begin_step(checks=not self._observers)
         if self.rollback and (tensors := self.state_tensors()):  # dense and stateless methods have none
             if not self._backup:
                 self._backup = [torch.empty_like(tensor) for tensor in tensors]
@@ -306,7 +307,9 @@ class GradientSync:
             self.buffers.reclaim()
         self._entered.add(layout)
         self._collector.announce(last=layout.last)
-        return self._bucket(layout).run(x, out, self.step_context(), self._observers)
+        bucket = self._bucket(layout)
+        self._byte_check.expect(bucket)
+        return bucket.run(x, out, self.step_context(), self._observers)
 
     def _bucket(self, layout: BucketLayout) -> Bucket:
         if layout not in self._plans:
@@ -332,6 +335,8 @@ class GradientSync:
             RuntimeError: On CUDA: in the step before a rank sent a message of another layout.
         """
         entered, counted = self.in_step, True
+        if entered:
+            self._byte_check.end_step()
         if entered and self.rollback:
             counted = not self._flags.overflowed(self.everyone)
             self._flags.clear()

@@ -23,9 +23,10 @@ from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
 from lowbit_strategy.hooks.digest import ParameterDigest
-from lowbit_strategy.hooks.rank_groups import RankGroups, one_level, timeout_of, two_levels
+from lowbit_strategy.hooks.rank_groups import RankGroups, group_ranks
 from lowbit_strategy.hooks.replicas import BackwardSide
 from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.hooks.two_levels import inside_nbytes
 from lowbit_strategy.hooks.weights import install_weights
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -52,6 +53,13 @@ class Prepared:
     scatter: bool
     topology: Topology
     shard_size: int | None = None
+
+    @property
+    def node_size(self) -> int | None:
+        """Ranks of a node, where they have two levels."""
+        if self.shard_size is not None or self.options.two_level is False or self.topology.obstacle is not None:
+            return None
+        return self.topology.ranks_per_node
 
 
 def prepare(
@@ -82,6 +90,8 @@ def prepare(
         for sentence in unmatched_patterns(compressor, module):
             _log.warning("%s", sentence)
     topology = find_topology(group)
+    if options.two_level and topology.obstacle is not None:
+        raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
     shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
     return Prepared(compressor, options, specs, scatter, topology, shard_size)
 
@@ -104,17 +114,20 @@ def attach_ddp(
 
     On CPU a group of its own, as patient as DDP's, keeps its collectives apart from DDP's.
     """
-    group, own_group = model.process_group, None
+    group = model.process_group
     handshake(_circumstances(device, has_scaler), group)
     model.join_hook = _refuse_join  # type: ignore[method-assign]
-    if device.type == "cpu":
-        own_group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout_of(group, device))
-    groups = one_level(own_group or group, prepared.topology, own=[] if own_group is None else [own_group])
+    groups = group_ranks(
+        group, prepared.topology, prepared.node_size, device, scatter=False, apart=device.type == "cpu"
+    )
     sync = _engine(prepared, groups, device, has_scaler)
+    if sync.share is not None:
+        itemsizes = {canonical_name(name): param.element_size() for name, param in model.module.named_parameters()}
+        sync.inside_nbytes = inside_nbytes(sync, itemsizes)
     alone = sync.comm.world_size == 1
     hook = None if alone else DDPHook(model, sync)
     compares = prepared.options.check_digest and not alone
-    digest = ParameterDigest(_replicated(model), sync.comm, device) if compares else None
+    digest = ParameterDigest(_replicated(model), sync.everyone, device) if compares else None
     attached = Attached(sync, model.module, prepared.options, group=group, hook=hook, groups=groups, digest=digest)
     attached.close_with(model)
     _report(sync)
@@ -143,14 +156,15 @@ def attach_fsdp(
     handshake(_circumstances(device, has_scaler), group)
     if prepared.shard_size is not None:
         return _attach_hsdp(module, prepared, prepared.shard_size, device, group, has_scaler)
-    sync = _engine(prepared, one_level(group, prepared.topology), device, has_scaler)
+    groups = group_ranks(group, prepared.topology, prepared.node_size, device, scatter=True)
+    sync = _engine(prepared, groups, device, has_scaler)
     check_process_groups(module, group, replicated=False)
     if fsdp.install(module, sync) == 0:
         raise ValueError(_NOT_SHARDED)
     coding = prepared.options.weights or default_weights(prepared.compressor)
-    install_weights(module, coding, sync, one_level(group, prepared.topology).comm)
+    install_weights(module, coding, sync, copy.copy(groups.everyone))
     _report(sync)
-    return Attached(sync, module, prepared.options, group=group)
+    return Attached(sync, module, prepared.options, group=group, groups=groups)
 
 
 def _attach_hsdp(
@@ -162,7 +176,7 @@ def _attach_hsdp(
     has_scaler: bool,
 ) -> Attached:
     """Sharded over `shard_size` ranks, the engine between the replicas; the first replica's weights for all."""
-    groups = two_levels(group, shard_size, prepared.topology, device=device, scatter=False)
+    groups = group_ranks(group, prepared.topology, shard_size, device, scatter=False)
     assert groups.inside is not None
     check_process_groups(module, groups.inside.group, replicated=True)
     take_over_replication(module)

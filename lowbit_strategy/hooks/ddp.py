@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.engine.bucket import BucketLayout, Entry, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.bucket_schedule import BucketSchedule
+from lowbit_strategy.hooks.two_levels import TwoLevelBuckets
 from lowbit_strategy.hooks.worker import BucketWorker
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.options.suggestions import did_you_mean
@@ -40,6 +41,7 @@ class DDPHook:
     def __init__(self, model: DistributedDataParallel, sync: GradientSync) -> None:
         refuse_python_reducer()
         self.sync = sync
+        self._levels = None if sync.inside is None else TwoLevelBuckets(sync, sync.inside)
         self._names = {id(p): canonical_name(name) for name, p in model.module.named_parameters()}
         on_cpu = sync.device.type == "cpu"
         self._worker = BucketWorker() if on_cpu else None
@@ -58,7 +60,11 @@ class DDPHook:
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        stages = self.sync.reduce(self.layout(bucket), buffer, buffer)
+        layout = self.layout(bucket)
+        if self._levels is None:
+            stages = self.sync.reduce(layout, buffer, buffer)
+        else:
+            stages = self._levels.reduce(layout, buffer)
         side = self._worker if self._worker is not None else self._side
         assert side is not None
         return side.submit(stages, buffer, last=bucket.is_last())

@@ -15,6 +15,7 @@ from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.replicas import BackwardSide, ExactReduceScatter, ReplicaAllReduce
+from lowbit_strategy.hooks.two_levels import inside_nbytes, scatter_over_two_levels
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.parameters import canonical_name
 
@@ -50,7 +51,12 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
                 f" {layout.row_numel}: some got no gradient. torch >= 2.13 reduces zeros for them; with an older one"
                 " every parameter of a sharded module must be used in every step"
             )
-        for pending in self._sync.reduce(layout, input_tensor, output_tensor):
+        sync = self._sync
+        if sync.inside is None:
+            stages = sync.reduce(layout, input_tensor, output_tensor)
+        else:
+            stages = scatter_over_two_levels(sync, sync.inside, layout, input_tensor, output_tensor)
+        for pending in stages:
             if pending is not None:
                 pending.wait()
 
@@ -62,7 +68,7 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
             entries, at = [], 0
             for name, param in zip(names, params, strict=True):
                 entries.append(Entry(name, at))
-                at += dim0_cut(tuple(param._orig_size), self._sync.comm.world_size).row_numel
+                at += dim0_cut(tuple(param._orig_size), self._sync.everyone.world_size).row_numel
             self._layouts[names] = BucketLayout(tuple(entries), row_numel=at)
         return self._layouts[names]
 
@@ -71,11 +77,14 @@ def reduced_nbytes(group: Any, world_size: int) -> int:
     """Bytes this rank sends for one exact reduce-scatter of a parameter group's gradients."""
     params = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
     row_numel = sum(dim0_cut(tuple(param._orig_size), world_size).row_numel for param in params)
-    if not params:
-        return 0
+    return (world_size - 1) * row_numel * reduce_dtype(group).itemsize
+
+
+def reduce_dtype(group: Any) -> torch.dtype:
+    """Of the gradients of a parameter group when they are reduced."""
     policy = group.mp_policy
-    dtype = policy.reduce_dtype or policy.param_dtype or params[0].sharded_param.dtype
-    return (world_size - 1) * row_numel * int(dtype.itemsize)
+    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+    return dtype
 
 
 def install(module: nn.Module, sync: GradientSync) -> int:
@@ -90,6 +99,13 @@ def install(module: nn.Module, sync: GradientSync) -> int:
         installed.append(CompressedReduceScatter(sync, group, names))
         child.set_custom_reduce_scatter(installed[-1])
     sync.expect([each.layout() for each in installed])
+    if sync.share is not None:
+        dtypes = {
+            names[id(param.sharded_param)]: reduce_dtype(each.param_group).itemsize
+            for each in installed
+            for param in each.param_group.fsdp_params
+        }
+        sync.inside_nbytes = inside_nbytes(sync, dtypes)
     return len(installed)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -45,49 +45,43 @@ class RankGroups:
                 comm.group = nobody  # the last reference to a group holds its threads
 
 
-def one_level(group: dist.ProcessGroup | None, topology: Topology, own: Sequence[dist.ProcessGroup] = ()) -> RankGroups:
-    """All ranks reduce whole parameters together."""
-    comm = _comm(group, range(topology.world_size), topology, dist.get_rank(group))
-    return RankGroups(comm, comm, own=tuple(own))
-
-
-def two_levels(
+def group_ranks(
     group: dist.ProcessGroup | None,
-    size: int,
     topology: Topology,
-    *,
+    size: int | None,
     device: torch.device,
+    *,
     scatter: bool,
-    own_everyone: bool = False,
+    apart: bool = False,
 ) -> RankGroups:
     """Groups of `size` consecutive ranks inside, groups of equal index between them; call on all ranks.
 
     Args:
         group: All ranks.
-        size: Ranks that together have a whole parameter.
-        topology: Of `group`.
+        topology: Their nodes.
+        size: Ranks that together have a whole parameter; None: every rank reduces whole parameters with all others.
         device: Of gradients.
         scatter: Parameters are sharded over all ranks: this rank reduces the shards of all that have its index.
-        own_everyone: Make a group of all ranks too, because another thread uses `group`.
+        apart: Make a group of all ranks, too, because another thread uses `group`.
     """
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     rank, timeout = dist.get_rank(group), timeout_of(group, device)
+    own = [dist.new_group(ranks, timeout=timeout)] if apart else []
+    everyone = _comm(own[0] if apart else group, range(len(ranks)), topology, rank)
+    if size is None:
+        return RankGroups(everyone, everyone, own=tuple(own))
     blocks = [ranks[at : at + size] for at in range(0, len(ranks), size)]
     inside, _ = dist.new_subgroups_by_enumeration(blocks, timeout=timeout)
     between, _ = dist.new_subgroups_by_enumeration([list(same) for same in zip(*blocks, strict=True)], timeout=timeout)
-    own = [each for each in (inside, between) if each is not None]
-    everyone = group
-    if own_everyone:
-        everyone = dist.new_group(ranks, timeout=timeout)
-        own.append(everyone)
-    index, num_blocks = rank % size, len(blocks)
-    share = Share(index, size, num_blocks if scatter else None)
+    assert inside is not None
+    assert between is not None
+    index = rank % size
     return RankGroups(
         comm=_comm(between, range(index, len(ranks), size), topology, rank),
-        everyone=_comm(everyone, range(len(ranks)), topology, rank),
+        everyone=everyone,
         inside=_comm(inside, range(rank - index, rank - index + size), topology, rank),
-        share=share,
-        own=tuple(own),
+        share=Share(index, size, len(blocks) if scatter else None),
+        own=(*own, inside, between),
     )
 
 

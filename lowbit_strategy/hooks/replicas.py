@@ -139,5 +139,5 @@ class ReplicaAllReduce:
                 if self._sync.specs[name].numel:
                     entries.append(Entry(name, at))
                 at += dim0_cut(tuple(param._orig_size), self._count).row_numel
-            self._layouts[names] = BucketLayout(tuple(entries), alone=True), at
+            self._layouts[names] = BucketLayout(tuple(entries), alone=True, key=names), at
         return self._layouts[names]

@@ -68,6 +68,7 @@ class DDPConstructor(_Options):
         on_world_size_change: OnWorldSizeChange = "reset",
         on_missing_residual: OnMissingResidual = "error",
         check_digest: bool = True,
+        two_level: bool | None = None,
         **kwargs: Any,
     ) -> None:
         for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
@@ -83,6 +84,7 @@ class DDPConstructor(_Options):
             on_world_size_change=on_world_size_change,
             on_missing_residual=on_missing_residual,
             check_digest=check_digest,
+            two_level=two_level,
         )
         self.on_configured()
 
@@ -105,6 +107,7 @@ class FSDPConstructor(_Options):
         on_world_size_change: OnWorldSizeChange = "reset",
         on_missing_residual: OnMissingResidual = "error",
         check_digest: bool = True,
+        two_level: bool | None = None,
         shard_size: int | Literal["node"] | None = None,
         weights: WeightCoding | str | None = None,
         min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
@@ -128,6 +131,7 @@ class FSDPConstructor(_Options):
             on_world_size_change=on_world_size_change,
             on_missing_residual=on_missing_residual,
             check_digest=check_digest,
+            two_level=two_level,
             shard_size=shard_size,
             weights=None if weights is None else as_weights(weights),
         )
@@ -172,7 +176,15 @@ def _refuse(options: Mapping[str, Any]) -> None:
     """Raises:
     TypeError: There is an option.
     """
-    known = ("min_shard_numel", "save_distributed_checkpoint", "process_group_backend", "timeout", "seed", "shard_size")
+    known = (
+        "min_shard_numel",
+        "save_distributed_checkpoint",
+        "process_group_backend",
+        "timeout",
+        "seed",
+        "shard_size",
+        "two_level",
+    )
     for name in options:
         if name in _FSDP1_REMEDIES:
             raise TypeError(f"{name} is an option of FSDP1, and this strategy is FSDP2: {_FSDP1_REMEDIES[name]}")

@@ -25,6 +25,9 @@ class SyncOptions:
         check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
             1,000, and stop with an error if they differ. False where ranks may round differently, as with processors
             of different types. Under HSDP it is the replicas whose parameters are compared.
+        two_level: Gradients are added up exactly inside a node and compressed between the ranks of equal index on all
+            nodes, so that each travels once per node and not once per rank. None: where several nodes have as many
+            ranks each, more than one. False: all ranks exchange with all others.
         shard_size: FSDP2: how many ranks have one model together, on one node; their shards' gradients are compressed
             between these replicas (HSDP). ``"node"``: all ranks of a node. None: all ranks of the run.
         weights: FSDP2: how weights travel: `Exact`, `WeightCode` or `WeightDelta`, or a name such as ``"delta4"``.
@@ -36,9 +39,12 @@ class SyncOptions:
     on_missing_residual: OnMissingResidual = "error"
     rollback: bool | None = None
     check_digest: bool = True
+    two_level: bool | None = None
     shard_size: int | Literal["node"] | None = None
     weights: WeightCoding | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.shard_size, int) and self.shard_size < 1:
             raise ValueError(f'shard_size must be a positive number of ranks, "node" or None, got {self.shard_size}')
+        if self.shard_size is not None and self.two_level is not None:
+            raise ValueError("two_level must not be given with shard_size: replicas of shards are two levels already")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -27,20 +28,23 @@ class BlockFormat:
     """How one block of floats is written.
 
     Args:
-        bits: Bits of a code, 1 to 8. More bits: more bytes, less error. Ternary codes (``scale_rule="ternary"``) are
-            declared with 2 bits and packed five to a byte.
+        bits: Bits of a code, 1 to 8. More bits: more bytes, less error. Ternary codes (three values) are declared with
+            2 bits and packed five to a byte.
         block_size: Elements that share a scale, a power of two. Smaller: less error, more bytes for scales.
         scale_rule: ``absmax``: largest magnitude over the top value (nothing is clipped); ``rms``: root mean square;
             ``mean_abs``: mean magnitude; ``ternary``: mean magnitude of the elements above 0.7 of the mean magnitude.
         codebook: Reconstruction values in units of the scale, ascending, at most 2**bits of them, each with at most 16
             significant bits so that ``value * scale`` is exact in float32. None: the uniform grid
             ``-(2**(bits-1)-1) ... 2**(bits-1)-1``.
+        thresholds: Decision points between neighbouring values, in units of the scale, ascending: the code of y is the
+            number of thresholds below y. Empty: halfway, which has the least error for these values.
     """
 
     bits: int = 4
     block_size: int = 128
     scale_rule: ScaleRule = "absmax"
     codebook: tuple[float, ...] | None = None
+    thresholds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.bits not in range(1, 9):
@@ -57,13 +61,20 @@ class BlockFormat:
                 )
             if self.scale_rule != "absmax":
                 raise ValueError(f"scale_rule={self.scale_rule!r} needs a codebook; the uniform grid uses 'absmax'")
+            if self.thresholds:
+                raise ValueError("thresholds need a codebook; the uniform grid rounds to the nearest value")
             return
         if self.scale_rule == "absmax":
             raise ValueError("codebook needs scale_rule 'rms', 'mean_abs' or 'ternary'; 'absmax' is the uniform grid's")
         if not 2 <= len(self.codebook) <= 2**self.bits or list(self.codebook) != sorted(set(self.codebook)):
             raise ValueError(f"codebook must be 2 to {2**self.bits} ascending numbers, got {self.codebook}")
-        if self.is_ternary and self.codebook != (-1.0, 0.0, 1.0):
-            raise ValueError("a ternary codebook is (-1, 0, 1)")
+        if self.scale_rule == "ternary" and len(self.codebook) != 3:
+            raise ValueError(f"scale_rule 'ternary' needs a codebook of three values, got {self.codebook}")
+        if not self.thresholds:
+            halfway = tuple((a + b) / 2 for a, b in pairwise(self.codebook))
+            object.__setattr__(self, "thresholds", halfway)
+        elif len(self.thresholds) != len(self.codebook) - 1 or list(self.thresholds) != sorted(set(self.thresholds)):
+            raise ValueError(f"thresholds must be {len(self.codebook) - 1} ascending numbers, got {self.thresholds}")
 
     @property
     def is_uniform(self) -> bool:
@@ -71,18 +82,13 @@ class BlockFormat:
 
     @property
     def is_ternary(self) -> bool:
-        return self.scale_rule == "ternary"
+        """Three values, five of them to a byte."""
+        return self.codebook is not None and len(self.codebook) == 3 and self.bits == 2
 
     @property
     def qmax(self) -> int:
         """Largest code magnitude of the uniform grid; the code of value q is q + qmax."""
         return 2 ** (self.bits - 1) - 1
-
-    @property
-    def thresholds(self) -> tuple[float, ...]:
-        """Decision points between neighbouring values: the code of y is the number of thresholds below y."""
-        assert self.codebook is not None
-        return tuple((a + b) / 2 for a, b in zip(self.codebook, self.codebook[1:], strict=False))
 
     @property
     def zero_code(self) -> int:

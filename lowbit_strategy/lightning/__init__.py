@@ -22,6 +22,8 @@ class LowBitDDPStrategy(LowBitDDPMixin, DDPStrategy):
         on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
         check_digest: Compare a digest of the parameters over the ranks now and then, see `SyncOptions`.
+        two_level: Add gradients up exactly inside a node and compress between nodes, see `SyncOptions`. None: wherever
+            several nodes have as many ranks each, more than one.
         kwargs: As for ``DDPStrategy``, without its hooks. In a notebook ``start_method="fork"`` (the name
             ``loco_ddp_notebook``) trains on several processes; with ``"fork"`` and ``"spawn"`` save with
             ``ModelCheckpoint``: when ``fit`` has returned, the processes have ended and their residuals are gone.
@@ -46,6 +48,10 @@ class LowBitFSDPStrategy(LowBitFSDPMixin, ModelParallelStrategy):
         seed: Of stochastic rounding and selection.
         on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
+        check_digest: With `shard_size`: compare the replicas' parameters now and then, see `SyncOptions`.
+        two_level: As for `LowBitDDPStrategy`.
+        shard_size: Shard over so many ranks of a node, ``"node"`` for all of them, and compress between the replicas
+            (HSDP; the names ``loco_hsdp`` and so on). None: shard over all ranks.
         min_shard_numel: Smallest block that is gathered and reduced by itself. Smaller: less memory, more messages.
         save_distributed_checkpoint: True: a folder of shards; False: one full file, which ``load_from_checkpoint``
             reads.

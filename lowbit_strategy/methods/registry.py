@@ -34,7 +34,7 @@ from lowbit_strategy.methods.wrappers.warmup import WarmUp
 
 __all__ = ["PRESETS", "as_compressor", "from_options", "preset"]
 
-_FITTED = LoCo(bits=3, codebook="fitted", block_size=64, reset_steps=None)
+_UNIT_GAIN = LoCo(bits=3, codebook="unit_gain", block_size=64, reset_steps=None)
 
 # Below 4 bits LoCo is never reset: its residual then holds several gradients that a reset would throw away.
 PRESETS: dict[str, Compressor] = {
@@ -47,12 +47,10 @@ PRESETS: dict[str, Compressor] = {
     "exdyna": ExDyna(),
     "gtopk": GTopK(),
     "loco": LoCo(),
-    "loco1": replace(_FITTED, bits=1, warmup_steps=128, beta=0.95, return_beta=0.95),
-    "loco2": replace(_FITTED, bits=2, warmup_steps=128, beta=0.95, return_beta=0.95),
-    "loco3": _FITTED,
-    "loco_ternary": replace(
-        _FITTED, bits=2, codebook="ternary", block_size=128, warmup_steps=64, beta=0.95, return_beta=0.95
-    ),
+    "loco1": replace(_UNIT_GAIN, bits=1, return_beta=0.8),
+    "loco2": replace(_UNIT_GAIN, bits=2, return_beta=0.8),
+    "loco3": _UNIT_GAIN,
+    "loco_ternary": replace(_UNIT_GAIN, bits=2, codebook="ternary_unit_gain", block_size=128, return_beta=0.8),
     "micro": MiCRO(),
     "multiscale": MultiScale(),
     "naturalcompression": NaturalCompression(),

@@ -117,7 +117,9 @@ def _facts(run: Run) -> list[str]:
     if "strategy" in start:
         facts.append(str(start["strategy"]))
     if "world_size" in start:
-        facts.append(f"{start['world_size']} ranks, {start['layout']}")
+        ranks = f"{start['world_size']} ranks"
+        levels = start.get("ranks", ranks)
+        facts.append(f"{ranks}, {start['layout']}" + (f", {levels}" if levels != ranks else ""))
     planned = f" of {start['num_steps']:,}" if start.get("num_steps") else ""
     facts.append(f"step {run.last_step:,}{planned}")
     times = [line["time"] for line in (*run.starts, *run.observations, *run.levels, *run.validations)]

@@ -12,6 +12,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.handshake import plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.observe import Observation
+from lowbit_strategy.telemetry.startup_report import describe_ranks
 
 _PREFIX = "lowbit"
 _PER_GROUP = ("relative_error", "cosine", "residual_norm", "bits_per_element", "wire_nbytes")
@@ -50,6 +51,11 @@ def observation_metrics(observation: Observation) -> dict[str, float]:
         metric_name("codec_ms"): observation.codec_ms,
         metric_name("comm_ms"): observation.comm_ms,
     }
+    if observation.inside_nbytes:
+        metrics |= {
+            metric_name("between_nodes_nbytes"): observation.between_nbytes,
+            metric_name("inside_node_nbytes"): observation.inside_nbytes,
+        }
     for group, figures in observation.groups.items():
         if figures.compressed:
             metrics |= {metric_name(what, group): getattr(figures, what) for what in _PER_GROUP}
@@ -79,6 +85,7 @@ def start_fields(sync: GradientSync, every_n_steps: int, controller: Controller 
     return {
         "world_size": sync.everyone.world_size,
         "layout": "reduce-scatter" if sync.scatter else "all-reduce",
+        "ranks": describe_ranks(sync),
         "every_n_steps": every_n_steps,
         "compressor": describe(sync.compressor) if controller is None else None,
         "controller": None if controller is None else type(controller).__name__,

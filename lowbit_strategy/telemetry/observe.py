@@ -64,6 +64,9 @@ class Observation:
         total: All parameters.
         groups: By group name.
         sent_nbytes: Bytes of gradients that a rank put on the wire in the whole step, counted, mean over ranks.
+        between_nbytes: Of those, what left the node; all of them where it is not known which ranks share one.
+        inside_nbytes: Bytes of gradients that stayed inside the node: the others, and where ranks have two levels what
+            is added up exactly. Counted, mean over ranks.
         weights_nbytes: Bytes that this rank sent for weights in the last step before, counted; 0 under DDP.
         dense_nbytes: What an uncompressed float32 ring would have sent.
         codec_ms: Time in methods (encode, decode, select), mean over ranks.
@@ -76,6 +79,8 @@ class Observation:
     total: Figures
     groups: dict[str, Figures]
     sent_nbytes: float
+    between_nbytes: float
+    inside_nbytes: float
     weights_nbytes: float
     dense_nbytes: float
     codec_ms: float
@@ -174,8 +179,12 @@ class Observer:
         self._residuals: dict[str, Tensor] = {}
         self._end_to_end: dict[str, Tensor] = {}
         self.sampling_nbytes = 0
-        self._sent_before = self.sync.comm.sent_nbytes
+        self._sent_before, self._inside_before = self.sync.comm.sent_nbytes, self._inside_nbytes()
         return self
+
+    def _inside_nbytes(self) -> int:
+        inside = self.sync.inside
+        return 0 if inside is None else inside.sent_nbytes
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         sync = self.sync
@@ -224,10 +233,12 @@ class Observer:
         parts = ((self._energies, NUM_ENERGIES), (self._residuals, 1), (self._end_to_end, NUM_SUMS), (sent_by_name, 1))
         rows = torch.cat([table(part, names, width, device) for part, width in parts], dim=1)
         last = torch.zeros(1, _WIDTH, dtype=torch.float64, device=device)
+        between, inside = sync.comm.between_nodes(self.own_sent_nbytes), self._inside_nbytes() - self._inside_before
         times = [self._stopwatch.read("codec"), self._stopwatch.read("comm"), self.own_sent_nbytes, seconds or 0.0]
+        times += [between, self.own_sent_nbytes - between + inside]
         last[0, : len(times)] = torch.tensor(times, dtype=torch.float64)
         total = sum_over_ranks(torch.cat([rows, last]), everyone)
-        codec, waiting, sent, step = (total[-1, : len(times)] / everyone.world_size).tolist()
+        codec, waiting, sent, step, between, inside = (total[-1, : len(times)] / everyone.world_size).tolist()
         total[:-1, :-1] /= (sync.loss_scale or 1.0) ** 2
         sums = dict(zip(names, total[:-1], strict=True))
         groups = grouped(names, self.group_by)
@@ -236,6 +247,8 @@ class Observer:
             total=self._figures(names, sums),
             groups={group: self._figures(members, sums) for group, members in groups.items()},
             sent_nbytes=sent,
+            between_nbytes=between,
+            inside_nbytes=inside,
             weights_nbytes=0.0 if sync.weights is None else float(sync.weights.nbytes),
             dense_nbytes=4 * self._hops() * sum(spec.whole.numel for spec in sync.specs.values()),
             codec_ms=1000 * codec,

@@ -161,7 +161,7 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
     world_size, topology = sync.comm.world_size, sync.topology
     numel = sum(spec.numel for spec in sync.specs.values())
     sent_nbytes = sum(group.sent_nbytes for group in groups.values())
-    several_nodes = topology is not None and topology.num_nodes != 1
+    nodes = topology if topology is not None and topology.num_nodes != 1 else None
     ring = (1 if sync.scatter else 2) * (world_size - 1) * numel // world_size
     return Report(
         groups=sorted(groups.values(), key=lambda group: -group.numel),
@@ -171,10 +171,10 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
         residual_nbytes=sync.residual_nbytes,
         buffer_nbytes=sync.buffer_nbytes + (0 if sync.weights is None else sync.weights.buffer_nbytes),
         weights=None if sync.weights is None else _weight_report(sync.weights),
-        ranks=_ranks(sync),
-        between_nbytes=sync.comm.between_nodes(sent_nbytes) if several_nodes else None,
+        ranks=describe_ranks(sync),
+        between_nbytes=sync.comm.between_nodes(sent_nbytes) if nodes is not None else None,
         inside_nbytes=sync.inside_nbytes,
-        one_level=topology.obstacle if topology is not None and several_nodes and sync.share is None else None,
+        one_level=(nodes.obstacle or "two_level=False") if nodes is not None and sync.share is None else None,
         kernels=backends.describe(device or sync.device),
         world_size=world_size,
         scatter=sync.scatter,
@@ -182,7 +182,8 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
     )
 
 
-def _ranks(sync: GradientSync) -> str:
+def describe_ranks(sync: GradientSync) -> str:
+    """Which ranks reduce what together."""
     if sync.share is None:
         return f"{sync.comm.world_size} ranks"
     return f"{sync.comm.world_size} groups of {sync.share.count} ranks, exact inside a group"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +28,7 @@ from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.model.topology import hybrid_mesh
 from tests.accelerated import fresh_state, fsdp_plugin, prepared, train
+from tests.nodes import nodes_of
 from tests.scenarios import Facts, raised, scenarios
 from tests.training import (
     MIN_SHARD_NUMEL,
@@ -47,20 +45,6 @@ from tests.training import (
     mlp,
     trainer,
 )
-
-
-@contextlib.contextmanager
-def nodes_of(num_ranks: int | str) -> Iterator[None]:
-    """As a launcher says how many ranks share a node."""
-    before = os.environ.get("LOCAL_WORLD_SIZE")
-    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["LOCAL_WORLD_SIZE"]
-        else:
-            os.environ["LOCAL_WORLD_SIZE"] = before
 
 
 def hsdp(compressor: Any = None, **options: Any) -> LowBitFSDPStrategy:

@@ -28,6 +28,7 @@ from lowbit_strategy.methods.quantization.qsgd import QSGD
 from lowbit_strategy.methods.quantization.signsgd import SignSGD
 from lowbit_strategy.methods.quantization.terngrad import TernGrad
 from lowbit_strategy.methods.registry import PRESETS
+from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.methods.wrappers.ef21 import EF21
 from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.wrappers.partition import Partition
@@ -75,6 +76,8 @@ CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, 
     "terngrad, scaler per rank": TernGrad(scaler="rank"),
     "feedback on trits": ErrorFeedback(compressor=TernGrad(block_size=128)),
     "feedback on two scales": ErrorFeedback(compressor=MultiScale(bits=2, finer_bits=2)),
+    "one of sixteen": TopK(selection="group", density=1 / 16, values="int2", residual="int8"),
+    "top-k of chunks, fading": TopK(selection="chunk", density=1 / 4, decay=0.5),
     "rank 1": PowerSGD(rank=1),
     "rank 2, cold start": PowerSGD(rank=2, warm_start=False, start_step=1),
     "warm-up of three": WarmUp(compressor=LoCo(bits=4), steps=3),

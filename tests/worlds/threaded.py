@@ -64,5 +64,9 @@ class ThreadedWorld(SimulatedWorld):
         for future in [self._threads.submit(run, rank) for rank in range(self.size)]:
             future.result()
 
+    def abort(self) -> None:
+        """A rank has failed: let the others go."""
+        self._barrier.abort()
+
     def close(self) -> None:
         self._threads.shutdown()

@@ -27,6 +27,7 @@ class FormatStruct(ctypes.Structure):
         ("code_nbytes", ctypes.c_int32),
         ("zero_code", ctypes.c_int32),
         ("num_planes", ctypes.c_int32),
+        ("ternary", ctypes.c_int32),
         ("planes", ctypes.c_int32 * 4),
         ("max_scale", ctypes.c_float),
         ("codebook", ctypes.c_float * _MAX_CODEBOOK),
@@ -68,11 +69,12 @@ def format_struct(fmt: BlockFormat) -> FormatStruct:
         code_nbytes=fmt.code_nbytes,
         zero_code=fmt.zero_code,
         num_planes=len(fmt.planes),
+        ternary=fmt.is_ternary,
         planes=fmt.planes,
         max_scale=fmt.max_scale,
         codebook=codebook
         + codebook[-1:] * (_MAX_CODEBOOK - len(codebook)),  # codes that are never sent decode to something too
-        thresholds=fmt.thresholds if codebook else (),
+        thresholds=fmt.thresholds,
     )
 
 

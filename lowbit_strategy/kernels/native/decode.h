@@ -71,9 +71,9 @@ struct reading {
 };
 
 static struct reading choose_reading(const struct lowbit_format *fmt) {
-    const int bits = fmt->bits, ternary = fmt->rule == RULE_TERNARY;
-    const int parts = fmt->num_planes == 1 && !ternary ? 8 / bits : 1;
-    const int fits = bits <= LOOKUP_BITS, arithmetic = ternary || (!fits && !fmt->codebook_size);
+    const int bits = fmt->bits, parts = fmt->num_planes == 1 && !fmt->ternary ? 8 / bits : 1;
+    const int trits = fmt->ternary && fmt->codebook[0] == -1.0f && fmt->codebook[1] == 0.0f && fmt->codebook[2] == 1.0f;
+    const int fits = bits <= LOOKUP_BITS, arithmetic = trits || (!fits && !fmt->codebook_size);
     const int how = arithmetic ? BY_ARITHMETIC : fits ? BY_REGISTER : BY_MEMORY;
     const int wide = fmt->block_size >= (parts == 8 ? 8 : GROUP) * LANES;
     if (wide && parts > 1 && how != BY_MEMORY) return (struct reading){parts, how, 0};

@@ -160,7 +160,7 @@ ALWAYS_INLINE void quantize(
     const int n = fmt->block_size, num_values = fmt->codebook_size;
     const int stochastic = call->stochastic, nbytes = fmt->code_nbytes;
     uint8_t *wire = call->wire + batch->codes;
-    const int bits = fmt->num_planes == 1 && fmt->rule != RULE_TERNARY ? fmt->bits : 0;
+    const int bits = fmt->num_planes == 1 && !fmt->ternary ? fmt->bits : 0;
     const int wide = n >= GROUP * LANES;
 #define RUN(out, stride, ...) quantize_batch(to, fmt, call, batch, out, stride, __VA_ARGS__)
     if (wide && !num_values && !stochastic && bits == 4) RUN(wire, nbytes, 0, 0, kind, GROUP, 2);

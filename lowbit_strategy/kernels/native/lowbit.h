@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define LOWBIT_ABI 4 /* goes up when the structures change; __init__.py has the same number */
+#define LOWBIT_ABI 5 /* goes up when the structures change; __init__.py has the same number */
 
 #define LOWBIT_MAX_BLOCK 4096
 #define LOWBIT_MAX_CODEBOOK 256
@@ -23,6 +23,7 @@ enum lowbit_residual { RESIDUAL_NONE, RESIDUAL_INT8, RESIDUAL_FLOAT32 };
 /* BlockFormat. codebook_size is 0 for the uniform grid. */
 struct lowbit_format {
     int32_t bits, block_size, rule, codebook_size, code_nbytes, zero_code, num_planes;
+    int32_t ternary; /* three values, five codes to a byte */
     int32_t planes[4];
     float max_scale; /* the largest whose outermost value is finite */
     float codebook[LOWBIT_MAX_CODEBOOK];

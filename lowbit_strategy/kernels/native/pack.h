@@ -74,7 +74,7 @@ static void unpack_ternary(const struct lowbit_format *fmt, const uint8_t *wire,
 
 /* Bytes from one block's codes to the next one's. */
 static inline int codes_stride(const struct lowbit_format *fmt) {
-    return fmt->rule == RULE_TERNARY ? 5 * fmt->code_nbytes : fmt->block_size;
+    return fmt->ternary ? 5 * fmt->code_nbytes : fmt->block_size;
 }
 
 #define EACH_BLOCK for (int b = 0; b < num_blocks; b++)
@@ -82,7 +82,7 @@ static inline int codes_stride(const struct lowbit_format *fmt) {
 /* `codes` has PACK_SLACK bytes to spare, here and below. */
 static void pack(const struct lowbit_format *fmt, uint8_t *codes, uint8_t *out, int num_blocks) {
     const int n = fmt->block_size, nbytes = fmt->code_nbytes;
-    if (fmt->rule == RULE_TERNARY) {
+    if (fmt->ternary) {
         pack_ternary(fmt, codes, out, num_blocks);
         return;
     }
@@ -99,7 +99,7 @@ static void pack(const struct lowbit_format *fmt, uint8_t *codes, uint8_t *out, 
 
 static void unpack(const struct lowbit_format *fmt, const uint8_t *packed, uint8_t *codes, int num_blocks) {
     const int n = fmt->block_size, nbytes = fmt->code_nbytes;
-    if (fmt->rule == RULE_TERNARY) {
+    if (fmt->ternary) {
         unpack_ternary(fmt, packed, codes, num_blocks);
         return;
     }

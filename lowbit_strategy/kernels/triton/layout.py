@@ -58,6 +58,7 @@ class DeviceFormat:
         steps: From each value to the next, if all are float32 numbers: values are then summed up instead of selected.
         codebook_size: Number of reconstruction values, 0 on the uniform grid.
         zero_code: Code of the elements of a block that cannot be quantised.
+        ternary: Three values, five codes to a byte.
     """
 
     block: int
@@ -76,10 +77,7 @@ class DeviceFormat:
     steps: tuple[float, ...]
     codebook_size: int
     zero_code: int
-
-    @property
-    def ternary(self) -> bool:
-        return self.rule == "ternary"
+    ternary: bool
 
 
 def float_bits(x: float) -> int:
@@ -107,10 +105,11 @@ def device_format(fmt: BlockFormat) -> DeviceFormat:
         code_nbytes=fmt.code_nbytes,
         padded_nbytes=1 << (fmt.code_nbytes - 1).bit_length(),
         codebook=codebook if unrolled else (),
-        thresholds=fmt.thresholds if codebook and unrolled else (),
+        thresholds=fmt.thresholds if unrolled else (),
         steps=steps if unrolled and exact else (),
         codebook_size=len(codebook),
         zero_code=fmt.zero_code,
+        ternary=fmt.is_ternary,
     )
 
 

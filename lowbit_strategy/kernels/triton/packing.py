@@ -21,7 +21,7 @@ def store_rows(pointer, value, keep, FILL: tl.constexpr, rows):
 @triton.jit
 def store_codes(pointer, codes, usable, rows, fmt: tl.constexpr, shape: tl.constexpr):
     """Pack codes, as `quantize` gives them, and write them; the zero code where a block is not usable."""
-    if fmt.rule == "ternary":
+    if fmt.ternary:
         store_trits(pointer, codes[0], usable, rows, fmt, shape)
     else:
         for i in tl.static_range(len(fmt.planes)):

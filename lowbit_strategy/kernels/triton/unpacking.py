@@ -16,7 +16,7 @@ BYTE_BITS = tl.constexpr(0x4B000000)
 def load_bytes(pointer, rows, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.constexpr):
     """The packed codes of the tile's blocks as a tuple of uint8 tensors, in the order of the planes."""
     packed = ()
-    if fmt.rule == "ternary":
+    if fmt.ternary:
         byte = tl.arange(0, fmt.block)[None, :] % fmt.code_nbytes
         at = tl.arange(0, shape.rows)[:, None] * fmt.code_nbytes + byte
         packed = packed + (load_rows(pointer + at, rows[:, None], PLAIN),)
@@ -43,8 +43,8 @@ def add_source(totals, packed, scale, table, byte_bits, fmt: tl.constexpr):
     PARTS: tl.constexpr = fmt.parts
     sums = ()
     for p in tl.static_range(PARTS):
-        if fmt.rule == "ternary":
-            value = grid_value(trit_of(packed[0].to(tl.int32), fmt), 1, byte_bits) * scale[:, None]
+        if fmt.ternary:
+            value = trit_value(trit_of(packed[0].to(tl.int32), fmt), scale, byte_bits, fmt)
         elif fmt.codebook_size > 0:
             value = codebook_value(packed, p, scale, table, fmt)
         elif len(fmt.planes) == 1:
@@ -107,6 +107,14 @@ def codebook_value(packed, P: tl.constexpr, scale, table, fmt: tl.constexpr):
             chosen = chosen + (tl.where((code & (1 << bit)) != 0, products[2 * i + 1], products[2 * i]),)
         products = chosen
     return products[0]
+
+
+@triton.jit
+def trit_value(trit, scale, byte_bits, fmt: tl.constexpr):
+    if fmt.steps == (1.0, 1.0):
+        return grid_value(trit, 1, byte_bits) * scale[:, None]
+    low, middle = (scale * fmt.codebook[0])[:, None], (scale * fmt.codebook[1])[:, None]
+    return tl.where(trit == 0, low, tl.where(trit == 1, middle, (scale * fmt.codebook[2])[:, None]))
 
 
 @triton.jit

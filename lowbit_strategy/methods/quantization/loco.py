@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -13,7 +13,7 @@ from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_
-from lowbit_strategy.kernels.codebooks import fitted, ternary
+from lowbit_strategy.kernels.codebooks import fitted, ternary, unit_gain
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.segments import Segments
@@ -24,8 +24,15 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 ResidualDtype = Literal["int8", "float32"]
-Codebook = Literal["uniform", "fitted", "ternary"]
-_BITS = {"uniform": range(2, 9), "fitted": range(1, 5), "ternary": range(2, 3)}
+Codebook = Literal["uniform", "fitted", "ternary", "unit_gain", "ternary_unit_gain"]
+_Make = Callable[[int, int], BlockFormat]
+_FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # bits that there are, and the format of bits and block size
+    "uniform": (range(2, 9), uniform),
+    "fitted": (range(1, 5), fitted),
+    "ternary": (range(2, 3), lambda bits, block_size: ternary(block_size)),
+    "unit_gain": (range(1, 5), lambda bits, block_size: unit_gain(2**bits, block_size)),
+    "ternary_unit_gain": (range(2, 3), lambda bits, block_size: unit_gain(3, block_size)),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +177,7 @@ class LoCo(Compressor):
         self.fmt  # noqa: B018 (checks the block size)
 
     def _check_codebook(self) -> None:
-        known = _BITS[self.codebook]
+        known, _ = _FORMATS[self.codebook]
         if self.bits not in known:
             choice = f"{known[0]}" if len(known) == 1 else f"an integer from {known[0]} to {known[-1]}"
             hint = ", or codebook='fitted'" if self.bits == 1 else ""
@@ -183,9 +190,8 @@ class LoCo(Compressor):
     @property
     def fmt(self) -> BlockFormat:
         """Of parameters that are neither exempt nor of high precision."""
-        if self.codebook == "uniform":
-            return uniform(self.bits, self.block_size)
-        return ternary(self.block_size) if self.codebook == "ternary" else fitted(self.bits, self.block_size)
+        _, make = _FORMATS[self.codebook]
+        return make(self.bits, self.block_size)
 
     def at(self, step_index: int) -> LoCo:
         if not self.warmup_steps:

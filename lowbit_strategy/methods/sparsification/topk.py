@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.chunk import ChunkTopK
+from lowbit_strategy.codecs.group import GROUPS, GroupTop
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
@@ -42,7 +43,7 @@ class TopKReducer(SparseReducer):
         return Chosen(*top_k(total, self.num_kept(view.spec)))
 
 
-Selection = Literal["exact", "chunk"]
+Selection = Literal["exact", "chunk", "group"]
 
 
 @configuration
@@ -63,6 +64,12 @@ class TopK(SparseCompressor):
     those of quantisers do: each owner adds up its part; under DDP it sends the `return_density` largest of every 4,096
     means back and keeps the rest in a residual of its own, so that traffic does not grow with W.
 
+    With ``selection="group"`` the largest of every 4, 16 or 256 elements is taken. Everything of ``chunk`` holds, and
+    positions take 2, 4 or 8 bits: with ``density=1/16`` and ``values="int2"`` all is below half a bit per element.
+
+    With `decay` below 1 step 3 is ``e' = decay * h``, 0 where sent: h is then a momentum whose largest elements are
+    sent and taken out of it, which is DeMo's rule. What is never among the largest fades.
+
     Args:
         density: Share of each parameter's elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
         values: How they travel: ``float32``, ``bfloat16``, ``int8`` to ``int2`` (blocks with a scale) or any codec.
@@ -70,9 +77,11 @@ class TopK(SparseCompressor):
         residual: ``float32``: 4 bytes per parameter on every rank; ``bfloat16`` (``exact`` only): 2; ``int8``: 1.
             The smaller ones are rounded at random.
         selection: ``exact``: the k largest of the parameter; ``chunk``: of every 4,096 elements. Coarser, for
-            gradients differ between rows, but faster, and the only one without pauses of a GPU.
+            gradients differ between rows, but faster, and without pauses of a GPU; ``group``: one of every
+            ``1 / density``, the same again with the shortest positions.
         return_density: With ``chunk`` under DDP, the share of the means that the owner sends back; None: as `density`.
             The ranks together send up to W times `density`, so more returns what they chose sooner.
+        decay: With ``chunk`` and ``group``, what is left of the residual in the next step, in (0, 1].
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -80,13 +89,15 @@ class TopK(SparseCompressor):
 
     References:
         Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", 2017, arXiv 1704.05021;
-        Stich et al., "Sparsified SGD with Memory", 2018, arXiv 1809.07599.
+        Stich et al., "Sparsified SGD with Memory", 2018, arXiv 1809.07599; `decay`: Peng, Quesnelle, Kingma, "DeMo:
+        Decoupled Momentum Optimization", 2024, arXiv 2411.19870.
     """
 
     name: ClassVar[str] = "topk"
 
     selection: Selection = "exact"
     return_density: float | None = None
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         SparseCompressor.__post_init__(self)
@@ -94,8 +105,18 @@ class TopK(SparseCompressor):
             check_density(self.return_density, "return_density")
             if self.selection == "exact":
                 raise ValueError("return_density needs selection='chunk': the exact selection sends all that was sent")
-        if self.selection == "chunk" and self.residual == "bfloat16":
-            raise ValueError("selection='chunk' keeps its residual in float32 or int8, got residual='bfloat16'")
+            if self.selection == "group":
+                raise ValueError("return_density needs selection='chunk': groups are the same size both ways")
+        if self.selection != "exact" and self.residual == "bfloat16":
+            raise ValueError(
+                f"selection={self.selection!r} keeps its residual in float32 or int8, got residual='bfloat16'"
+            )
+        if self.selection == "group" and self.density not in {1 / group for group in GROUPS}:
+            raise ValueError(f"density must be 1/4, 1/16 or 1/256 with selection='group', got {self.density!r}")
+        if not 0.0 < self.decay <= 1.0:
+            raise ValueError(f"decay must be in (0, 1], got {self.decay!r}")
+        if self.decay < 1.0 and self.selection == "exact":
+            raise ValueError("decay needs selection='chunk' or 'group': the exact selection keeps all of its residual")
 
     def method(self, spec: TensorSpec) -> Method:
         if self.selection == "exact":
@@ -104,4 +125,6 @@ class TopK(SparseCompressor):
 
     def _feedback(self, density: float) -> FeedbackCodec:
         residual: Literal["float32", "int8"] = "int8" if self.residual == "int8" else "float32"
-        return FeedbackCodec(codec=ChunkTopK(density, value_codec(self.values)), residual=residual)
+        values = value_codec(self.values)
+        codec = GroupTop(round(1 / density), values) if self.selection == "group" else ChunkTopK(density, values)
+        return FeedbackCodec(codec=codec, residual=residual, decay=self.decay)

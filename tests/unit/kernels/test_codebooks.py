@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lowbit_strategy.kernels.codebooks import fitted, gaussian_codebook, ternary
+from lowbit_strategy.kernels.codebooks import fitted, gain, gaussian_codebook, ternary, unit_gain
 
 
 def test_known_constants() -> None:
@@ -54,3 +54,32 @@ def test_formats() -> None:
 def test_refuses(codebook_size: int) -> None:
     with pytest.raises(ValueError, match="codebook_size must be from 2 to 32"):
         gaussian_codebook(codebook_size)
+
+
+def test_unit_gain_constants() -> None:
+    assert gain(2) == pytest.approx(2 / math.pi, abs=1e-5)
+    assert unit_gain(2, 64).codebook == pytest.approx((-1.2533, 1.2533), abs=1e-4)
+    three, four = unit_gain(3, 128), unit_gain(4, 64)
+    assert three.codebook == pytest.approx((-1.5114, 0.0, 1.5114), abs=1e-4)
+    assert three.thresholds == pytest.approx((-0.612, 0.612), abs=1e-4)
+    assert three.is_ternary
+    assert three.bits_per_element == 1.75
+    assert four.codebook == pytest.approx((-1.7115, -0.5131, 0.5131, 1.7115), abs=1e-4)
+    assert four.thresholds == pytest.approx((-0.9816, 0.0, 0.9816), abs=1e-4)
+
+
+@pytest.mark.parametrize("codebook_size", [2, 3, 4, 8])
+def test_unit_gain_on_a_gaussian(codebook_size: int) -> None:
+    """What is sent has the whole input in it, and no other thresholds with gain 1 have less error."""
+    x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
+    fmt = unit_gain(codebook_size, 64)
+
+    def scaled_error(thresholds: tuple[float, ...]) -> tuple[float, float]:
+        q = torch.tensor(fmt.codebook)[torch.bucketize(x, torch.tensor(thresholds))]
+        found = float((x * q).mean() / x.square().mean())
+        return found, float((q / found - x).square().mean())
+
+    found, error = scaled_error(fmt.thresholds)
+    assert found == pytest.approx(1.0, abs=3e-3)
+    for factor in (0.8, 1.2):
+        assert scaled_error(tuple(t * factor for t in fmt.thresholds))[1] >= error - 1e-4

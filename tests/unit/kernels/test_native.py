@@ -36,6 +36,18 @@ FITTED = {
     "4 bits, 11 codebook": {"bits": 4, "scale_rule": "mean_abs", "codebook": tuple((i - 5) / 2 for i in range(11))},
     "7 bits": {"bits": 7, "scale_rule": "rms", "codebook": tuple((i - 50) / 16 for i in range(100))},
     "ternary": {"bits": 2, "scale_rule": "ternary", "codebook": (-1.0, 0.0, 1.0)},
+    "2 bits, own thresholds": {
+        "bits": 2,
+        "scale_rule": "rms",
+        "codebook": (-1.71148681640625, -0.5130615234375, 0.5130615234375, 1.71148681640625),
+        "thresholds": (-0.981597900390625, 0.0, 0.981597900390625),
+    },
+    "ternary, own thresholds": {
+        "bits": 2,
+        "scale_rule": "rms",
+        "codebook": (-1.511444091796875, 0.0, 1.511444091796875),
+        "thresholds": (-0.61199951171875, 0.61199951171875),
+    },
 }
 
 

@@ -78,7 +78,11 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (LoCo, {"bits": 1}, "or codebook='fitted'"),
     (LoCo, {"bits": 5, "codebook": "fitted"}, "bits must be an integer from 1 to 4 with codebook='fitted'"),
     (LoCo, {"bits": 4, "codebook": "ternary"}, "bits must be 2 with codebook='ternary'"),
-    (LoCo, {"codebook": "gaussian"}, "codebook must be 'uniform', 'fitted' or 'ternary'"),
+    (
+        LoCo,
+        {"codebook": "gaussian"},
+        "codebook must be 'uniform', 'fitted', 'ternary', 'unit_gain' or 'ternary_unit_gain'",
+    ),
     (
         LoCo,
         {"bits": 2, "codebook": "fitted", "rounding": "stochastic"},

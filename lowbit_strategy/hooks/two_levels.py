@@ -1,0 +1,136 @@
+"""Two levels of ranks: sums are exact inside a node, and compressed between the ranks of equal index on all nodes.
+
+1. inside a node each of its L ranks gets one part of every parameter, the mean over the node: an exact reduce-scatter
+2. ranks with the same part reduce it between the nodes, through a `GradientSync`
+3. DDP: inside the node all ranks get all parts, an exact all-gather
+
+So between nodes every sum travels once per node and not once per rank, and a rank keeps residuals for an L-th of the
+model. Under DDP a part is a run of rows; under FSDP2, sharded over all ranks, it is the shards of all ranks that have
+the same index, and each of them ends with its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.layout import Share
+from lowbit_strategy.collectives.ordered import sum_rows
+from lowbit_strategy.engine.bucket import BucketLayout, Entry, Stages
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+
+class _Piece:
+    """One rank's part of one parameter, in a bucket of whole parameters and in the parts of that rank."""
+
+    __slots__ = ("index", "length", "part_at", "whole_at")
+
+    def __init__(self, index: int, whole_at: int, part_at: int, length: int) -> None:
+        self.index, self.whole_at, self.part_at, self.length = index, whole_at, part_at, length
+
+
+class _Plan:
+    """How a bucket of DDP is cut into the parts of the ranks of a node. All parts of a bucket have one size."""
+
+    def __init__(self, layout: BucketLayout, wholes: Mapping[str, TensorSpec], share: Share) -> None:
+        self.pieces: list[_Piece] = []
+        entries: list[Entry] = []
+        self.numel = 0
+        for entry in layout.entries:
+            longest = 0
+            for index in range(share.count):
+                part = wholes[entry.name].shared(Share(index, share.count))
+                assert part.part is not None
+                ((start, length),) = part.part.ranges
+                if length:
+                    self.pieces.append(_Piece(index, entry.offset + start, self.numel, length))
+                    if index == share.index:
+                        entries.append(Entry(entry.name, self.numel))
+                longest = max(longest, length)
+            self.numel += longest
+        self.layout = BucketLayout(tuple(entries), last=layout.last, key=layout.entries)
+
+    def views(self, x: Tensor, parts_LN: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Each piece in the bucket, and in the parts."""
+        whole = [x[piece.whole_at : piece.whole_at + piece.length] for piece in self.pieces]
+        parts = [parts_LN[piece.index, piece.part_at : piece.part_at + piece.length] for piece in self.pieces]
+        return whole, parts
+
+
+class TwoLevelBuckets:
+    """DDP's buckets, reduced in place over two levels.
+
+    Args:
+        sync: Reduces parts between nodes.
+        inside: The ranks of this node.
+    """
+
+    def __init__(self, sync: GradientSync, inside: Comm) -> None:
+        assert sync.share is not None
+        self._sync = sync
+        self._share = sync.share
+        self._inside = inside
+        self._plans: dict[BucketLayout, _Plan] = {}
+
+    def reduce(self, layout: BucketLayout, x: Tensor) -> Stages:
+        """As `GradientSync.reduce`."""
+        if layout not in self._plans:
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            self._plans[layout] = _Plan(layout, self._sync.wholes, self._share)
+        plan = self._plans[layout]
+        part_N = torch.empty(plan.numel, dtype=x.dtype, device=x.device)
+        between = self._sync.reduce(plan.layout, part_N, part_N)  # now: the engine counts buckets as they come
+        return self._stages(plan, x, part_N, between)
+
+    def _stages(self, plan: _Plan, x: Tensor, part_N: Tensor, between: Stages) -> Stages:
+        if x.is_cuda:
+            part_N.record_stream(torch.cuda.current_stream(x.device))
+        buffers, row_nbytes = self._sync.buffers, plan.numel * x.element_size()
+        num_inside = self._inside.world_size
+        sent, received = buffers.borrow(num_inside, row_nbytes), buffers.borrow(num_inside, row_nbytes)
+        whole, pieces = plan.views(x, sent.view(x.dtype))
+        torch._foreach_copy_(pieces, whole)
+        yield from sum_rows(
+            sent.view(x.dtype), part_N, self._inside, alpha=1.0 / num_inside, received_WN=received.view(x.dtype)
+        )
+        buffers.give_back(sent, received)
+        yield from between
+        gathered = buffers.borrow(num_inside, row_nbytes)
+        yield self._inside.all_gather(gathered.view(x.dtype), part_N)
+        whole, pieces = plan.views(x, gathered.view(x.dtype))
+        torch._foreach_copy_(whole, pieces)
+        buffers.give_back(gathered)
+
+
+_KEPT_PLANS = 256  # DDP rebuilds its buckets once or twice
+
+
+def scatter_over_two_levels(
+    sync: GradientSync, inside: Comm, layout: BucketLayout, x: Tensor, out: Tensor
+) -> Iterator[Pending | None]:
+    """FSDP2's reduce-scatter over all ranks: row r of `x` is for rank r, `out` is the sum of the own row."""
+    num_inside = inside.world_size
+    rows_LN = x.view(-1, num_inside, out.numel()).transpose(0, 1).reshape(num_inside, -1)
+    mean_N = torch.empty(rows_LN.shape[1], dtype=x.dtype, device=x.device)
+    between = sync.reduce(layout, mean_N, out)
+    yield from sum_rows(rows_LN, mean_N, inside, alpha=1.0 / num_inside)
+    yield from between
+    out.mul_(num_inside)  # FSDP2 divides by the number of all ranks
+
+
+def inside_nbytes(sync: GradientSync, itemsizes: Mapping[str, int]) -> int:
+    """Bytes that a rank sends inside its node for one reduction of all gradients, which have so many bytes each."""
+    assert sync.share is not None
+    total = 0
+    for name, spec in sync.wholes.items():
+        first = spec.shared(replace(sync.share, index=0)).part  # the longest
+        assert first is not None
+        numel = first.ranges[0][1] if first.row_numel is None else sync.comm.world_size * first.row_numel
+        total += numel * itemsizes[name]
+    return (1 if sync.scatter else 2) * (sync.share.count - 1) * total

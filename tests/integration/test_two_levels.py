@@ -1,0 +1,180 @@
+"""Two levels of ranks: exact inside a node, compressed between nodes, on four processes that stand for two nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn import functional as F
+
+from lowbit_strategy import LoCo
+from lowbit_strategy.accelerate import LowBitPlugin
+from lowbit_strategy.control import GraVAC
+from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor, LowBitFSDPStrategy
+from lowbit_strategy.telemetry.run_record import read_record
+from tests.accelerated import make, prepared, train
+from tests.nodes import nodes_of
+from tests.scenarios import Facts, raised, scenarios
+from tests.training import (
+    ByStep,
+    Kind,
+    Regression,
+    dataset,
+    fingerprint,
+    fit,
+    full_parameters,
+    listen,
+    loader,
+    mlp,
+    strategy,
+    trainer,
+)
+
+BOTH: tuple[Kind, ...] = ("ddp", "fsdp")
+
+
+def by_name(folder: Path, kind: Kind) -> Facts:
+    runs: dict[str, Any] = {}
+    with nodes_of(2):
+        for name in ("ddp", f"dense_{kind}", f"loco_{kind}"):
+            torch.manual_seed(0)
+            model = Regression()
+            with listen() as lines:
+                made = trainer(name, max_steps=20)
+                made.fit(model, loader())
+            runs[name] = {"losses": model.losses, "values": {k: v.tolist() for k, v in full_parameters(model).items()}}
+    sync = made.strategy.sync
+    return {
+        "stock": runs["ddp"],
+        "dense": runs[f"dense_{kind}"],
+        "losses": runs[f"loco_{kind}"]["losses"],
+        "print": fingerprint(model),
+        "world": (sync.comm.world_size, sync.everyone.world_size),
+        "sent": sync.comm.sent_nbytes,
+        "accounted": 20 * sum(sync.sent_nbytes(name) for name in sync.specs),
+        "inside": (sync.inside.sent_nbytes, 20 * sync.inside_nbytes),
+        "residual": sync.residual_nbytes,
+        "numel": sum(spec.numel for spec in sync.wholes.values()),
+        "log": lines,
+    }
+
+
+@scenarios(by_name, world_size=4, kind=BOTH)
+def test_by_name(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["print"] == facts[0]["print"]
+        assert rank["world"] == (2, 4)
+        assert rank["losses"][-1] < 0.8 * rank["losses"][0]
+        for name, values in rank["stock"]["values"].items():
+            torch.testing.assert_close(torch.tensor(rank["dense"]["values"][name]), torch.tensor(values))
+        headers_and_padding = 20 * 2 * 3 * (16 + 6 * 15)
+        assert rank["accounted"] < rank["sent"] <= rank["accounted"] + headers_and_padding
+        assert rank["inside"][0] == rank["inside"][1] > 0
+        assert rank["residual"] < 1.2 * rank["numel"]  # an int8 per element, a half of it, and the downlink's half
+    log = "\n".join(facts[0]["log"])
+    assert "over 2 groups of 2 ranks, exact inside a group" in log
+    assert "between nodes" in log
+
+
+def resume(folder: Path, kind: Kind) -> Facts:
+    """With a monitor and a controller, whose decisions all ranks share; then on one level, residuals folded."""
+    losses, prints, decided = [], [], []
+    controller = {"window": 2, "epsilon": 0.2, "settle": 0, "omega": 0.0}
+    with nodes_of(2):
+        for start in (None, folder / "step=4.ckpt"):
+            saver = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+            levels = tuple(LoCo(bits=bits, block_size=32) for bits in (8, 4, 2))
+            adaptive = AdaptiveCompression(GraVAC(candidates=levels, **controller), record=False)
+            monitor = CompressionMonitor(every_n_steps=2, record=folder / str(start is None))
+            model = ByStep()
+            made = trainer(strategy(kind), max_steps=9, enable_checkpointing=True, callbacks=[adaptive, monitor, saver])
+            made.fit(model, loader(), ckpt_path=start)
+            losses.append(model.losses)
+            prints.append(fingerprint(model))
+            decided.append(dict(adaptive.driver.levels))
+        flat = ByStep()
+        with listen() as lines:
+            one = fit_from(folder / "step=4.ckpt", kind, flat, two_level=False, on_world_size_change="fold")
+    records = read_record(folder / "True") if made.global_rank == 0 else []
+    return {
+        "losses": losses,
+        "prints": prints,
+        "decided": decided,
+        "flat": (fingerprint(flat), one.strategy.sync.comm.world_size, flat.losses[0]),
+        "log": lines,
+        "observed": [line for line in records if line["kind"] == "observation"],
+    }
+
+
+def fit_from(path: Path, kind: Kind, model: ByStep, **options: Any) -> Any:
+    made = trainer(strategy(kind, **options), max_steps=9)
+    made.fit(model, loader(), ckpt_path=path)
+    return made
+
+
+@scenarios(resume, world_size=4, kind=BOTH)
+def test_resume_with_a_monitor_and_a_controller(facts: list[Facts]) -> None:
+    for rank in facts:
+        whole, resumed = rank["losses"]
+        assert resumed == whole[4:]
+        assert set(rank["prints"]) == {facts[0]["prints"][0]}
+        assert rank["decided"] == facts[0]["decided"]
+        assert rank["decided"][0] == rank["decided"][1]
+        assert rank["flat"][:2] == (facts[0]["flat"][0], 4)
+        assert rank["flat"][2] == whole[4]
+    log = "\n".join(facts[0]["log"])
+    assert "grouped into nodes or replicas otherwise: compression residuals are averaged" in log
+    assert "one level, because two_level=False" in log
+    for line in facts[0]["observed"]:
+        assert line["between_nbytes"] == line["sent_nbytes"] > 0
+        assert line["inside_nbytes"] > line["between_nbytes"]
+
+
+def refused(folder: Path) -> Facts:
+    facts: Facts = {}
+    with nodes_of(4):
+        facts["one node"] = raised(lambda: fit("ddp", Regression(), options={"two_level": True}, max_steps=1))
+    facts["both"] = raised(lambda: LowBitFSDPStrategy(LoCo(), two_level=True, shard_size=2))
+    uneven = 3 if torch.distributed.get_rank() < 3 else 1
+    with nodes_of(uneven), listen() as lines:
+        fit("ddp", Regression(), max_steps=2)
+    facts["uneven"] = "\n".join(lines)
+    with nodes_of(2):
+        differs = torch.distributed.get_rank() == 1
+        facts["differs"] = raised(lambda: fit("fsdp", Regression(), options={"two_level": False if differs else None}))
+        facts["fabric"] = with_fabric()
+        facts["accelerate"] = with_accelerate()
+    return facts
+
+
+def with_fabric() -> Any:
+    made = L.Fabric(accelerator="cpu", devices=4, strategy="loco2_ddp")
+    made.launch()
+    net = mlp()
+    model, optimizer = made.setup(net, torch.optim.Adam(net.parameters(), lr=1e-2))
+    for step in range(4):
+        x, y = dataset()[(4 * step + made.global_rank) * 4 :][:4]
+        made.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return fingerprint(net), made.strategy.attachments[0].sync.comm.world_size
+
+
+def with_accelerate() -> Any:
+    job = prepared(make("ddp", LowBitPlugin("topk")))
+    train(job, 3, clip=1.0)
+    return fingerprint(job.model), job.sync.comm.world_size
+
+
+@scenarios(refused, world_size=4)
+def test_what_cannot_have_two_levels_and_other_frameworks(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert "two_level=True is not possible, because all ranks are on one node" in rank["one node"]
+        assert "two_level must not be given with shard_size" in rank["both"]
+        assert "rank 1 differs from rank 0 in two_level: False instead of None" in rank["differs"]
+        assert rank["fabric"] == (facts[0]["fabric"][0], 2)
+        assert rank["accelerate"] == (facts[0]["accelerate"][0], 2)
+    assert "one level, because nodes have different numbers of ranks (3, 1)" in facts[0]["uneven"]
