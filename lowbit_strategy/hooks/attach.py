@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.attached import Attached
@@ -162,7 +162,7 @@ def attach_fsdp(
     if fsdp.install(module, sync) == 0:
         raise ValueError(_NOT_SHARDED)
     coding = prepared.options.weights or default_weights(prepared.compressor)
-    install_weights(module, coding, sync, copy.copy(groups.everyone))
+    install_weights(module, coding, sync, _gathering(groups))
     _report(sync)
     return Attached(sync, module, prepared.options, group=group, groups=groups)
 
@@ -188,12 +188,19 @@ def _attach_hsdp(
     if fsdp.install_replicas(module, sync, groups.inside, side) == 0:
         raise ValueError(_NOT_SHARDED)
     weights = prepared.options.weights or Exact()  # inside a node links are fast
-    install_weights(module, weights, sync, copy.copy(groups.inside))
+    install_weights(module, weights, sync, FlatGathering(groups.inside))
     compares = prepared.options.check_digest and sync.comm.world_size > 1
     shards = {canonical_name(name): param for name, param in module.named_parameters()}
     digest = ParameterDigest(shards, sync.comm, device) if compares else None
     _report(sync)
     return Attached(sync, module, prepared.options, group=group, hook=side, groups=groups, digest=digest)
+
+
+def _gathering(groups: RankGroups) -> Gathering:
+    """How weights that are sharded over all ranks travel: to each other node once."""
+    if groups.inside is None:
+        return FlatGathering(groups.everyone)
+    return NodeGathering(groups.comm, groups.inside)
 
 
 _NOT_SHARDED = "no module is sharded with fully_shard: nothing to compress"
