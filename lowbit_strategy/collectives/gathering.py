@@ -8,9 +8,11 @@ only those of (1) leave the node.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
@@ -23,10 +25,18 @@ class Gathering(ABC):
         sent_nbytes: Bytes this rank has sent by it, counted.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, comms: Sequence[Comm]) -> None:
         self.rank = rank
         self.world_size = world_size
         self.sent_nbytes = 0
+        self._comms = comms
+
+    def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Let go of process groups that have been destroyed: the last reference to one holds its threads."""
+        nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
+        for comm in self._comms:
+            if comm.group in groups:
+                comm.group = nobody
 
     @abstractmethod
     def run(self, out_WB: Tensor, x_B: Tensor) -> Iterator[Pending]:
@@ -47,7 +57,7 @@ class FlatGathering(Gathering):
     """One collective among all ranks of `comm`."""
 
     def __init__(self, comm: Comm) -> None:
-        super().__init__(comm.rank, comm.world_size)
+        super().__init__(comm.rank, comm.world_size, [comm])
         self._comm = comm
 
     def run(self, out_WB: Tensor, x_B: Tensor) -> Iterator[Pending]:
@@ -66,7 +76,8 @@ class NodeGathering(Gathering):
     """
 
     def __init__(self, between: Comm, inside: Comm) -> None:
-        super().__init__(between.rank * inside.world_size + inside.rank, between.world_size * inside.world_size)
+        rank, world_size = between.rank * inside.world_size + inside.rank, between.world_size * inside.world_size
+        super().__init__(rank, world_size, [between, inside])
         self._between = between
         self._inside = inside
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass, fields
 from typing import Any
@@ -188,7 +189,7 @@ def _attach_hsdp(
     if fsdp.install_replicas(module, sync, groups.inside, side) == 0:
         raise ValueError(_NOT_SHARDED)
     weights = prepared.options.weights or Exact()  # inside a node links are fast
-    install_weights(module, weights, sync, FlatGathering(groups.inside))
+    install_weights(module, weights, sync, FlatGathering(copy.copy(groups.inside)))
     compares = prepared.options.check_digest and sync.comm.world_size > 1
     shards = {canonical_name(name): param for name, param in module.named_parameters()}
     digest = ParameterDigest(shards, sync.comm, device) if compares else None
@@ -199,8 +200,8 @@ def _attach_hsdp(
 def _gathering(groups: RankGroups) -> Gathering:
     """How weights that are sharded over all ranks travel: to each other node once."""
     if groups.inside is None:
-        return FlatGathering(groups.everyone)
-    return NodeGathering(groups.comm, groups.inside)
+        return FlatGathering(copy.copy(groups.everyone))  # a copy counts bytes of its own
+    return NodeGathering(copy.copy(groups.comm), copy.copy(groups.inside))
 
 
 _NOT_SHARDED = "no module is sharded with fully_shard: nothing to compress"
