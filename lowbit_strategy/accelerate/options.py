@@ -14,8 +14,12 @@ from lowbit_strategy.control.base import Controller
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods.outer.registry import default_compressor
+from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.options.configuration import positional_configuration
+
+_NOT_CHOSEN = LoCo()
 
 
 @positional_configuration
@@ -26,7 +30,7 @@ class PluginOptions:
         ValueError: An option is of another type or out of range, or no preset has the name given as `compressor`.
     """
 
-    compressor: Compressor = field(default_factory=LoCo)
+    compressor: Compressor = field(default_factory=lambda: _NOT_CHOSEN)
     _: KW_ONLY
     seed: int = 0
     on_world_size_change: OnWorldSizeChange = "reset"
@@ -34,6 +38,7 @@ class PluginOptions:
     check_digest: bool = True
     two_level: bool | None = None
     shard_size: int | Literal["node"] | None = None
+    outer: OuterRule | None = None
     controller: Controller | None = None
     monitor: CompressionMonitor | None = None
     record: bool | str | Path = True
@@ -41,6 +46,8 @@ class PluginOptions:
     steps_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
+        if self.compressor is _NOT_CHOSEN and self.outer is not None:
+            object.__setattr__(self, "compressor", default_compressor(self.outer))
         for name in ("num_steps", "steps_per_epoch"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))

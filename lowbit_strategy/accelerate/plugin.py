@@ -22,6 +22,8 @@ class LowBitPlugin(PluginOptions):
         two_level: Add gradients up exactly inside a node and compress between nodes, see `SyncOptions`.
         shard_size: FSDP2: shard over so many ranks of a node (``"node"``: all) and compress between the replicas, as
             ``dp_replicate_size`` of Accelerate's parallelism configuration, which may be given instead.
+        outer: Local steps with an outer optimizer between synchronisations, such as ``DiLoCo(every=30)``; see
+            `SyncOptions`.
         controller: One of `lowbit_strategy.control`: chooses compressors in the place of `compressor`.
         monitor: Logs what compression does through `Accelerator.log`, or the HF Trainer's.
         record: Folder of the record that `lowbit report` draws. True: the accelerator's logging folder (its

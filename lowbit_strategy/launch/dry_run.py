@@ -74,7 +74,10 @@ class DryRun:
 
     def _plan(self, model: nn.Module, compressor: Compressor, device: torch.device) -> str:
         planned = self.planned
-        report = plan(model, compressor, world_size=planned.world_size, scatter=planned.scatter, device=device)
+        outer = self.plugin.outer if planned.world_size > 1 else None
+        report = plan(
+            model, compressor, world_size=planned.world_size, scatter=planned.scatter, device=device, outer=outer
+        )
         return report.render()
 
     def finish(self) -> None:

@@ -50,6 +50,8 @@ def observation_metrics(observation: Observation) -> dict[str, float]:
         metric_name("codec_ms"): observation.codec_ms,
         metric_name("comm_ms"): observation.comm_ms,
     }
+    if observation.drift is not None:
+        metrics[metric_name("drift")] = observation.drift
     for group, figures in observation.groups.items():
         if figures.compressed:
             metrics |= {metric_name(what, group): getattr(figures, what) for what in _PER_GROUP}
