@@ -61,8 +61,9 @@ class ModuleWeights:
         cuts = [dim0_cut(spec.shape, comm.world_size) for spec in layout.specs]
         self.row_numel = sum(cut.row_numel for cut in cuts)
         parts = self._parts(coding, cuts)
-        self.is_ours = parts is not None or coding.keep == "replica"  # or FSDP2's own gathers do
         keep = "nothing" if parts is None and coding.keep == "codes" else coding.keep
+        self._world_size, self._has_codes, self._keeps_codes = comm.world_size, parts is not None, keep == "codes"
+        self.is_ours = parts is not None or coding.keep == "replica"  # or FSDP2's own gathers do
         self.costs = costs_of(coding, layout, comm.world_size)
         # what a message may have beyond its codes: a header, and the padding of every parameter
         self.framing_nbytes = (HEADER_NBYTES + ALIGNMENT * len(cuts)) * (comm.world_size - 1)
@@ -86,6 +87,15 @@ class ModuleWeights:
             slots.setdefault(coding.codec(spec), []).append(Slot(spec.name, at, self.row_numel, cut))
             at += cut.row_numel
         return [Part(codec, tuple(members)) for codec, members in slots.items()]
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Memory for its messages: its own, and those received unless they are what is kept."""
+        others = self._world_size - 1
+        if not self._has_codes or not others:
+            return 0
+        own = (self.costs.cost.gather_nbytes + self.framing_nbytes) // others
+        return own if self._keeps_codes else own * (1 + self._world_size)
 
     @property
     def exact_nbytes(self) -> int:
@@ -221,6 +231,11 @@ class WeightSync:
     def kept_nbytes(self) -> int:
         """Memory on this rank for what is kept between gathers, framing aside."""
         return sum(module.costs.cost.kept_nbytes for module in self.modules.values())
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Memory on this rank for messages that are on their way, at most: modules take turns."""
+        return max((module.buffer_nbytes for module in self.modules.values()), default=0)
 
     # -- what is saved --------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy import LoCo
+from lowbit_strategy import Exact, LoCo
 from lowbit_strategy.hooks.attach import attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.sync_options import SyncOptions
@@ -38,7 +38,9 @@ class Bench:
     def __init__(self, kind: Kind, net: nn.Module, compressor: LoCo, **options: Any) -> None:
         self.net, self.plain = net, copy.deepcopy(net)
         scaler = options.pop("has_scaler", False)
-        prepared = prepare(net, compressor, SyncOptions(), scatter=kind == "fsdp")
+        # gradients of the very parameters that the copy has
+        settings = SyncOptions(weights=Exact() if kind == "fsdp" else None)
+        prepared = prepare(net, compressor, settings, scatter=kind == "fsdp")
         self.attached: Attached
         if kind == "ddp":
             self.model: nn.Module = DistributedDataParallel(net, bucket_cap_mb=0.01, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lowbit_strategy import Exact, LoCo
+from lowbit_strategy import Exact, LoCo, as_weights
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.telemetry.startup_report import build_report
@@ -44,6 +45,53 @@ def sharded(folder: Path) -> Facts:
         "counted": sync.weights.nbytes,
         "parameters": sum(spec.numel for spec in sync.specs.values()),
     }
+
+
+def _held_nbytes() -> int:
+    """Bytes of all tensors of this process, each memory once."""
+    gc.collect()
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for each in gc.get_objects()
+        if type(each) is torch.Tensor
+        for storage in (each.untyped_storage(),)
+    }
+    return sum(storages.values())
+
+
+def beyond_fsdp(folder: Path, weights: str) -> Facts:
+    """What a rank holds between steps that it does not hold under FSDP2 alone."""
+    held = {}
+    for name in ("stock", weights):
+        torch.manual_seed(0)
+        before = _held_nbytes()
+        net = nn.Sequential(*(nn.Linear(8 * WIDTH, 8 * WIDTH) for _ in range(NUM_MODULES)))
+        chosen = SyncOptions(weights=as_weights(weights)) if name != "stock" else None
+        prepared = None if chosen is None else prepare(net, LoCo(), chosen, scatter=True)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (*net, net):
+            fully_shard(module, mesh=mesh)
+        attached = None if prepared is None else attach_fsdp(net, prepared, device=torch.device("cpu"))
+        for _ in range(2):
+            net(torch.randn(4, 8 * WIDTH)).square().mean().backward()
+            net.zero_grad()
+            if attached is not None:
+                attached.end_step()
+        held[name] = _held_nbytes() - before
+        if attached is not None:
+            report = build_report(attached.sync)
+            assert report.weights is not None
+            kept = report.weights.used.kept_nbytes
+            announced = report.residual_nbytes + report.buffer_nbytes + kept
+            attached.close()
+        del net, module, prepared, attached
+    return {"measured": held[weights] - held["stock"], "announced": announced, "kept": kept}
+
+
+@scenarios(beyond_fsdp, weights=("exact", "code8", "delta4"))
+def test_memory_beyond_that_of_fsdp_is_what_the_report_announces(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert abs(rank["measured"] / rank["announced"] - 1) < 0.05
 
 
 @scenarios(sharded)
