@@ -36,7 +36,7 @@ from benchmarks.small_models import make_model, text_of
 
 VALIDATION_WINDOWS = 2048
 EVERY = 10  # training losses are kept as means of so many steps
-LEARNING_RATES = {"transformer": 4e-3, "recurrent": 8e-3, "convolutional": 8e-3, "mixer": 4e-3}
+LEARNING_RATES = {"transformer": 4e-3, "recurrent": 1.6e-2, "convolutional": 1.6e-2, "mixer": 1.2e-2}
 KINDS = ("transformer", "recurrent", "convolutional")
 
 Gradients = Callable[[dict[str, Tensor], Tensor], tuple[dict[str, Tensor], Tensor]]

@@ -1,4 +1,4 @@
-"""What compressed synchronisation saves on slow links: one rank per emulated host, bytes counted on the interfaces.
+"""What compressed synchronisation saves on slow links: emulated hosts of one or several ranks, bytes counted between.
 
     sudo .venv/bin/python benchmarks/network.py --mode ddp-step --rate 200mbit,1gbit --variants ddp,loco_ddp
 
@@ -10,7 +10,12 @@ node each, a Lightning script with ``Trainer(num_nodes=...)``. Modes:
 * ``fsdp-step``: the same under FSDP2, weights included: Lightning's own in float32 and in bfloat16, `loco_fsdp`, and
   `loco_fsdp` with weights sent in other ways (``loco_fsdp:delta4``).
 * ``fsdp-reduce-scatter``: the gradient reduce-scatters of a step under FSDP2.
+* ``hsdp-step``: step times of the same model, sharded inside a host and replicated between hosts, against the step
+  without synchronisation between hosts. Give ``--ranks-per-host``.
 * ``collective``: one all-reduce and one reduce-scatter of N elements, outside any framework.
+
+A variant is a strategy's name; ``loco_ddp:flat`` has one level of ranks, ``loco1_ddp:now`` no warm-up,
+``loco1_ddp:now:all`` no high precision for embeddings and heads besides.
 
 Times are medians over steps, and comparable within one run only.
 """
@@ -38,6 +43,7 @@ from slow_links.namespaces import SlowNetwork, why_not
 
 SCRIPTS = Path(__file__).parent / "slow_links"
 NO_SYNC = "no-sync"
+INSIDE_HOST = "inside-host"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +67,7 @@ MODES = {
     "fsdp-reduce-scatter": Mode(
         script="fsdp_reduce_scatter.py", variants=("fsdp2", "loco_fsdp"), baseline="fsdp2", hops=1
     ),
+    "hsdp-step": Mode(script="ddp_step.py", variants=("dense_hsdp", "loco_hsdp"), baseline=INSIDE_HOST, hops=2),
     "collective": Mode(script="collective.py", variants=("fp32", "loco"), baseline="fp32", hops=2),
 }
 
@@ -77,8 +84,9 @@ class Row:
         step_speedup: The baseline's `seconds` over this one's.
         limit_s: What the link allows: the step without synchronisation, and its bytes at the link's rate. None: the
             link has no limit, or steps are not measured.
-        sent_nbytes: On the interface, of one rank in one step, headers and acknowledgements included.
-        bits_per_element_hop: `sent_nbytes` over what an ideal ring moves: (W - 1) / W of the elements per hop.
+        sent_nbytes: On the interface of one host in one step, headers and acknowledgements included.
+        bits_per_element_hop: `sent_nbytes` over what an ideal ring of H hosts moves: (H - 1) / H of the elements per
+            hop.
     """
 
     mode: str
@@ -98,7 +106,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--mode", choices=MODES, default="ddp-step")
     parser.add_argument("--rate", default="200mbit,1gbit", help="rates as tc writes them, with commas; none: no limit")
     parser.add_argument("--variants", help="strategies or compressors, with commas; the mode's baseline is added")
-    parser.add_argument("--world-size", type=int, default=4)
+    parser.add_argument("--world-size", "--hosts", type=int, default=4, help="how many hosts")
+    parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2, help="how often the variants take turns")
     parser.add_argument("--steps", type=int, default=6, help="measured steps of a variant's turn")
     parser.add_argument("--warmup-steps", type=int, default=2, help="unmeasured steps before them")
@@ -110,8 +119,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--timeout", type=float, default=900, help="seconds for all variants at one rate")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args(arguments)
-    if options.warmup_steps < 1 or options.steps < 1 or options.rounds < 1 or options.world_size < 2:
-        parser.error("--warmup-steps, --steps and --rounds must be at least 1, --world-size at least 2")
+    if (
+        options.warmup_steps < 1
+        or options.steps < 1
+        or options.rounds < 1
+        or options.world_size < 2
+        or options.ranks_per_host < 1
+    ):
+        parser.error("--warmup-steps, --steps, --rounds and --ranks-per-host must be at least 1, --hosts at least 2")
     return options
 
 
@@ -178,7 +193,7 @@ def rows_of(reports: Sequence[Any], rate: str, options: argparse.Namespace) -> l
 
 
 def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    table = Table(title=f"{options.mode}, {options.world_size} hosts")
+    table = Table(title=f"{options.mode}, {options.world_size} hosts, {options.ranks_per_host} ranks each")
     table.add_column("link")
     table.add_column("variant")
     headings = (
@@ -187,7 +202,7 @@ def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
         "step faster",
         "communication",
         "faster",
-        "MB sent per rank",
+        "MB sent per host",
         "bits/element/hop",
     )
     for heading in headings:
@@ -240,7 +255,9 @@ def main() -> int:
             network.set_rate(None if rate == "none" else rate)
             print(f"{options.mode} at {rate}: {', '.join(variants_of(options))} ...", file=sys.stderr, flush=True)
             script = SCRIPTS / MODES[options.mode].script
-            reports = run_on_hosts(network, script, host_arguments(options), timeout=options.timeout)
+            reports = run_on_hosts(
+                network, script, host_arguments(options), timeout=options.timeout, ranks_per_host=options.ranks_per_host
+            )
             rows += rows_of(reports, rate, options)
             samples[rate] = reports
     show(rows, options)

@@ -8,6 +8,14 @@ import logging
 
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
+from lowbit_strategy.methods.outer.diloco import DiLoCo
+from lowbit_strategy.methods.outer.interval import Quadratic, Stepwise
+from lowbit_strategy.methods.outer.localsgd import LocalSGD
+from lowbit_strategy.methods.outer.overlaplocalsgd import OverlapLocalSGD
+from lowbit_strategy.methods.outer.postlocalsgd import PostLocalSGD
+from lowbit_strategy.methods.outer.registry import OUTER_RULES
+from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.methods.outer.sparseloco import SparseLoCo
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
@@ -43,29 +51,38 @@ from lowbit_strategy.version import __version__
 __all__ = [
     "DGC",
     "EF21",
+    "OUTER_RULES",
     "PRESETS",
     "QSGD",
     "AdaComp",
     "Compressor",
     "Dense",
+    "DiLoCo",
     "EFSignSGD",
     "ErrorFeedback",
     "ExDyna",
     "Exact",
     "GTopK",
     "LoCo",
+    "LocalSGD",
     "MiCRO",
     "MultiScale",
     "NaturalCompression",
     "OneBitSGD",
+    "OuterRule",
+    "OverlapLocalSGD",
     "Partition",
+    "PostLocalSGD",
     "PowerSGD",
+    "Quadratic",
     "RandomK",
     "Rotate",
     "SIDCo",
     "ScaleCom",
     "SharedScale",
     "SignSGD",
+    "SparseLoCo",
+    "Stepwise",
     "TernGrad",
     "TopK",
     "WarmUp",

@@ -13,6 +13,8 @@ from typing import Any
 
 import wrapt
 
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.outer.registry import OUTER_RULES, compressor_for
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.options.suggestions import nearest
 
@@ -35,16 +37,23 @@ def register_when_imported() -> None:
         wrapt.register_post_import_hook(_register, namespace)
 
 
-def strategy_names() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+def strategy_names() -> Iterator[tuple[str, Compressor, str, dict[str, Any]]]:
     """Each registered name with its compressor, its kind (``DDP`` or ``FSDP``) and the strategy's other arguments."""
-    for compressor in PRESETS:
-        yield f"{compressor}_fsdp", compressor, "FSDP", {}
-        yield f"{compressor}_hsdp", compressor, "FSDP", {"shard_size": "node"}
-        for suffix, start_method in _START_METHODS.items():
-            for ending, unused in _UNUSED.items():
-                options = {"start_method": start_method, "find_unused_parameters": unused}
-                given = {key: value for key, value in options.items() if value is not None}
-                yield f"{compressor}_ddp{suffix}{ending}", compressor, "DDP", given
+    for name, compressor in PRESETS.items():
+        yield f"{name}_fsdp", compressor, "FSDP", {}
+        yield f"{name}_hsdp", compressor, "FSDP", {"shard_size": "node"}
+        for ending, given in _ddp_endings():
+            yield f"{name}_ddp{ending}", compressor, "DDP", given
+    for name, rule in OUTER_RULES.items():
+        for ending, given in _ddp_endings():
+            yield f"{name}_ddp{ending}", compressor_for(name), "DDP", {**given, "outer": rule}
+
+
+def _ddp_endings() -> Iterator[tuple[str, dict[str, Any]]]:
+    for suffix, start_method in _START_METHODS.items():
+        for ending, unused in _UNUSED.items():
+            options = {"start_method": start_method, "find_unused_parameters": unused}
+            yield f"{suffix}{ending}", {key: value for key, value in options.items() if value is not None}
 
 
 def _register(module: Any) -> None:
@@ -54,8 +63,8 @@ def _register(module: Any) -> None:
     for name, compressor, kind, options in strategy_names():
         if name not in registry:
             build = partial(_build, ours, f"LowBit{kind}Strategy")
-            description = f"{kind} with {compressor} gradients"
-            registry.register(name, build, description=description, compressor=PRESETS[compressor], **options)
+            description = f"{kind} with {name.partition('_')[0]}"
+            registry.register(name, build, description=description, compressor=compressor, **options)
     if not isinstance(registry.available_strategies(), _Names):
         wrapt.wrap_function_wrapper(registry, "available_strategies", _available)
 
@@ -84,6 +93,9 @@ def _advice(name: str, known: list[str]) -> str:
     """What to write instead of a name that looks like one of ours; empty if it does not."""
     if name in PRESETS:
         return f", {name} is a compressor: use {name}_ddp, {name}_fsdp or {name}_hsdp"
+    if name in OUTER_RULES:
+        return f", {name} is an outer rule: use {name}_ddp"
     plain = [each for each in known if "_ddp_" not in each]
     near = nearest(name, plain, likeness=0.75)
-    return f"; did you mean {near!r}?" if near and near.rpartition("_")[0] in PRESETS else ""
+    ours = {*PRESETS, *OUTER_RULES}
+    return f"; did you mean {near!r}?" if near and near.rpartition("_")[0] in ours else ""

@@ -5,7 +5,6 @@ Started by torchrun on every host; what is measured is what `Trainer(strategy=NA
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 import lowbit_strategy  # noqa: F401  registers the strategies' names
 from recipes.gpt import LanguageModel
 from slow_links.counters import sent_nbytes
-from slow_links.measuring import Measurement, fit, measure_in_turn, parse_options
+from slow_links.measuring import Measurement, fit, measure_in_turn, parse_options, strategy_of
 
 NO_SYNC = "no-sync"
 
@@ -47,16 +46,15 @@ class StepMeter(L.Callback):
 def main() -> None:
     options = parse_options(__doc__)
     torch.set_num_threads(1)
-    world_size = int(os.environ["WORLD_SIZE"])
 
     def measure(strategy: str) -> Measurement:
         L.seed_everything(0, verbose=False)
         model = LanguageModel(options.width, options.depth, heads=4, context=options.context)
         meter = StepMeter(options.warmup_steps)
         if strategy == NO_SYNC:  # each rank by itself, at the same time as the others
-            fit(model, meter, options, strategy=SingleDeviceStrategy(device="cpu"))
+            fit(model, meter, options, strategy=SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)
         else:
-            fit(model, meter, options, strategy=strategy, num_nodes=world_size)
+            fit(model, meter, options, strategy=strategy_of(strategy))
         numel = sum(parameter.numel() for parameter in model.parameters())
         return Measurement(meter.times_s, [meter.sent_per_step_nbytes], numel)
 

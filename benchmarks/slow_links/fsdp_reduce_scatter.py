@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import lowbit_strategy  # noqa: F401  registers the strategies' names
 from recipes.gpt import LanguageModel
 from slow_links.counters import sent_nbytes
-from slow_links.measuring import Measurement, fit, measure_in_turn, parse_options
+from slow_links.measuring import Measurement, fit, measure_in_turn, parse_options, strategy_of
 
 STOCK = "fsdp2"
 
@@ -97,9 +97,13 @@ def main() -> None:
         stock = variant == STOCK
         kind = StockModel if stock else LanguageModel
         model = kind(options.width, options.depth, heads=4, context=options.context)
-        strategy = ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1) if stock else variant
+        strategy = (
+            ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+            if stock
+            else strategy_of(variant)
+        )
         meter = ReduceScatterMeter(options.warmup_steps)
-        fit(model, meter, options, strategy=strategy, num_nodes=world_size)
+        fit(model, meter, options, strategy=strategy)
         return Measurement(meter.times_s, meter.sent_nbytes, meter.numel)
 
     measure_in_turn(measure, options)

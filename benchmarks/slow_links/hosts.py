@@ -20,18 +20,25 @@ _IMPORTS = (str(_ROOT), str(_ROOT / "benchmarks"))  # for recipes and for slow_l
 _PORT = 29500  # every host has all ports to itself
 
 
-def run_on_hosts(network: SlowNetwork, script: Path, arguments: Sequence[str], *, timeout: float) -> list[Any]:
-    """Run `script` on every host of the network; it is given ``--report PATH`` on top and writes JSON there.
+def run_on_hosts(
+    network: SlowNetwork, script: Path, arguments: Sequence[str], *, timeout: float, ranks_per_host: int = 1
+) -> list[Any]:
+    """Run `script` on every host of the network; it is given ``--report PATH`` on top, and the first rank of each host
+    writes JSON there.
+
+    What ranks of one host send to each other goes over its loopback, neither limited nor counted.
 
     Returns:
-        The ranks' reports, in rank order.
+        The hosts' reports, in order.
 
     Raises:
         RuntimeError: A rank failed or time ran out; the message has the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="slow-links-") as name:
         folder = Path(name)
-        processes = [_start(network, rank, script, arguments, folder) for rank in range(len(network.hosts))]
+        processes = [
+            _start(network, rank, script, arguments, folder, ranks_per_host) for rank in range(len(network.hosts))
+        ]
         try:
             _wait(processes, network, folder, timeout)
         finally:
@@ -43,12 +50,12 @@ def run_on_hosts(network: SlowNetwork, script: Path, arguments: Sequence[str], *
 
 
 def _start(
-    network: SlowNetwork, rank: int, script: Path, arguments: Sequence[str], folder: Path
+    network: SlowNetwork, rank: int, script: Path, arguments: Sequence[str], folder: Path, ranks_per_host: int
 ) -> subprocess.Popen[bytes]:
     host = network.hosts[rank]
     torchrun = [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", str(len(network.hosts)), "--nproc-per-node", "1", "--node-rank", str(rank)),
+        *("--nnodes", str(len(network.hosts)), "--nproc-per-node", str(ranks_per_host), "--node-rank", str(rank)),
         *("--master-addr", network.hosts[0].address, "--master-port", str(_PORT)),
     ]
     command = ["ip", "netns", "exec", host.namespace, *torchrun, str(script), *arguments]

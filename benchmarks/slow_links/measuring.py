@@ -1,22 +1,29 @@
-"""What the scripts that run on the hosts share: their options, their rounds, their reports."""
+"""What the scripts that run on the hosts share: their options, variants, rounds and reports."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
+from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
+from lowbit_strategy.methods.registry import preset
 from recipes.gpt import LanguageModel
 from recipes.text import Windows, standard_library
 
+INSIDE_HOST = "inside-host"
+
 
 class Measurement(NamedTuple):
-    """One round of one variant on one rank. `numel`: gradient elements that a step reduces."""
+    """One round of one variant: times of a rank, bytes of its host. `numel`: gradient elements that a step reduces."""
 
     times_s: list[float]
     sent_nbytes: list[float]
@@ -41,15 +48,17 @@ def measure_in_turn(measure: Callable[[str], Measurement], options: argparse.Nam
             entry = report.setdefault(variant, {"times_s": [], "sent_nbytes": [], "numel": measured.numel})
             entry["times_s"] += measured.times_s
             entry["sent_nbytes"] += measured.sent_nbytes
-    options.report.write_text(json.dumps(report))
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        options.report.write_text(json.dumps(report))
 
 
 def fit(model: LanguageModel, meter: L.Callback, options: argparse.Namespace, **where: Any) -> None:
     """Train for the warm-up and the measured steps; `where` goes to the Trainer as a user would write it."""
+    ranks_per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    hosts = {"num_nodes": int(os.environ["WORLD_SIZE"]) // ranks_per_host, "devices": ranks_per_host}
     trainer = L.Trainer(
-        **where,
+        **hosts | where,
         accelerator="cpu",
-        devices=1,
         max_steps=options.warmup_steps + options.steps,
         callbacks=[meter],
         logger=False,
@@ -59,3 +68,33 @@ def fit(model: LanguageModel, meter: L.Callback, options: argparse.Namespace, **
     )
     text = Windows(standard_library("validation"), options.context)
     trainer.fit(model, DataLoader(text, batch_size=options.batch_size, shuffle=True))
+
+
+class InsideHost(LowBitFSDPStrategy):
+    """HSDP that never synchronises between hosts: what a step costs without them."""
+
+    def __init__(self) -> None:
+        super().__init__("loco", shard_size="node", check_digest=False)
+
+    def on_attached(self, attached: Any) -> None:
+        super().on_attached(attached)
+        for module in self.model.modules() if self.model is not None else ():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(lambda reduced: None)
+
+
+def strategy_of(variant: str) -> Any:
+    """A strategy's name, with ``:flat`` for one level of ranks, ``:now`` for its preset without a warm-up and ``:all``
+    without high precision for embeddings and heads.
+    """
+    name, *changes = variant.split(":")
+    if not changes:
+        return InsideHost() if name == INSIDE_HOST else name
+    compressor, _, kind = name.rpartition("_")
+    chosen = preset(compressor)
+    if "now" in changes:
+        chosen = dataclasses.replace(chosen, warmup_steps=0)
+    if "all" in changes:
+        chosen = dataclasses.replace(chosen, high_precision=())
+    options = {"two_level": False} if "flat" in changes else {}
+    return (LowBitDDPStrategy if kind == "ddp" else LowBitFSDPStrategy)(chosen, **options)

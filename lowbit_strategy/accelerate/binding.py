@@ -8,23 +8,25 @@
 | `accumulate` | whether it is used, for controllers that change the batch |
 | `clip_grad_norm_`, `clip_grad_value_` | a warning with sparse methods |
 | `save_state`, `load_state` | residuals go into the folder, through Accelerate's own hooks |
+| `get_state_dict`, `load_state`, `end_training` | local steps: what is saved is what all ranks share |
 | `free_memory` | attachments go with the models |
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.accelerate import checkpoint_folder
@@ -91,6 +93,10 @@ class Binding:
         self._wrap("clip_grad_norm_", functools.partial(self._clip, "max_norm"))
         self._wrap("clip_grad_value_", functools.partial(self._clip, "clip_value"))
         self._wrap("free_memory", self._free_memory)
+        if plugin.outer is not None:
+            self._wrap("get_state_dict", self._get_state_dict)
+            self._wrap("load_state", self._load_state)
+            self._wrap("end_training", self._end_training)
         accelerator.register_save_state_pre_hook(self._on_save)
         accelerator.register_load_state_pre_hook(self._on_load)
         setattr(accelerator, _ATTRIBUTE, self)
@@ -117,10 +123,31 @@ class Binding:
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Called by the prepared optimizers."""
         for attached in self.attachments:
-            if attached.sync.in_step and attached.owns(optimizer):
+            if (attached.sync.in_step or attached.trains_locally) and attached.owns(optimizer):
                 attached.follow_scaler(self.accelerator.scaler)
-                attached.end_step()
+                attached.end_step(optimizer)
                 self.adaptive.after_step()
+
+    def finish(self) -> None:
+        """Training ends on this rank; after local steps all ranks have the same weights then. On all ranks.
+
+        ``accelerator.end_training`` does it, and so does the HF Trainer.
+        """
+        for attached in self.attachments:
+            attached.finish()
+
+    @contextlib.contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Inside, models have what all ranks share, and not a rank's own weights: to evaluate between local steps."""
+        with contextlib.ExitStack() as models:
+            for attached in self.attachments:
+                models.enter_context(attached.anchored())
+            yield
+
+    def resume(self) -> None:
+        """All of a checkpoint is loaded; on all ranks."""
+        for attached in self.attachments:
+            attached.resume()
 
     def save(self, folder: str) -> None:
         """Put residuals into a checkpoint's folder; on all ranks."""
@@ -194,6 +221,8 @@ class Binding:
         module.__dict__[_SLOT] = _OnModule(attached)  # lives as long as the module
         self._modules.add(module)
         self._numbers[attached] = len(self._numbers)
+        if attached.local is not None:
+            attached.local.own = functools.partial(self._rank_parts, attached)
         self.adaptive.attach(attached, self._numbers[attached], alone=not self.attachments)
         if isinstance(module, DistributedDataParallel):
             weakref.finalize(module, attached.close)  # its thread ends with it
@@ -257,7 +286,7 @@ class Binding:
         return original(loss, **kwargs)
 
     def _on_unfrozen(self, attached: Attached) -> None:
-        if attached.sync.scatter:
+        if attached.sync.scatter or attached.trains_locally:
             attached.cover()
             return
         raise RuntimeError(
@@ -269,6 +298,27 @@ class Binding:
     def _free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
         self.attachments = []  # closed when their models are gone
         return original(*objects)
+
+    def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.anchored():
+            state = original(*args, **kwargs)
+            return {key: each.clone() if isinstance(each, Tensor) else each for key, each in state.items()}
+
+    def _load_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self.resume()
+        return result
+
+    def _end_training(self, original: Callable[..., Any]) -> Any:
+        self.finish()
+        return original()
+
+    def _rank_parts(self, attached: Attached) -> dict[str, Any]:
+        """What each rank has for itself of one model beside its weights."""
+        owned = [each for each in self.accelerator._optimizers if attached.owns(each)]
+        parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(owned)}
+        scaler = self.accelerator.scaler
+        return parts if scaler is None else parts | {"scaler": scaler}
 
     def _on_save(self, models: Any, weights: Any, folder: str) -> None:
         self.save(folder)

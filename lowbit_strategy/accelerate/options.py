@@ -14,9 +14,13 @@ from lowbit_strategy.control.base import Controller
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods.outer.registry import default_compressor
+from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.options.configuration import positional_configuration
+
+_NOT_CHOSEN = LoCo()
 
 
 @positional_configuration
@@ -27,7 +31,7 @@ class PluginOptions:
         ValueError: An option is of another type or out of range, or no preset has the name given as `compressor`.
     """
 
-    compressor: Compressor = field(default_factory=LoCo)
+    compressor: Compressor = field(default_factory=lambda: _NOT_CHOSEN)
     _: KW_ONLY
     seed: int = 0
     on_world_size_change: OnWorldSizeChange = "reset"
@@ -36,6 +40,7 @@ class PluginOptions:
     two_level: bool | None = None
     shard_size: int | Literal["node"] | None = None
     weights: WeightCoding | None = None
+    outer: OuterRule | None = None
     controller: Controller | None = None
     monitor: CompressionMonitor | None = None
     record: bool | str | Path = True
@@ -43,6 +48,8 @@ class PluginOptions:
     steps_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
+        if self.compressor is _NOT_CHOSEN and self.outer is not None:
+            object.__setattr__(self, "compressor", default_compressor(self.outer))
         for name in ("num_steps", "steps_per_epoch"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))

@@ -26,6 +26,9 @@ PATCHES = (
             "accumulate": ("self", "models"),
             "free_memory": ("self", "objects"),
             "prepare": ("self", "args"),
+            "get_state_dict": ("self", "model", "unwrap"),
+            "load_state": ("self", "input_dir"),
+            "end_training": ("self",),
         }.items()
     ),
     PrivateName(

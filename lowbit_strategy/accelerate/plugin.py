@@ -24,6 +24,8 @@ class LowBitPlugin(PluginOptions):
             ``dp_replicate_size`` of Accelerate's parallelism configuration, which may be given instead.
         weights: FSDP2: how weights travel: `Exact`, `WeightCode` or `WeightDelta`, or a name such as ``"delta4"``.
             None: codes of 8 bits with LoCo, exactly with other compressors.
+        outer: Local steps with an outer optimizer between synchronisations, such as ``DiLoCo(every=30)``; see
+            `SyncOptions`.
         controller: One of `lowbit_strategy.control`: chooses compressors in the place of `compressor`.
         monitor: Logs what compression does through `Accelerator.log`, or the HF Trainer's.
         record: Folder of the record that `lowbit report` draws. True: the accelerator's logging folder (its

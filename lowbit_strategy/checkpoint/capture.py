@@ -40,6 +40,8 @@ def capture(sync: GradientSync) -> Saved:
         "loss_scale": sync.loss_scale,
         "parameters": {name: _capture_parameter(sync, name) for name in sync.specs},
         "extra": {name: part.state_dict() for name, part in sync.extra_state.items()},
+        "own": {name: _on_cpu(part.state_dict()) for name, part in sync.rank_state.items()},
+        "reduces": _reduced(sync),
     }
 
 
@@ -54,6 +56,22 @@ def _saved_topology(saved: Saved) -> list[int]:
     """Ranks in all and how many reduce together, as `_topology`; before there were parts these were the same."""
     topology: list[int] = saved.get("topology", [saved["world_size"], saved["world_size"], 1, 0])
     return topology
+
+
+def _reduced(sync: GradientSync) -> str:
+    """What residuals are in units of."""
+    return "gradients" if sync.outer is None else "weights"
+
+
+def _on_cpu(value: Any) -> Any:
+    """A copy of nested plain data."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, Mapping):
+        return {key: _on_cpu(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_cpu(each) for each in value)
+    return value
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -105,7 +123,18 @@ def restore(
     for name, part in sync.extra_state.items():
         if name in saved["extra"]:
             part.load_state_dict(saved["extra"][name])
+    for name, rank_part in sync.rank_state.items():
+        if name in saved.get("own", {}):
+            rank_part.load_state_dict(saved["own"][name], own=_saved_topology(saved) == _topology(sync))
     sync.forget()
+    if saved.get("reduces", "gradients") != _reduced(sync):
+        if sync.everyone.rank == 0:
+            _log.warning(
+                "the checkpoint's residuals are of %s and this run reduces %s: residuals start from zero",
+                saved.get("reduces", "gradients"),
+                _reduced(sync),
+            )
+        return
     if _saved_topology(saved) != _topology(sync):
         _change_world_size(sync, saved, load_rank, on_world_size_change)
         return

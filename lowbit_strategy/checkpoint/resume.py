@@ -110,4 +110,6 @@ def _start_from_zero(
     if sync.everyone.rank not in sources:
         for name, part in sync.extra_state.items():
             part.load_state_dict(shared[0].extra[name])
+    for rank_part in sync.rank_state.values():
+        rank_part.forget()
     sync.forget()

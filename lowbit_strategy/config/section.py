@@ -7,6 +7,7 @@
       seed: 0                     # and those of `LowBitPlugin`
       controller: {name: accordion, light: {compressor: loco, bits: 8}, heavy: loco2, interval: 500, unit: steps}
       monitor: {every_n_steps: 50}
+      outer: {name: diloco, every: 30}     # local steps
 
 Options may also stand under ``options``, which wrappers need: theirs are compressors themselves.
 
@@ -30,6 +31,8 @@ from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.presets import option_names
+from lowbit_strategy.methods.outer.registry import default_compressor
+from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.options.suggestions import did_you_mean
@@ -57,6 +60,10 @@ def plugin_from_section(section: object) -> LowBitPlugin:
         ours["controller"] = convert(ours["controller"], Controller, f"{SECTION}.controller")  # type: ignore[type-abstract]
         if not section and ours["controller"].levels:
             section = {"compressor": ours["controller"].levels[0]}
+    if ours.get("outer") is not None:
+        ours["outer"] = convert(ours["outer"], OuterRule, f"{SECTION}.outer")  # type: ignore[type-abstract]
+        if not section:
+            section = {"compressor": default_compressor(ours["outer"])}
     return convert({"compressor": _compressor(section), **ours}, LowBitPlugin, SECTION)
 
 
@@ -93,7 +100,11 @@ def read_section(source: str | os.PathLike[str]) -> Section:
             raise ValueError(f"there is no file {text!r} with a {SECTION} section")
         text = path.read_text(encoding="utf-8")
     content = yaml.safe_load(text)  # JSON is YAML
-    if isinstance(content, Mapping) and SECTION not in content and {"compressor", "controller"} & content.keys():
+    if (
+        isinstance(content, Mapping)
+        and SECTION not in content
+        and {"compressor", "controller", "outer"} & content.keys()
+    ):
         return dict(content)
     return section_of(content, repr(os.fspath(source)))
 

@@ -37,6 +37,30 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class RankState(Protocol):
+    """State that each rank has for itself, saved in its own file: plain dicts, numbers, strings and tensors."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
+        """`own`: it is this rank's own state; if not, of another one of a run on another number of ranks."""
+
+    def forget(self) -> None:
+        """The state is lost: go on from what all ranks share."""
+
+
+class LocalTraining(Protocol):
+    """What reports have to know of local steps."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def round_length(self) -> int: ...
+    @property
+    def drift(self) -> float | None: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
 @dataclass(slots=True)
 class _Plan:
     bucket: Bucket
@@ -73,6 +97,11 @@ class GradientSync:
         inside, inside_nbytes: Two levels: ranks that have a whole parameter together; gradients sent there per step.
         topology: Of all ranks, if it is known.
         extra_state: What is saved beside the methods' own state, by name.
+        rank_state: Likewise, for what differs between ranks.
+        counts_steps: Whether `end_step` counts; not where steps are local and only some of them are followed by a
+            reduction.
+        stride: Optimizer steps since the reduction before: 1 unless steps are local.
+        outer: Who reduces weights' movements where steps are local; None: gradients are reduced.
     """
 
     def __init__(
@@ -105,6 +134,10 @@ class GradientSync:
         self.loss_scale: float | None = None
         self.carryover = CarryOver(device)
         self.extra_state: dict[str, Stateful] = {}
+        self.rank_state: dict[str, RankState] = {}
+        self.counts_steps = True
+        self.stride = 1
+        self.outer: LocalTraining | None = None
         self.assignments: dict[str, Assignment] = {}
         self.stores: dict[Method, MethodStore] = {}
         self.buffers = WireBuffers(device)
@@ -345,12 +378,16 @@ class GradientSync:
                     torch._foreach_copy_(self.state_tensors(), self._backup)
         self._flags.raise_if_broken(self.everyone.rank)
         self.carryover.end_step(counted=counted)
-        if entered or self.comm.world_size == 1:  # a second optimizer may have stepped; FSDP2 skips us on one rank
+        if self.counts_steps and (
+            entered or self.comm.world_size == 1
+        ):  # a second optimizer may have stepped; FSDP2 skips us on one rank
             self.step_index += counted
         self._entered.clear()
         self._begun, self._num_passes, self._observers, self._replaced = False, 0, [], []
         self._plans = {
-            layout: plan for layout, plan in self._plans.items() if self.step_index - plan.last_step <= _KEPT_STEPS
+            layout: plan
+            for layout, plan in self._plans.items()
+            if self.step_index - plan.last_step <= _KEPT_STEPS * self.stride
         }
         if entered:
             self._listeners.end_step(counted=counted)

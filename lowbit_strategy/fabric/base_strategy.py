@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -35,6 +38,7 @@ class LowBitFabricMixin(_Base):
     def on_configured(self) -> None:
         self.attachments = []
         self._clipping: ClippingWarning | None = None
+        self._optimizers: list[weakref.ref[Any]] = []
 
     @property
     def loss_scaler(self) -> Any:
@@ -42,9 +46,12 @@ class LowBitFabricMixin(_Base):
 
     def attach(self, attached: Attached) -> None:
         """Take over a new attachment, in the place of an earlier one of the same module if there is one."""
+        if attached.local is not None:
+            attached.local.own = functools.partial(self._rank_parts, attached)
         for index, earlier in enumerate(self.attachments):
             if earlier.shares_parameters(attached):
                 attached.adopt(earlier)
+                attached.resume()
                 earlier.close()
                 self.attachments[index] = attached
                 return
@@ -68,7 +75,7 @@ class LowBitFabricMixin(_Base):
         for attached in self.attachments:
             if attached.owns(optimizer):
                 attached.follow_scaler(self.loss_scaler)
-                attached.end_step()
+                attached.end_step(optimizer)
         return output
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,14 +93,25 @@ class LowBitFabricMixin(_Base):
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         check_optimizers(self.compressor, [optimizer])
+        self._optimizers.append(weakref.ref(optimizer))
         return super().setup_optimizer(optimizer)
+
+    def _rank_parts(self, attached: Attached) -> dict[str, Any]:
+        """What each rank has for itself of one model beside its weights."""
+        alive = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
+        owned = [optimizer for optimizer in alive if attached.owns(optimizer)]
+        parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(owned)}
+        return parts if self.loss_scaler is None else parts | {"scaler": self.loss_scaler}
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         path = self.broadcast(path)
         attachments = self._attachments_of(state)
         written = [attached.save(self._sidecar_path(path, i)) for i, attached in enumerate(attachments)]
         stamps = [each.stamp for each in written]
-        super().save_checkpoint(path, {**state, CHECKPOINT_KEY: stamps}, *args, **kwargs)
+        with contextlib.ExitStack() as shared:
+            for attached in attachments:
+                shared.enter_context(attached.anchored())
+            super().save_checkpoint(path, {**state, CHECKPOINT_KEY: stamps}, *args, **kwargs)
         self.barrier()
         for each in written:
             each.remove_replaced()
@@ -106,6 +124,7 @@ class LowBitFabricMixin(_Base):
         for i, attached in enumerate(self._attachments_of(state or {})):
             stamp = stamps[i] if stamps is not None and i < len(stamps) else None
             attached.load(self._saved_sidecar_path(path, i), stamp)
+            attached.resume()
         return remainder
 
     def _attachments_of(self, state: dict[str, Any]) -> list[Attached]:

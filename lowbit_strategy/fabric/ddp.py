@@ -32,6 +32,9 @@ class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, _Base):
         return wrapped
 
     def on_unfrozen(self, attached: Attached) -> None:
+        if attached.trains_locally:  # DDP synchronises nothing
+            attached.cover()
+            return
         raise RuntimeError(
             f"{attached.newly_trainable()[0]} was frozen when the model was set up and is trained now, which DDP does"
             " not see: call fabric.setup(module, optimizer) again after unfreezing (with the module itself, not with"

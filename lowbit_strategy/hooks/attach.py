@@ -24,12 +24,13 @@ from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
 from lowbit_strategy.hooks.digest import ParameterDigest
+from lowbit_strategy.hooks.local_steps import local_ddp
 from lowbit_strategy.hooks.rank_groups import RankGroups, group_ranks
 from lowbit_strategy.hooks.replicas import BackwardSide
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.hooks.two_levels import inside_nbytes
 from lowbit_strategy.hooks.weights import install_weights
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.weights.exact import Exact
@@ -58,7 +59,8 @@ class Prepared:
     @property
     def node_size(self) -> int | None:
         """Ranks of a node, where they have two levels."""
-        if self.shard_size is not None or self.options.two_level is False or self.topology.obstacle is not None:
+        one_level = self.options.two_level is False or self.options.outer is not None  # local steps: of each rank
+        if self.shard_size is not None or one_level or self.topology.obstacle is not None:
             return None
         return self.topology.ranks_per_node
 
@@ -83,6 +85,10 @@ def prepare(
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
     refuse_sparse_gradients(module)
+    if options.outer is not None:
+        if options.two_level:
+            raise ValueError("two_level=True does not go with outer: under DDP each rank takes local steps by itself")
+        options.outer.check(assign_all(compressor, specs))
     if not scatter:
         refuse_python_reducer()
     check_weights(options.weights, scatter=scatter)
@@ -113,23 +119,31 @@ def attach_ddp(
 ) -> Attached:
     """Register the hook, unless there is one rank only.
 
-    On CPU a group of its own, as patient as DDP's, keeps its collectives apart from DDP's.
+    On CPU, and for local steps, a group of its own, as patient as DDP's, keeps its collectives apart from DDP's.
     """
     group = model.process_group
     handshake(_circumstances(device, has_scaler), group)
     model.join_hook = _refuse_join  # type: ignore[method-assign]
-    groups = group_ranks(
-        group, prepared.topology, prepared.node_size, device, scatter=False, apart=device.type == "cpu"
-    )
+    rule = prepared.options.outer if dist.get_world_size(group) > 1 else None
+    apart = device.type == "cpu" or rule is not None
+    groups = group_ranks(group, prepared.topology, prepared.node_size, device, scatter=False, apart=apart)
     sync = _engine(prepared, groups, device, has_scaler)
     if sync.share is not None:
         itemsizes = {canonical_name(name): param.element_size() for name, param in model.module.named_parameters()}
         sync.inside_nbytes = inside_nbytes(sync, itemsizes)
     alone = sync.comm.world_size == 1
-    hook = None if alone else DDPHook(model, sync)
+    hook = None if alone or (rule is not None and rule.synchronous_steps == 0) else DDPHook(model, sync)
     compares = prepared.options.check_digest and not alone
-    digest = ParameterDigest(_replicated(model), sync.everyone, device) if compares else None
-    attached = Attached(sync, model.module, prepared.options, group=group, hook=hook, groups=groups, digest=digest)
+    attached = Attached(
+        sync,
+        model.module,
+        prepared.options,
+        group=group,
+        hook=hook,
+        groups=groups,
+        digest=ParameterDigest(_replicated(model), sync.everyone, device) if compares else None,
+        local=None if rule is None else local_ddp(model, sync, rule, check_digest=compares),
+    )
     attached.close_with(model)
     _report(sync)
     return attached

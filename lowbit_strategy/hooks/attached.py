@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Iterable
@@ -20,10 +21,11 @@ from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.digest import ParameterDigest
+from lowbit_strategy.hooks.local_steps import LocalSteps
 from lowbit_strategy.hooks.rank_groups import RankGroups
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.model.parameters import canonical_name, describe_parameters
+from lowbit_strategy.model.parameters import canonical_name, describe_parameters, trainable_parameters
 from lowbit_strategy.telemetry.startup_report import build_report
 
 CHECKPOINT_KEY = "lowbit_strategy"
@@ -49,6 +51,7 @@ class Attached:
         hook: DDP's, or what reduces shards over replicas.
         groups: The engine's. `close` destroys those that were made for it alone.
         digest: Compares parameters, if they are to be compared.
+        local: Local steps, if ranks train by themselves.
     """
 
     def __init__(
@@ -61,10 +64,12 @@ class Attached:
         hook: Hook | None = None,
         groups: RankGroups | None = None,
         digest: ParameterDigest | None = None,
+        local: LocalSteps | None = None,
     ) -> None:
         self.sync = sync
         self.options = options
         self.group = group
+        self.local = local
         self._groups = groups
         self._digest = digest
         self._finalizer: weakref.finalize[[], DistributedDataParallel] | None = None
@@ -75,12 +80,19 @@ class Attached:
         self._params = {id(param) for param in module.parameters()}
         self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
 
+    @property
+    def trains_locally(self) -> bool:
+        """Whether gradients stay on this rank; False in the synchronous part of a rule that has one."""
+        return self.local is not None and self.local.outer is not None
+
     def set_loss_scale(self, scaler: Any) -> None:
         """Before backward: take over what the coming gradients are multiplied by (None: nothing).
 
         The step begins here, on the thread and stream of training: controllers decide, parameters are regrouped. The
         scaler is read before the first backward pass of a step, and not at all where `follow_scaler` has read it.
         """
+        if self.trains_locally:
+            return
         if not (self._has_scale or self.sync.has_begun):
             self.follow_scaler(scaler)
         self._has_scale = False  # it holds for the step that begins
@@ -91,16 +103,23 @@ class Attached:
         """After ``scaler.update()``, before `end_step`: the scale changes there alone, and reading it before backward
         would make the host wait for the device.
         """
-        if scaler is not None and scaler.is_enabled():
+        if scaler is not None and scaler.is_enabled() and not self.trains_locally:
             self._has_scale = True
             self.sync.set_loss_scale(float(scaler.get_scale()))
 
-    def end_step(self) -> bool:
+    def end_step(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """After every optimizer step, skipped ones too. Returns whether the step counted.
+
+        Args:
+            optimizer: Which one has stepped, for local steps; None: the only one.
 
         Raises:
             DivergenceError: On every rank, if parameters were compared after this step and differ.
         """
+        if self.trains_locally:
+            assert self.local is not None
+            self.local.after_optimizer(optimizer)
+            return True
         comm = self.sync.comm
         if not self._warned and comm.sent_nbytes == 0 and comm.world_size > 1:
             self._warned = True
@@ -109,6 +128,8 @@ class Attached:
         counted = self.sync.end_step()
         if self._digest is not None and synchronised and counted:
             self._digest.after_step(self.sync.step_index)
+        if self.local is not None and synchronised:
+            self.local.after_optimizer(optimizer)
         return counted
 
     def _why_nothing_was_sent(self) -> str:
@@ -136,6 +157,8 @@ class Attached:
         Raises:
             ResidualFileError: On every rank, if one of them cannot write its file.
         """
+        if self.local is not None:
+            self.local.arrive()
         return save_residuals(self.sync, path, group=self.group)
 
     def load(self, path: Any, stamp: Stamp | ResidualFileError | None) -> None:
@@ -182,6 +205,20 @@ class Attached:
         if self.sync.weights is not None:
             self.sync.weights.invalidate()
 
+    def resume(self) -> None:
+        """The framework has loaded all that it saves, after `load`, or training begins; for local steps."""
+        if self.local is not None:
+            self.local.resume()
+
+    def finish(self) -> None:
+        """Training ends on this rank; call on all ranks. After local steps all ranks have the same weights then."""
+        if self.local is not None:
+            self.local.finish()
+
+    def anchored(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model has what all ranks share, and not this rank's own weights: to validate, to save."""
+        return contextlib.nullcontext() if self.local is None else self.local.anchored()
+
     def _warn(self, text: str) -> None:
         if self.sync.everyone.rank == 0:
             _log.warning("%s", text)
@@ -189,7 +226,9 @@ class Attached:
     def adopt(self, earlier: Attached) -> None:
         """Continue with the state of an earlier attachment of the same model (a second fit)."""
         self.sync.extend(self._describe_frozen(earlier.sync.specs))
-        saved = capture.capture(earlier.sync)
+        if self.local is not None and earlier.local is not None:
+            self.local.adopt(earlier.local)
+        saved = capture.capture(earlier.sync) | {"own": {}}
         capture.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
 
     def _describe_frozen(self, names: Iterable[str]) -> list[TensorSpec]:
@@ -210,6 +249,8 @@ class Attached:
         names = set(self.newly_trainable())
         self._frozen = {name: param for name, param in self._frozen.items() if name not in names}
         self.sync.extend([spec for spec in describe_parameters(self._module) if spec.name in names])
+        if self.local is not None:
+            self.local.extend({n: p for n, p in trainable_parameters(self._module).items() if n in names})
         if model is not None and self._hook is not None:
             self._hook.close()
             self._hook = DDPHook(model, self.sync)
@@ -236,6 +277,8 @@ class Attached:
         groups stay.
         """
         has_ended = self._hook is None or self._hook.close()
+        if self.local is not None:
+            has_ended = self.local.close() and has_ended
         groups, self._groups = self._groups, None
         if groups is not None and has_ended:
             groups.destroy()

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.engine.bucket import BucketLayout, Entry, Stages
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.bucket_schedule import BucketSchedule
 from lowbit_strategy.hooks.two_levels import TwoLevelBuckets
-from lowbit_strategy.hooks.worker import BucketWorker
+from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.options.suggestions import did_you_mean
 
@@ -45,7 +44,7 @@ class DDPHook:
         self._names = {id(p): canonical_name(name) for name, p in model.module.named_parameters()}
         on_cpu = sync.device.type == "cpu"
         self._worker = BucketWorker() if on_cpu else None
-        self._side = None if on_cpu else _SideStream(sync.device)
+        self._side = None if on_cpu else SideStream(sync.device)
         model.register_comm_hook(self, _reduce_bucket)
 
     def layout(self, bucket: dist.GradBucket) -> BucketLayout:
@@ -72,25 +71,6 @@ class DDPHook:
     def close(self) -> bool:
         """Whether nothing of it runs any more."""
         return self._worker is None or self._worker.close()
-
-
-class _SideStream:
-    """CUDA: buckets are reduced on a stream of high priority, in the same order as on CPU; no thread is needed."""
-
-    def __init__(self, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device(device.type, index)  # futures take no device without an index
-        self._stream = torch.cuda.Stream(self._device, priority=-1)
-        self._schedule = BucketSchedule()
-
-    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> torch.futures.Future[Tensor]:
-        """As `BucketWorker.submit`."""
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            result.record_stream(self._stream)
-            self._schedule.start(stages, result, future, last=last)
-        return future
 
 
 def _reduce_bucket(hook: DDPHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -19,6 +19,8 @@ from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB, check_ddp_options, unknown_option
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
+from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weights.base import WeightCoding
@@ -69,6 +71,7 @@ class DDPConstructor(_Options):
         on_missing_residual: OnMissingResidual = "error",
         check_digest: bool = True,
         two_level: bool | None = None,
+        outer: OuterRule | str | None = None,
         **kwargs: Any,
     ) -> None:
         for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
@@ -78,13 +81,15 @@ class DDPConstructor(_Options):
             check_weights(as_weights(weights), scatter=False)
         check_ddp_options(kwargs, super().__init__)
         super().__init__(**kwargs)
-        self.compressor = LoCo() if compressor is None else as_compressor(compressor)
+        rule = None if outer is None else as_outer(outer)
+        self.compressor = _compressor(compressor, rule)
         self.options = SyncOptions(
             seed=seed,
             on_world_size_change=on_world_size_change,
             on_missing_residual=on_missing_residual,
             check_digest=check_digest,
             two_level=two_level,
+            outer=rule,
         )
         self.on_configured()
 
@@ -164,6 +169,12 @@ class FSDPConstructor(_Options):
         """The group of all ranks that train the model."""
         stock: Any = self
         return None if self.options.shard_size is not None else stock.device_mesh["data_parallel"].get_group()
+
+
+def _compressor(given: Compressor | str | None, rule: OuterRule | None) -> Compressor:
+    if given is not None:
+        return as_compressor(given)
+    return LoCo() if rule is None else default_compressor(rule)
 
 
 def _positive(name: str, value: object) -> int:

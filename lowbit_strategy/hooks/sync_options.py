@@ -6,6 +6,7 @@ from typing import Literal
 
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
+from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.options.configuration import configuration
 
@@ -24,7 +25,8 @@ class SyncOptions:
             second copy of the residuals.
         check_digest: DDP: compare a digest of the parameters over the ranks after 2, 10 and 100 steps and after every
             1,000, and stop with an error if they differ. False where ranks may round differently, as with processors
-            of different types. Under HSDP it is the replicas whose parameters are compared.
+            of different types. Local steps: the anchors, after as many turns. Under HSDP it is the replicas whose
+            parameters are compared.
         two_level: Gradients are added up exactly inside a node and compressed between the ranks of equal index on all
             nodes, so that each travels once per node and not once per rank. None: where several nodes have as many
             ranks each, more than one. False: all ranks exchange with all others.
@@ -32,6 +34,8 @@ class SyncOptions:
             between these replicas (HSDP). ``"node"``: all ranks of a node. None: all ranks of the run.
         weights: FSDP2: how weights travel: `Exact`, `WeightCode` or `WeightDelta`, or a name such as ``"delta4"``.
             None: as `default_weights` chooses for the compressor.
+        outer: Local steps with an outer optimizer between synchronisations: a rule such as ``DiLoCo(every=30)`` or its
+            name. None: gradients are synchronised in every step.
     """
 
     seed: int = 0
@@ -42,6 +46,7 @@ class SyncOptions:
     two_level: bool | None = None
     shard_size: int | Literal["node"] | None = None
     weights: WeightCoding | None = None
+    outer: OuterRule | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.shard_size, int) and self.shard_size < 1:

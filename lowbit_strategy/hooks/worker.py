@@ -1,4 +1,4 @@
-"""One FIFO thread that reduces DDP's buckets while backward goes on, on CPU.
+"""What reduces buckets while training goes on: one FIFO thread on CPU, a stream on CUDA.
 
 gloo's collectives must be issued in the same order on all ranks and never from a future's callback. One thread, one
 queue and a process group that nothing else uses give that order, and `BucketSchedule` keeps it while buckets overlap.
@@ -53,3 +53,22 @@ class BucketWorker:
                 # torch hands on the text of an error in a future, without its traceback
                 _log.error("reducing gradients failed", exc_info=error)
                 self._schedule.fail(error)
+
+
+class SideStream:
+    """CUDA: buckets are reduced on a stream of high priority, in the same order as on CPU; no thread is needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device(device.type, index)  # futures take no device without an index
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._schedule = BucketSchedule()
+
+    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> torch.futures.Future[Tensor]:
+        """As `BucketWorker.submit`."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            result.record_stream(self._stream)
+            self._schedule.start(stages, result, future, last=last)
+        return future

@@ -81,6 +81,7 @@ class DryRun:
             scatter=planned.scatter,
             device=device,
             weights=self.plugin.weights,
+            outer=self.plugin.outer if planned.world_size > 1 else None,
         )
         return report.render()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.attached import CHECKPOINT_KEY, Attached
 from lowbit_strategy.hooks.optimizer_checks import ClippingWarning, check_optimizers
 from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.lightning.local_callbacks import add_local_callbacks, copied
 from lowbit_strategy.methods._base.compressor import Compressor
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class LowBitMixin(_Base):
         self._in_fit = False  # what is attached serves the fit under way, and not only an earlier one
         self.on_sync: list[Callable[[GradientSync], None]] = []  # callbacks that wait for the next fit's engine
         self._resume: tuple[Any, Stamp | None] | None = None
+        self._validates = contextlib.ExitStack()  # the model has the anchors, where steps are local
 
     @property
     def sync(self) -> GradientSync | None:
@@ -75,6 +78,7 @@ class LowBitMixin(_Base):
         check_optimizers(self.compressor, self.optimizers)
         warning = ClippingWarning(self.compressor, speaks=self.global_rank == 0)
         warning.clipped(trainer.gradient_clip_val, "gradient_clip_val")
+        self._begin_local_steps(self.attached, trainer)
         for logger in trainer.loggers:
             configuration = {"lowbit/strategy": type(self).__name__, "lowbit/compressor": describe(self.compressor)}
             logger.log_hyperparams(configuration)
@@ -98,8 +102,38 @@ class LowBitMixin(_Base):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.attached is not None:
             self.attached.follow_scaler(self.loss_scaler)
-            self.attached.end_step()
+            self.attached.end_step(optimizer)
         return output
+
+    # -- local steps --------------------------------------------------------------------------------------------------
+
+    def _begin_local_steps(self, attached: Attached, trainer: Any) -> None:
+        """All that a checkpoint holds has been loaded, and callbacks are complete."""
+        if attached.local is None:
+            return
+        attached.local.own = self._rank_parts
+        attached.resume()
+        add_local_callbacks(trainer, attached)
+
+    def _rank_parts(self) -> dict[str, Any]:
+        """What each rank has for itself beside its weights."""
+        parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(self.optimizers)}
+        return parts if self.loss_scaler is None else parts | {"scaler": self.loss_scaler}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.attached is None or not self.attached.trains_locally or not self._in_fit:
+            return super().lightning_module_state_dict()
+        with self.attached.anchored():
+            return copied(super().lightning_module_state_dict())
+
+    def on_validation_start(self) -> None:
+        if self.attached is not None and self._in_fit:
+            self._validates.enter_context(self.attached.anchored())
+        super().on_validation_start()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._validates.close()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

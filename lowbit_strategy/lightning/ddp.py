@@ -44,6 +44,9 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, _Base):
         assert self.attached is not None
         assert self.lightning_module is not None
         assert isinstance(self.model, DistributedDataParallel)
+        if self.attached.trains_locally:  # DDP synchronises nothing
+            self.attached.cover()
+            return
         self.model._remove_autograd_hooks()
         wrapped = self._setup_model(self.lightning_module)
         self.attached.cover(wrapped)  # before the old wrapper goes, which would take the process group with it

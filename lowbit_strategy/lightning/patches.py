@@ -97,4 +97,18 @@ PATCHES = (
         seen=_SEEN,
         reason="the error for an unknown name of a strategy knows nothing of the nearest one (register.py)",
     ),
+    PrivateName(
+        target="lightning.pytorch.loops.fit_loop:_FitLoop.on_run_end",
+        use="wrapped",
+        parameters=("self",),
+        seen=_SEEN,
+        reason="local steps: ranks take the mean of their weights before any callback learns that training has ended",
+    ),
+    PrivateName(
+        target="lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
+        use="overridden",
+        parameters=("self",),
+        seen=_SEEN,
+        reason="local steps: it is collective before every batch, and ranks train at speeds of their own",
+    ),
 )

@@ -8,9 +8,11 @@ from torch import nn
 from lowbit_strategy.collectives.gathering import FlatGathering
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.registry import check_weights, default_weights
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
@@ -25,6 +27,7 @@ def plan(
     scatter: bool,
     device: torch.device,
     weights: WeightCoding | None = None,
+    outer: OuterRule | None = None,
 ) -> Report:
     """What `prepare` and attaching would report for `module`.
 
@@ -36,6 +39,7 @@ def plan(
         device: Where that run's gradients will be.
         weights: FSDP2: how weights travel; None: the compressor's default. They are taken to be gathered in their own
             type, in forward and in backward.
+        outer: Of local steps; those that come after a synchronous part.
 
     Raises:
         ValueError: The compressor cannot serve a parameter of this model, there is nothing to train, or weights are to
@@ -50,6 +54,8 @@ def plan(
     if scatter:
         coding = weights or default_weights(compressor)
         sync.weights = WeightSync(coding, _layouts(module), FlatGathering(LocalComm(world_size)), meta)
+    if outer is not None:
+        OuterSync(sync, {spec.name: torch.empty(spec.shape, device="meta") for spec in specs}, outer)
     return build_report(sync, device)
 
 

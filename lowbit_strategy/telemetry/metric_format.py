@@ -56,6 +56,8 @@ def observation_metrics(observation: Observation) -> dict[str, float]:
             metric_name("between_nodes_nbytes"): observation.between_nbytes,
             metric_name("inside_node_nbytes"): observation.inside_nbytes,
         }
+    if observation.drift is not None:
+        metrics[metric_name("drift")] = observation.drift
     for group, figures in observation.groups.items():
         if figures.compressed:
             metrics |= {metric_name(what, group): getattr(figures, what) for what in _PER_GROUP}

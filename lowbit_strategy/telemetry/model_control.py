@@ -139,7 +139,10 @@ class ModelControl:
         every = options.every_n_steps
         self.options = options
         self.observer = Observer(
-            self.sync, lambda step: step % every == 0, group_by=options.group_by, on_observation=self._take
+            self.sync,
+            lambda step: step % every < self.sync.stride,
+            group_by=options.group_by,
+            on_observation=self._take,
         )
         self._bounds = BoundsObserver(self.sync, options.bounds) if options.bounds is not None else None
         return self.observer

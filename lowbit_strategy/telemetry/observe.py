@@ -71,8 +71,13 @@ class Observation:
         dense_nbytes: What an uncompressed float32 ring would have sent.
         codec_ms: Time in methods (encode, decode, select), mean over ranks.
         comm_ms: Time in waiting for other ranks' bytes; what overlaps with backward is in it too.
-        step_ms: From the end of the step before to the end of this one; None for a first step.
+        step_ms: From the end of the step before to the end of this one; None for a first step. Local steps: of the
+            turn before and of this one.
         nonfinite: Parameters whose gradient was not finite.
+        drift: Local steps: how far ranks had drifted apart, see `OuterSync.drift`; None where every step is
+            synchronised.
+        stride: Optimizer steps since the reduction before; 1 where every step is synchronised. `sent_nbytes` and the
+            rest are of all of them together.
     """
 
     step: int
@@ -87,6 +92,8 @@ class Observation:
     comm_ms: float
     step_ms: float | None
     nonfinite: tuple[str, ...]
+    drift: float | None = None
+    stride: int = 1
 
 
 class _Stopwatch:
@@ -255,6 +262,8 @@ class Observer:
             comm_ms=1000 * waiting,
             step_ms=1000 * step if seconds is not None else None,
             nonfinite=tuple(name for name in names if not bool(sums[name].isfinite().all())),
+            drift=None if sync.outer is None else sync.outer.drift,
+            stride=sync.stride,
         )
 
     def _hops(self) -> float:

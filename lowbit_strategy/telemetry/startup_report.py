@@ -95,6 +95,9 @@ class Report:
         inside_nbytes: Bytes of gradients that travel inside a node besides, exact, where ranks have two levels.
         one_level: Why ranks have one level only; None if they have two or if it makes no difference.
         kernels: Which implementation serves.
+        outer: The rule of local steps in a few words; empty: every step is synchronised.
+        every: Optimizer steps of a round, in which all of `sent_nbytes` is sent; 1 without local steps.
+        outer_nbytes: Memory on this rank for anchors, a pseudo-gradient and what the outer optimizer holds so far.
         next_phase: Step in which the compressor changes its configuration, as at the end of a warm-up; None: never.
     """
 
@@ -112,20 +115,28 @@ class Report:
     kernels: str = ""
     world_size: int = 1
     scatter: bool = False
+    outer: str = ""
+    every: int = 1
+    outer_nbytes: int = 0
     next_phase: int | None = None
 
     def render(self) -> str:
         what = "reduce-scatter" if self.scatter else "all-reduce"
-        lines = [f"lowbit_strategy: compressed gradient {what} over {self.ranks}, kernels: {self.kernels}"]
+        kind, period = ("pseudo-gradient", "round") if self.outer else ("gradient", "step")
+        lines = [f"lowbit_strategy: compressed {kind} {what} over {self.ranks}, kernels: {self.kernels}"]
         for group in self.groups:
             lines.append(
                 f"  {group.kind:<10} {group.num_tensors:>5} tensors {group.numel:>13,} elements"
-                f" {_size(group.sent_nbytes):>10}/step  {group.method} ({group.reason})"
+                f" {_size(group.sent_nbytes):>10}/{period}  {group.method} ({group.reason})"
             )
         if self.sent_nbytes:
-            ratio32, ratio16 = self.fp32_nbytes / self.sent_nbytes, self.bf16_nbytes / self.sent_nbytes
+            per_step, mean = self.sent_nbytes / self.every, ""
+            ratio32, ratio16 = self.fp32_nbytes / per_step, self.bf16_nbytes / per_step
+            if self.outer:
+                lines.append(f"  {self.outer}: a rank sends {_size(self.sent_nbytes)} per round of {self.every} steps")
+                mean = " in the mean"
             lines.append(
-                f"  sent by a rank {_size(self.sent_nbytes)}/step; fp32 {_size(self.fp32_nbytes)} ({ratio32:.1f}x),"
+                f"  sent by a rank {_size(per_step)}/step{mean}; fp32 {_size(self.fp32_nbytes)} ({ratio32:.1f}x),"
                 f" bf16 {_size(self.bf16_nbytes)} ({ratio16:.1f}x)"
             )
             lines += self._levels()
@@ -137,6 +148,8 @@ class Report:
             total = self.sent_nbytes + self.weights.used.step_nbytes
             lines.append(f"  weights: {self.weights.used.render()}; {_size(total)}/step in all")
             lines += [f"    instead: {choice.render()}" for choice in self.weights.others]
+        if self.outer:
+            lines.append(f"  memory per rank: {_size(self.outer_nbytes)} for anchors and pseudo-gradients")
         lines.append(
             f"  memory per rank: {_size(self.residual_nbytes)} for residuals,"
             f" at most {_size(self.buffer_nbytes)} for messages"
@@ -186,6 +199,9 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
         kernels=backends.describe(device or sync.device),
         world_size=world_size,
         scatter=sync.scatter,
+        outer="" if sync.outer is None else sync.outer.label,
+        every=1 if sync.outer is None else sync.outer.round_length,
+        outer_nbytes=0 if sync.outer is None else sync.outer.nbytes,
         next_phase=_next_phase(sync.compressor, sync.step_index),
     )
 

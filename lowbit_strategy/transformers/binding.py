@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -94,3 +95,30 @@ def bind_checkpoints(trainer: Trainer) -> None:
         return train(resume_from_checkpoint, *args, **kwargs)
 
     trainer.train = train_and_load  # type: ignore[method-assign]
+    if binding is not None and binding.plugin.outer is not None:
+        _share_weights(trainer)
+
+
+def _share_weights(trainer: Trainer) -> None:
+    """Local steps: what is evaluated and saved is what all ranks share."""
+    for name in ("evaluate", "predict", "save_model"):
+        setattr(trainer, name, _anchored(trainer, getattr(trainer, name)))
+    load_best = trainer._load_best_model
+
+    @functools.wraps(load_best)
+    def finish_and_load() -> None:
+        if (current := binding_of(trainer.accelerator)) is not None:
+            current.finish()
+        load_best()
+
+    trainer._load_best_model = finish_and_load  # type: ignore[method-assign]
+
+
+def _anchored(trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def anchored(*args: Any, **kwargs: Any) -> Any:
+        binding = binding_of(trainer.accelerator)
+        with contextlib.nullcontext() if binding is None else binding.anchored():
+            return original(*args, **kwargs)
+
+    return anchored

@@ -39,6 +39,7 @@ class ResidualCallback(TrainerCallback):
         folder = get_last_checkpoint(args.output_dir) if self.resume_from is True else self.resume_from
         if folder:
             binding.load(folder, compressed=_MARK in _marks(state))
+        binding.resume()
         self._control(binding, args, state)
         if binding.attachments and self._saves(args, state):
             _marks(state)[_MARK] = {}
@@ -51,6 +52,10 @@ class ResidualCallback(TrainerCallback):
             adaptive.folder = Path(str(args.output_dir))
         if binding.plugin.num_steps is None and sync is not None:
             adaptive.clock.num_steps = sync.step_index + state.max_steps - state.global_step
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        if (binding := self._binding()) is not None:
+            binding.finish()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         binding = self._binding()

@@ -13,7 +13,7 @@ from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_
-from lowbit_strategy.kernels.codebooks import fitted, ternary, unit_gain
+from lowbit_strategy.kernels.codebooks import fitted, gaussian_codebook, ternary, unit_gain
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.segments import Segments
@@ -48,7 +48,10 @@ class LoCoCodec(StatefulCodec):
 
     @property
     def label(self) -> str:
-        kind = "ternary" if self.fmt.is_ternary else f"{self.fmt.bits}-bit{'' if self.fmt.is_uniform else ' fitted'}"
+        kind = "ternary" if self.fmt.is_ternary else f"{self.fmt.bits}-bit"
+        codebook = self.fmt.codebook
+        if codebook is not None and self.fmt.scale_rule == "rms":
+            kind += " fitted" if codebook == gaussian_codebook(len(codebook)) else " of unit gain"
         return f"loco {kind}, blocks of {self.fmt.block_size}"
 
     @property
@@ -104,12 +107,17 @@ class LoCo(Compressor):
     Below 4 bits an even grid wastes its few values on the tails. ``codebook="fitted"`` puts them where a Gaussian has
     its mass (Lloyd-Max), in units of the block's root mean square: what is clipped is fed back. ``codebook="ternary"``
     sends -1, 0 or 1 times the mean magnitude of what exceeds 0.7 of the mean magnitude, five to a byte: 1.6 bits.
-    At 1 bit a fitted codebook is no contraction for every block: of a block of 64 with a single element that is not
-    zero the error has 1.44 times the block's energy. The average in step 3 absorbs this; plain feedback would not.
+    Both have the least error and shrink what they send: 1 bit says 0.64 of a Gaussian, and 0.41 after two hops. The
+    average in step 3 supplies the rest, ``1 / ((1 - beta) * 0.64)`` steps late. ``unit_gain`` and
+    ``ternary_unit_gain`` are the fitted values divided by that gain: all of a gradient is said at once, with more
+    noise, and the average holds noise alone, so that it can be short.
+    At 1 bit none of them is a contraction for every block: of a block of 64 with a single element that is not zero the
+    error has more energy than the block. The average in step 3 absorbs this; plain feedback would not.
 
     Args:
-        bits: Of a code: 2 to 8 uniform, 1 to 4 fitted, 2 ternary. Fewer bits: fewer bytes, more error to feed back.
-        codebook: Values that codes stand for: ``uniform``: step 2 above; ``fitted`` and ``ternary`` as just described.
+        bits: Of a code: 2 to 8 uniform, 1 to 4 fitted or of unit gain, 2 ternary. Fewer bits: fewer bytes, more error
+            to feed back.
+        codebook: Values that codes stand for: ``uniform``: step 2 above; the others as just described.
         block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size bits more.
         beta: Weight of the old error in the residual, in [0, 1). 0 is classic error feedback; larger smooths the
             quantisation noise and answers more slowly.
@@ -125,7 +133,7 @@ class LoCo(Compressor):
             lost for all ranks alike: no other rank's noise evens it out.
         high_precision_bits: Of embeddings and output heads, which carry most of the error.
         warmup_steps: For so many optimizer steps `warmup_bits`, whose residual then goes on: at the start of training
-            gradients turn fastest, and below 4 bits most of what is lost is lost there.
+            gradients turn fastest, and what fitted values owe comes late. Codebooks of unit gain need none.
         warmup_bits: Of a code during the warm-up; below 4 with the fitted codebook, else with the uniform one.
         exempt, high_precision: Which parameters; see `Compressor`.
 

@@ -161,7 +161,7 @@ def test_every_configuration_is_exported() -> None:
         assert name in lowbit_strategy.__all__
 
 
-@pytest.mark.parametrize(("name", "bits"), [("loco", 4.125), ("loco2", 2.25), ("loco_ternary", 1.75), ("loco1", 1.25)])
+@pytest.mark.parametrize(("name", "bits"), [("loco", 4.125), ("loco2", 2.25), ("loco_ternary", 1.875), ("loco1", 1.5)])
 def test_bits_of_loco_with_scales(name: str, bits: float) -> None:
     compressor = PRESETS[name]
     assert isinstance(compressor, LoCo)

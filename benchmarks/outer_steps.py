@@ -1,0 +1,361 @@
+"""What local steps cost in loss: two small models on Python source, 4 simulated ranks, against synchronous AdamW.
+
+The ranks' weights are rows of stacked tensors, so that one pass computes all ranks and one AdamW steps them all, each
+row by itself. Rounds are the product's own: `OuterSync`, its rules and compressors, over communicators that copy and
+count. All variants see the same initial weights and the same batches. The learning rate of each, that of synchronous
+training included, is tuned on seeds that are used for nothing else.
+
+    python -m benchmarks.outer_steps tune --json tuning.json
+    python -m benchmarks.outer_steps final --json outer_steps.json --tuned tuning.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from concurrent.futures import wait
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.outer import OuterSync
+from lowbit_strategy.methods._base.tensor_spec import Role, TensorSpec
+from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
+from lowbit_strategy.methods.registry import as_compressor
+from recipes.text import standard_library
+from tests.worlds.threaded import ThreadedWorld
+
+VOCABULARY = 256
+Params = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What all runs of one file share."""
+
+    workers: int = 4
+    batch: int = 8
+    context: int = 32
+    steps: int = 3000
+    warmup_steps: int = 100
+    validation_windows: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """An outer rule with its compressor, as configuration files write them; None: synchronous AdamW."""
+
+    outer: Any = None
+    compressor: Any = None
+
+
+FOUR_BITS = {"compressor": "loco", "beta": 0.0, "reset_steps": None}
+TWO_BITS = FOUR_BITS | {"bits": 2, "codebook": "fitted", "block_size": 64, "high_precision_bits": 4}
+VARIANTS = {
+    "dense": Variant(),
+    "diloco": Variant(outer={"name": "diloco", "every": 30}, compressor=FOUR_BITS),
+    "streamingdiloco": Variant(
+        outer={"name": "streamingdiloco", "every": 30, "fragments": 4, "delay": 2, "mix": 0.5}, compressor=TWO_BITS
+    ),
+    "sparseloco": Variant(outer={"name": "sparseloco", "every": 30}),
+}
+RATES = (2e-3, 4e-3, 8e-3, 16e-3)
+
+
+# -- models, all ranks at once: weights [W, ...], tokens [W, B, T] -----------------------------------------------------
+
+
+class Transformer:
+    """Pre-norm, two blocks, bytes."""
+
+    name = "transformer"
+    width, depth, heads = 40, 2, 4
+
+    def shapes(self, context: int) -> dict[str, tuple[int, ...]]:
+        C = self.width
+        found: dict[str, tuple[int, ...]] = {"embedding": (VOCABULARY, C), "position": (context, C)}
+        for at in range(self.depth):
+            found |= {
+                f"blocks.{at}.norm1": (C,),
+                f"blocks.{at}.qkv": (3 * C, C),
+                f"blocks.{at}.out": (C, C),
+                f"blocks.{at}.norm2": (C,),
+                f"blocks.{at}.mlp_in": (4 * C, C),
+                f"blocks.{at}.mlp_out": (C, 4 * C),
+            }
+        return found | {"norm": (C,), "head": (VOCABULARY, C)}
+
+    def logits(self, p: Params, tokens_WBT: Tensor) -> Tensor:
+        W, B, T = tokens_WBT.shape
+        x = _look_up(p["embedding"], tokens_WBT) + p["position"][:, None, :T]
+        for at in range(self.depth):
+            q = {name.rpartition(".")[2]: value for name, value in p.items() if name.startswith(f"blocks.{at}.")}
+            qkv = _linear(_norm(x, q["norm1"]), q["qkv"]).view(W * B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(*qkv, is_causal=True)
+            x = x + _linear(attended.transpose(1, 2).reshape(W, B, T, -1), q["out"])
+            x = x + _linear(F.gelu(_linear(_norm(x, q["norm2"]), q["mlp_in"])), q["mlp_out"])
+        return _linear(_norm(x, p["norm"]), p["head"])
+
+
+class Recurrent:
+    """One layer of gated recurrent units, bytes."""
+
+    name = "recurrent"
+    width, hidden = 40, 80
+
+    def shapes(self, context: int) -> dict[str, tuple[int, ...]]:
+        C, H = self.width, self.hidden
+        return {
+            "embedding": (VOCABULARY, C),
+            "inputs": (3 * H, C),
+            "state": (3 * H, H),
+            "bias": (3 * H,),
+            "head": (VOCABULARY, H),
+        }
+
+    def logits(self, p: Params, tokens_WBT: Tensor) -> Tensor:
+        W, B, _ = tokens_WBT.shape
+        inputs = _linear(_look_up(p["embedding"], tokens_WBT), p["inputs"]) + p["bias"][:, None, None]
+        state, states, recurrent = inputs.new_zeros(W, B, self.hidden), [], p["state"].transpose(1, 2)
+        for x in inputs.unbind(2):
+            from_state = torch.bmm(state, recurrent)
+            gates = torch.sigmoid(x[..., : 2 * self.hidden] + from_state[..., : 2 * self.hidden])
+            reset, update = gates.chunk(2, -1)
+            new = torch.tanh(x[..., 2 * self.hidden :] + reset * from_state[..., 2 * self.hidden :])
+            state = torch.lerp(new, state, update)
+            states.append(state)
+        return _linear(torch.stack(states, 2), p["head"])
+
+
+MODELS = {"transformer": Transformer(), "recurrent": Recurrent()}
+
+
+def _linear(x_WBTC: Tensor, weight_WOC: Tensor) -> Tensor:
+    return torch.bmm(x_WBTC.flatten(1, 2), weight_WOC.transpose(1, 2)).view(*x_WBTC.shape[:3], -1)
+
+
+def _norm(x_WBTC: Tensor, weight_WC: Tensor) -> Tensor:
+    return F.layer_norm(x_WBTC, x_WBTC.shape[-1:]) * weight_WC[:, None, None]
+
+
+def _look_up(table_WVC: Tensor, tokens_WBT: Tensor) -> Tensor:
+    W, V = table_WVC.shape[:2]
+    rows = tokens_WBT + (torch.arange(W) * V)[:, None, None]
+    return F.embedding(rows, table_WVC.reshape(W * V, -1))
+
+
+def initial(model: Any, workers: int, context: int, seed: int) -> Params:
+    """The same weights for every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    params = {}
+    for name, shape in model.shapes(context).items():
+        if len(shape) == 1:
+            value = torch.zeros(shape) if name == "bias" else torch.ones(shape)
+        else:
+            std = 0.02 if name in ("embedding", "position", "head") else shape[1] ** -0.5
+            value = torch.randn(shape, generator=generator) * std
+        params[name] = nn.Parameter(value.expand(workers, *shape).clone())
+    return params
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+class Synchronous:
+    """Every step all ranks get the exact mean of their gradients."""
+
+    bits = 64.0  # two hops of float32
+
+    def __init__(self, params: Params) -> None:
+        self.params = params
+
+    def before_step(self) -> None:
+        for param in self.params.values():
+            assert param.grad is not None
+            param.grad.copy_(param.grad.mean(0, keepdim=True).expand_as(param))
+
+    def after_step(self, learning_rate: float) -> None:
+        return None
+
+    def finish(self) -> None:
+        return None
+
+
+class Local:
+    """Every rank its own `OuterSync`."""
+
+    def __init__(self, variant: Variant, params: Params, seed: int) -> None:
+        rule = as_outer(variant.outer)
+        compressor = default_compressor(rule) if variant.compressor is None else as_compressor(variant.compressor)
+        workers = next(iter(params.values())).shape[0]
+        specs = [TensorSpec(name, tuple(param.shape[1:]), _role(name)) for name, param in params.items()]
+        self.world = ThreadedWorld(workers)
+        self.numel = sum(spec.numel for spec in specs)
+        self.outers = []
+        for rank, comm in enumerate(self.world.comms):
+            sync = GradientSync(compressor, specs, comm, torch.device("cpu"), scatter=False, seed=seed)
+            self.outers.append(OuterSync(sync, {name: param.data[rank] for name, param in params.items()}, rule))
+        self.steps = 0
+
+    def before_step(self) -> None:
+        return None
+
+    def after_step(self, learning_rate: float) -> None:
+        self.steps += 1
+        self._together(lambda outer: outer.after_step(learning_rate))
+
+    def finish(self) -> None:
+        self._together(lambda outer: outer.finish())
+        self.world.close()
+
+    def _together(self, call: Any) -> None:
+        futures = [self.world._threads.submit(call, outer) for outer in self.outers]
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    @property
+    def bits(self) -> float:
+        """Bits on a rank's interface per parameter and optimizer step, counted."""
+        sent = sum(comm.sent_nbytes for comm in self.world.comms) / len(self.world.comms)
+        return 8 * sent / self.steps / self.numel
+
+
+def _role(name: str) -> Role:
+    return "embedding" if name in ("embedding", "position") else "head" if name == "head" else "other"
+
+
+def train(model_name: str, variant: Variant, rate: float, seed: int, setting: Setting) -> dict[str, Any]:
+    """The whole run; deterministic."""
+    model, started = MODELS[model_name], time.process_time()
+    params = initial(model, setting.workers, setting.context, seed)
+    ranks = Synchronous(params) if variant.outer is None else Local(variant, params, seed)
+    optimizer = torch.optim.AdamW(params.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    text = standard_library("train")
+    order = torch.Generator().manual_seed(10_000 + seed)
+    window = torch.arange(setting.context + 1)
+    total = 0.0
+    for step in range(setting.steps):
+        starts = torch.randint(text.numel() - setting.context - 1, (setting.workers, setting.batch, 1), generator=order)
+        tokens = text[starts + window].long()
+        logits = model.logits(params, tokens[..., :-1])
+        loss = F.cross_entropy(logits.flatten(0, 2), tokens[..., 1:].flatten()) * setting.workers
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        ranks.before_step()
+        for group in optimizer.param_groups:
+            group["lr"] = rate * _schedule(step, setting)
+        optimizer.step()
+        ranks.after_step(rate)
+        if step >= setting.steps - 200:
+            total += loss.item() / setting.workers / 200
+    bits = ranks.bits
+    ranks.finish()
+    return {
+        "model": model_name,
+        "rate": rate,
+        "seed": seed,
+        "validation_loss": _validation_loss(model, params, setting),
+        "train_loss": total,
+        "bits": bits,
+        "seconds": time.process_time() - started,
+    }
+
+
+@torch.no_grad()
+def _validation_loss(model: Any, params: Params, setting: Setting) -> float:
+    text, first = standard_library("validation"), {name: param[:1] for name, param in params.items()}
+    starts = torch.arange(setting.validation_windows) * (
+        (text.numel() - setting.context - 1) // setting.validation_windows
+    )
+    losses = []
+    for part in starts.split(64):
+        tokens = text[part[None, :, None] + torch.arange(setting.context + 1)].long()
+        logits = model.logits(first, tokens[..., :-1])
+        losses.append(F.cross_entropy(logits.flatten(0, 2), tokens[..., 1:].flatten()).item())
+    return sum(losses) / len(losses)
+
+
+def _schedule(step: int, setting: Setting) -> float:
+    if step < setting.warmup_steps:
+        return (step + 1) / setting.warmup_steps
+    progress = (step - setting.warmup_steps) / max(1, setting.steps - setting.warmup_steps)
+    return 0.05 + 0.475 * (1 + math.cos(math.pi * progress))
+
+
+class Results:
+    """Runs in a JSON file; what is there is not run again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
+
+    def run(self, name: str, model: str, variant: Variant, rate: float, seed: int, setting: Setting) -> dict[str, Any]:
+        key = {"variant": name, "model": model, "rate": rate, "seed": seed, "steps": setting.steps}
+        for run in self.runs:
+            if all(run[field] == value for field, value in key.items()):
+                return run
+        run = {**key, "configuration": asdict(variant), **train(model, variant, rate, seed, setting)}
+        self.runs.append(run)
+        self.path.write_text(json.dumps({"setting": asdict(setting), "runs": self.runs}, indent=1) + "\n")
+        print(
+            f"{name:<24} {model:<12} rate {rate:<8g} seed {seed}: validation {run['validation_loss']:.4f},"
+            f" training {run['train_loss']:.4f}, {run['bits']:.4f} bits, {run['seconds']:.0f} s",
+            flush=True,
+        )
+        return run
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def tune(
+    json_path: Annotated[Path, typer.Option("--json")],
+    variants: Annotated[
+        str, typer.Option(help="JSON: name -> {outer, compressor}; default: the four of the study")
+    ] = "",
+    steps: int = 1000,
+    seeds: Annotated[str, typer.Option(help="none of the study's")] = "100",
+    models: str = "transformer,recurrent",
+    rates: str = ",".join(map(str, RATES)),
+) -> None:
+    """Loss over learning rates."""
+    torch.set_num_threads(1)
+    chosen = {name: Variant(**each) for name, each in json.loads(variants).items()} if variants else VARIANTS
+    setting, results = replace(Setting(), steps=steps), Results(json_path)
+    for model in models.split(","):
+        for name, variant in chosen.items():
+            for rate in map(float, rates.split(",")):
+                for seed in map(int, seeds.split(",")):
+                    results.run(name, model, variant, rate, seed, setting)
+
+
+@app.command()
+def final(
+    json_path: Annotated[Path, typer.Option("--json")],
+    tuned: Annotated[Path, typer.Option(help="results of tune")],
+    names: Annotated[str, typer.Option(help="of variants in the tuning's results")] = ",".join(VARIANTS),
+    seeds: str = "0,1,2",
+    models: str = "transformer,recurrent",
+) -> None:
+    """The best rate of each, on the seeds of the study."""
+    torch.set_num_threads(1)
+    tuning, results, setting = Results(tuned).runs, Results(json_path), Setting()
+    for seed in map(int, seeds.split(",")):
+        for model in models.split(","):
+            for name in names.split(","):
+                runs = [run for run in tuning if run["variant"] == name and run["model"] == model]
+                best = min(runs, key=lambda run: run["validation_loss"])
+                results.run(name, model, Variant(**best["configuration"]), best["rate"], seed, setting)
+
+
+if __name__ == "__main__":
+    app()

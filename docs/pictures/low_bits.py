@@ -1,0 +1,122 @@
+"""The pictures of few bits: loss over bits with its frontier, LoCo's share of a constant gradient, gap over learning rate.
+
+Data: benchmarks/results/low_bits.json, gain.json and low_bits_tuning.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from style import BLUE, GREEN, GREY, ORANGE, RED, save
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.low_bits import DENSE, Results, Setting  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+NAMES = {
+    'topk {"selection":"group","density":0.0625,"values":"int2","residual":"int8"}': "one of 16, 2 bits",
+    'topk {"selection":"group","density":0.0625,"values":"int2","residual":"int8","decay":0.95}': "the same, fading",
+    'topk {"selection":"chunk","density":0.035,"values":"int2","residual":"int8"}': "top-k of chunks, 2 bits",
+    'topk {"selection":"chunk","density":0.035,"values":"int2","residual":"int8","decay":0.95}': "the same, fading",
+}
+
+
+def label(variant: str) -> str:
+    return NAMES.get(variant, variant)
+
+
+def results() -> Results:
+    path = RESULTS / "low_bits.json"
+    return Results(path, Setting(**json.loads(path.read_text())["setting"]))
+
+
+def draw_frontier() -> None:
+    """Mean gap of the validation loss over bits per element and hop, both layouts."""
+    found = results()
+    figure, axes = plt.subplots(figsize=(7.2, 4.2))
+    points: list[tuple[float, float]] = []
+    for variant, layout in dict.fromkeys((run.variant, run.layout) for run in found.runs if run.variant != DENSE):
+        gaps = [gap for gap, _ in found.gaps(variant, layout)]
+        if not gaps:
+            continue
+        bits = next(run.codec_bits for run in found.runs if (run.variant, run.layout) == (variant, layout))
+        mean = statistics.fmean(gaps)
+        error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
+        color, marker = (BLUE, "o") if layout == "ddp" else (ORANGE, "s")
+        axes.errorbar(bits, mean, error, fmt=marker, color=color, capsize=2, markersize=5)
+        if layout == "ddp":
+            points.append((bits, mean))
+            axes.annotate(label(variant), (bits, mean), xytext=(5, 6), textcoords="offset points", fontsize=8)
+    frontier: list[tuple[float, float]] = []
+    for bits, mean in sorted(points):
+        if not frontier or mean < frontier[-1][1]:
+            frontier.append((bits, mean))
+    if frontier:
+        axes.plot(*zip(*frontier, strict=True), color=GREEN, linewidth=1.2, label="frontier, DDP", zorder=0)
+    axes.plot([], [], "o", color=BLUE, label="DDP, two hops")
+    axes.plot([], [], "s", color=ORANGE, label="FSDP2, one hop")
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    ticks = [0.25, 0.5, 1, 2, 4, 8]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set(xlabel="bits per element and hop", ylabel="validation loss over uncompressed, %")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    save(figure, "loss_over_bits")
+
+
+def draw_gain() -> None:
+    """Share of a constant gradient, and that share over the size that Adam divides by."""
+    saved: dict[str, Any] = json.loads((RESULTS / "gain.json").read_text())
+    figure, both = plt.subplots(1, 2, figsize=(9, 3.4), sharex=True)
+    for (name, curves), color in zip(saved["variants"].items(), (RED, ORANGE, BLUE, GREEN), strict=True):
+        curve = curves["noise"]
+        both[0].plot(curve["share"], color=color, linewidth=1.2, label=name)
+        ratio = [share / size for share, size in zip(curve["share"], curve["size"], strict=True)]
+        both[1].plot(ratio, color=color, linewidth=1.2)
+    for axes, title in zip(both, ("share of a constant gradient", "share over size: what Adam steps by"), strict=True):
+        axes.axhline(1, color=GREY, linewidth=0.8)
+        axes.axvline(saved["reset_steps"], color=GREY, linewidth=0.8, linestyle=":")
+        axes.set(xlabel="step (dotted: the residual is forgotten)", ylim=(0.3, 1.15), title=title)
+    both[0].legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    save(figure, "loco_gain")
+
+
+def draw_rates() -> None:
+    """Gap of 1-bit LoCo over the learning rate, with both kinds of codebook."""
+    runs = json.loads((RESULTS / "low_bits_tuning.json").read_text())
+    figure, axes = plt.subplots(figsize=(5.6, 3.4))
+    for codebook, color in (("fitted", RED), ("unit_gain", BLUE)):
+        chosen = [
+            run
+            for run in runs
+            if run["steps"] == 400 and run["layout"] == "ddp" and run["variant"] == f'loco1 {{"codebook":"{codebook}"}}'
+        ]
+        gaps: dict[float, list[float]] = {}
+        for run in chosen:
+            gap = 100 * (run["validation_loss"] / run["dense_loss"] - 1)
+            gaps.setdefault(run["learning_rate"], []).append(gap)
+        rates = sorted(gaps)
+        axes.plot(rates, [statistics.fmean(gaps[rate]) for rate in rates], "o-", color=color, label=codebook)
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set(xlabel="learning rate", ylabel="validation loss over uncompressed, %", title="1 bit, two hops, 400 steps")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    save(figure, "loco_rates")
+
+
+if __name__ == "__main__":
+    draw_gain()
+    draw_rates()
+    if (RESULTS / "low_bits.json").exists():
+        draw_frontier()

@@ -1,0 +1,91 @@
+"""A fragment of a model: parameters whose weights travel together, and the anchor that all ranks share of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+
+class Fragment:
+    """Args:
+        specs: Of the fragment's parameters.
+        params: All parameters by name, as each rank holds them: whole ones, or the local shard of each.
+
+    Attributes:
+        params: The fragment's.
+        anchors: float32, by name, each of the shape of its parameter: views of one flat tensor.
+        layout: Where parameters lie in that tensor and in the pseudo-gradient.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], params: Mapping[str, Tensor]) -> None:
+        self._specs = list(specs)
+        self.params = {spec.name: params[spec.name].detach() for spec in specs}
+        entries, self.numel = [], 0
+        for spec in specs:
+            if spec.numel:
+                entries.append(Entry(spec.name, self.numel))
+            self.numel += spec.numel
+        self.layout = BucketLayout(tuple(entries))
+        device = next(iter(self.params.values())).device
+        self._anchor = torch.empty(self.numel, dtype=torch.float32, device=device)
+        self.anchors = self.views(self._anchor)
+        self.rebase()
+
+    def views(self, flat_N: Tensor) -> dict[str, Tensor]:
+        """Parts of a flat tensor by name, in the shape and the memory order of the parameters."""
+        parts = flat_N.split([spec.numel for spec in self._specs])
+        return {spec.name: _shaped(part, spec) for part, spec in zip(parts, self._specs, strict=True)}
+
+    @torch.no_grad()
+    def rebase(self) -> None:
+        """The anchor is what the weights are now."""
+        torch._foreach_copy_(list(self.anchors.values()), list(self.params.values()))
+
+    @torch.no_grad()
+    def pseudo_gradient(self) -> Tensor:
+        """float32 ``[numel]``: the anchor, as a rank's weights can hold it, minus the weights.
+
+        Weights of a smaller type round the anchor when they take it over: that is none of their own movement.
+        """
+        x_N = torch.empty_like(self._anchor)
+        for name, part in self.views(x_N).items():
+            weight, anchor = self.params[name], self.anchors[name]
+            if weight.dtype == torch.float32:
+                torch.sub(anchor, weight, out=part)
+            else:
+                part.copy_(anchor.to(weight.dtype)).sub_(weight)
+        return x_N
+
+    @torch.no_grad()
+    def pull_(self, mix: float) -> None:
+        """``weights = mix * weights + (1 - mix) * anchor``."""
+        weights, anchors = list(self.params.values()), list(self.anchors.values())
+        if mix == 0.0:
+            torch._foreach_copy_(weights, anchors)
+            return
+        for weight, anchor in zip(weights, anchors, strict=True):
+            weight.copy_(torch.lerp(anchor, weight.float(), mix))
+
+
+def _shaped(part_N: Tensor, spec: TensorSpec) -> Tensor:
+    if spec.memory_order is None:
+        return part_N.view(spec.shape)
+    values = part_N.view([spec.shape[dim] for dim in spec.memory_order])
+    return values.permute([spec.memory_order.index(dim) for dim in range(spec.ndim)])
+
+
+def cut_into(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[TensorSpec]]:
+    """Consecutive parameters in parts of about equal size, at most `num_fragments`; none is empty."""
+    total = sum(spec.numel for spec in specs)
+    parts: list[list[TensorSpec]] = [[] for _ in range(num_fragments)]
+    before = 0
+    for spec in specs:
+        middle = before + spec.numel / 2
+        parts[min(num_fragments - 1, int(middle * num_fragments / max(total, 1)))].append(spec)
+        before += spec.numel
+    return [part for part in parts if part]

@@ -1,0 +1,405 @@
+"""Local steps with an outer optimizer, on one rank: anchors, turns, what is under way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.engine.averaged_buffers import AveragedBuffers
+from lowbit_strategy.engine.bucket import Stages
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.fragment import Fragment, cut_into
+from lowbit_strategy.methods.outer.rule import OuterRule
+
+
+class Arrival(Protocol):
+    """Waits until something that travels has arrived."""
+
+    def wait(self) -> object: ...
+
+
+class Courier(Protocol):
+    """Reduces what it is given while its caller goes on."""
+
+    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival: ...
+
+
+class _Arrived:
+    def wait(self) -> None:
+        return None
+
+
+class Inline:
+    """A courier that has arrived when `submit` returns."""
+
+    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival:
+        for pending in stages:
+            if pending is not None:
+                pending.wait()
+        return _Arrived()
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A fragment under way.
+
+    Args:
+        fragment: Its index.
+        x: The pseudo-gradient; once it has arrived, the mean.
+        header: See `OuterSync._launch`.
+        arrival: Of both.
+        delay: Optimizer steps after which it lands.
+        age: Optimizer steps since it was sent.
+    """
+
+    fragment: int
+    x: Tensor
+    header: Tensor
+    arrival: Arrival
+    delay: int
+    age: int = 0
+
+
+class OuterSync:
+    """Local steps on one rank: fragments take turns, and the outer optimizer moves their anchors.
+
+    A turn, on all ranks, each when it comes to it:
+
+    1. ``header = [no more steps?, ||d||^2, changes of buffers]``, summed over ranks uncompressed: a few bytes
+    2. the pseudo-gradient ``d`` goes through `GradientSync.reduce`
+    3. `OuterRule.delay_of` steps later the outer optimizer steps the anchor, and the weights follow
+
+    The order of turns is the same on all ranks and nothing else of this class is collective, so ranks may train at
+    different speeds, and one that has no more data takes part in the others' turns (`finish`).
+
+    Args:
+        sync: Reduces pseudo-gradients. Its steps are counted here.
+        params: By name, as `sync` knows them.
+        rule: When, and by which optimizer.
+        buffers: Gives those of the model, by name; those of floating point are averaged.
+        courier: Brings fragments to the other ranks.
+
+    Attributes:
+        every: Optimizer steps of each coming round in the place of the rule's; None: as the rule has it.
+        num_turns: Turns completed by this rank.
+        on_turn: Called after each turn, on all ranks, when nothing is under way; it may be collective.
+    """
+
+    def __init__(
+        self,
+        sync: GradientSync,
+        params: Mapping[str, Tensor],
+        rule: OuterRule,
+        *,
+        buffers: Callable[[], Mapping[str, Tensor]] = dict,
+        courier: Courier | None = None,
+    ) -> None:
+        self.sync = sync
+        self.rule = rule
+        self.every: int | None = None
+        self.num_turns = 0
+        self.on_turn: Callable[[], None] = lambda: None
+        self._courier = courier if courier is not None else Inline()
+        self._buffers = AveragedBuffers(buffers)
+        parts = cut_into(list(sync.specs.values()), rule.fragments)
+        self.fragments = [Fragment(part, params) for part in parts]
+        self._optimizer = rule.optimizer(list(self.anchors.values()))
+        self._flight: _Flight | None = None
+        self._aside: dict[str, Tensor] | None = None
+        self._turn = 0  # of the round: the fragment that is sent next
+        self._since = 0  # optimizer steps since the last turn
+        self._every = rule.round_length(sync.step_index, None)
+        self._finished = False  # since the last step: the model is the user's, who may have loaded other weights
+        self._spread: tuple[Tensor, Tensor] | None = None
+        sync.counts_steps = False
+        sync.outer = self
+
+    @property
+    def anchors(self) -> dict[str, Tensor]:
+        """float32, by name: what all ranks share."""
+        return {name: anchor for fragment in self.fragments for name, anchor in fragment.anchors.items()}
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        return {name: param for fragment in self.fragments for name, param in fragment.params.items()}
+
+    @property
+    def label(self) -> str:
+        """The rule in a few words, for reports."""
+        return self.rule.label
+
+    @property
+    def turn_length(self) -> int:
+        """Optimizer steps from the last turn to the next."""
+        count = len(self.fragments)
+        return -(-(self._turn + 1) * self._every // count) - -(-self._turn * self._every // count)
+
+    @property
+    def round_length(self) -> int:
+        """Optimizer steps of the round under way."""
+        return self._every
+
+    @property
+    def drift(self) -> float | None:
+        """How far ranks had drifted apart before the last turn: the root mean square of their distances from the mean,
+        in units of the mean movement. None before the first turn. Reading it waits for the device.
+        """
+        if self._spread is None:
+            return None
+        each, mean = (float(value) for value in self._spread)
+        return (max(0.0, each - mean) / mean) ** 0.5 if mean > 0 else 0.0
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def after_step(self, learning_rate: float | None = None) -> bool:
+        """The inner optimizer has stepped, or a loss scaler has skipped the step. Call on all ranks.
+
+        Args:
+            learning_rate: Of the inner optimizer.
+
+        Returns:
+            Whether an anchor has moved.
+        """
+        self.sync.step_index += 1
+        self._since += 1
+        moved = self._finished = False
+        if self._flight is not None:
+            self._flight.age += 1
+            moved = self._land_if_due()
+        if self._since >= self.turn_length:
+            moved = self.land() or moved  # a fragment that is still under way: rounds have become shorter
+            self._launch(learning_rate, done=False)
+            moved = self._land_if_due() or moved
+        return moved
+
+    def finish(self) -> None:
+        """This rank trains no more: what ranks have trained since their last turns is averaged into the anchors.
+
+        Call on all ranks, each when it is done. Until the last one is, the others' turns go on with this rank in them;
+        then each fragment has a last turn, in which the weights' mean is taken without the outer optimizer.
+        """
+        if self._finished:
+            return
+        self.land()
+        all_done = False
+        while not all_done:
+            flight = self._launch(None, done=True)
+            flight.arrival.wait()
+            all_done = int(flight.header[0]) == self.sync.comm.world_size
+            self.land(final=True, average=all_done)
+        for _ in range(len(self.fragments) - 1):
+            self._launch(None, done=True)
+            self.land(final=True, average=True)
+        self._finished = True
+
+    def _launch(self, learning_rate: float | None, *, done: bool) -> _Flight:
+        """Send the fragment whose turn it is."""
+        fragment, sync = self.fragments[self._turn], self.sync
+        x_N = fragment.pseudo_gradient()
+        facts = torch.stack([torch.full((), float(done), device=x_N.device), torch.dot(x_N, x_N)])
+        with_buffers = self._turn == len(self.fragments) - 1
+        header = torch.cat([facts, *self._buffers.changes()]) if with_buffers else facts
+        sync.stride = max(1, self._since)
+        stages = self._stages(sync.reduce(fragment.layout, x_N, x_N), header)
+        sent, self._turn, self._since = self._turn, (self._turn + 1) % len(self.fragments), 0
+        if self._turn == 0:
+            every = self.every if self.every is not None else self.rule.round_length(sync.step_index, learning_rate)
+            self._every = max(every, len(self.fragments))
+        arrival = self._courier.submit(stages, x_N, last=True)
+        self._flight = _Flight(sent, x_N, header, arrival, self.rule.delay_of(self.turn_length))
+        return self._flight
+
+    def _stages(self, stages: Stages, header: Tensor) -> Stages:
+        yield self.sync.comm.all_reduce(header)
+        yield from stages
+
+    def _land_if_due(self) -> bool:
+        if self._flight is None or self._flight.age < self._flight.delay:
+            return False
+        return self.land()
+
+    def land(self, *, final: bool = False, average: bool = False) -> bool:
+        """Apply what is under way, if anything is; on all ranks at the same turn.
+
+        Args:
+            final: Nothing of a rank's own weights is kept.
+            average: Take the mean of the weights, without the outer optimizer.
+
+        Returns:
+            Whether anything was.
+        """
+        if self._flight is None:
+            return False
+        flight, self._flight = self._flight, None
+        flight.arrival.wait()
+        fragment, mean_N = self.fragments[flight.fragment], flight.x
+        self._spread = (flight.header[1] / self.sync.comm.world_size, torch.dot(mean_N, mean_N))
+        self._move(fragment, mean_N, average=average)
+        mix = 0.0 if final else self.rule.mix
+        fragment.pull_(mix)
+        if flight.header.numel() > 2:
+            self._buffers.take_(flight.header[2:] / self.sync.comm.world_size, mix)
+        self.num_turns += 1
+        self.sync.end_step()
+        self.on_turn()
+        return True
+
+    @torch.no_grad()
+    def _move(self, fragment: Fragment, mean_N: Tensor, *, average: bool) -> None:
+        means, anchors = fragment.views(mean_N), fragment.anchors
+        if average:
+            torch._foreach_sub_(list(anchors.values()), list(means.values()))
+            return
+        for name, anchor in anchors.items():
+            anchor.grad = means[name]
+        self._optimizer.step()
+        for anchor in anchors.values():
+            anchor.grad = None
+
+    # -- which weights the model has --------------------------------------------------------------------------------
+
+    def use_anchors(self) -> bool:
+        """Put the anchors, and the averaged buffers, into the model. Returns whether they were not there already."""
+        if self._aside is not None or self._finished:
+            return False
+        self._aside = {name: param.clone() for name, param in self.params.items()}
+        for fragment in self.fragments:
+            fragment.pull_(0.0)
+        self._buffers.use_averages()
+        return True
+
+    @torch.no_grad()
+    def use_weights(self) -> None:
+        """Put this rank's own weights back."""
+        if self._aside is None:
+            return
+        for name, param in self.params.items():
+            param.copy_(self._aside[name])
+        self._aside = None
+        self._buffers.use_own()
+
+    @contextlib.contextmanager
+    def anchored(self) -> Iterator[None]:
+        """The model has the anchors inside; may be nested."""
+        changed = self.use_anchors()
+        try:
+            yield
+        finally:
+            if changed:
+                self.use_weights()
+
+    def rebase_if_changed(self) -> None:
+        """Between `use_anchors` and `use_weights`: someone may have given the model other weights on all ranks."""
+        if any(not torch.equal(param, anchor.to(param.dtype)) for param, anchor in self._pairs()):
+            self._aside = None
+            self._buffers.keep()
+            self.rebase()
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        anchors = self.anchors
+        for name, param in self.params.items():
+            yield param, anchors[name]
+
+    def rebase(self) -> None:
+        """The weights, equal on all ranks, are the anchors from now on: a new run, or the end of a synchronous part.
+
+        The outer optimizer forgets where it was moving the former ones.
+        """
+        self._flight = None
+        self._optimizer.state.clear()
+        for fragment in self.fragments:
+            fragment.rebase()
+        self._buffers.rebase()
+        self._since = self._turn = 0
+        self._every = self.rule.round_length(self.sync.step_index, None)
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """Wait for what is under way without applying it; before the state is read."""
+        if self._flight is not None:
+            self._flight.arrival.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of this rank, its own weights included; tensors are the live ones."""
+        flight = self._flight
+        self.arrive()
+        return {
+            "every": self._every,
+            "turn": self._turn,
+            "since": self._since,
+            "num_turns": self.num_turns,
+            "anchors": self.anchors,
+            "optimizer": {name: dict(self._optimizer.state.get(anchor, {})) for name, anchor in self.anchors.items()},
+            "weights": self.params if self._aside is None else self._aside,
+            "buffers": self._buffers.state_dict(),
+            "flight": None
+            if flight is None
+            else {
+                "fragment": flight.fragment,
+                "mean": flight.x,
+                "header": flight.header,
+                "delay": flight.delay,
+                "age": flight.age,
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], *, own: bool = True) -> None:
+        """Args:
+        state: What `state_dict` gave.
+        own: It is this rank's own. If not (another number of ranks), only what all ranks share is taken: anchors,
+            outer optimizer. The round begins anew, from the anchors.
+        """
+        for name, anchor in self.anchors.items():
+            if name in state["anchors"]:
+                anchor.copy_(state["anchors"][name])
+                kept = state["optimizer"].get(name, {})
+                self._optimizer.state[anchor] = {key: _like(value, anchor) for key, value in kept.items()}
+        self._flight = self._revived(state["flight"])
+        self._buffers.load_state_dict(state["buffers"], own=own)
+        if not own:
+            self.land(final=True)
+            self.use_shared()
+            return
+        self._every, self._turn, self._since = state["every"], state["turn"], state["since"]
+        self.num_turns = state["num_turns"]
+        for name, param in self.params.items():
+            if name in state["weights"]:
+                param.copy_(state["weights"][name])
+
+    def _revived(self, saved: Mapping[str, Any] | None) -> _Flight | None:
+        if saved is None:
+            return None
+        device = self.sync.device
+        mean, header = saved["mean"].to(device), saved["header"].to(device)
+        return _Flight(saved["fragment"], mean, header, _Arrived(), saved["delay"], saved["age"])
+
+    def use_shared(self) -> None:
+        """All ranks go on from the anchors, with a new round."""
+        self._flight, self._since, self._turn = None, 0, 0
+        for fragment in self.fragments:
+            fragment.pull_(0.0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of anchors, of the outer optimizer's state once it has stepped, and of a pseudo-gradient."""
+        anchors = sum(anchor.nbytes for anchor in self.anchors.values())
+        moments = sum(
+            value.nbytes
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+        return anchors + moments + 4 * max(fragment.numel for fragment in self.fragments)
+
+
+def _like(value: Any, anchor: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(anchor.device, copy=True) if value.dim() else value.clone()

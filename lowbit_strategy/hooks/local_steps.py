@@ -1,0 +1,200 @@
+"""Local steps of one attached model: when a step is one, DDP's part in it, what each rank saves for itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.outer import Courier, OuterSync
+from lowbit_strategy.hooks.digest import ParameterDigest
+from lowbit_strategy.hooks.worker import BucketWorker, SideStream
+from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
+
+STATE_KEY = "outer"
+
+
+class Stateful(Protocol):
+    """An optimizer or a gradient scaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class LocalSteps:
+    """Between the adapter of a framework and `OuterSync`.
+
+    Args:
+        sync: Of the model; its group is used by nothing else between steps.
+        rule: When ranks synchronise, and how.
+        params: By the names that `sync` knows.
+        buffers: Gives those of the model, by name.
+        courier: Brings fragments to the other ranks while training goes on.
+        model: DDP around the model, which is to leave gradients and buffers alone; None under FSDP2.
+        check_digest: Compare the anchors over the ranks now and then.
+
+    Attributes:
+        own: Gives the optimizers and the scaler, whose state differs between ranks, by name; set by the adapter.
+    """
+
+    def __init__(
+        self,
+        sync: GradientSync,
+        rule: OuterRule,
+        params: Mapping[str, nn.Parameter],
+        *,
+        buffers: Callable[[], Mapping[str, Tensor]],
+        courier: Courier | None,
+        model: DistributedDataParallel | None = None,
+        check_digest: bool = True,
+    ) -> None:
+        self.sync = sync
+        self.rule = rule
+        self.own: Callable[[], Mapping[str, Stateful]] = dict
+        self._params = dict(params)
+        self._buffers = buffers
+        self._courier = courier
+        self._model = model
+        self._check_digest = check_digest
+        self._num_steps: dict[int, int] = {}  # of each optimizer, in this process
+        self._loaded: tuple[Mapping[str, Any], bool] | None = None
+        self.outer: OuterSync | None = None
+        sync.rank_state[STATE_KEY] = self
+        if rule.synchronous_steps == 0:
+            self._start()
+
+    def _start(self) -> None:
+        """Steps are local from now on. What is left of gradients is in other units than weights."""
+        sync = self.sync
+        if sync.step_index > 0:
+            sync.forget()
+        sync.rollback, sync.loss_scale = False, None
+        self.outer = self._make_outer()
+        if self._model is not None:
+            self._model.require_backward_grad_sync = False
+            self._model.require_forward_param_sync = False
+            self._model.broadcast_buffers = False
+
+    def _make_outer(self) -> OuterSync:
+        outer = OuterSync(self.sync, self._params, self.rule, buffers=self._buffers, courier=self._courier)
+        if self._check_digest:
+            digest = ParameterDigest(outer.anchors, self.sync.comm, self.sync.device)
+            outer.on_turn = lambda: digest.after_step(self.sync.step_index)
+        return outer
+
+    def extend(self, params: Mapping[str, nn.Parameter]) -> None:
+        """More parameters are trained, and `sync` knows them."""
+        self._params |= dict(params)
+        if self.outer is not None:
+            self.outer.land()
+            state = self.outer.state_dict()
+            self.outer = self._make_outer()
+            self.outer.load_state_dict(state)
+
+    def after_optimizer(self, optimizer: Optimizer | None) -> None:
+        """An optimizer has stepped, or a scaler has skipped its step. Several optimizers take their steps together.
+
+        Raises:
+            DivergenceError: On every rank, if anchors were compared after this step and differ.
+        """
+        if optimizer is not None:
+            taken = self._num_steps[id(optimizer)] = self._num_steps.get(id(optimizer), 0) + 1
+            if taken < max(self._num_steps.values()) or list(self._num_steps.values()).count(taken) > 1:
+                return  # another one has begun this step
+        if self.outer is None:
+            self._leave_synchronous_part()
+            return
+        self.outer.after_step(None if optimizer is None else float(optimizer.param_groups[0]["lr"]))
+
+    def _leave_synchronous_part(self) -> None:
+        if self.sync.step_index >= self.rule.synchronous_steps:
+            self._start()
+
+    def close(self) -> bool:
+        """Whether nothing of it runs any more."""
+        return not isinstance(self._courier, BucketWorker) or self._courier.close()
+
+    def finish(self) -> None:
+        """Training ends: see `OuterSync.finish`."""
+        if self.outer is not None:
+            self.outer.finish()
+
+    @contextlib.contextmanager
+    def anchored(self) -> Iterator[None]:
+        """The model has the anchors inside."""
+        if self.outer is None:
+            yield
+            return
+        with self.outer.anchored():
+            yield
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """Before the engine's state is read: what travels has arrived."""
+        if self.outer is not None:
+            self.outer.arrive()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.outer is None:
+            return {"outer": None}
+        return {"outer": self.outer.state_dict(), "own": {name: each.state_dict() for name, each in self.own().items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
+        """Kept until `resume`: the framework has yet to load the model and the optimizers."""
+        self._loaded = (state, own)
+        if state["outer"] is not None and self.outer is None:
+            self._start()
+
+    def forget(self) -> None:
+        self._loaded = None
+
+    def resume(self) -> None:
+        """The framework has loaded all it saves, or training begins: go on from this rank's own weights and optimizers,
+        if they have been loaded, otherwise from the model's weights, which all ranks share.
+        """
+        loaded, self._loaded = self._loaded, None
+        if self.outer is None:
+            return
+        self.outer.rebase()
+        if loaded is None or loaded[0]["outer"] is None:
+            return
+        state, own = loaded
+        self.outer.load_state_dict(state["outer"], own=own)
+        if own:
+            parts = self.own()
+            for name, saved in state["own"].items():
+                if name in parts:
+                    parts[name].load_state_dict(saved)
+
+    def adopt(self, earlier: LocalSteps) -> None:
+        """Continue with the state of an earlier attachment of the same model; it has finished."""
+        self.load_state_dict(earlier.state_dict() | {"own": {}}, own=False)
+
+
+def local_ddp(model: DistributedDataParallel, sync: GradientSync, rule: OuterRule, *, check_digest: bool) -> LocalSteps:
+    """Local steps of a model that DDP has made the same on all ranks."""
+    module = model.module
+    return LocalSteps(
+        sync,
+        rule,
+        trainable_parameters(module),
+        buffers=lambda: {canonical_name(name): buffer for name, buffer in module.named_buffers()},
+        courier=courier_for(rule, sync.device),
+        model=model,
+        check_digest=check_digest,
+    )
+
+
+def courier_for(rule: OuterRule, device: torch.device) -> Courier | None:
+    """What lets training go on while fragments travel; None where each is applied at once."""
+    if rule.delay_of(rule.shortest_turn) == 0:
+        return None
+    return BucketWorker() if device.type == "cpu" else SideStream(device)

@@ -1,0 +1,67 @@
+"""Local steps at a Trainer's moments that only callbacks see. Independent of the Lightning namespace."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from lowbit_strategy.hooks.attached import Attached
+
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # they, and what derives from them, copy the module
+_MOMENTS = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
+
+
+def add_local_callbacks(trainer: Any, attached: Attached) -> None:
+    """Training begins.
+
+    1. The last thing of a fit, before any callback learns that training has ended, is `Attached.finish`.
+    2. The Trainer looks at this rank's SIGTERM alone: to ask the others before every batch would make ranks wait for
+       each other, and hang where one has fewer batches.
+    3. Callbacks that average weights see what all ranks share, not what one rank has trained since.
+    """
+    loop = trainer.fit_loop
+    loop.on_run_end = _finishing(type(loop).on_run_end.__get__(loop), attached)
+    loop.epoch_loop._broadcast_sigterm_tensor = functools.partial(_stop_if_terminated, trainer)
+    for callback in trainer.callbacks:
+        if any(base.__name__ in _AVERAGING for base in type(callback).__mro__):
+            for moment in _MOMENTS:
+                original = getattr(type(callback), moment).__get__(callback)
+                may_change = moment == "on_train_epoch_start"
+                setattr(callback, moment, _anchored(original, attached, may_change=may_change))
+
+
+def _stop_if_terminated(trainer: Any) -> None:
+    if trainer.received_sigterm:
+        raise import_module(type(trainer.fit_loop.epoch_loop).__module__).SIGTERMException  # of either namespace
+
+
+def _finishing(original: Callable[[], Any], attached: Attached) -> Callable[[], Any]:
+    @functools.wraps(original)
+    def on_run_end() -> Any:
+        attached.finish()
+        return original()
+
+    return on_run_end
+
+
+def _anchored(original: Callable[..., Any], attached: Attached, *, may_change: bool) -> Callable[..., Any]:
+    """`may_change`: the callback may give the model the averaged weights, which training then goes on from."""
+
+    @functools.wraps(original)
+    def moment(*args: Any, **kwargs: Any) -> Any:
+        with attached.anchored():
+            result = original(*args, **kwargs)
+            if may_change and attached.local is not None and attached.local.outer is not None:
+                attached.local.outer.rebase_if_changed()
+            return result
+
+    return moment
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Tensors that stay as they are when the model goes on."""
+    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}

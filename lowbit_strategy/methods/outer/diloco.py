@@ -1,0 +1,74 @@
+"""DiLoCo: local steps of any optimizer, and an outer optimizer with momentum; with fragments its streaming form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.options.configuration import configuration
+
+
+@configuration
+class DiLoCo(OuterRule):
+    """An outer optimizer, SGD with Nesterov momentum by default, takes the mean pseudo-gradient as its gradient.
+
+    Its streaming form has several `fragments`, a `delay` in which ranks train on while bytes travel, and a `mix` of
+    each rank's own weights with the anchor.
+
+    Args:
+        every: Optimizer steps of a round; see `OuterRule`.
+        lr: Of the outer optimizer. 1 with no momentum takes the mean of the weights.
+        momentum: Of the outer optimizer, in [0, 1). More: faster, less steady.
+        nesterov: Nesterov's momentum instead of the classic one.
+        optimizer_class: Another outer optimizer: the name of a class of ``torch.optim``, or what makes an optimizer of
+            the anchors when it is called with them and ``lr``. `momentum` and `nesterov` are then its own business.
+        fragments, delay, mix: See `OuterRule`.
+
+    Raises:
+        ValueError: A field is out of range, or ``torch.optim`` has no such class.
+
+    References:
+        Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, arXiv 2311.08105;
+        Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, arXiv 2501.18512.
+    """
+
+    name: ClassVar[str] = "diloco"
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    optimizer_class: str | Callable[..., Any] = "SGD"
+
+    def __post_init__(self) -> None:
+        OuterRule.__post_init__(self)
+        if not self.lr > 0.0:
+            raise ValueError(f"lr must be above 0, got {self.lr!r}")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
+        self._make  # noqa: B018 (checks the name)
+
+    @property
+    def _make(self) -> Callable[..., Any]:
+        if not isinstance(self.optimizer_class, str):
+            return self.optimizer_class
+        found = getattr(torch.optim, self.optimizer_class, None)
+        if not (isinstance(found, type) and issubclass(found, Optimizer)):
+            raise ValueError(
+                f"optimizer_class must be the name of a class of torch.optim such as 'SGD' or 'Adam', got"
+                f" {self.optimizer_class!r}"
+            )
+        return found
+
+    def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
+        made: Optimizer
+        if self.optimizer_class == "SGD":
+            nesterov = self.nesterov and self.momentum > 0.0
+            made = torch.optim.SGD(anchors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+        else:
+            made = self._make(anchors, lr=self.lr)
+        return made

@@ -1,0 +1,101 @@
+"""Outer rules by name: what strategy names, configuration files and the command line use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.outer.diloco import DiLoCo
+from lowbit_strategy.methods.outer.interval import Interval, Quadratic, Stepwise
+from lowbit_strategy.methods.outer.localsgd import LocalSGD
+from lowbit_strategy.methods.outer.overlaplocalsgd import OverlapLocalSGD
+from lowbit_strategy.methods.outer.postlocalsgd import PostLocalSGD
+from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.methods.outer.sparseloco import SparseLoCo
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, convert, register_conversion
+from lowbit_strategy.options.suggestions import did_you_mean
+
+T = TypeVar("T")
+
+OUTER_RULES: dict[str, OuterRule] = {
+    "diloco": DiLoCo(),
+    "localsgd": LocalSGD(),
+    "overlaplocalsgd": OverlapLocalSGD(),
+    "postlocalsgd": PostLocalSGD(),
+    "sparseloco": SparseLoCo(),
+    "streamingdiloco": DiLoCo(fragments=4, delay=2, mix=0.5),
+}
+
+# Rounds are few, so nothing is reset, and errors of a few pseudo-gradients are fed back in full.
+_FOUR_BITS = LoCo(beta=0.0, reset_steps=None)
+_COMPRESSORS: dict[str, Compressor] = {
+    "streamingdiloco": LoCo(bits=2, codebook="fitted", block_size=64, beta=0.0, reset_steps=None),
+}
+
+_INTERVALS: dict[str, type[Interval]] = {"quadratic": Quadratic, "stepwise": Stepwise}
+
+
+def compressor_for(name: str) -> Compressor:
+    """What strategy names such as ``diloco_ddp`` compress pseudo-gradients with."""
+    return _COMPRESSORS.get(name) or OUTER_RULES[name].compressor() or _FOUR_BITS
+
+
+def default_compressor(rule: OuterRule) -> Compressor:
+    """What a rule's pseudo-gradients are compressed with where the user has chosen nothing."""
+    return rule.compressor() or _FOUR_BITS
+
+
+def as_outer(value: object, field: str = "outer") -> OuterRule:
+    """An outer rule as it is, by its name, or what a mapping describes: ``{name: diloco, every: 30}``.
+
+    Raises:
+        ValueError: None of them, or an unknown name or option.
+    """
+    return convert(value, OuterRule, field, Source.CODE)  # type: ignore[type-abstract]
+
+
+def _named(value: Any, known: Mapping[str, T], what: str) -> tuple[T, dict[str, Any]]:
+    """The entry of `known` that a name or ``{name: ..., option: ...}`` means, and the options."""
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, Mapping):
+        raise Mismatch
+    options = dict(value)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ValueError(f"needs the {what}'s name under 'name', got {value!r}")
+    if name.lower() not in known:
+        raise ValueError(f"unknown {what} {name!r}{did_you_mean(name.lower(), known)} Known: {', '.join(known)}")
+    return known[name.lower()], options
+
+
+def _rule(value: Any, source: Source) -> OuterRule:
+    base, options = _named(value, OUTER_RULES, "outer rule")
+    preset = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    return call(type(base), preset | options, source)
+
+
+def _interval(value: Any, source: Source) -> Interval:
+    cls, options = _named(value, _INTERVALS, "interval")
+    return call(cls, options, source)
+
+
+register_conversion(
+    OuterRule,
+    Conversion(
+        _rule,
+        "an outer rule such as DiLoCo(every=30), a name such as 'diloco' or {name: diloco, every: 30}",
+        "an outer rule such as diloco or {name: diloco, every: 30}",
+    ),
+)
+register_conversion(
+    Interval,
+    Conversion(
+        _interval,
+        "an interval such as Quadratic(alpha=0.02) or {name: quadratic, alpha: 0.02}",
+        "an interval such as {name: quadratic, alpha: 0.02}",
+    ),
+)

@@ -1,0 +1,331 @@
+"""Local steps with an outer optimizer through Lightning's Trainer, on two real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lowbit_strategy import OUTER_RULES, Dense, DiLoCo, LocalSGD, LoCo, PostLocalSGD, Quadratic
+from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDPStrategy
+from lowbit_strategy.lightning import LowBitDDPStrategy
+from tests.integration.test_fabric import batches, launch, setup, train
+from tests.scenarios import Facts, scenarios
+from tests.training import ByStep, Regression, dataset, fingerprint, full_parameters, listen, loader, mlp, trainer
+
+STREAMING = DiLoCo(every=6, momentum=0.5, fragments=3, delay=1, mix=0.5)
+RULES = {"diloco": DiLoCo(every=4, momentum=0.5), "streaming": STREAMING}
+
+
+def outer_strategy(rule: Any, compressor: Any = None, **options: Any) -> LowBitDDPStrategy:
+    return LowBitDDPStrategy(compressor or LoCo(block_size=32, beta=0.0, reset_steps=None), outer=rule, **options)
+
+
+def every_step(folder: Path) -> Facts:
+    weights = {}
+    for name, strategy in {"ddp": "ddp", "outer": outer_strategy(LocalSGD(every=1), Dense())}.items():
+        torch.manual_seed(0)
+        model = Regression(optimizer="plain", lr=0.1)
+        trainer(strategy, max_steps=20).fit(model, loader())
+        weights[name] = torch.cat([value.reshape(-1) for value in full_parameters(model).values()])
+    return {"print": fingerprint(model), "distance": (weights["ddp"] - weights["outer"]).abs().max().item()}
+
+
+@scenarios(every_step)
+def test_the_mean_after_every_step_is_synchronous_training(facts: list[Facts]) -> None:
+    assert facts[0]["print"] == facts[1]["print"]
+    assert facts[0]["distance"] < 1e-6
+
+
+class Fingerprints(Callback):
+    """Of the weights at the moments at which someone else looks at them."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[int]] = {"validation": [], "step": []}
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen["validation"].append(fingerprint(pl_module))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.seen["step"].append(fingerprint(pl_module))
+
+
+def training(folder: Path, rule: str) -> Facts:
+    prints, model = Fingerprints(), Regression()
+    saver = ModelCheckpoint(folder, every_n_train_steps=10, save_top_k=-1, filename="{step}")
+    options: dict[str, Any] = {"callbacks": [prints, saver], "enable_checkpointing": True, "num_sanity_val_steps": 0}
+    with listen() as logged:
+        made = trainer(outer_strategy(RULES[rule]), max_steps=22, val_check_interval=6, **options)
+        made.fit(model, loader(), loader())
+    saved = torch.load(folder / "step=10.ckpt", weights_only=True)["state_dict"]
+    sync = made.strategy.sync
+    return {
+        "losses": model.losses,
+        "print": fingerprint(model),
+        "seen": prints.seen,
+        "saved": {name: value.sum().item() for name, value in saved.items()},
+        "steps": (sync.step_index, made.global_step),
+        "sent": sync.comm.sent_nbytes,
+        "logged": logged,
+    }
+
+
+@scenarios(training, rule=tuple(RULES))
+def test_ranks_train_by_themselves_and_end_with_the_same_weights(facts: list[Facts]) -> None:
+    first, second = facts
+    assert first["print"] == second["print"]
+    assert first["seen"]["validation"] == second["seen"]["validation"]
+    assert first["seen"]["step"][2] != second["seen"]["step"][2]
+    assert first["steps"] == second["steps"] == (22, 22)
+    for rank in facts:
+        assert rank["losses"][-1] < 0.8 * rank["losses"][0]
+
+
+def resume(folder: Path, rule: str) -> Facts:
+    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    whole = ByStep()
+    saving = {"enable_checkpointing": True, "callbacks": [saver]}
+    trainer(outer_strategy(RULES[rule]), max_steps=14, **saving).fit(whole, loader())
+    same = []
+    for step in (5, 6, 9):
+        model = ByStep()
+        source = folder / f"step={step}.ckpt"
+        trainer(outer_strategy(RULES[rule]), max_steps=14).fit(model, loader(), ckpt_path=source)
+        same.append((fingerprint(whole) == fingerprint(model), model.losses == whole.losses[step:]))
+    return {"same": same}
+
+
+@scenarios(resume, rule=tuple(RULES))
+def test_resume_in_the_middle_of_a_round_is_as_if_never_stopped(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["same"] == [(True, True)] * 3
+
+
+def by_name(folder: Path, name: str) -> Facts:
+    model = Regression()
+    with listen() as logged:
+        made = trainer(name, max_steps=33)
+        made.fit(model, loader())
+    sync = made.strategy.sync
+    return {"print": fingerprint(model), "sent": sync.comm.sent_nbytes, "logged": logged, "turns": sync.outer.num_turns}
+
+
+@scenarios(by_name, name=[f"{name}_ddp" for name in OUTER_RULES if name != "postlocalsgd"])
+def test_by_name(facts: list[Facts]) -> None:
+    assert facts[0]["print"] == facts[1]["print"]
+    assert facts[0]["turns"] == facts[1]["turns"] >= 2
+    text = "\n".join(facts[0]["logged"])
+    assert "compressed pseudo-gradient all-reduce over 2 ranks" in text
+    assert "per round of 30 steps" in text
+    assert "/step in the mean" in text
+
+
+def synchronous_first(folder: Path) -> Facts:
+    prints, model = Fingerprints(), ByStep()
+    saver = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    rule = PostLocalSGD(every=4, synchronous=5)
+    made = trainer(outer_strategy(rule), max_steps=12, callbacks=[prints, saver], enable_checkpointing=True)
+    made.fit(model, loader())
+    again = []
+    for step in (3, 9):
+        resumed = ByStep()
+        trainer(outer_strategy(rule), max_steps=12).fit(resumed, loader(), ckpt_path=folder / f"step={step}.ckpt")
+        again.append(fingerprint(resumed))
+    return {"steps": prints.seen["step"], "print": fingerprint(model), "again": again}
+
+
+@scenarios(synchronous_first)
+def test_post_local_sgd_is_synchronous_at_first(facts: list[Facts]) -> None:
+    first, second = facts
+    same = [a == b for a, b in zip(first["steps"], second["steps"], strict=True)]
+    assert same == [True] * 5 + [False, False, False, True] + [False, False, False]
+    assert first["print"] == second["print"]
+    assert first["again"] == [first["print"]] * 2
+
+
+class Normalised(Regression):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 8)))
+
+
+def user_options(folder: Path) -> Facts:
+    """Accumulation, clipping, BatchNorm, a schedule, averaged weights, a rule that follows the learning rate."""
+    averaging = EMAWeightAveraging(decay=0.9)
+    swa = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
+    facts: Facts = {}
+    for name, callback in {"ema": averaging, "swa": swa}.items():
+        model = Normalised()
+        rule = DiLoCo(every=Quadratic(alpha=0.05, minimum=2), momentum=0.5)
+        made = trainer(
+            outer_strategy(rule),
+            max_steps=-1,
+            max_epochs=3,
+            accumulate_grad_batches=2,
+            gradient_clip_val=0.5,
+            callbacks=[callback],
+        )
+        made.fit(model, loader())
+        sync = made.strategy.sync
+        facts |= {f"{name} print": fingerprint(model), f"{name} steps": (sync.step_index, made.global_step)}
+        made.test(model, loader(), verbose=False)
+    average = averaging._average_model
+    facts["average"] = fingerprint(average.module)
+    return facts
+
+
+@scenarios(user_options)
+def test_what_users_switch_on(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["ema steps"] == (18, 18)
+
+
+class TwoOptimizers(Regression):
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.net[:2].parameters(), self.net[2:].parameters())
+        return [torch.optim.SGD(part, lr=0.05, momentum=0.9) for part in parts]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+
+def two_optimizers(folder: Path) -> Facts:
+    model = TwoOptimizers()
+    made = trainer(outer_strategy(DiLoCo(every=3)), max_steps=14)
+    made.fit(model, loader())
+    return {
+        "print": fingerprint(model),
+        "steps": made.strategy.sync.step_index,
+        "turns": made.strategy.sync.outer.num_turns,
+    }
+
+
+@scenarios(two_optimizers)
+def test_several_optimizers_step_together(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["steps"] == 7
+    assert facts[0]["turns"] == 3
+
+
+class Uneven(Regression):
+    def train_dataloader(self) -> Any:
+        return DataLoader(dataset(8 * (3 + 4 * self.global_rank)), batch_size=4)
+
+
+def uneven(folder: Path) -> Facts:
+    model = Uneven()
+    made = trainer(outer_strategy(STREAMING), max_steps=-1, max_epochs=1, use_distributed_sampler=False)
+    made.fit(model)
+    return {"print": fingerprint(model), "steps": made.global_step}
+
+
+@scenarios(uneven)
+def test_a_rank_that_has_no_more_data_takes_part_until_the_others_are_done(facts: list[Facts]) -> None:
+    assert facts[0]["print"] == facts[1]["print"]
+    assert [rank["steps"] for rank in facts] == [6, 14]
+
+
+def scaled(folder: Path) -> Facts:
+    """One rank overflows: its optimizer skips, its step counts."""
+    model = Overflowing()
+    precision = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    made = trainer(outer_strategy(DiLoCo(every=3)), max_steps=7, plugins=[precision])
+    made.fit(model, loader())
+    return {
+        "print": fingerprint(model),
+        "steps": made.strategy.sync.step_index,
+        "scale": precision.scaler.get_scale(),
+        "finite": all(bool(param.isfinite().all()) for param in model.parameters()),
+    }
+
+
+class Overflowing(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if self.global_rank == 1 and self.global_step == 1 else loss
+
+
+@scenarios(scaled)
+def test_attempted_steps_count_alike_on_all_ranks(facts: list[Facts]) -> None:
+    assert facts[0]["print"] == facts[1]["print"]
+    assert [rank["steps"] for rank in facts] == [7, 7]
+    assert [rank["scale"] for rank in facts] == [1024.0, 512.0]
+    assert facts[0]["finite"]
+
+
+def second_fit(folder: Path) -> Facts:
+    model = Regression()
+    made = trainer(outer_strategy(RULES["diloco"]), max_steps=5)
+    made.fit(model, loader())
+    made.fit_loop.epoch_loop.max_steps = 11
+    made.fit(model, loader())
+    return {"print": fingerprint(model), "steps": made.strategy.sync.step_index}
+
+
+@scenarios(second_fit)
+def test_a_second_fit_goes_on(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["steps"] == 11
+
+
+class Freezing(Regression):
+    def on_train_start(self) -> None:
+        self.net[0].requires_grad_(True)
+
+
+def unfrozen(folder: Path) -> Facts:
+    model = Freezing()
+    model.net[0].requires_grad_(False)
+    before = model.net[0].weight.clone()
+    made = trainer(outer_strategy(STREAMING), max_steps=9)
+    model.configure_optimizers = lambda: torch.optim.Adam(model.parameters(), lr=1e-2)  # type: ignore[method-assign]
+    made.fit(model, loader())
+    return {"print": fingerprint(model), "trained": not torch.equal(before, model.net[0].weight)}
+
+
+@scenarios(unfrozen)
+def test_parameters_that_are_unfrozen(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["trained"]
+
+
+def through_fabric(folder: Path) -> Facts:
+    prints = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        made = launch(FabricDDPStrategy(LoCo(block_size=32), outer=STREAMING))
+        net = mlp()
+        model, optimizer = setup(made, net)
+        state = {"model": model, "optimizer": optimizer}
+        path = folder / "fabric.ckpt"
+        if again:
+            made.load(path, state)
+        else:
+            train(made, model, optimizer, batches(made.global_rank, 0, 5))
+            made.save(path, state)
+        train(made, model, optimizer, batches(made.global_rank, 5, 11))
+        attached = made.strategy.attachments[0]
+        with attached.anchored():
+            prints.append(fingerprint(net))
+        attached.finish()
+        prints.append(fingerprint(net))
+    saved = torch.load(path, weights_only=True)["model"]
+    return {"prints": prints, "saved": float(sum(value.sum() for value in saved.values()))}
+
+
+@scenarios(through_fabric)
+def test_fabric_saves_the_anchors_and_goes_on_to_the_bit(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    first, second = facts[0]["prints"][:2], facts[0]["prints"][2:]
+    assert first == second
