@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.quality import Exchange
+from lowbit_strategy.collectives.gathering import FlatGathering
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
 from lowbit_strategy.methods.registry import preset
@@ -118,7 +119,7 @@ class Weights:
         self.world = SimulatedWorld(ranks)
         layout = ModuleLayout(specs=tuple(self.specs), dtype=torch.float32, num_gathers=2)
         device = torch.device("cpu")
-        self.syncs = [WeightSync(coding, {"model": layout}, comm, device) for comm in self.world.comms]
+        self.syncs = [WeightSync(coding, {"model": layout}, FlatGathering(comm), device) for comm in self.world.comms]
 
     def gather_(self) -> None:
         """Send the exact weights once; the model holds what arrives."""

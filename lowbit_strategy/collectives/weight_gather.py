@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES, layout_header
+from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import ALIGNMENT, Slot, round_up
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
@@ -116,7 +117,7 @@ class WeightGather:
     Args:
         parts: The row's parameters by codec. None: rows travel as they are.
         row_numel: Elements of a row, padding included.
-        comm: Group to gather over. It decides how bytes travel: over one group or two levels of them.
+        comm: How messages travel to all ranks.
         device: Of weights.
         keep: ``nothing``, ``codes`` or ``replica``.
         differences: Messages hold differences from the replica, which must be kept.
@@ -132,7 +133,7 @@ class WeightGather:
         self,
         parts: Sequence[Part] | None,
         row_numel: int,
-        comm: Comm,
+        comm: Gathering,
         device: torch.device,
         *,
         keep: Literal["nothing", "codes", "replica"],
@@ -242,7 +243,7 @@ class WeightGather:
     def _send_exact(self, row_N: Tensor, out: Tensor) -> Iterator[Pending]:
         self.num_sent += 1
         self.num_exact += self._parts is not None
-        yield self._comm.all_gather(_bytes(out).view(self._comm.world_size, -1), _bytes(row_N))
+        yield from self._comm.run(_bytes(out).view(self._comm.world_size, -1), _bytes(row_N))
         if self._keep == "replica":
             self._replica_of(out.dtype).copy_(out)
             self._agreed = True
@@ -257,7 +258,7 @@ class WeightGather:
         else:
             code.encode_(x_N, x_N, message.view(-1))
         received = self._room_for_codes(code)
-        yield self._comm.all_gather(received, message.view(-1))
+        yield from self._comm.run(received, message.view(-1))
         self._flags.check_layout(received, code.header, self._comm.rank)
         code.decode_(received, out)
         if self._differences:

@@ -6,6 +6,7 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES
 from lowbit_strategy.collectives.layout import ALIGNMENT
 from lowbit_strategy.engine.bucket import Bucket
+from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.methods._base.reducer import Reducer
 
 
@@ -36,12 +37,20 @@ class ByteCheck:
             self._promised += method.wire_nbytes(spec, self._comm.world_size, scatter=context.placement.scatter)
         self._framing += 2 * peers * (HEADER_NBYTES + ALIGNMENT * len(bucket.slots))
 
-    def end_step(self) -> None:
+    def end_step(self, *, entered: bool, weights: WeightSync | None) -> None:
         """Before anything else that a step ends with.
+
+        Args:
+            entered: Whether anything was reduced in this step.
+            weights: Ends a step as well, with a check of its own.
 
         Raises:
             RuntimeError: More or less was sent than promised.
         """
+        if weights is not None:
+            weights.end_step()
+        if not entered:
+            return
         counted = self._comm.sent_nbytes - self._before
         if self._checks and abs(counted - self._promised) > self._framing:
             raise RuntimeError(

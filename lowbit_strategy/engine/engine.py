@@ -368,8 +368,7 @@ class GradientSync:
             RuntimeError: On CUDA: in the step before a rank sent a message of another layout.
         """
         entered, counted = self.in_step, True
-        if entered:
-            self._byte_check.end_step()
+        self._byte_check.end_step(entered=entered, weights=self.weights)
         if entered and self.rollback:
             counted = not self._flags.overflowed(self.everyone)
             self._flags.clear()
@@ -378,8 +377,6 @@ class GradientSync:
                 if self._backup:
                     torch._foreach_copy_(self.state_tensors(), self._backup)
         self._flags.raise_if_broken(self.everyone.rank)
-        if self.weights is not None:
-            self.weights.end_step()
         self.carryover.end_step(counted=counted)
         if self.counts_steps and (
             entered or self.comm.world_size == 1

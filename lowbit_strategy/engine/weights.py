@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES
+from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import ALIGNMENT, Slot, dim0_cut
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.weight_gather import Part, WeightGather
@@ -52,7 +53,7 @@ class ModuleWeights:
         self,
         layout: ModuleLayout,
         coding: WeightCoding,
-        comm: Comm,
+        comm: Gathering,
         device: torch.device,
         buffers: WireBuffers,
         flags: StepFlags,
@@ -135,7 +136,7 @@ class WeightSync:
     Args:
         coding: How they travel.
         layouts: The sharded modules, by a name for each that is the same in every run.
-        comm: Group to gather over.
+        comm: How messages travel to all ranks.
         device: Of weights.
 
     Attributes:
@@ -144,7 +145,7 @@ class WeightSync:
     """
 
     def __init__(
-        self, coding: WeightCoding, layouts: Mapping[str, ModuleLayout], comm: Comm, device: torch.device
+        self, coding: WeightCoding, layouts: Mapping[str, ModuleLayout], comm: Gathering, device: torch.device
     ) -> None:
         self.coding = coding
         self.comm = comm

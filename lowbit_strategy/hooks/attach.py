@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.attached import Attached
@@ -176,7 +177,7 @@ def attach_fsdp(
     if fsdp.install(module, sync) == 0:
         raise ValueError(_NOT_SHARDED)
     coding = prepared.options.weights or default_weights(prepared.compressor)
-    install_weights(module, coding, sync, copy.copy(groups.everyone))
+    install_weights(module, coding, sync, _gathering(groups))
     _report(sync)
     return Attached(sync, module, prepared.options, group=group, groups=groups)
 
@@ -202,12 +203,19 @@ def _attach_hsdp(
     if fsdp.install_replicas(module, sync, groups.inside, side) == 0:
         raise ValueError(_NOT_SHARDED)
     weights = prepared.options.weights or Exact()  # inside a node links are fast
-    install_weights(module, weights, sync, copy.copy(groups.inside))
+    install_weights(module, weights, sync, FlatGathering(copy.copy(groups.inside)))
     compares = prepared.options.check_digest and sync.comm.world_size > 1
     shards = {canonical_name(name): param for name, param in module.named_parameters()}
     digest = ParameterDigest(shards, sync.comm, device) if compares else None
     _report(sync)
     return Attached(sync, module, prepared.options, group=group, hook=side, groups=groups, digest=digest)
+
+
+def _gathering(groups: RankGroups) -> Gathering:
+    """How weights that are sharded over all ranks travel: to each other node once."""
+    if groups.inside is None:
+        return FlatGathering(copy.copy(groups.everyone))  # a copy counts bytes of its own
+    return NodeGathering(copy.copy(groups.comm), copy.copy(groups.inside))
 
 
 _NOT_SHARDED = "no module is sharded with fully_shard: nothing to compress"

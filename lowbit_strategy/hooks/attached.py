@@ -282,6 +282,8 @@ class Attached:
         groups, self._groups = self._groups, None
         if groups is not None and has_ended:
             groups.destroy()
+            if self.sync.weights is not None:
+                self.sync.weights.comm.release(groups.own)
 
     def close_with(self, model: DistributedDataParallel) -> None:
         """Close when `model` is gone, in the place of the one it was so far."""

@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -121,14 +121,14 @@ class _StreamOrder:
         self._event.record(stream)
 
 
-def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync, comm: Comm) -> None:
+def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync, comm: Gathering) -> None:
     """Give every FSDP2 module under `module` its all-gather.
 
     Args:
         module: The model.
         coding: How weights travel.
         sync: The engine: its steps end those of the weights, and their state is saved with its own.
-        comm: Of the ranks that share the weights; used for nothing else.
+        comm: How messages travel to the ranks that share the weights.
     """
     groups = {each.name: each for each in sharded_groups(module)}
     specs = _specs(module)

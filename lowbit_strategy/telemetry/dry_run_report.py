@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lowbit_strategy.collectives.gathering import FlatGathering
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.outer import OuterSync
@@ -52,7 +53,7 @@ def plan(
     sync = GradientSync(compressor, specs, LocalComm(world_size), meta, scatter=scatter)
     if scatter:
         coding = weights or default_weights(compressor)
-        sync.weights = WeightSync(coding, _layouts(module), LocalComm(world_size), meta)
+        sync.weights = WeightSync(coding, _layouts(module), FlatGathering(LocalComm(world_size)), meta)
     if outer is not None:
         OuterSync(sync, {spec.name: torch.empty(spec.shape, device="meta") for spec in specs}, outer)
     return build_report(sync, device)

@@ -12,6 +12,7 @@ from lowbit_strategy.engine.weights import WeightSync, costs_of
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import CHOICES
 
 _LONGEST_PHASE = 1 << 20
@@ -37,15 +38,18 @@ class WeightChoice:
         label: What travels, and what is kept of it.
         step_nbytes: Bytes sent to others per step of one forward and one backward pass.
         kept_nbytes: Memory for what is kept until the next step.
+        between_nbytes: Of `step_nbytes`, what leaves the node. None: there is one node, or FSDP2 itself gathers.
     """
 
     label: str
     step_nbytes: int
     kept_nbytes: int
+    between_nbytes: int | None = None
 
     def render(self) -> str:
+        between = "" if self.between_nbytes is None else f" ({_size(self.between_nbytes)} between nodes)"
         memory = f"{_size(self.kept_nbytes)} of memory per rank" if self.kept_nbytes else "no more memory than FSDP2's"
-        return f"{self.label}, {_size(self.step_nbytes)}/step, {memory}"
+        return f"{self.label}, {_size(self.step_nbytes)}/step{between}, {memory}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +60,22 @@ class WeightReport:
     others: tuple[WeightChoice, ...]
 
 
-def _weight_report(weights: WeightSync) -> WeightReport:
-    others = [choice for choice in CHOICES if choice != weights.coding]
-    return WeightReport(_choice(weights, weights.coding), tuple(_choice(weights, choice) for choice in others))
+def _weight_report(weights: WeightSync, *, several_nodes: bool) -> WeightReport:
+    choices = (weights.coding, *(choice for choice in CHOICES if choice != weights.coding))
+    used, *others = (_choice(weights, choice, several_nodes=several_nodes) for choice in choices)
+    return WeightReport(used, tuple(others))
 
 
-def _choice(weights: WeightSync, coding: WeightCoding) -> WeightChoice:
+def _choice(weights: WeightSync, coding: WeightCoding, *, several_nodes: bool) -> WeightChoice:
     costs = [costs_of(coding, module.layout, weights.comm.world_size).cost for module in weights.modules.values()]
     kept = {"nothing": "gathered anew in backward", "codes": "kept as codes", "replica": "kept as a replica"}
+    step_nbytes = sum(cost.step_nbytes for cost in costs)
+    ours = coding != Exact()
     return WeightChoice(
         f"{coding.label}, {kept[coding.keep]}",
-        sum(cost.step_nbytes for cost in costs),
+        step_nbytes,
         sum(cost.kept_nbytes for cost in costs),
+        weights.comm.between_nodes(step_nbytes) if several_nodes and ours else None,
     )
 
 
@@ -183,7 +191,7 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
         bf16_nbytes=2 * ring,
         residual_nbytes=sync.residual_nbytes,
         buffer_nbytes=sync.buffer_nbytes + (0 if sync.weights is None else sync.weights.buffer_nbytes),
-        weights=None if sync.weights is None else _weight_report(sync.weights),
+        weights=None if sync.weights is None else _weight_report(sync.weights, several_nodes=nodes is not None),
         ranks=describe_ranks(sync),
         between_nbytes=sync.comm.between_nodes(sent_nbytes) if nodes is not None else None,
         inside_nbytes=sync.inside_nbytes,

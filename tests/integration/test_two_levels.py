@@ -52,6 +52,7 @@ def by_name(folder: Path, kind: Kind) -> Facts:
         "dense": runs[f"dense_{kind}"],
         "losses": runs[f"loco_{kind}"]["losses"],
         "print": fingerprint(model),
+        "gathering": None if sync.weights is None else type(sync.weights.comm).__name__,
         "world": (sync.comm.world_size, sync.everyone.world_size),
         "sent": sync.comm.sent_nbytes,
         "accounted": 20 * sum(sync.sent_nbytes(name) for name in sync.specs),
@@ -67,6 +68,7 @@ def test_by_name(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["print"] == facts[0]["print"]
         assert rank["world"] == (2, 4)
+        assert rank["gathering"] in (None, "NodeGathering")  # weights travel to the other node once
         assert rank["losses"][-1] < 0.8 * rank["losses"][0]
         for name, values in rank["stock"]["values"].items():
             torch.testing.assert_close(torch.tensor(rank["dense"]["values"][name]), torch.tensor(values))

@@ -43,7 +43,9 @@ def train(
     saver = ModelCheckpoint(folder, every_n_train_steps=EVERY, save_top_k=-1, filename="{step}")
     adaptive = AdaptiveCompression(CONTROLLERS[controller](), record=False) if controller else None
     callbacks = [saver] if adaptive is None else [saver, adaptive, _SteadyTime(adaptive)]
-    made = trainer(strategy(kind, LoCo(block_size=32)), max_steps=STEPS, enable_checkpointing=True, callbacks=callbacks)
+    weights = {"weights": "delta4"} if kind == "fsdp" else {}
+    chosen = strategy(kind, LoCo(block_size=32), **weights)
+    made = trainer(chosen, max_steps=STEPS, enable_checkpointing=True, callbacks=callbacks)
     newest = max(folder.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]), default=None)
     model = _Job(folder, kill_at, adaptive)
     made.fit(model, loader(), ckpt_path=newest)

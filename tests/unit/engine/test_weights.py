@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowbit_strategy import Exact, WeightCode, WeightDelta
 from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
 from lowbit_strategy.kernels.format import uniform
@@ -33,10 +34,14 @@ class Shards:
         world_size: int,
         specs: Sequence[TensorSpec] = SPECS,
         dtype: torch.dtype = torch.float32,
+        gatherings: Sequence[Gathering] = (),
     ) -> None:
         self.specs, self.world, self.dtype = tuple(specs), SimulatedWorld(world_size), dtype
         layout = ModuleLayout(specs=self.specs, dtype=dtype, num_gathers=2)
-        self.syncs = [WeightSync(coding, {"net": layout}, comm, CPU) for comm in self.world.comms]
+        self.syncs = [
+            WeightSync(coding, {"net": layout}, gathering, CPU)
+            for gathering in gatherings or map(FlatGathering, self.world.comms)
+        ]
         generator = torch.Generator().manual_seed(len(self.specs))
         self.values = {spec.name: torch.randn(spec.shape, generator=generator).to(dtype) for spec in self.specs}
 
@@ -87,7 +92,7 @@ class Shards:
         return found
 
     def sent(self) -> int:
-        return self.world.comms[0].sent_nbytes
+        return self.syncs[0].comm.sent_nbytes
 
 
 def by_definition(values: Tensor, world_size: int, bits: int, block_size: int = 128) -> Tensor:
@@ -190,7 +195,8 @@ def test_without_keeping_every_gather_sends() -> None:
 def test_bytes_that_were_not_promised_are_an_error() -> None:
     shards = Shards(WeightCode(), 2)
     shards.gather()
-    shards.world.comms[1].sent_nbytes += 1000
+    assert shards.syncs[1].comm.sent_nbytes > 0
+    shards.syncs[1].comm.sent_nbytes += 1000
     shards.syncs[0].end_step()
     with pytest.raises(RuntimeError, match=r"rank 1 sent \d+ bytes for weights in this step where \d+ and at most"):
         shards.syncs[1].end_step()
@@ -245,6 +251,34 @@ def test_a_message_of_another_layout_is_noticed() -> None:
     shards = Shards(WeightCode(), 2)
     renamed = tuple(TensorSpec(f"other.{spec.name}", spec.shape, spec.role) for spec in SPECS)
     layout = ModuleLayout(specs=renamed, dtype=torch.float32, num_gathers=2)
-    shards.syncs[1] = WeightSync(WeightCode(), {"net": layout}, shards.world.comms[1], CPU)
+    shards.syncs[1] = WeightSync(WeightCode(), {"net": layout}, FlatGathering(shards.world.comms[1]), CPU)
     with pytest.raises(RuntimeError, match="rank 1 sent a message of another layout than rank 0 expects"):
         shards.gather()
+
+
+@pytest.mark.parametrize("coding", [WeightCode(), WeightDelta(), Exact(keep="replica")])
+@pytest.mark.parametrize(("num_nodes", "num_inside"), [(2, 2), (3, 2), (2, 4)])
+def test_on_two_levels_each_byte_travels_to_each_other_node_once(
+    coding: WeightCoding, num_nodes: int, num_inside: int
+) -> None:
+    world_size = num_nodes * num_inside
+    between = [SimulatedWorld(num_nodes) for _ in range(num_inside)]
+    inside = [SimulatedWorld(num_inside) for _ in range(num_nodes)]
+    gatherings = [
+        NodeGathering(
+            between[rank % num_inside].comms[rank // num_inside], inside[rank // num_inside].comms[rank % num_inside]
+        )
+        for rank in range(world_size)
+    ]
+    assert [each.rank for each in gatherings] == list(range(world_size))
+    flat, nodes = Shards(coding, world_size), Shards(coding, world_size, gatherings=gatherings)
+    for seed in range(3):
+        expected, found = flat.gather(), nodes.gather()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        for shards in (flat, nodes):
+            shards.end_step()
+            shards.step_(seed)
+    assert nodes.sent() == flat.sent()
+    left_the_node = sum(comm.sent_nbytes for world in between for comm in world.comms)
+    assert left_the_node == world_size * flat.sent() * (num_nodes - 1) // (world_size - 1)
+    assert gatherings[0].between_nodes(nodes.sent()) == left_the_node // world_size
