@@ -20,15 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.two_levels import inside_nbytes
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
 from lowbit_strategy.hooks.digest import ParameterDigest
 from lowbit_strategy.hooks.local_steps import local_ddp
-from lowbit_strategy.hooks.rank_groups import RankGroups, group_ranks
 from lowbit_strategy.hooks.replicas import BackwardSide
 from lowbit_strategy.hooks.sync_options import SyncOptions
-from lowbit_strategy.hooks.two_levels import inside_nbytes
 from lowbit_strategy.hooks.weights import install_weights
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -38,6 +37,7 @@ from lowbit_strategy.methods.weights.registry import check_weights, default_weig
 from lowbit_strategy.model.fsdp_sharding import broadcast_shards, check_process_groups, take_over_replication
 from lowbit_strategy.model.handshake import facts, handshake, plain
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, refuse_sparse_gradients
+from lowbit_strategy.model.rank_groups import RankGroups, group_ranks
 from lowbit_strategy.model.topology import Topology, find_topology, resolve_shard_size
 from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
 from lowbit_strategy.telemetry.startup_report import build_report
