@@ -45,6 +45,10 @@ def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(
     assert levels[5] == levels[6]  # the checkpoint cut a phase
 
 
+def test_local_steps_after_a_rank_was_killed_while_a_fragment_was_under_way(tmp_path: Path) -> None:
+    _killed_and_resumed(tmp_path, "ddp", 8, "step=6.ckpt", "streaming")
+
+
 def _killed_and_resumed(
     tmp_path: Path,
     kind: Kind,
