@@ -45,6 +45,7 @@ def strategy_names() -> Iterator[tuple[str, Compressor, str, dict[str, Any]]]:
         for ending, given in _ddp_endings():
             yield f"{name}_ddp{ending}", compressor, "DDP", given
     for name, rule in OUTER_RULES.items():
+        yield f"{name}_hsdp", compressor_for(name), "FSDP", {"shard_size": "node", "outer": rule}
         for ending, given in _ddp_endings():
             yield f"{name}_ddp{ending}", compressor_for(name), "DDP", {**given, "outer": rule}
 
@@ -94,7 +95,7 @@ def _advice(name: str, known: list[str]) -> str:
     if name in PRESETS:
         return f", {name} is a compressor: use {name}_ddp, {name}_fsdp or {name}_hsdp"
     if name in OUTER_RULES:
-        return f", {name} is an outer rule: use {name}_ddp"
+        return f", {name} is an outer rule: use {name}_ddp or {name}_hsdp"
     plain = [each for each in known if "_ddp_" not in each]
     near = nearest(name, plain, likeness=0.75)
     ours = {*PRESETS, *OUTER_RULES}

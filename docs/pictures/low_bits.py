@@ -1,6 +1,6 @@
-"""The pictures of few bits: loss over bits with its frontier, LoCo's share of a constant gradient, gap over learning rate.
+"""Few bits: loss over bits with its frontier, LoCo's share of a constant gradient, gap over learning rate.
 
-Data: benchmarks/results/low_bits.json, gain.json and low_bits_tuning.json.
+Data: benchmarks/results/low_bits.json, constant_gradient.json and low_bits_tuning.json.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def draw_frontier() -> None:
     save(figure, "loss_over_bits")
 
 
-def draw_gain() -> None:
+def draw_constant_gradient() -> None:
     """Share of a constant gradient, and that share over the size that Adam divides by."""
-    saved: dict[str, Any] = json.loads((RESULTS / "gain.json").read_text())
+    saved: dict[str, Any] = json.loads((RESULTS / "constant_gradient.json").read_text())
     figure, both = plt.subplots(1, 2, figsize=(9, 3.4), sharex=True)
     for (name, curves), color in zip(saved["variants"].items(), (RED, ORANGE, BLUE, GREEN), strict=True):
         curve = curves["noise"]
@@ -116,7 +116,7 @@ def draw_rates() -> None:
 
 
 if __name__ == "__main__":
-    draw_gain()
+    draw_constant_gradient()
     draw_rates()
     if (RESULTS / "low_bits.json").exists():
         draw_frontier()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.layout import add_ranges_
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.fragment import local_part
 from lowbit_strategy.methods._base.method import unsent_part
 from lowbit_strategy.methods._base.tensor_spec import MemoryOrder, in_memory_order
 
@@ -64,9 +65,9 @@ def _reduced(sync: GradientSync) -> str:
 
 
 def _on_cpu(value: Any) -> Any:
-    """A copy of nested plain data."""
+    """A copy of nested plain data; of a sharded tensor, this rank's part."""
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
+        return local_part(value.detach()).cpu().clone()
     if isinstance(value, Mapping):
         return {key: _on_cpu(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

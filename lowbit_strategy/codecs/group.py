@@ -7,7 +7,7 @@ groups (as many as fill whole bytes of positions) are
 2. zeros up to a multiple of 16 bytes
 3. the K values, group by group, through the codec of the values
 
-A free choice of one element in 16 has to say where each one lies: 5.4 bits, or 12 as a position in a chunk; here it is
+A free choice of one element in 16 needs the place of each one: 5.4 bits, or 12 as a position in a chunk; here it is
 4. What that gives away: two large elements in one group.
 """
 

@@ -37,6 +37,10 @@ class ByteCheck:
             self._promised += method.wire_nbytes(spec, self._comm.world_size, scatter=context.placement.scatter)
         self._framing += 2 * peers * (HEADER_NBYTES + ALIGNMENT * len(bucket.slots))
 
+    def besides(self, nbytes: int) -> None:
+        """So many bytes have been sent that are no bucket's."""
+        self._before += nbytes
+
     def end_step(self, *, entered: bool, weights: WeightSync | None) -> None:
         """Before anything else that a step ends with.
 

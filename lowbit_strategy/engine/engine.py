@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Entry, Stages
 from lowbit_strategy.engine.byte_check import ByteCheck
 from lowbit_strategy.engine.carryover import CarryOver
+from lowbit_strategy.engine.interfaces import LocalTraining, RankState, Stateful
 from lowbit_strategy.engine.listeners import Listeners, StepListener, StepPhase
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.engine.whole_model import Collector
@@ -28,37 +28,6 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.topology import Topology
 
 _KEPT_STEPS = 16  # a bucket layout that has not come for so many steps (DDP has rebuilt its buckets) is dropped
-
-
-class Stateful(Protocol):
-    """Something else that is saved and restored with the residuals: plain dicts, numbers, strings and tensors."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class RankState(Protocol):
-    """State that each rank has for itself, saved in its own file: plain dicts, numbers, strings and tensors."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
-        """`own`: it is this rank's own state; if not, of another one of a run on another number of ranks."""
-
-    def forget(self) -> None:
-        """The state is lost: go on from what all ranks share."""
-
-
-class LocalTraining(Protocol):
-    """What reports have to know of local steps."""
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def round_length(self) -> int: ...
-    @property
-    def drift(self) -> float | None: ...
-    @property
-    def nbytes(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -96,12 +65,9 @@ class GradientSync:
         weights: How FSDP2's weights travel; None under DDP.
         inside, inside_nbytes: Two levels: ranks that have a whole parameter together; gradients sent there per step.
         topology: Of all ranks, if it is known.
-        extra_state: What is saved beside the methods' own state, by name.
-        rank_state: Likewise, for what differs between ranks.
-        counts_steps: Whether `end_step` counts; not where steps are local and only some of them are followed by a
-            reduction.
+        extra_state, rank_state: What is saved beside the methods' own state, by name; what differs between ranks.
         stride: Optimizer steps since the reduction before: 1 unless steps are local.
-        outer: Who reduces weights' movements where steps are local; None: gradients are reduced.
+        outer: Reduces weights' movements where steps are local, and counts them; None: gradients are reduced.
     """
 
     def __init__(
@@ -135,13 +101,12 @@ class GradientSync:
         self.carryover = CarryOver(device)
         self.extra_state: dict[str, Stateful] = {}
         self.rank_state: dict[str, RankState] = {}
-        self.counts_steps = True
         self.stride = 1
         self.outer: LocalTraining | None = None
         self.assignments: dict[str, Assignment] = {}
         self.stores: dict[Method, MethodStore] = {}
         self.buffers = WireBuffers(device)
-        self._byte_check = ByteCheck(comm)
+        self.byte_check = ByteCheck(comm)
         self._placement = Placement(comm.rank, comm.world_size, device, scatter)
         self._flags = StepFlags(device)
         self._listeners = Listeners()
@@ -321,7 +286,7 @@ class GradientSync:
         # Monitors are innermost: what probes do for controllers is none of the methods' time.
         self._observers = self._listeners.begin_step(StepPhase.OBSERVE) + probes
         self._listeners.begin_step(StepPhase.RECORD)
-        self._byte_check.begin_step(checks=not self._observers)
+        self.byte_check.begin_step(checks=not self._observers)
         if self.rollback and (tensors := self.state_tensors()):  # dense and stateless methods have none
             if not self._backup:
                 self._backup = [torch.empty_like(tensor) for tensor in tensors]
@@ -341,7 +306,7 @@ class GradientSync:
         self._entered.add(layout)
         self._collector.announce(last=layout.last)
         bucket = self._bucket(layout)
-        self._byte_check.expect(bucket)
+        self.byte_check.expect(bucket)
         return bucket.run(x, out, self.step_context(), self._observers)
 
     def _bucket(self, layout: BucketLayout) -> Bucket:
@@ -368,7 +333,7 @@ class GradientSync:
             RuntimeError: On CUDA: in the step before a rank sent a message of another layout.
         """
         entered, counted = self.in_step, True
-        self._byte_check.end_step(entered=entered, weights=self.weights)
+        self.byte_check.end_step(entered=entered, weights=self.weights)
         if entered and self.rollback:
             counted = not self._flags.overflowed(self.everyone)
             self._flags.clear()
@@ -378,9 +343,7 @@ class GradientSync:
                     torch._foreach_copy_(self.state_tensors(), self._backup)
         self._flags.raise_if_broken(self.everyone.rank)
         self.carryover.end_step(counted=counted)
-        if self.counts_steps and (
-            entered or self.comm.world_size == 1
-        ):  # a second optimizer may have stepped; FSDP2 skips us on one rank
+        if self.outer is None and (entered or self.comm.world_size == 1):  # a second optimizer may have stepped
             self.step_index += counted
         self._entered.clear()
         self._begun, self._num_passes, self._observers, self._replaced = False, 0, [], []

@@ -6,35 +6,46 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
 
 
 class Fragment:
     """Args:
         specs: Of the fragment's parameters.
-        params: All parameters by name, as each rank holds them: whole ones, or the local shard of each.
+        params: All parameters by name. Of a sharded one it is the local shard that travels.
 
     Attributes:
-        params: The fragment's.
         anchors: float32, by name, each of the shape of its parameter: views of one flat tensor.
+        stride, sample_numel: Of the sample.
         layout: Where parameters lie in that tensor and in the pseudo-gradient.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], params: Mapping[str, Tensor]) -> None:
         self._specs = list(specs)
-        self.params = {spec.name: params[spec.name].detach() for spec in specs}
+        self._params = {spec.name: params[spec.name] for spec in specs}
         entries, self.numel = [], 0
         for spec in specs:
             if spec.numel:
                 entries.append(Entry(spec.name, self.numel))
             self.numel += spec.numel
         self.layout = BucketLayout(tuple(entries))
+        self.stride = max(1, self.numel // SAMPLE_NUMEL)
+        self.sample_numel = min(SAMPLE_NUMEL, self.numel)
         device = next(iter(self.params.values())).device
         self._anchor = torch.empty(self.numel, dtype=torch.float32, device=device)
         self.anchors = self.views(self._anchor)
         self.rebase()
+
+    @property
+    @torch.no_grad()
+    def params(self) -> dict[str, Tensor]:
+        """The fragment's weights as this rank holds them, by name."""
+        return {name: local_part(param) for name, param in self._params.items()}
 
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
         """Parts of a flat tensor by name, in the shape and the memory order of the parameters."""
@@ -53,8 +64,9 @@ class Fragment:
         Weights of a smaller type round the anchor when they take it over: that is none of their own movement.
         """
         x_N = torch.empty_like(self._anchor)
+        weights = self.params
         for name, part in self.views(x_N).items():
-            weight, anchor = self.params[name], self.anchors[name]
+            weight, anchor = weights[name], self.anchors[name]
             if weight.dtype == torch.float32:
                 torch.sub(anchor, weight, out=part)
             else:
@@ -70,6 +82,11 @@ class Fragment:
             return
         for weight, anchor in zip(weights, anchors, strict=True):
             weight.copy_(torch.lerp(anchor, weight.float(), mix))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _shaped(part_N: Tensor, spec: TensorSpec) -> Tensor:

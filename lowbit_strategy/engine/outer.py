@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,56 +12,9 @@ from torch import Tensor
 from lowbit_strategy.engine.averaged_buffers import AveragedBuffers
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.fragment import Fragment, cut_into
+from lowbit_strategy.engine.flight import Arrived, Courier, Flight, Inline
+from lowbit_strategy.engine.fragment import SAMPLE_NUMEL, Fragment, cut_into
 from lowbit_strategy.methods.outer.rule import OuterRule
-
-
-class Arrival(Protocol):
-    """Waits until something that travels has arrived."""
-
-    def wait(self) -> object: ...
-
-
-class Courier(Protocol):
-    """Reduces what it is given while its caller goes on."""
-
-    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival: ...
-
-
-class _Arrived:
-    def wait(self) -> None:
-        return None
-
-
-class Inline:
-    """A courier that has arrived when `submit` returns."""
-
-    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival:
-        for pending in stages:
-            if pending is not None:
-                pending.wait()
-        return _Arrived()
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A fragment under way.
-
-    Args:
-        fragment: Its index.
-        x: The pseudo-gradient; once it has arrived, the mean.
-        header: See `OuterSync._launch`.
-        arrival: Of both.
-        delay: Optimizer steps after which it lands.
-        age: Optimizer steps since it was sent.
-    """
-
-    fragment: int
-    x: Tensor
-    header: Tensor
-    arrival: Arrival
-    delay: int
-    age: int = 0
 
 
 class OuterSync:
@@ -70,8 +22,9 @@ class OuterSync:
 
     A turn, on all ranks, each when it comes to it:
 
-    1. ``header = [no more steps?, ||d||^2, changes of buffers]``, summed over ranks uncompressed: a few bytes
-    2. the pseudo-gradient ``d`` goes through `GradientSync.reduce`
+    1. ``header = [no more steps?, ||s||^2, s, changes of buffers]`` with s a sample of the pseudo-gradient, summed over
+       ranks uncompressed: a kilobyte
+    2. the pseudo-gradient goes through `GradientSync.reduce`
     3. `OuterRule.delay_of` steps later the outer optimizer steps the anchor, and the weights follow
 
     The order of turns is the same on all ranks and nothing else of this class is collective, so ranks may train at
@@ -109,14 +62,13 @@ class OuterSync:
         parts = cut_into(list(sync.specs.values()), rule.fragments)
         self.fragments = [Fragment(part, params) for part in parts]
         self._optimizer = rule.optimizer(list(self.anchors.values()))
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._aside: dict[str, Tensor] | None = None
         self._turn = 0  # of the round: the fragment that is sent next
         self._since = 0  # optimizer steps since the last turn
         self._every = rule.round_length(sync.step_index, None)
         self._finished = False  # since the last step: the model is the user's, who may have loaded other weights
-        self._spread: tuple[Tensor, Tensor] | None = None
-        sync.counts_steps = False
+        self._spread: Tensor | None = None
         sync.outer = self
 
     @property
@@ -147,11 +99,11 @@ class OuterSync:
     @property
     def drift(self) -> float | None:
         """How far ranks had drifted apart before the last turn: the root mean square of their distances from the mean,
-        in units of the mean movement. None before the first turn. Reading it waits for the device.
+        in units of the mean movement; from a sample. None before the first turn. Reading it waits for the device.
         """
         if self._spread is None:
             return None
-        each, mean = (float(value) for value in self._spread)
+        each, mean = self._spread.tolist()
         return (max(0.0, each - mean) / mean) ** 0.5 if mean > 0 else 0.0
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -197,13 +149,14 @@ class OuterSync:
             self.land(final=True, average=True)
         self._finished = True
 
-    def _launch(self, learning_rate: float | None, *, done: bool) -> _Flight:
+    def _launch(self, learning_rate: float | None, *, done: bool) -> Flight:
         """Send the fragment whose turn it is."""
         fragment, sync = self.fragments[self._turn], self.sync
         x_N = fragment.pseudo_gradient()
-        facts = torch.stack([torch.full((), float(done), device=x_N.device), torch.dot(x_N, x_N)])
+        sample = x_N[:: fragment.stride][:SAMPLE_NUMEL]
+        facts = torch.stack([torch.full((), float(done), device=x_N.device), torch.dot(sample, sample)])
         with_buffers = self._turn == len(self.fragments) - 1
-        header = torch.cat([facts, *self._buffers.changes()]) if with_buffers else facts
+        header = torch.cat([facts, sample, *(self._buffers.changes() if with_buffers else ())])
         sync.stride = max(1, self._since)
         stages = self._stages(sync.reduce(fragment.layout, x_N, x_N), header)
         sent, self._turn, self._since = self._turn, (self._turn + 1) % len(self.fragments), 0
@@ -211,11 +164,15 @@ class OuterSync:
             every = self.every if self.every is not None else self.rule.round_length(sync.step_index, learning_rate)
             self._every = max(every, len(self.fragments))
         arrival = self._courier.submit(stages, x_N, last=True)
-        self._flight = _Flight(sent, x_N, header, arrival, self.rule.delay_of(self.turn_length))
+        self._flight = Flight(sent, x_N, header, arrival, self.rule.delay_of(self.turn_length))
         return self._flight
 
     def _stages(self, stages: Stages, header: Tensor) -> Stages:
-        yield self.sync.comm.all_reduce(header)
+        comm = self.sync.comm
+        before = comm.sent_nbytes
+        pending = comm.all_reduce(header)
+        self.sync.byte_check.besides(comm.sent_nbytes - before)
+        yield pending
         yield from stages
 
     def _land_if_due(self) -> bool:
@@ -238,12 +195,14 @@ class OuterSync:
         flight, self._flight = self._flight, None
         flight.arrival.wait()
         fragment, mean_N = self.fragments[flight.fragment], flight.x
-        self._spread = (flight.header[1] / self.sync.comm.world_size, torch.dot(mean_N, mean_N))
+        means = flight.header[1:] / self.sync.comm.world_size
+        sample, changes = means[1:].split([fragment.sample_numel, means.numel() - 1 - fragment.sample_numel])
+        self._spread = torch.stack([means[0], torch.dot(sample, sample)])
         self._move(fragment, mean_N, average=average)
         mix = 0.0 if final else self.rule.mix
         fragment.pull_(mix)
-        if flight.header.numel() > 2:
-            self._buffers.take_(flight.header[2:] / self.sync.comm.world_size, mix)
+        if changes.numel():
+            self._buffers.take_(changes, mix)
         self.num_turns += 1
         self.sync.end_step()
         self.on_turn()
@@ -373,12 +332,12 @@ class OuterSync:
             if name in state["weights"]:
                 param.copy_(state["weights"][name])
 
-    def _revived(self, saved: Mapping[str, Any] | None) -> _Flight | None:
+    def _revived(self, saved: Mapping[str, Any] | None) -> Flight | None:
         if saved is None:
             return None
         device = self.sync.device
         mean, header = saved["mean"].to(device), saved["header"].to(device)
-        return _Flight(saved["fragment"], mean, header, _Arrived(), saved["delay"], saved["age"])
+        return Flight(saved["fragment"], mean, header, Arrived(), saved["delay"], saved["age"])
 
     def use_shared(self) -> None:
         """All ranks go on from the anchors, with a new round."""

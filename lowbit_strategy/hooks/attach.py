@@ -20,15 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.two_levels import inside_nbytes
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
 from lowbit_strategy.hooks.digest import ParameterDigest
-from lowbit_strategy.hooks.local_steps import local_ddp
-from lowbit_strategy.hooks.rank_groups import RankGroups, group_ranks
+from lowbit_strategy.hooks.local_steps import local_steps
 from lowbit_strategy.hooks.replicas import BackwardSide
 from lowbit_strategy.hooks.sync_options import SyncOptions
-from lowbit_strategy.hooks.two_levels import inside_nbytes
 from lowbit_strategy.hooks.weights import install_weights
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -38,6 +37,7 @@ from lowbit_strategy.methods.weights.registry import check_weights, default_weig
 from lowbit_strategy.model.fsdp_sharding import broadcast_shards, check_process_groups, take_over_replication
 from lowbit_strategy.model.handshake import facts, handshake, plain
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, refuse_sparse_gradients
+from lowbit_strategy.model.rank_groups import RankGroups, group_ranks
 from lowbit_strategy.model.topology import Topology, find_topology, resolve_shard_size
 from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
 from lowbit_strategy.telemetry.startup_report import build_report
@@ -88,6 +88,11 @@ def prepare(
     if options.outer is not None:
         if options.two_level:
             raise ValueError("two_level=True does not go with outer: under DDP each rank takes local steps by itself")
+        if scatter and options.shard_size is None:
+            raise ValueError(
+                "outer needs replicas that train by themselves, and FSDP2 shards one model over all ranks: give"
+                ' shard_size="node" as well, for local steps between nodes'
+            )
         options.outer.check(assign_all(compressor, specs))
     if not scatter:
         refuse_python_reducer()
@@ -142,7 +147,7 @@ def attach_ddp(
         hook=hook,
         groups=groups,
         digest=ParameterDigest(_replicated(model), sync.everyone, device) if compares else None,
-        local=None if rule is None else local_ddp(model, sync, rule, check_digest=compares),
+        local=None if rule is None else local_steps(model.module, sync, rule, check_digest=compares, ddp=model),
     )
     attached.close_with(model)
     _report(sync)
@@ -207,8 +212,10 @@ def _attach_hsdp(
     compares = prepared.options.check_digest and sync.comm.world_size > 1
     shards = {canonical_name(name): param for name, param in module.named_parameters()}
     digest = ParameterDigest(shards, sync.comm, device) if compares else None
+    rule = prepared.options.outer if sync.comm.world_size > 1 else None
+    local = None if rule is None else local_steps(module, sync, rule, check_digest=compares)
     _report(sync)
-    return Attached(sync, module, prepared.options, group=group, hook=side, groups=groups, digest=digest)
+    return Attached(sync, module, prepared.options, group=group, hook=side, groups=groups, digest=digest, local=local)
 
 
 def _gathering(groups: RankGroups) -> Gathering:

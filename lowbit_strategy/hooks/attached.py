@@ -22,10 +22,10 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.digest import ParameterDigest
 from lowbit_strategy.hooks.local_steps import LocalSteps
-from lowbit_strategy.hooks.rank_groups import RankGroups
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, trainable_parameters
+from lowbit_strategy.model.rank_groups import RankGroups
 from lowbit_strategy.telemetry.startup_report import build_report
 
 CHECKPOINT_KEY = "lowbit_strategy"

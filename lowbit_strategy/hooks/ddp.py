@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.two_levels import TwoLevelBuckets
+from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.options.suggestions import did_you_mean

@@ -14,8 +14,8 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.two_levels import inside_nbytes, scatter_over_two_levels
 from lowbit_strategy.hooks.replicas import BackwardSide, ExactReduceScatter, ReplicaAllReduce
-from lowbit_strategy.hooks.two_levels import inside_nbytes, scatter_over_two_levels
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.parameters import canonical_name
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -172,23 +173,29 @@ class LocalSteps:
             parts = self.own()
             for name, saved in state["own"].items():
                 if name in parts:
-                    parts[name].load_state_dict(saved)
+                    parts[name].load_state_dict(_sharded(parts[name], saved))
 
     def adopt(self, earlier: LocalSteps) -> None:
         """Continue with the state of an earlier attachment of the same model; it has finished."""
         self.load_state_dict(earlier.state_dict() | {"own": {}}, own=False)
 
 
-def local_ddp(model: DistributedDataParallel, sync: GradientSync, rule: OuterRule, *, check_digest: bool) -> LocalSteps:
-    """Local steps of a model that DDP has made the same on all ranks."""
-    module = model.module
+def local_steps(
+    module: nn.Module,
+    sync: GradientSync,
+    rule: OuterRule,
+    *,
+    check_digest: bool,
+    ddp: DistributedDataParallel | None = None,
+) -> LocalSteps:
+    """Local steps of a model that is the same on all ranks of `sync` now."""
     return LocalSteps(
         sync,
         rule,
         trainable_parameters(module),
         buffers=lambda: {canonical_name(name): buffer for name, buffer in module.named_buffers()},
         courier=courier_for(rule, sync.device),
-        model=model,
+        model=ddp,
         check_digest=check_digest,
     )
 
@@ -198,3 +205,26 @@ def courier_for(rule: OuterRule, device: torch.device) -> Courier | None:
     if rule.delay_of(rule.shortest_turn) == 0:
         return None
     return BucketWorker() if device.type == "cpu" else SideStream(device)
+
+
+def _sharded(part: Stateful, saved: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as it was saved, its tensors sharded again where their parameters are."""
+    groups = getattr(part, "param_groups", None)
+    if groups is None:
+        return saved
+    params = [param for group in groups for param in group["params"]]
+    state = {at: {key: _like(params[at], value) for key, value in kept.items()} for at, kept in saved["state"].items()}
+    return saved | {"state": state}
+
+
+def _like(param: Tensor, value: Any) -> Any:
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or value.shape != param.to_local().shape:
+        return value
+    return DTensor.from_local(
+        value.to(param.device),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )

@@ -110,6 +110,8 @@ class ReplicaAllReduce:
         self._layouts: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}
 
     def __call__(self, reduced: Tensor) -> None:
+        if self._sync.outer is not None:  # replicas train by themselves
+            return
         layout, numel = self.layout()
         if numel != reduced.numel():
             raise RuntimeError(

@@ -115,6 +115,7 @@ class FSDPConstructor(_Options):
         two_level: bool | None = None,
         shard_size: int | Literal["node"] | None = None,
         weights: WeightCoding | str | None = None,
+        outer: OuterRule | str | None = None,
         min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
         save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
@@ -130,7 +131,8 @@ class FSDPConstructor(_Options):
             timeout=timeout,
         )
         self.min_shard_numel = _positive("min_shard_numel", min_shard_numel)
-        self.compressor = LoCo() if compressor is None else as_compressor(compressor)
+        rule = None if outer is None else as_outer(outer)
+        self.compressor = _compressor(compressor, rule)
         self.options = SyncOptions(
             seed=seed,
             on_world_size_change=on_world_size_change,
@@ -139,6 +141,7 @@ class FSDPConstructor(_Options):
             two_level=two_level,
             shard_size=shard_size,
             weights=None if weights is None else as_weights(weights),
+            outer=rule,
         )
         self.on_configured()
 

@@ -56,7 +56,7 @@ def _round(x: float) -> float:
     return math.ldexp(round(math.ldexp(mantissa, _SIGNIFICANT_BITS)), exponent - _SIGNIFICANT_BITS)
 
 
-def gain(codebook_size: int) -> float:
+def sent_share(codebook_size: int) -> float:
     """``E[x Q(x)] / E[x**2]`` of `gaussian_codebook` on its Gaussian, which is also ``E[Q(x)**2]``: 0.637 for two
     values, 0.810 for three, 0.882 for four. Each value is a mean, so what is coded shrinks.
     """
@@ -80,14 +80,13 @@ def ternary(block_size: int) -> BlockFormat:
 
 
 def unit_gain(codebook_size: int, block_size: int) -> BlockFormat:
-    """Values of gain 1, ``E[x Q(x)] = E[x**2]``, in units of the block's root mean square: a gradient arrives whole on
-    average, with more noise than it had.
+    """Values of unit gain, ``E[x Q(x)] = E[x**2]``, in units of the block's root mean square.
 
-    The fitted values divided by their gain; with thresholds left where they are, no other values of gain 1 have less
-    error. Two values: +-1.2533; three: 0 and +-1.5114 with thresholds +-0.612; four: +-0.5131 and +-1.7115 with
-    thresholds 0 and +-0.9816.
+    A gradient arrives whole on average, with more noise than it had. They are the fitted values divided by
+    `sent_share`; with thresholds left where they are, no others of unit gain have less error. Two values: +-1.2533;
+    three: 0 and +-1.5114 with thresholds +-0.612; four: +-0.5131 and +-1.7115 with thresholds 0 and +-0.9816.
     """
-    codebook, factor = gaussian_codebook(codebook_size), 1.0 / gain(codebook_size)
+    codebook, factor = gaussian_codebook(codebook_size), 1.0 / sent_share(codebook_size)
     return BlockFormat(
         bits=(codebook_size - 1).bit_length(),
         block_size=block_size,

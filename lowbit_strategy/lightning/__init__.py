@@ -22,6 +22,8 @@ class LowBitDDPStrategy(LowBitDDPMixin, DDPStrategy):
         on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
         on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
         check_digest: Compare a digest of the parameters over the ranks now and then, see `SyncOptions`.
+        outer: Local steps with an outer optimizer between synchronisations: a rule such as ``DiLoCo(every=30)`` or its
+            name; see `SyncOptions`. Under FSDP2 between replicas, with `shard_size`.
         two_level: Add gradients up exactly inside a node and compress between nodes, see `SyncOptions`. None: wherever
             several nodes have as many ranks each, more than one.
         kwargs: As for ``DDPStrategy``, without its hooks. In a notebook ``start_method="fork"`` (the name

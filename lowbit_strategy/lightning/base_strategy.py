@@ -145,7 +145,8 @@ class LowBitMixin(_Base):
         filepath = self.broadcast(filepath)
         written = self.attached.save(filepath)  # on all ranks: no checkpoint without all of its residual files
         checkpoint[CHECKPOINT_KEY] = written.stamp
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        with self.attached.anchored():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
         self.barrier()
         written.remove_replaced()
 

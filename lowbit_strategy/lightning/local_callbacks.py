@@ -7,8 +7,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.attached import Attached
 
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # they, and what derives from them, copy the module
@@ -19,13 +21,13 @@ def add_local_callbacks(trainer: Any, attached: Attached) -> None:
     """Training begins.
 
     1. The last thing of a fit, before any callback learns that training has ended, is `Attached.finish`.
-    2. The Trainer looks at this rank's SIGTERM alone: to ask the others before every batch would make ranks wait for
-       each other, and hang where one has fewer batches.
+    2. The Trainer looks at the SIGTERM of this rank, or of the ranks that have one model together: to ask all others
+       before every batch would make them wait for each other, and hang where one has fewer batches.
     3. Callbacks that average weights see what all ranks share, not what one rank has trained since.
     """
     loop = trainer.fit_loop
     loop.on_run_end = _finishing(type(loop).on_run_end.__get__(loop), attached)
-    loop.epoch_loop._broadcast_sigterm_tensor = functools.partial(_stop_if_terminated, trainer)
+    loop.epoch_loop._broadcast_sigterm_tensor = functools.partial(_stop_if_terminated, trainer, attached.sync)
     for callback in trainer.callbacks:
         if any(base.__name__ in _AVERAGING for base in type(callback).__mro__):
             for moment in _MOMENTS:
@@ -34,8 +36,13 @@ def add_local_callbacks(trainer: Any, attached: Attached) -> None:
                 setattr(callback, moment, _anchored(original, attached, may_change=may_change))
 
 
-def _stop_if_terminated(trainer: Any) -> None:
-    if trainer.received_sigterm:
+def _stop_if_terminated(trainer: Any, sync: GradientSync) -> None:
+    terminated = trainer.received_sigterm
+    if sync.inside is not None:
+        flag = torch.tensor([int(terminated)], device=sync.device)
+        sync.inside.all_reduce_max(flag).wait()
+        terminated = bool(flag)
+    if terminated:
         raise import_module(type(trainer.fit_loop.epoch_loop).__module__).SIGTERMException  # of either namespace
 
 

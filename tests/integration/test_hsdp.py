@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from lowbit_strategy import LoCo
+from lowbit_strategy import DiLoCo, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
@@ -323,3 +323,43 @@ def test_bad_input(facts: list[Facts]) -> None:
         assert "give compression shard_size=4 as well" in rank["replicated"]
         assert "shard_size=3 does not divide the ranks of a node (2, 2)" in rank["trainer"]
         assert "shard_size=3 does not divide the ranks of a node (2, 2)" in rank["plugin"]
+
+
+OUTER = DiLoCo(every=4, momentum=0.5)
+
+
+def local_steps(folder: Path) -> Facts:
+    """Two nodes of two ranks: sharded inside, local steps between."""
+    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    with nodes_of(2):
+        whole = ByStep()
+        made = trainer(hsdp(outer=OUTER), max_steps=11, callbacks=[saver], enable_checkpointing=True)
+        made.fit(whole, loader())
+        again = ByStep()
+        trainer(hsdp(outer=OUTER), max_steps=11).fit(again, loader(), ckpt_path=folder / "step=6.ckpt")
+        named = trainer("diloco_hsdp", max_steps=31)
+        named.fit(Regression(), loader())
+        refused = raised(lambda: trainer(LowBitFSDPStrategy(outer="diloco"), max_steps=1).fit(Regression(), loader()))
+    sync, thirty = made.strategy.sync, named.strategy.sync
+    numel = sum(param.numel() for param in whole.parameters())
+    return {
+        "losses": whole.losses,
+        "again": again.losses,
+        "prints": (fingerprint(whole), fingerprint(again)),
+        "steps": sync.step_index,
+        "world": (sync.comm.world_size, sync.everyone.world_size),
+        "between": thirty.comm.sent_nbytes / 31,
+        "ring": 4 * 2 * 3 / 4 * numel,
+        "refused": refused,
+    }
+
+
+@scenarios(local_steps, world_size=4)
+def test_local_steps_between_nodes(facts: list[Facts]) -> None:
+    assert len({rank["prints"] for rank in facts}) == 1
+    for rank in facts:
+        assert rank["prints"][0] == rank["prints"][1]
+        assert rank["again"] == rank["losses"][6:]
+        assert rank["world"] == (2, 4)
+        assert rank["steps"] == 11
+        assert "shard_size" in rank["refused"]

@@ -18,16 +18,19 @@ def _losses(folder: Path, rank: int) -> dict[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "kill_at", "source"),
+    ("kind", "kill_at", "source", "world_size"),
     [
-        ("ddp", 8, "step=6.ckpt"),
-        ("fsdp", 8, "step=6.ckpt"),
-        ("hsdp", 8, "step=6.ckpt"),
-        ("ddp", "saving", "step=3.ckpt"),
+        ("ddp", 8, "step=6.ckpt", 2),
+        ("fsdp", 8, "step=6.ckpt", 2),
+        ("hsdp", 8, "step=6.ckpt", 2),
+        ("ddp", "saving", "step=3.ckpt", 2),
+        ("ddp", 8, "step=6.ckpt", 4),  # two nodes
     ],
 )
-def test_resume_after_a_rank_was_killed(tmp_path: Path, kind: Kind, kill_at: int | str, source: str) -> None:
-    steps = _killed_and_resumed(tmp_path, kind, kill_at, source)
+def test_resume_after_a_rank_was_killed(
+    tmp_path: Path, kind: Kind, kill_at: int | str, source: str, world_size: int
+) -> None:
+    steps = _killed_and_resumed(tmp_path, kind, kill_at, source, world_size=world_size)
     assert all(step.endswith("/") for step in steps.values())  # no controller, no decisions
 
 
@@ -42,18 +45,27 @@ def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(
     assert levels[5] == levels[6]  # the checkpoint cut a phase
 
 
+def test_local_steps_after_a_rank_was_killed_while_a_fragment_was_under_way(tmp_path: Path) -> None:
+    _killed_and_resumed(tmp_path, "ddp", 8, "step=6.ckpt", "streaming")
+
+
 def _killed_and_resumed(
-    tmp_path: Path, kind: Kind, kill_at: int | str, source: str, controller: str | None = None
+    tmp_path: Path,
+    kind: Kind,
+    kill_at: int | str,
+    source: str,
+    controller: str | None = None,
+    world_size: int = 2,
 ) -> dict[int, str]:
     """Compare with an uninterrupted run; returns the first rank's losses and decisions by step."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
-    expected = run_ranks(train, 2, kind, whole, None, controller, process_group=None)
+    expected = run_ranks(train, world_size, kind, whole, None, controller, process_group=None)
     with pytest.raises(AssertionError, match="rank 1 died of SIGKILL"):
-        run_ranks(train, 2, kind, broken, kill_at, controller, process_group=None)
-    resumed = run_ranks(train, 2, kind, broken, None, controller, process_group=None)
-    for rank in range(2):
+        run_ranks(train, world_size, kind, broken, kill_at, controller, process_group=None)
+    resumed = run_ranks(train, world_size, kind, broken, None, controller, process_group=None)
+    for rank in range(world_size):
         assert resumed[rank] == (expected[rank][0], source)
         assert _losses(broken, rank) == _losses(whole, rank)
         assert len(_losses(whole, rank)) == 10

@@ -12,9 +12,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lowbit_strategy import OUTER_RULES, Dense, DiLoCo, LocalSGD, LoCo, PostLocalSGD, Quadratic
+from lowbit_strategy.accelerate import LowBitPlugin
+from lowbit_strategy.checkpoint.capture import capture, restore
 from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDPStrategy
-from lowbit_strategy.lightning import LowBitDDPStrategy
+from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
+from lowbit_strategy.telemetry.run_record import FILE_NAME, read_record
+from tests import accelerated
 from tests.integration.test_fabric import batches, launch, setup, train
+from tests.integration.test_hf_trainer import trainer as hf_trainer
 from tests.scenarios import Facts, scenarios
 from tests.training import ByStep, Regression, dataset, fingerprint, full_parameters, listen, loader, mlp, trainer
 
@@ -329,3 +334,95 @@ def test_fabric_saves_the_anchors_and_goes_on_to_the_bit(facts: list[Facts]) -> 
     assert facts[0] == facts[1]
     first, second = facts[0]["prints"][:2], facts[0]["prints"][2:]
     assert first == second
+
+
+def through_accelerate(folder: Path) -> Facts:
+    """Saved in the middle of a round and of a fragment's way; what is saved is what all ranks share."""
+    plugin = LowBitPlugin(LoCo(block_size=32), outer={"name": "diloco", "every": 6, "fragments": 2, "delay": 2})
+    whole = accelerated.prepared(accelerated.make("ddp", plugin, accumulate=2), lr=1e-2)
+    accelerated.train(whole, 8, clip=1.0)
+    whole.accelerator.save_state(str(folder))
+    accelerated.train(whole, 14, skip=8, clip=1.0)
+    again = accelerated.prepared(accelerated.make("ddp", plugin, accumulate=2), lr=1e-2)
+    again.accelerator.load_state(str(folder))
+    accelerated.train(again, 14, skip=8, clip=1.0)
+    prints = [fingerprint(whole.model), fingerprint(again.model)]
+    shared = whole.accelerator.get_state_dict(whole.model)
+    own = fingerprint(whole.model)
+    whole.accelerator.end_training()
+    return {
+        "own": prints,
+        "kept": own == prints[0],
+        "shared": float(sum(value.double().sum() for value in shared.values())),
+        "end": fingerprint(whole.model),
+        "steps": whole.sync.step_index,
+    }
+
+
+@scenarios(through_accelerate)
+def test_accelerate_goes_on_to_the_bit(facts: list[Facts]) -> None:
+    first, second = facts
+    assert first["own"][0] == first["own"][1] != second["own"][0] == second["own"][1]
+    assert first["kept"]
+    assert first["shared"] == second["shared"]
+    assert first["end"] == second["end"]
+    assert first["steps"] == 7
+
+
+def through_the_hf_trainer(folder: Path) -> Facts:
+    plugin = LowBitPlugin(LoCo(block_size=32), outer=DiLoCo(every=3))
+    whole = hf_trainer(folder / "a", "ddp", plugin, eval_strategy="steps", eval_steps=4)
+    whole.eval_dataset = whole.train_dataset
+    whole.train()
+    again = hf_trainer(folder / "b", "ddp", plugin)
+    again.train(resume_from_checkpoint=str(folder / "a" / "checkpoint-4"))
+    evaluated = [entry["eval_loss"] for entry in whole.state.log_history if "eval_loss" in entry]
+    return {"prints": (fingerprint(whole.model), fingerprint(again.model)), "evaluated": evaluated}
+
+
+@scenarios(through_the_hf_trainer)
+def test_the_hf_trainer_goes_on_to_the_bit(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["prints"][0] == facts[0]["prints"][1]
+
+
+def other_world(folder: Path) -> Facts:
+    """Saved by two ranks, gone on with by one of another layout: here a file of three is made up from those of two."""
+    saver = ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    made = trainer(outer_strategy(STREAMING), max_steps=5, callbacks=[saver], enable_checkpointing=True)
+    made.fit(ByStep(), loader())
+    saved = capture(made.strategy.sync)
+    saved |= {"world_size": 3, "topology": [3, 3, 1, 0]}
+    model = ByStep()
+    fresh = trainer(outer_strategy(STREAMING), max_steps=1)
+    fresh.fit(model, loader())
+    local, sync = fresh.strategy.attached.local, fresh.strategy.sync
+    restore(sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+    local.resume()
+    anchors = local.outer.anchors
+    return {
+        "shared": all(torch.equal(param, anchors[name]) for name, param in local.outer.params.items()),
+        "step": sync.step_index,
+        "print": fingerprint(model),
+    }
+
+
+@scenarios(other_world)
+def test_another_number_of_ranks_goes_on_from_the_anchors(facts: list[Facts]) -> None:
+    assert facts[0] == facts[1]
+    assert facts[0]["shared"]
+    assert facts[0]["step"] == 5
+
+
+def monitored(folder: Path) -> Facts:
+    monitor = CompressionMonitor(every_n_steps=4, record=str(folder))
+    made = trainer(outer_strategy(DiLoCo(every=3)), max_steps=13, callbacks=[monitor])
+    made.fit(Regression(), loader())
+    observations = [entry for entry in read_record(folder / FILE_NAME) if entry["event"] == "observation"]
+    return {"steps": [entry["step"] for entry in observations], "drift": [entry["drift"] for entry in observations]}
+
+
+@scenarios(monitored)
+def test_the_monitor_shows_the_drift_between_ranks(facts: list[Facts]) -> None:
+    assert facts[0]["steps"] == [6, 9, 12]
+    assert all(drift > 0 for drift in facts[0]["drift"])

@@ -118,9 +118,9 @@ def test_residuals_follow_when_nodes_or_ranks_change(kind: Kind, policy: Any) ->
     _restored(one_level, saved, policy)
     means = {spec.name: torch.stack([sync.export_unsent(spec.name) for sync in one_level]).mean(0) for spec in SPECS}
     _same(means, unsent, policy)
-    with make(name, kind, 2, 2, conserving=True) as back:
-        _restored(back.syncs, [capture(sync) for sync in one_level], policy)
-        _same(back.unsent(), unsent, policy)
+    with make(name, kind, 2, 2, conserving=True) as again:
+        _restored(again.syncs, [capture(sync) for sync in one_level], policy)
+        _same(again.unsent(), unsent, policy)
 
 
 def _restored(syncs: list[GradientSync], saved: list[dict[str, Any]], policy: Any) -> None:

@@ -53,7 +53,7 @@ TEXTS = (
     Word(r"(?i)(?P<found>milder)", "high_precision", (), ALIASES),
     Word(r"\b(?P<found>Clock|Steering|SteeredModel|Watch|Tap|Kit|\w+Watch)\b", "a name that says what it is"),
     Word(
-        r"(?i)\b(?:compression|residual|to)[\s#>*|_-]+gains?\b|\b(?P<found>gains?)\b",
+        r"(?i)\b(?:compression|residual|to|unit)[\s#>*|_-]+gains?\b|\b(?P<found>gains?)\b",
         "residual_gain, sent_energy_ratio or compression_gain",
     ),
     Word(

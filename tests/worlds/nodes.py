@@ -19,7 +19,7 @@ from lowbit_strategy.collectives.layout import Share, dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.two_levels import TwoLevelBuckets, inside_nbytes, scatter_over_two_levels
+from lowbit_strategy.engine.two_levels import TwoLevelBuckets, inside_nbytes, scatter_over_two_levels
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from tests.worlds.threaded import ThreadedWorld

@@ -107,9 +107,9 @@ class LoCo(Compressor):
     Below 4 bits an even grid wastes its few values on the tails. ``codebook="fitted"`` puts them where a Gaussian has
     its mass (Lloyd-Max), in units of the block's root mean square: what is clipped is fed back. ``codebook="ternary"``
     sends -1, 0 or 1 times the mean magnitude of what exceeds 0.7 of the mean magnitude, five to a byte: 1.6 bits.
-    Both have the least error and shrink what they send: 1 bit says 0.64 of a Gaussian, and 0.41 after two hops. The
+    Both have the least error and shrink what they send: 1 bit sends 0.64 of a Gaussian, and 0.41 after two hops. The
     average in step 3 supplies the rest, ``1 / ((1 - beta) * 0.64)`` steps late. ``unit_gain`` and
-    ``ternary_unit_gain`` are the fitted values divided by that gain: all of a gradient is said at once, with more
+    ``ternary_unit_gain`` are the fitted values divided by that share: all of a gradient is sent at once, with more
     noise, and the average holds noise alone, so that it can be short.
     At 1 bit none of them is a contraction for every block: of a block of 64 with a single element that is not zero the
     error has more energy than the block. The average in step 3 absorbs this; plain feedback would not.

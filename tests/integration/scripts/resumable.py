@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -14,10 +15,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
-from lowbit_strategy import LoCo
+from lowbit_strategy import DiLoCo, LoCo
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.control import Accordion, Controller, GraVAC
 from lowbit_strategy.lightning import AdaptiveCompression
+from tests.nodes import nodes_of
 from tests.training import ByStep, Kind, fingerprint, loader, strategy, trainer
 
 STEPS, EVERY = 10, 3
@@ -28,27 +30,35 @@ CONTROLLERS: dict[str, Callable[[], Controller]] = {
     "gravac": lambda: GraVAC(candidates=(EIGHT, FOUR, TWO), epsilon=0.1, settle=1, window=3, omega=0.0),
 }
 
+# Turns after steps 5 and 10, applied two steps later: a checkpoint after step 6 is in the middle of a round, and of a
+# fragment's way.
+OUTER = {"streaming": DiLoCo(every=10, fragments=2, delay=2, mix=0.5, momentum=0.5)}
+
 
 def train(
     rank: int, world_size: int, kind: Kind, folder: Path, kill_at: int | str | None, controller: str | None
 ) -> tuple[int, str]:
     """Ten steps in all, from the newest checkpoint in `folder`: the model's bits, and where the run began.
 
-    ``losses-RANK.txt`` gets every step's loss, with a controller its decisions too. With `kill_at` the second rank
-    kills itself at that step; with ``saving`` while it writes its residuals for the second time.
+    `controller` may also name local steps. ``losses-RANK.txt`` gets every step's loss, with a controller its decisions
+    too. With `kill_at` the second rank kills itself at that step; with ``saving`` while it writes its residuals for the
+    second time.
     """
     if kill_at == "saving" and rank == 1:
         _kill_while_saving()
     torch.manual_seed(0)
     saver = ModelCheckpoint(folder, every_n_train_steps=EVERY, save_top_k=-1, filename="{step}")
-    adaptive = AdaptiveCompression(CONTROLLERS[controller](), record=False) if controller else None
+    adaptive = AdaptiveCompression(CONTROLLERS[controller](), record=False) if controller in CONTROLLERS else None
+    options = {"outer": OUTER[controller]} if controller in OUTER else {}
     callbacks = [saver] if adaptive is None else [saver, adaptive, _SteadyTime(adaptive)]
-    weights = {"weights": "delta4"} if kind == "fsdp" else {}
-    chosen = strategy(kind, LoCo(block_size=32), **weights)
+    if kind == "fsdp":
+        options["weights"] = "delta4"
+    chosen = strategy(kind, LoCo(block_size=32), **options)
     made = trainer(chosen, max_steps=STEPS, enable_checkpointing=True, callbacks=callbacks)
     newest = max(folder.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]), default=None)
     model = _Job(folder, kill_at, adaptive)
-    made.fit(model, loader(), ckpt_path=newest)
+    with nodes_of(2) if world_size == 4 else contextlib.nullcontext():
+        made.fit(model, loader(), ckpt_path=newest)
     return fingerprint(model), newest.name if newest else "the start"
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lowbit_strategy.kernels.codebooks import fitted, gain, gaussian_codebook, ternary, unit_gain
+from lowbit_strategy.kernels.codebooks import fitted, gaussian_codebook, sent_share, ternary, unit_gain
 
 
 def test_known_constants() -> None:
@@ -57,7 +57,7 @@ def test_refuses(codebook_size: int) -> None:
 
 
 def test_unit_gain_constants() -> None:
-    assert gain(2) == pytest.approx(2 / math.pi, abs=1e-5)
+    assert sent_share(2) == pytest.approx(2 / math.pi, abs=1e-5)
     assert unit_gain(2, 64).codebook == pytest.approx((-1.2533, 1.2533), abs=1e-4)
     three, four = unit_gain(3, 128), unit_gain(4, 64)
     assert three.codebook == pytest.approx((-1.5114, 0.0, 1.5114), abs=1e-4)
@@ -70,7 +70,7 @@ def test_unit_gain_constants() -> None:
 
 @pytest.mark.parametrize("codebook_size", [2, 3, 4, 8])
 def test_unit_gain_on_a_gaussian(codebook_size: int) -> None:
-    """What is sent has the whole input in it, and no other thresholds with gain 1 have less error."""
+    """What is sent has the whole input in it, and no other thresholds with unit gain have less error."""
     x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
     fmt = unit_gain(codebook_size, 64)
 

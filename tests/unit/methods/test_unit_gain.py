@@ -1,4 +1,4 @@
-"""LoCo below 4 bits says all of a constant gradient from its first steps on, without a warm-up or a reset."""
+"""LoCo below 4 bits sends all of a constant gradient from its first steps on, without a warm-up or a reset."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shares(compressor: LoCo, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_says_all_of_a_constant_gradient(name: str) -> None:
+def test_a_preset_sends_all_of_a_constant_gradient(name: str) -> None:
     compressor = preset(name)
     assert isinstance(compressor, LoCo)
     assert (compressor.warmup_steps, compressor.reset_steps) == (0, None)
@@ -35,7 +35,7 @@ def test_a_preset_says_all_of_a_constant_gradient(name: str) -> None:
     assert 0.95 <= min(found) <= max(found) <= 1.05, found  # from the first step, not only from the tenth
 
 
-def test_fitted_values_say_less_at_first() -> None:
+def test_fitted_values_send_less_at_first() -> None:
     found = shares(LoCo(bits=1, codebook="fitted", block_size=64, reset_steps=None, beta=0.95, return_beta=0.95), 12)
     assert found[0] < 0.45
     assert found[10] < 0.65

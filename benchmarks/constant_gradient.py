@@ -1,10 +1,10 @@
 """How much of a constant gradient each of LoCo's codebooks says, step by step, and after a residual is forgotten.
 
 One matrix on four simulated ranks with the real engine, both hops. Every rank has the same constant gradient (standard
-normal) and noise of its own, new in every step, three times as large: about what a batch's gradient is. The share is the
-projection of the mean, less the ranks' mean noise, on the constant gradient.
+normal) and noise of its own, new in every step, three times as large, about what a batch's gradient is. The share is
+the projection of the mean, less the ranks' mean noise, on the constant gradient.
 
-    python -m benchmarks.gain --json benchmarks/results/gain.json
+    python -m benchmarks.constant_gradient --json benchmarks/results/constant_gradient.json
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def measure(compressor: LoCo, steps: int, noise: float = NOISE) -> dict[str, lis
 
 def main(
     steps: Annotated[int, typer.Option(help="steps; the residual is forgotten at 150")] = 240,
-    json_path: Annotated[Path, typer.Option("--json", help="results file")] = Path("benchmarks/results/gain.json"),
+    json_path: Annotated[Path, typer.Option("--json", help="results file")] = Path(
+        "benchmarks/results/constant_gradient.json"
+    ),
 ) -> None:
     """Measure all variants, with noise and without."""
     torch.set_num_threads(1)

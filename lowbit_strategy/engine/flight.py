@@ -1,0 +1,58 @@
+"""A fragment under way, and who brings it to the other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lowbit_strategy.engine.bucket import Stages
+
+
+class Arrival(Protocol):
+    """Waits until something that travels has arrived."""
+
+    def wait(self) -> object: ...
+
+
+class Courier(Protocol):
+    """Reduces what it is given while its caller goes on."""
+
+    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival: ...
+
+
+class Arrived:
+    def wait(self) -> None:
+        return None
+
+
+class Inline:
+    """A courier that has arrived when `submit` returns."""
+
+    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival:
+        for pending in stages:
+            if pending is not None:
+                pending.wait()
+        return Arrived()
+
+
+@dataclass(slots=True)
+class Flight:
+    """A fragment under way.
+
+    Args:
+        fragment: Its index.
+        x: The pseudo-gradient; once it has arrived, the mean.
+        header: See `OuterSync`.
+        arrival: Of both.
+        delay: Optimizer steps after which it lands.
+        age: Optimizer steps since it was sent.
+    """
+
+    fragment: int
+    x: Tensor
+    header: Tensor
+    arrival: Arrival
+    delay: int
+    age: int = 0

@@ -1,0 +1,37 @@
+"""What an engine knows of others: state that is saved with its own, and who trains locally."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Stateful(Protocol):
+    """Something else that is saved and restored with the residuals: plain dicts, numbers, strings and tensors."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class RankState(Protocol):
+    """State that each rank has for itself, saved in its own file: plain dicts, numbers, strings and tensors."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
+        """`own`: it is this rank's own state; if not, of another one of a run on another number of ranks."""
+
+    def forget(self) -> None:
+        """The state is lost: go on from what all ranks share."""
+
+
+class LocalTraining(Protocol):
+    """What reports have to know of local steps."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def round_length(self) -> int: ...
+    @property
+    def drift(self) -> float | None: ...
+    @property
+    def nbytes(self) -> int: ...

@@ -1,0 +1,232 @@
+"""Local steps in the engine, ranks in threads: conservation, order of turns, fragments, bytes, bad speeds."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowbit_strategy import OUTER_RULES, Dense, DiLoCo, ExDyna, LocalSGD, LoCo, OuterRule, OverlapLocalSGD
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.fragment import cut_into
+from lowbit_strategy.engine.outer import OuterSync
+from lowbit_strategy.methods._base.compressor import Compressor, assign_all
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.outer.registry import compressor_for
+from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.telemetry.dry_run_report import plan
+from recipes.gpt import GPT
+from tests.worlds.threaded import ThreadedWorld
+
+CPU = torch.device("cpu")
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 8))
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_buffers())
+
+
+class Ranks:
+    """Copies of one model, each with an optimizer and local steps of its own."""
+
+    def __init__(self, rule: OuterRule, compressor: Compressor | None = None, world_size: int = 2) -> None:
+        torch.manual_seed(0)
+        first = net()
+        self.models = [copy.deepcopy(first) for _ in range(world_size)]
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in self.models]
+        self.world = ThreadedWorld(world_size)
+        self.outers = []
+        for model, comm in zip(self.models, self.world.comms, strict=True):
+            sync = GradientSync(compressor or Dense(), describe_parameters(model), comm, CPU, scatter=False)
+            buffers = functools.partial(_buffers, model)
+            self.outers.append(OuterSync(sync, dict(model.named_parameters()), rule, buffers=buffers))
+
+    def together(self, call: Callable[[int], Any]) -> list[Any]:
+        futures = [self.world._threads.submit(call, rank) for rank in range(len(self.models))]
+        wait(futures)
+        return [future.result() for future in futures]
+
+    def local_step(self, rank: int, seed: int) -> None:
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * rank + seed))
+        self.optimizers[rank].zero_grad()
+        (self.models[rank](x) - torch.tanh(x[:, :8])).square().mean().backward()
+        self.optimizers[rank].step()
+
+    def step(self, seed: int) -> None:
+        for rank in range(len(self.models)):
+            self.local_step(rank, seed)
+        self.together(lambda rank: self.outers[rank].after_step(0.1))
+
+    def finish(self) -> None:
+        self.together(lambda rank: self.outers[rank].finish())
+        self.world.close()
+
+    def weights(self, rank: int) -> Tensor:
+        model = self.models[rank]
+        tensors = (*model.parameters(), *model.buffers())
+        return torch.cat([each.detach().reshape(-1) for each in tensors if each.is_floating_point()])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_local_sgd_takes_the_mean_of_weights_and_buffers(world_size: int) -> None:
+    ranks = Ranks(LocalSGD(every=3), world_size=world_size)
+    for seed in range(2):
+        ranks.step(seed)
+    for rank in range(world_size):
+        ranks.local_step(rank, 2)
+    mean = torch.stack([ranks.weights(rank) for rank in range(world_size)]).mean(0)
+    ranks.together(lambda rank: ranks.outers[rank].after_step())
+    for rank in range(world_size):
+        torch.testing.assert_close(ranks.weights(rank), mean, rtol=0, atol=1e-6)
+    ranks.world.close()
+
+
+@pytest.mark.parametrize("name", OUTER_RULES)
+def test_every_rule_ends_with_the_same_weights(name: str) -> None:
+    ranks = Ranks(OUTER_RULES[name], compressor_for(name))
+    for seed in range(62):
+        ranks.step(seed)
+    first = ranks.outers[0]
+    anchors = [torch.cat([a.reshape(-1) for a in outer.anchors.values()]) for outer in ranks.outers]
+    assert torch.equal(*anchors)
+    assert first.drift is not None
+    assert first.drift > 0
+    ranks.finish()
+    assert torch.equal(ranks.weights(0), ranks.weights(1))
+
+
+@pytest.mark.parametrize("compressor", [Dense(), LoCo(bits=4, beta=0.0, block_size=32).conserving()])
+def test_a_pseudo_gradient_is_reduced_with_its_residual(compressor: Compressor) -> None:
+    """Without momentum the anchors' movement and what has not been sent add up to the mean of all movements."""
+    ranks = Ranks(LocalSGD(every=2), compressor)
+    before = {name: anchor.clone() for name, anchor in ranks.outers[0].anchors.items()}
+    ranks.step(0)
+    for rank in range(2):
+        ranks.local_step(rank, 1)
+    moves = [{name: before[name] - p.detach() for name, p in model.named_parameters()} for model in ranks.models]
+    ranks.together(lambda rank: ranks.outers[rank].after_step())
+    for name, anchor in ranks.outers[0].anchors.items():
+        unsent = [outer.sync.export_unsent(name) for outer in ranks.outers]
+        lacking = sum(0.0 if each is None else each.view_as(anchor) for each in unsent) / 2
+        mean = (moves[0][name] + moves[1][name]) / 2
+        torch.testing.assert_close(before[name] - anchor + lacking, mean, rtol=0, atol=1e-6)
+    ranks.world.close()
+
+
+def test_an_outer_optimizer_of_any_class() -> None:
+    ranks = Ranks(DiLoCo(every=2, optimizer_class="Adam", lr=1e-3))
+    for seed in range(6):
+        ranks.step(seed)
+    ranks.finish()
+    assert torch.equal(ranks.weights(0), ranks.weights(1))
+
+
+def test_two_hundred_rounds_at_different_speeds() -> None:
+    """One rank takes twice as long per step, another has half as many steps in all: nobody hangs or diverges."""
+    ranks = Ranks(DiLoCo(every=2, fragments=2, momentum=0.5), LoCo(beta=0.0, reset_steps=None), world_size=3)
+
+    def train(rank: int) -> None:
+        pause = random.Random(rank)
+        for seed in range(400 if rank else 200):
+            ranks.local_step(rank, seed)
+            time.sleep(pause.uniform(0, 2e-4) * (1 + (rank == 1)))
+            ranks.outers[rank].after_step()
+        ranks.outers[rank].finish()
+
+    ranks.together(train)
+    ranks.world.close()
+    assert torch.equal(ranks.weights(0), ranks.weights(1))
+    assert torch.equal(ranks.weights(0), ranks.weights(2))
+    assert ranks.weights(0).isfinite().all()
+    assert ranks.outers[1].num_turns >= 400
+
+
+def test_anchors_are_what_others_see() -> None:
+    ranks = Ranks(DiLoCo(every=5))
+    for seed in range(7):
+        ranks.step(seed)
+    own = ranks.weights(0)
+    with ranks.outers[0].anchored(), ranks.outers[0].anchored(), ranks.outers[1].anchored():
+        assert torch.equal(ranks.weights(0), ranks.weights(1))
+        assert not torch.equal(ranks.weights(0), own)
+        saved = ranks.outers[0].state_dict()["weights"]
+        assert not torch.equal(saved["0.weight"], ranks.models[0][0].weight)  # type: ignore[index]
+    assert torch.equal(ranks.weights(0), own)
+    ranks.finish()
+    with torch.no_grad():
+        ranks.models[0][0].weight.zero_()  # type: ignore[index]
+    with ranks.outers[0].anchored():  # training has ended: the model is the user's
+        assert not ranks.models[0][0].weight.any()  # type: ignore[index]
+
+
+def test_weights_of_a_smaller_type_do_not_drag_the_anchor() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).to(torch.bfloat16)
+    world = ThreadedWorld(1)
+    sync = GradientSync(Dense(), describe_parameters(model), world.comms[0], CPU, scatter=False)
+    outer = OuterSync(sync, dict(model.named_parameters()), LocalSGD(every=1))
+    for anchor in outer.anchors.values():
+        anchor.mul_(1 + 1e-4)  # less than bfloat16 can hold
+    before = {name: anchor.clone() for name, anchor in outer.anchors.items()}
+    outer.after_step()
+    for name, anchor in outer.anchors.items():
+        assert torch.equal(anchor, before[name])
+    world.close()
+
+
+def test_fragments_are_of_about_the_same_size() -> None:
+    specs = [TensorSpec(str(at), (at % 7 + 1, 100)) for at in range(40)]
+    parts = cut_into(specs, 4)
+    assert [spec for part in parts for spec in part] == specs
+    sizes = [sum(spec.numel for spec in part) for part in parts]
+    assert max(sizes) < 1.2 * sum(sizes) / 4
+    assert len(cut_into(specs[:2], 4)) == 2
+
+
+def test_a_method_of_the_whole_model_is_not_cut_into_fragments() -> None:
+    with pytest.raises(ValueError, match="looks at the whole model at once, and fragments=2"):
+        DiLoCo(fragments=2).check(assign_all(ExDyna(), [TensorSpec("w", (64, 64))]))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"every": 0}, "every must be a positive integer"),
+        ({"every": 3, "fragments": 4}, "every must be at least fragments, 4"),
+        ({"every": 12, "fragments": 4, "delay": 4}, "delay must be 0 to 3"),
+        ({"mix": 1.0}, "mix must be in"),
+        ({"momentum": 1.0}, "momentum must be in"),
+        ({"lr": 0.0}, "lr must be above 0"),
+        ({"optimizer_class": "Sgd"}, "optimizer_class must be the name"),
+    ],
+)
+def test_options_out_of_range(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DiLoCo(**wrong)
+
+
+def test_overlap_takes_no_delay() -> None:
+    with pytest.raises(ValueError, match="delay must be left at 0"):
+        OverlapLocalSGD(delay=3)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("diloco", 0.3), ("streamingdiloco", 0.16), ("sparseloco", 0.06)])
+def test_bits_per_parameter_and_step(name: str, bits: float) -> None:
+    """Of a transformer with 9.7 million parameters on four ranks, as the report has it."""
+    with torch.device("meta"):
+        model = GPT(width=256, depth=12, heads=4, context=128)
+    numel = sum(param.numel() for param in model.parameters())
+    report = plan(model, compressor_for(name), world_size=4, scatter=False, device=CPU, outer=OUTER_RULES[name])
+    assert 8 * report.sent_nbytes / report.every / numel < bits
+    assert "per round of 30 steps" in report.render()
