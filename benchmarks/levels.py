@@ -33,7 +33,7 @@ from tests.worlds.nodes import NodesWorld
 
 MODELS = ("transformer", "recurrent", "convolutional")
 EXACT = "exact"
-VARIANTS = (EXACT, "loco_ddp", "loco_hsdp", "loco_fsdp")
+VARIANTS = (EXACT, "loco_hsdp", "loco_ddp", "loco_fsdp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class Setting:
     ranks_per_node: int = 2
     context: int = 32
     batch_per_node: int = 16
-    steps: int = 500
+    steps: int = 350
     learning_rate: float = 1.5e-3
     warmup_steps: int = 20
     validation_windows: int = 1024
