@@ -64,9 +64,9 @@ def main() -> None:
         meter = StepMeter(options.warmup_steps)
         numel = sum(parameter.numel() for parameter in model.parameters())
         if variant == NO_SYNC:  # each rank by itself, at the same time as the others
-            fit(model, meter, options, strategy=SingleDeviceStrategy(device="cpu"))
+            fit(model, meter, options, strategy=SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)
         else:
-            fit(model, meter, options, strategy=strategy_of(variant, world_size), num_nodes=world_size)
+            fit(model, meter, options, strategy=strategy_of(variant, world_size))
         return Measurement(meter.times_s, [meter.sent_per_step_nbytes], numel)
 
     measure(STOCK)  # makes the process group, as the first Trainer of a user's script does

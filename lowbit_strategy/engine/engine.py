@@ -63,7 +63,7 @@ class GradientSync:
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
-        inside, inside_nbytes: Two levels: ranks that have a whole parameter together; gradients sent there per step.
+        inside, inside_nbytes, inside_buffer_nbytes: Two levels: ranks of a node, sent there per step, memory for it.
         topology: Of all ranks, if it is known.
         extra_state, rank_state: What is saved beside the methods' own state, by name; what differs between ranks.
         stride: Optimizer steps since the reduction before: 1 unless steps are local.
@@ -95,7 +95,7 @@ class GradientSync:
         self.num_skipped = 0
         self.weights: WeightSync | None = None
         self.inside: Comm | None = None
-        self.inside_nbytes = 0
+        self.inside_nbytes = self.inside_buffer_nbytes = 0
         self.topology: Topology | None = None
         self.loss_scale: float | None = None
         self.carryover = CarryOver(device)

@@ -136,6 +136,7 @@ def attach_ddp(
     if sync.share is not None:
         itemsizes = {canonical_name(name): param.element_size() for name, param in model.module.named_parameters()}
         sync.inside_nbytes = inside_nbytes(sync, itemsizes)
+        sync.inside_buffer_nbytes = sync.inside_nbytes * sync.share.count // (sync.share.count - 1)  # sent and received
     alone = sync.comm.world_size == 1
     hook = None if alone or (rule is not None and rule.synchronous_steps == 0) else DDPHook(model, sync)
     compares = prepared.options.check_digest and not alone

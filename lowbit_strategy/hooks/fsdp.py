@@ -75,9 +75,20 @@ class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.Redu
 
 def reduced_nbytes(group: Any, world_size: int) -> int:
     """Bytes this rank sends for one exact reduce-scatter of a parameter group's gradients."""
+    return (world_size - 1) * _row_nbytes(group, world_size)
+
+
+def _row_nbytes(group: Any, world_size: int) -> int:
+    """Bytes of one rank's gradients in a reduce-scatter."""
     params = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
     row_numel = sum(dim0_cut(tuple(param._orig_size), world_size).row_numel for param in params)
-    return (world_size - 1) * row_numel * reduce_dtype(group).itemsize
+    return row_numel * reduce_dtype(group).itemsize
+
+
+def _largest_nbytes(groups: Sequence[Any], sync: GradientSync) -> int:
+    """Gradients of the largest module: modules are reduced one after the other."""
+    num_rows = sync.everyone.world_size if sync.scatter else sync.everyone.world_size // sync.comm.world_size
+    return max((num_rows * _row_nbytes(group, num_rows) for group in groups), default=0)
 
 
 def reduce_dtype(group: Any) -> torch.dtype:
@@ -106,6 +117,7 @@ def install(module: nn.Module, sync: GradientSync) -> int:
             for param in each.param_group.fsdp_params
         }
         sync.inside_nbytes = inside_nbytes(sync, dtypes)
+        sync.inside_buffer_nbytes = 2 * _largest_nbytes([each.param_group for each in installed], sync)
     return len(installed)
 
 
@@ -120,6 +132,7 @@ def install_replicas(module: nn.Module, sync: GradientSync, inside: Comm, side: 
         if sync.comm.world_size > 1:
             child.set_all_reduce_hook(ReplicaAllReduce(sync, group, names, side), stream=side.stream)
     sync.inside_nbytes = sum(reduced_nbytes(group, inside.world_size) for group in groups)
+    sync.inside_buffer_nbytes = _largest_nbytes(groups, sync)
     return len(groups)
 
 

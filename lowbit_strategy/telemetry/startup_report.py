@@ -190,7 +190,9 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
         fp32_nbytes=4 * ring,
         bf16_nbytes=2 * ring,
         residual_nbytes=sync.residual_nbytes,
-        buffer_nbytes=sync.buffer_nbytes + (0 if sync.weights is None else sync.weights.buffer_nbytes),
+        buffer_nbytes=sync.buffer_nbytes
+        + sync.inside_buffer_nbytes
+        + (0 if sync.weights is None else sync.weights.buffer_nbytes),
         weights=None if sync.weights is None else _weight_report(sync.weights, several_nodes=nodes is not None),
         ranks=describe_ranks(sync),
         between_nbytes=sync.comm.between_nodes(sent_nbytes) if nodes is not None else None,

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from lowbit_strategy import DiLoCo, LoCo
-from lowbit_strategy.accelerate import LowBitPlugin
+from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
 from lowbit_strategy.hooks.digest import ParameterDigest
@@ -28,6 +28,8 @@ from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.model.topology import hybrid_mesh
 from tests.accelerated import fresh_state, fsdp_plugin, prepared, train
+from tests.integration.test_hf_trainer import losses as hf_losses
+from tests.integration.test_hf_trainer import trainer as hf_trainer
 from tests.nodes import nodes_of
 from tests.scenarios import Facts, raised, scenarios
 from tests.training import (
@@ -179,6 +181,29 @@ def test_accelerate(facts: list[Facts]) -> None:
         assert rank["accelerate"]["steps"] == 6
         assert rank["accelerate"]["print"] == facts[0]["accelerate"]["print"] == rank["resumed_print"]
         assert rank["resumed"] == rank["accelerate"]["losses"][4:]
+
+
+def with_trainer(folder: Path) -> Facts:
+    """The HF Trainer: accumulation, and a checkpoint in the middle."""
+    facts: Facts = {}
+    with nodes_of(2):
+        for name, start in (("whole", None), ("resumed", str(folder / "checkpoint-4"))):
+            made = hf_trainer(folder, "fsdp", LowBitPlugin(LoCo(), shard_size="node"), gradient_accumulation_steps=2)
+            made.train(resume_from_checkpoint=start)
+            facts[name] = hf_losses(made)
+            facts[f"{name} print"] = fingerprint(made.model)
+        sync = binding_of(made.accelerator).sync  # type: ignore[union-attr]
+        facts["world"] = (sync.comm.world_size, sync.everyone.world_size, sync.step_index)  # type: ignore[union-attr]
+    return facts
+
+
+@scenarios(with_trainer, world_size=4)
+def test_hf_trainer(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["whole"] == rank["resumed"]
+        assert rank["whole print"] == rank["resumed print"] == facts[0]["whole print"]
+        assert rank["world"] == (2, 4, 8)
+        assert rank["whole"][-1] < rank["whole"][0] - 0.3
 
 
 class SometimesIdle(Regression):
