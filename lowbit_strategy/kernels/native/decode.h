@@ -4,8 +4,9 @@
  */
 #define MAX_SOURCES 16 /* added in one go */
 
-/* How codes become values: by arithmetic (uniform grid, ternary), from a table in a register or from one in memory. */
-enum { BY_ARITHMETIC, BY_REGISTER, BY_MEMORY };
+/* How codes become values: by arithmetic (uniform grid, ternary), from a table in a register or from one in memory; or
+ * from a table in a register by the bits of a block so short that they are one or two words. */
+enum { BY_ARITHMETIC, BY_REGISTER, BY_MEMORY, BY_BITS };
 
 /* One block of some sources. */
 struct sources {
@@ -13,7 +14,30 @@ struct sources {
     const uint8_t *codes[MAX_SOURCES];
     float scale[MAX_SOURCES];
     int num;
+    vu shift; /* BY_BITS: where a lane's bit is in its word, in the first vector of a block */
+    vi upper; /* and whether that is the second word */
 };
+
+/* Element i of a block of one-bit codes is bit i / n of byte i % n, of n bytes: 4 or 8. */
+static void find_bits(struct sources *from, int n) {
+    uint32_t shift[LANES];
+    int32_t upper[LANES];
+    for (int k = 0; k < LANES; k++) {
+        shift[k] = (uint32_t)(8 * (k % n % 4) + k / n);
+        upper[k] = k % n < 4 ? 0 : -1;
+    }
+    memcpy(&from->shift, shift, sizeof shift);
+    memcpy(&from->upper, upper, sizeof upper);
+}
+
+/* Bits i ... i + LANES of a block in the lowest bits of the lanes; what is above them is not cleared. */
+ALWAYS_INLINE vi bits_at(const struct sources *from, const uint8_t *codes, int i, int n) {
+    uint32_t words[2];
+    memcpy(words, codes, 4);
+    memcpy(words + 1, codes + n - 4, 4); /* the same one if there is one */
+    vi word = (vi_set1((int32_t)words[1]) & from->upper) | (vi_set1((int32_t)words[0]) & ~from->upper);
+    return (vi)((vu)word >> (from->shift + (uint32_t)(i / n)));
+}
 
 /* The codebook of a format of few bits, repeated to fill the register. */
 static vf codebook_in_register(const struct lowbit_format *fmt) {
@@ -32,6 +56,13 @@ ALWAYS_INLINE void load_values(
 ) {
     const int each = num / parts, width = 8 / parts;
     vi code[MAX_GROUP];
+#if LOOKUP_BITS
+    if (how == BY_BITS) {
+        EACH(k) code[k] = bits_at(from, from->codes[w], i + k * LANES, fmt->code_nbytes);
+        EACH(k) value[k] = vf_lookup(from->table[w], code[k]);
+        return;
+    }
+#endif
     for (int k = 0; k < each; k++) code[k] = vi_load_u8(from->codes[w] + i + k * LANES);
     for (int k = each; k < num; k++) code[k] = code[k % each] >> (k / each * width);
 #if LOOKUP_BITS
@@ -77,6 +108,7 @@ static struct reading choose_reading(const struct lowbit_format *fmt) {
     const int how = arithmetic ? BY_ARITHMETIC : fits ? BY_REGISTER : BY_MEMORY;
     const int wide = fmt->block_size >= (parts == 8 ? 8 : GROUP) * LANES;
     if (wide && parts > 1 && how != BY_MEMORY) return (struct reading){parts, how, 0};
+    if (bits == 1 && how == BY_REGISTER && fmt->block_size <= 64) return (struct reading){1, BY_BITS, 0};
     return (struct reading){1, how, bits != 8};
 }
 
@@ -94,6 +126,7 @@ ALWAYS_INLINE void sum_block_as(
     case BY_REGISTER * 16 + 2: SUM(BY_REGISTER, GROUP, 2); break;
     case BY_REGISTER * 16 + 4: SUM(BY_REGISTER, GROUP, 4); break;
     case BY_REGISTER * 16 + 8: SUM(BY_REGISTER, 8, 8); break;
+    case BY_BITS * 16 + 1: SUM(BY_BITS, SMALL_GROUP, 1); break;
     default: SUM(BY_MEMORY, SMALL_GROUP, 1); break;
     }
 #undef SUM
@@ -107,7 +140,11 @@ ALWAYS_INLINE void sum_batch(
     enum { SIZE = LOWBIT_MAX_BLOCK + PACK_SLACK };
     BUFFER(uint8_t, codes, MAX_SOURCES * SIZE);
     struct sources from;
-    const vf codebook = as.how == BY_REGISTER ? codebook_in_register(fmt) : vf_set1(0.0f);
+    const int looked_up = as.how == BY_REGISTER || as.how == BY_BITS;
+    const vf codebook = looked_up ? codebook_in_register(fmt) : vf_set1(0.0f);
+    from.shift = (vu){0};
+    from.upper = (vi){0};
+    if (as.how == BY_BITS) find_bits(&from, fmt->code_nbytes);
     const int n = fmt->block_size, stride = as.unpack ? codes_stride(fmt) : fmt->code_nbytes;
     from.num = num;
     const uint8_t *source = call->wire + first * call->wire_stride;
