@@ -431,7 +431,7 @@ def monitored(folder: Path) -> Facts:
     monitor = CompressionMonitor(every_n_steps=4, record=str(folder))
     made = trainer(outer_strategy(DiLoCo(every=3)), max_steps=13, callbacks=[monitor])
     made.fit(Regression(), loader())
-    observations = [entry for entry in read_record(folder) if entry["event"] == "observation"]
+    observations = [entry for entry in read_record(folder) if entry["kind"] == "observation"]
     return {"steps": [entry["step"] for entry in observations], "drift": [entry["drift"] for entry in observations]}
 
 
