@@ -9,6 +9,7 @@ node each, a Lightning script with ``Trainer(num_nodes=...)``. Modes:
   synchronisation.
 * ``fsdp-step``: the same under FSDP2, weights included: Lightning's own in float32 and in bfloat16, `loco_fsdp`, and
   `loco_fsdp` with weights sent in other ways (``loco_fsdp:delta4``).
+* ``outer-step``: the same with local steps, whose seconds and bytes are means over whole rounds.
 * ``fsdp-reduce-scatter``: the gradient reduce-scatters of a step under FSDP2.
 * ``hsdp-step``: step times of the same model, sharded inside a host and replicated between hosts, against the step
   without synchronisation between hosts. Give ``--ranks-per-host``.
@@ -23,6 +24,7 @@ Times are medians over steps, and comparable within one run only.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -54,6 +56,7 @@ class Mode:
     variants: tuple[str, ...]
     baseline: str
     hops: int
+    mean: bool = False  # of all steps, in the place of the median: rounds are among them
 
 
 MODES = {
@@ -63,6 +66,13 @@ MODES = {
         variants=("fsdp2", "fsdp2-bf16", "loco_fsdp", "loco_fsdp:delta4"),
         baseline="fsdp2",
         hops=3,  # FSDP2 gathers weights twice and reduces gradients once
+    ),
+    "outer-step": Mode(
+        script="ddp_step.py",
+        variants=("ddp", "loco_ddp", "diloco_ddp", "streamingdiloco_ddp"),
+        baseline="ddp",
+        hops=2,
+        mean=True,
     ),
     "fsdp-reduce-scatter": Mode(
         script="fsdp_reduce_scatter.py", variants=("fsdp2", "loco_fsdp"), baseline="fsdp2", hops=1
@@ -135,7 +145,7 @@ def variants_of(options: argparse.Namespace) -> list[str]:
     mode = MODES[options.mode]
     named = options.variants.split(",") if options.variants else list(mode.variants)
     ordered = list(dict.fromkeys([mode.baseline, *named]))
-    if options.mode in ("ddp-step", "fsdp-step"):
+    if options.mode in ("ddp-step", "fsdp-step", "outer-step"):
         return [NO_SYNC, *ordered]
     if options.mode == "collective":
         return [f"{operation}/{name}" for operation in ("all-reduce", "reduce-scatter") for name in ordered]
@@ -148,9 +158,10 @@ def host_arguments(options: argparse.Namespace) -> list[str]:
     return [*(part for pair in pairs for part in pair), "--variants", *variants_of(options)]
 
 
-def seconds_of(reports: Sequence[Any], variant: str) -> float:
+def seconds_of(reports: Sequence[Any], variant: str, *, mean: bool = False) -> float:
     by_step = zip(*(report[variant]["times_s"] for report in reports), strict=True)
-    return statistics.median(statistics.mean(times) for times in by_step)
+    each = [statistics.mean(times) for times in by_step]
+    return statistics.mean(each) if mean else statistics.median(each)
 
 
 def limit_of(rate: str, sent_nbytes: float, without_s: float) -> float | None:
@@ -164,17 +175,18 @@ def limit_of(rate: str, sent_nbytes: float, without_s: float) -> float | None:
 
 def rows_of(reports: Sequence[Any], rate: str, options: argparse.Namespace) -> list[Row]:
     mode, world_size = MODES[options.mode], len(reports)
-    without = seconds_of(reports, NO_SYNC) if NO_SYNC in reports[0] else 0.0
+    seconds_in = functools.partial(seconds_of, reports, mean=mode.mean)
+    without = seconds_in(NO_SYNC) if NO_SYNC in reports[0] else 0.0
     rows = []
     for variant in reports[0]:
         operation, _, _ = variant.rpartition("/")
         hops = 1 if operation == "reduce-scatter" else mode.hops
         baseline = f"{operation}/{mode.baseline}" if operation else mode.baseline
-        seconds = seconds_of(reports, variant)
+        seconds = seconds_in(variant)
         sent = statistics.mean(n for report in reports for n in report[variant]["sent_nbytes"])
         communication = seconds - without
         elements = hops * (world_size - 1) / world_size * reports[0][variant]["numel"]
-        speedup = (seconds_of(reports, baseline) - without) / communication if communication > 0 else None
+        speedup = (seconds_in(baseline) - without) / communication if communication > 0 else None
         rows.append(
             Row(
                 mode=options.mode,

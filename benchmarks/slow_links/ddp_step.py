@@ -5,6 +5,8 @@ Started by torchrun on every host; what is measured is what `Trainer(strategy=NA
 
 from __future__ import annotations
 
+import argparse
+import math
 import time
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-import lowbit_strategy  # noqa: F401  registers the strategies' names
+from lowbit_strategy import OUTER_RULES, OuterRule  # registers the strategies' names
 from recipes.gpt import LanguageModel
 from slow_links.counters import sent_nbytes
 from slow_links.measuring import Measurement, fit, measure_in_turn, parse_options, strategy_of
@@ -22,10 +24,14 @@ NO_SYNC = "no-sync"
 
 
 class StepMeter(L.Callback):
-    """Times the steps after the warm-up, and counts the bytes sent meanwhile."""
+    """Times the steps after the warm-up, and counts the bytes sent meanwhile.
 
-    def __init__(self, warmup_steps: int) -> None:
+    With local steps what is measured are whole rounds after a first one; the mean over ranks at the end is not in it.
+    """
+
+    def __init__(self, warmup_steps: int, last_step: int) -> None:
         self.warmup_steps = warmup_steps
+        self.last_step = last_step
         self.times_s: list[float] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -37,10 +43,19 @@ class StepMeter(L.Callback):
             now = time.perf_counter()
             self.times_s.append(now - self._last)
             self._last = now
+        if trainer.global_step == self.last_step:
+            self._count()
 
-    def on_train_end(self, *_: Any) -> None:
+    def _count(self) -> None:
         dist.barrier()  # nothing is on its way any more
         self.sent_per_step_nbytes = (sent_nbytes() - self._sent_before) / len(self.times_s)
+
+
+def in_rounds(options: argparse.Namespace, rule: OuterRule) -> argparse.Namespace:
+    """The same with steps that are whole rounds."""
+    every = rule.round_length(0, None)
+    steps = every * math.ceil(options.steps / every)
+    return argparse.Namespace(**{**vars(options), "warmup_steps": every, "steps": steps})
 
 
 def main() -> None:
@@ -50,11 +65,13 @@ def main() -> None:
     def measure(strategy: str) -> Measurement:
         L.seed_everything(0, verbose=False)
         model = LanguageModel(options.width, options.depth, heads=4, context=options.context)
-        meter = StepMeter(options.warmup_steps)
+        rule = OUTER_RULES.get(strategy.removesuffix("_ddp"))
+        own = options if rule is None else in_rounds(options, rule)
+        meter = StepMeter(own.warmup_steps, own.warmup_steps + own.steps)
         if strategy == NO_SYNC:  # each rank by itself, at the same time as the others
-            fit(model, meter, options, strategy=SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)
+            fit(model, meter, own, strategy=SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)
         else:
-            fit(model, meter, options, strategy=strategy_of(strategy))
+            fit(model, meter, own, strategy=strategy_of(strategy))
         numel = sum(parameter.numel() for parameter in model.parameters())
         return Measurement(meter.times_s, [meter.sent_per_step_nbytes], numel)
 

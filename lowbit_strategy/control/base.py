@@ -130,6 +130,7 @@ class Decision:
         warnings: For people, logged each time they are given.
         accumulation: Batches accumulated into one optimizer step; None leaves them alone.
         learning_rate_factor: On top of the scheduler's learning rate.
+        every: Local steps: optimizer steps of each round that begins from now on; None: as the outer rule has it.
     """
 
     state: State
@@ -139,6 +140,7 @@ class Decision:
     warnings: tuple[str, ...] = ()
     accumulation: int | None = None
     learning_rate_factor: float = 1.0
+    every: int | None = None
 
 
 class Controller(ABC):

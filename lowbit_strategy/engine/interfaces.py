@@ -25,7 +25,13 @@ class RankState(Protocol):
 
 
 class LocalTraining(Protocol):
-    """What reports have to know of local steps."""
+    """What reports have to know of local steps, and what controllers change.
+
+    Attributes:
+        every: Optimizer steps of each coming round in the place of the rule's; None: as the rule has it.
+    """
+
+    every: int | None
 
     @property
     def label(self) -> str: ...

@@ -290,6 +290,7 @@ class OuterSync:
         self.arrive()
         return {
             "every": self._every,
+            "wanted": self.every,
             "turn": self._turn,
             "since": self._since,
             "num_turns": self.num_turns,
@@ -327,7 +328,7 @@ class OuterSync:
             self.use_shared()
             return
         self._every, self._turn, self._since = state["every"], state["turn"], state["since"]
-        self.num_turns = state["num_turns"]
+        self.num_turns, self.every = state["num_turns"], state["wanted"]
         for name, param in self.params.items():
             if name in state["weights"]:
                 param.copy_(state["weights"][name])

@@ -155,6 +155,8 @@ class AdaptiveDriver:
             self.sync.use(PerParameter.of(self.controller.levels, self.levels))
         self.accumulation = decision.accumulation
         self.learning_rate_factor = decision.learning_rate_factor
+        if self.sync.outer is not None:
+            self.sync.outer.every = decision.every
         self._probe = decision.probe
         self.events += [Event(progress.step, progress.epoch, switch) for switch in decision.switches]
         self.warnings += decision.warnings

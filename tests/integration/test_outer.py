@@ -10,13 +10,14 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
 from lowbit_strategy import OUTER_RULES, Dense, DiLoCo, LocalSGD, LoCo, PostLocalSGD, Quadratic
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.checkpoint.capture import capture, restore
 from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDPStrategy
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
-from lowbit_strategy.telemetry.run_record import FILE_NAME, read_record
+from lowbit_strategy.telemetry.run_record import read_record
 from tests import accelerated
 from tests.integration.test_fabric import batches, launch, setup, train
 from tests.integration.test_hf_trainer import trainer as hf_trainer
@@ -369,10 +370,21 @@ def test_accelerate_goes_on_to_the_bit(facts: list[Facts]) -> None:
     assert first["steps"] == 7
 
 
+class EvaluateInTheMiddle(TrainerCallback):
+    """On the same data on all ranks, between two rounds."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            self._trainer.evaluate(self._trainer.train_dataset)
+
+
 def through_the_hf_trainer(folder: Path) -> Facts:
     plugin = LowBitPlugin(LoCo(block_size=32), outer=DiLoCo(every=3))
-    whole = hf_trainer(folder / "a", "ddp", plugin, eval_strategy="steps", eval_steps=4)
-    whole.eval_dataset = whole.train_dataset
+    whole = hf_trainer(folder / "a", "ddp", plugin)
+    whole.add_callback(EvaluateInTheMiddle(whole))
     whole.train()
     again = hf_trainer(folder / "b", "ddp", plugin)
     again.train(resume_from_checkpoint=str(folder / "a" / "checkpoint-4"))
@@ -384,6 +396,7 @@ def through_the_hf_trainer(folder: Path) -> Facts:
 def test_the_hf_trainer_goes_on_to_the_bit(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["prints"][0] == facts[0]["prints"][1]
+    assert len(facts[0]["evaluated"]) == 1
 
 
 def other_world(folder: Path) -> Facts:
@@ -418,7 +431,7 @@ def monitored(folder: Path) -> Facts:
     monitor = CompressionMonitor(every_n_steps=4, record=str(folder))
     made = trainer(outer_strategy(DiLoCo(every=3)), max_steps=13, callbacks=[monitor])
     made.fit(Regression(), loader())
-    observations = [entry for entry in read_record(folder / FILE_NAME) if entry["event"] == "observation"]
+    observations = [entry for entry in read_record(folder) if entry["kind"] == "observation"]
     return {"steps": [entry["step"] for entry in observations], "drift": [entry["drift"] for entry in observations]}
 
 

@@ -26,7 +26,7 @@ OUTER_RULES: dict[str, OuterRule] = {
     "overlaplocalsgd": OverlapLocalSGD(),
     "postlocalsgd": PostLocalSGD(),
     "sparseloco": SparseLoCo(),
-    "streamingdiloco": DiLoCo(fragments=4, delay=2, mix=0.5),
+    "streamingdiloco": DiLoCo(fragments=4, delay=5, mix=0.5),
 }
 
 # Rounds are few, so nothing is reset, and errors of a few pseudo-gradients are fed back in full.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowbit_strategy import PRESETS, Dense, LoCo, Partition, WarmUp
+from lowbit_strategy import PRESETS, Dense, DiLoCo, LocalSGD, LoCo, Partition, Quadratic, TopK, WarmUp
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.config.section import (
     OTHER_KEYS,
@@ -125,3 +125,16 @@ def test_the_plugin_checks_what_it_is_given() -> None:
         LowBitPlugin(4, seed="3")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on_world_size_change must be"):
         LowBitPlugin(on_world_size_change="drop")  # type: ignore[arg-type]
+
+
+def test_local_steps_in_a_section() -> None:
+    plugin = plugin_from_section({"compressor": "loco", "outer": {"name": "diloco", "every": 50, "lr": "0.9"}})
+    assert plugin.outer == DiLoCo(every=50, lr=0.9)
+    alone = plugin_from_section({"outer": "sparseloco"})
+    assert isinstance(alone.compressor, TopK)
+    growing = plugin_from_section({"outer": {"name": "localsgd", "every": {"name": "quadratic", "alpha": 0.02}}})
+    assert growing.outer == LocalSGD(every=Quadratic(alpha=0.02))
+    with pytest.raises(ValueError, match=r"lowbit_config\.outer: unknown outer rule 'dilco'; did you mean 'diloco'"):
+        plugin_from_section({"compressor": "loco", "outer": "dilco"})
+    with pytest.raises(ValueError, match=r"lowbit_config\.outer: unknown key 'evry'; did you mean 'every'"):
+        plugin_from_section({"compressor": "loco", "outer": {"name": "diloco", "evry": 3}})

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit_strategy import OUTER_RULES, Dense, DiLoCo, ExDyna, LocalSGD, LoCo, OuterRule, OverlapLocalSGD
+from lowbit_strategy.control.base import Controller, Decision, Telemetry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.fragment import cut_into
 from lowbit_strategy.engine.outer import OuterSync
@@ -22,6 +24,7 @@ from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.registry import compressor_for
 from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.dry_run_report import plan
 from recipes.gpt import GPT
 from tests.worlds.threaded import ThreadedWorld
@@ -230,3 +233,28 @@ def test_bits_per_parameter_and_step(name: str, bits: float) -> None:
     report = plan(model, compressor_for(name), world_size=4, scatter=False, device=CPU, outer=OUTER_RULES[name])
     assert 8 * report.sent_nbytes / report.every / numel < bits
     assert "per round of 30 steps" in report.render()
+
+
+@dataclass(frozen=True)
+class Longer(Controller):
+    """Rounds of 4 steps from the first turn on."""
+
+    levels: tuple[Compressor, ...] = ()
+
+    def init(self, specs: Any, world_size: int, *, scatter: bool = False) -> dict[str, Any]:
+        return {}
+
+    def decide(self, telemetry: Telemetry, state: dict[str, Any]) -> Decision:
+        return Decision(state={"step": telemetry.progress.step}, every=4)
+
+
+def test_a_controller_changes_the_length_of_rounds() -> None:
+    ranks = Ranks(LocalSGD(every=2))
+    for outer in ranks.outers:
+        AdaptiveDriver(Longer()).attach(outer.sync)
+    turns = []
+    for seed in range(12):
+        ranks.step(seed)
+        turns.append(ranks.outers[0].num_turns)
+    assert turns == [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
+    ranks.world.close()

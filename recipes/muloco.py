@@ -1,0 +1,66 @@
+"""MuLoCo: Muon takes the local steps of matrices, 2-bit pseudo-gradients travel every 30 steps.
+
+    python -m recipes.muloco --devices 2 --steps 120
+
+Muon makes all directions of a step equally long, so that the ranks' movements are easier to code in few bits. Vectors,
+embeddings and the head have AdamW. Two optimizers are one step for the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lowbit_strategy import DiLoCo, LoCo
+from lowbit_strategy.lightning import LowBitDDPStrategy
+from recipes.gpt import LanguageModel
+from recipes.text import Windows, standard_library
+
+
+class MuonLanguageModel(LanguageModel):
+    """The demo's model with two optimizers."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        named = dict(self.named_parameters())
+        matrices = [param for name, param in named.items() if ".blocks." in f".{name}" and param.ndim == 2]
+        inside = {id(param) for param in matrices}
+        others = [param for param in named.values() if id(param) not in inside]
+        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95))]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--every", type=int, default=30)
+    options = parser.parse_args()
+    two_bits = LoCo(bits=2, codebook="fitted", block_size=64, beta=0.0, reset_steps=None)
+    trainer = L.Trainer(
+        strategy=LowBitDDPStrategy(two_bits, outer=DiLoCo(every=options.every, lr=0.7, momentum=0.6)),
+        accelerator="auto",
+        devices=options.devices,
+        max_steps=2 * options.steps,  # the Trainer counts each optimizer's steps
+        logger=False,
+        enable_checkpointing=False,
+    )
+    text = Windows(standard_library("train"), 64)
+    trainer.fit(MuonLanguageModel(64, 2, heads=4, context=64), DataLoader(text, batch_size=8, shuffle=True))
+
+
+if __name__ == "__main__":
+    main()
