@@ -28,6 +28,7 @@ def _can_make_namespaces() -> bool:
     return subprocess.run(["unshare", "--net", "true"], capture_output=True, timeout=30).returncode == 0
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests are left out where there is no GPU, so that the closing line counts the tests that have run."""
     gpu = [item for item in items if _GPU_TESTS in item.path.parents]

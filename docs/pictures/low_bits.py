@@ -39,22 +39,34 @@ def results() -> Results:
 
 
 def draw_frontier() -> None:
-    """Mean gap of the validation loss over bits per element and hop, both layouts."""
+    """Gap of the validation loss over bits per element and hop, both layouts, one panel per kind of model."""
     found = results()
-    figure, axes = plt.subplots(figsize=(7.2, 4.2))
+    models = list(dict.fromkeys(run.model for run in found.runs))
+    figure, panels = plt.subplots(1, len(models), figsize=(3.4 * len(models), 3.6), squeeze=False)
+    for axes, model in zip(panels[0], models, strict=True):
+        draw_model(axes, found, model)
+    panels[0][0].set_ylabel("validation loss over uncompressed, %")
+    panels[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    save(figure, "loss_over_bits")
+
+
+def draw_model(axes: Any, found: Results, model: str) -> None:
     points: list[tuple[float, float]] = []
     for variant, layout in dict.fromkeys((run.variant, run.layout) for run in found.runs if run.variant != DENSE):
-        gaps = [gap for gap, _ in found.gaps(variant, layout)]
+        gaps = [gap for gap, _ in found.gaps(variant, layout, model)]
         if not gaps:
             continue
         bits = next(run.codec_bits for run in found.runs if (run.variant, run.layout) == (variant, layout))
         mean = statistics.fmean(gaps)
         error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
-        color, marker = (BLUE, "o") if layout == "ddp" else (ORANGE, "s")
-        axes.errorbar(bits, mean, error, fmt=marker, color=color, capsize=2, markersize=5)
+        color, marker, shift = (BLUE, "o", 0.98) if layout == "ddp" else (ORANGE, "s", 1.02)
+        axes.errorbar(bits * shift, mean, error, fmt=marker, color=color, capsize=2, markersize=5)
         if layout == "ddp":
             points.append((bits, mean))
-            axes.annotate(label(variant), (bits, mean), xytext=(5, 6), textcoords="offset points", fontsize=8)
+            axes.annotate(
+                label(variant), (bits, mean), xytext=(0, 8), textcoords="offset points", fontsize=8, ha="center"
+            )
     frontier: list[tuple[float, float]] = []
     for bits, mean in sorted(points):
         if not frontier or mean < frontier[-1][1]:
@@ -65,12 +77,9 @@ def draw_frontier() -> None:
     axes.plot([], [], "s", color=ORANGE, label="FSDP2, one hop")
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set_xscale("log", base=2)
-    ticks = [0.25, 0.5, 1, 2, 4, 8]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set(xlabel="bits per element and hop", ylabel="validation loss over uncompressed, %")
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    save(figure, "loss_over_bits")
+    axes.set_xticks([1, 1.5, 2, 3], ["1", "1.5", "2", "3"])
+    axes.set(xlabel="bits per element and hop", title=model, xlim=(1, 3))
+    axes.margins(y=0.2)
 
 
 def draw_constant_gradient() -> None:

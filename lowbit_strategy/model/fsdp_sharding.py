@@ -175,7 +175,7 @@ def check_process_groups(module: nn.Module, shard_group: dist.ProcessGroup | Non
         if theirs != ours:
             raise ValueError(
                 f"{where} is sharded over the ranks {theirs}, but gradients are compressed over"
-                f" {'the replicas of' if replicated else ''} {ours}: give fully_shard and compression the same ranks"
+                f"{' the replicas of' if replicated else ''} {ours}: give fully_shard and compression the same ranks"
                 f"{' (shard_size, the second dim of a mesh for HSDP)' if replicated else ''}"
             )
 

@@ -22,6 +22,7 @@ from tests.training import (
     ByStep,
     Kind,
     Regression,
+    SteadyTime,
     dataset,
     fingerprint,
     fit,
@@ -91,8 +92,9 @@ def resume(folder: Path, kind: Kind) -> Facts:
             levels = tuple(LoCo(bits=bits, block_size=32) for bits in (8, 4, 2))
             adaptive = AdaptiveCompression(GraVAC(candidates=levels, **controller), record=False)
             monitor = CompressionMonitor(every_n_steps=2, record=folder / str(start is None))
+            callbacks = [adaptive, SteadyTime(adaptive), monitor, saver]
             model = ByStep()
-            made = trainer(strategy(kind), max_steps=9, enable_checkpointing=True, callbacks=[adaptive, monitor, saver])
+            made = trainer(strategy(kind), max_steps=9, enable_checkpointing=True, callbacks=callbacks)
             made.fit(model, loader(), ckpt_path=start)
             losses.append(model.losses)
             prints.append(fingerprint(model))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lowbit_strategy import DiLoCo, LoCo
@@ -20,7 +18,7 @@ from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.control import Accordion, Controller, GraVAC
 from lowbit_strategy.lightning import AdaptiveCompression
 from tests.nodes import nodes_of
-from tests.training import ByStep, Kind, fingerprint, loader, strategy, trainer
+from tests.training import ByStep, Kind, SteadyTime, fingerprint, loader, strategy, trainer
 
 STEPS, EVERY = 10, 3
 EIGHT, FOUR, TWO = (LoCo(bits=bits, block_size=32) for bits in (8, 4, 2))
@@ -50,7 +48,7 @@ def train(
     saver = ModelCheckpoint(folder, every_n_train_steps=EVERY, save_top_k=-1, filename="{step}")
     adaptive = AdaptiveCompression(CONTROLLERS[controller](), record=False) if controller in CONTROLLERS else None
     options = {"outer": OUTER[controller]} if controller in OUTER else {}
-    callbacks = [saver] if adaptive is None else [saver, adaptive, _SteadyTime(adaptive)]
+    callbacks = [saver] if adaptive is None else [saver, adaptive, SteadyTime(adaptive)]
     if kind == "fsdp":
         options["weights"] = "delta4"
     chosen = strategy(kind, LoCo(block_size=32), **options)
@@ -95,14 +93,3 @@ class _Job(ByStep):
         levels = ",".join(map(str, driver.levels.values())) if driver is not None else ""
         with (self._folder / f"losses-{self.global_rank}.txt").open("a") as file:
             file.write(f"{self.global_step - 1} {float(self.last_loss.detach()).hex()}/{levels}\n")
-
-
-class _SteadyTime(Callback):
-    """Every step takes a second: decisions from measured times would differ from run to run, killed or not."""
-
-    def __init__(self, adaptive: AdaptiveCompression) -> None:
-        self._adaptive = adaptive
-
-    def on_train_start(self, *_: Any) -> None:
-        assert self._adaptive.driver is not None
-        self._adaptive.driver.timer = functools.partial(next, itertools.count())
