@@ -66,7 +66,7 @@ def group_ranks(
     """
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     rank, timeout = dist.get_rank(group), timeout_of(group, device)
-    own = [dist.new_group(ranks, timeout=timeout)] if apart else []
+    own = [_connected(dist.new_group(ranks, timeout=timeout), device)] if apart else []
     everyone = _comm(own[0] if apart else group, range(len(ranks)), topology, rank)
     if size is None:
         return RankGroups(everyone, everyone, own=tuple(own))
@@ -75,6 +75,8 @@ def group_ranks(
     between, _ = dist.new_subgroups_by_enumeration([list(same) for same in zip(*blocks, strict=True)], timeout=timeout)
     assert inside is not None
     assert between is not None
+    for made in (inside, between):
+        _connected(made, device)
     index = rank % size
     return RankGroups(
         comm=_comm(between, range(index, len(ranks), size), topology, rank),
@@ -83,6 +85,15 @@ def group_ranks(
         share=Share(index, size, len(blocks) if scatter else None),
         own=(*own, inside, between),
     )
+
+
+def _connected(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Wait until all ranks are in it, which gloo does not: a rank that leaves at once, because of an error in what
+    follows, would break the others' connecting, and their error would hide its own.
+    """
+    if device.type == "cpu":
+        dist.barrier(group)
+    return group
 
 
 def _comm(group: dist.ProcessGroup | None, members: Iterable[int], topology: Topology, rank: int) -> GroupComm:
