@@ -18,7 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.quality import DENSE, Exchange, Layout, parse
+from benchmarks.runs import Runs, warmup_then_cosine
 from benchmarks.small_models import make_model, text_of
 
 VALIDATION_WINDOWS = 2048
@@ -108,7 +109,7 @@ class Trainer:
             if setting.clip is not None:
                 nn.utils.clip_grad_norm_(parameters, setting.clip)
             for group in optimizer.param_groups:
-                group["lr"] = rate * schedule(step, setting)
+                group["lr"] = rate * warmup_then_cosine(step, setting, floor=0.1)
             optimizer.step()
         return Run(
             model=self.kind,
@@ -132,14 +133,6 @@ class Trainer:
         return statistics.fmean(self._loss({}, part).item() for part in windows.split(256))
 
 
-def schedule(step: int, setting: Setting) -> float:
-    """A rise, then a cosine to a tenth."""
-    if step < setting.warmup_steps:
-        return (step + 1) / setting.warmup_steps
-    progress = (step - setting.warmup_steps) / max(1, setting.steps - setting.warmup_steps)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
-
-
 def transient(run: Run, dense: Run, after: int = 100) -> float:
     """The largest excess of the mean training loss of 20 steps over the uncompressed run's, in per cent."""
     first = after // EVERY
@@ -148,33 +141,14 @@ def transient(run: Run, dense: Run, after: int = 100) -> float:
     return max(100 * ((a + c) / (b + d) - 1) for (a, b), (c, d) in itertools.pairwise(ratios))
 
 
-class Results:
-    """Runs in a JSON file, with the setting they share."""
-
-    def __init__(self, path: Path | None, setting: Setting) -> None:
-        self.path, self.setting = path, setting
-        self.runs: list[Run] = []
-        if path is not None and path.exists():
-            saved = json.loads(path.read_text())
-            if saved["setting"] != asdict(setting):
-                raise typer.BadParameter(f"{path} holds runs of another setting: {saved['setting']}")
-            self.runs = [Run(**run) for run in saved["runs"]]
-
-    def get(self, model: str, variant: str, layout: str, seed: int) -> Run | None:
-        key = (model, variant, layout, seed)
-        return next((run for run in self.runs if (run.model, run.variant, run.layout, run.seed) == key), None)
-
-    def add(self, run: Run) -> None:
-        self.runs.append(run)
-        if self.path is not None:
-            runs = ",\n".join(json.dumps(asdict(run)) for run in self.runs)
-            self.path.write_text(f'{{"setting": {json.dumps(asdict(self.setting))}, "runs": [\n{runs}\n]}}\n')
+class Results(Runs[Run]):
+    """Gaps to the uncompressed runs."""
 
     def gaps(self, variant: str, layout: str, model: str | None = None) -> list[tuple[float, float]]:
         """Gap of the validation loss and the largest transient of each run, per cent."""
         gaps = []
         for run in self.runs:
-            dense = self.get(run.model, DENSE, "ddp", run.seed)
+            dense = self.get(model=run.model, variant=DENSE, layout="ddp", seed=run.seed)
             if (run.variant, run.layout) == (variant, layout) and model in (None, run.model) and dense is not None:
                 gaps.append((100 * (run.validation_loss / dense.validation_loss - 1), transient(run, dense)))
         return gaps
@@ -212,19 +186,19 @@ def main(
     torch.set_num_threads(1)
     options: dict[str, Any] = json.loads(changed)
     setting = Setting(**options)
-    results = Results(json_path, setting)
+    results = Results(json_path, setting, Run)
     console = Console(width=200)
     trainers: dict[str, Trainer] = {}
     for seed in map(int, seeds.split(",")):
         for kind in model or KINDS:
             for name in [DENSE, *(variant or [])]:
                 for where in ["ddp"] if name == DENSE else (layout or ["ddp", "fsdp"]):
-                    if results.get(kind, name, where, seed) is not None:
+                    if results.get(model=kind, variant=name, layout=where, seed=seed) is not None:
                         continue
                     if kind not in trainers:
                         trainers[kind] = Trainer(kind, setting)
                     results.add(run := trainers[kind].train(name, where, seed))  # type: ignore[arg-type]
-                    dense = results.get(kind, DENSE, "ddp", seed)
+                    dense = results.get(model=kind, variant=DENSE, layout="ddp", seed=seed)
                     assert dense is not None
                     gap = 100 * (run.validation_loss / dense.validation_loss - 1)
                     peak = transient(run, dense) if setting.steps > 120 else math.nan

@@ -12,7 +12,6 @@ training included, is tuned on seeds that are used for nothing else.
 from __future__ import annotations
 
 import json
-import math
 import time
 from concurrent.futures import wait
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.runs import warmup_then_cosine
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.methods._base.tensor_spec import Role, TensorSpec
@@ -41,7 +41,7 @@ class Setting:
     """What all runs of one file share."""
 
     workers: int = 4
-    batch: int = 8
+    batch: int = 32
     context: int = 32
     steps: int = 3000
     warmup_steps: int = 100
@@ -251,7 +251,7 @@ def train(model_name: str, variant: Variant, rate: float, seed: int, setting: Se
         loss.backward()  # type: ignore[no-untyped-call]
         ranks.before_step()
         for group in optimizer.param_groups:
-            group["lr"] = rate * _schedule(step, setting)
+            group["lr"] = rate * warmup_then_cosine(step, setting, floor=0.05)
         optimizer.step()
         ranks.after_step(rate)
         if step >= setting.steps - 200:
@@ -283,28 +283,25 @@ def _validation_loss(model: Any, params: Params, setting: Setting) -> float:
     return sum(losses) / len(losses)
 
 
-def _schedule(step: int, setting: Setting) -> float:
-    if step < setting.warmup_steps:
-        return (step + 1) / setting.warmup_steps
-    progress = (step - setting.warmup_steps) / max(1, setting.steps - setting.warmup_steps)
-    return 0.05 + 0.475 * (1 + math.cos(math.pi * progress))
-
-
 class Results:
     """Runs in a JSON file; what is there is not run again."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, setting: Setting) -> None:
         self.path = path
-        self.runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
+        self.setting = setting
+        saved = json.loads(path.read_text()) if path.exists() else {"setting": asdict(setting), "runs": []}
+        if saved["setting"] != asdict(setting):
+            raise typer.BadParameter(f"{path} holds runs of another setting: {saved['setting']}")
+        self.runs: list[dict[str, Any]] = saved["runs"]
 
-    def run(self, name: str, model: str, variant: Variant, rate: float, seed: int, setting: Setting) -> dict[str, Any]:
-        key = {"variant": name, "model": model, "rate": rate, "seed": seed, "steps": setting.steps}
+    def run(self, name: str, model: str, variant: Variant, rate: float, seed: int) -> dict[str, Any]:
+        key = {"variant": name, "model": model, "rate": rate, "seed": seed}
         for run in self.runs:
             if all(run[field] == value for field, value in key.items()):
                 return run
-        run = {**key, "configuration": asdict(variant), **train(model, variant, rate, seed, setting)}
+        run = {**key, "configuration": asdict(variant), **train(model, variant, rate, seed, self.setting)}
         self.runs.append(run)
-        self.path.write_text(json.dumps({"setting": asdict(setting), "runs": self.runs}, indent=1) + "\n")
+        self.path.write_text(json.dumps({"setting": asdict(self.setting), "runs": self.runs}, indent=1) + "\n")
         print(
             f"{name:<24} {model:<12} rate {rate:<8g} seed {seed}: validation {run['validation_loss']:.4f},"
             f" training {run['train_loss']:.4f}, {run['bits']:.4f} bits, {run['seconds']:.0f} s",
@@ -323,6 +320,7 @@ def tune(
         str, typer.Option(help="JSON: name -> {outer, compressor}; default: the four of the study")
     ] = "",
     steps: int = 1000,
+    batch: Annotated[int, typer.Option(help="windows per rank and step")] = 32,
     seeds: Annotated[str, typer.Option(help="none of the study's")] = "100",
     models: str = "transformer,recurrent",
     rates: str = ",".join(map(str, RATES)),
@@ -330,31 +328,32 @@ def tune(
     """Loss over learning rates."""
     torch.set_num_threads(1)
     chosen = {name: Variant(**each) for name, each in json.loads(variants).items()} if variants else VARIANTS
-    setting, results = replace(Setting(), steps=steps), Results(json_path)
+    results = Results(json_path, replace(Setting(), steps=steps, batch=batch))
     for model in models.split(","):
         for name, variant in chosen.items():
             for rate in map(float, rates.split(",")):
                 for seed in map(int, seeds.split(",")):
-                    results.run(name, model, variant, rate, seed, setting)
+                    results.run(name, model, variant, rate, seed)
 
 
 @app.command()
 def final(
     json_path: Annotated[Path, typer.Option("--json")],
     tuned: Annotated[Path, typer.Option(help="results of tune")],
+    batch: Annotated[int, typer.Option(help="windows per rank and step")] = 32,
     names: Annotated[str, typer.Option(help="of variants in the tuning's results")] = ",".join(VARIANTS),
     seeds: str = "0,1,2",
     models: str = "transformer,recurrent",
 ) -> None:
     """The best rate of each, on the seeds of the study."""
     torch.set_num_threads(1)
-    tuning, results, setting = Results(tuned).runs, Results(json_path), Setting()
+    tuning, results = json.loads(tuned.read_text())["runs"], Results(json_path, replace(Setting(), batch=batch))
     for seed in map(int, seeds.split(",")):
         for model in models.split(","):
             for name in names.split(","):
                 runs = [run for run in tuning if run["variant"] == name and run["model"] == model]
                 best = min(runs, key=lambda run: run["validation_loss"])
-                results.run(name, model, Variant(**best["configuration"]), best["rate"], seed, setting)
+                results.run(name, model, Variant(**best["configuration"]), best["rate"], seed)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ Results are added to the JSON file as they come, and what is there already is no
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,6 +26,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.runs import Runs, warmup_then_cosine
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
@@ -153,7 +153,7 @@ def train(variant: str, compressor: Compressor, layout: Layout, seed: int, setti
         for parameter, mean in zip(model.parameters(), exchange.mean(gradients), strict=True):
             parameter.grad = mean.clone()
         for group in optimizer.param_groups:
-            group["lr"] = setting.learning_rate * _schedule(step, setting)
+            group["lr"] = setting.learning_rate * warmup_then_cosine(step, setting, floor=0.1)
         optimizer.step()
     last = losses[-setting.averaged_steps :]
     return Run(
@@ -181,47 +181,20 @@ def _validation_loss(model: GPT, context: int) -> float:
     return sum(losses) / len(losses)
 
 
-def _schedule(step: int, setting: Setting) -> float:
-    if step < setting.warmup_steps:
-        return (step + 1) / setting.warmup_steps
-    progress = (step - setting.warmup_steps) / max(1, setting.steps - setting.warmup_steps)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
-
-
 def parse(variant: str) -> Compressor:
     """``name`` or ``name {JSON options}``."""
     name, _, options = variant.partition(" ")
     return from_options(name, json.loads(options) if options else {})
 
 
-class Results:
-    """Runs in a JSON file, with the setting they share."""
-
-    def __init__(self, path: Path | None, setting: Setting) -> None:
-        self.path = path
-        self.setting = setting
-        self.runs: list[Run] = []
-        if path is not None and path.exists():
-            saved = json.loads(path.read_text())
-            if saved["setting"] != asdict(setting):
-                raise typer.BadParameter(f"{path} holds runs of another setting: {saved['setting']}")
-            self.runs = [Run(**run) for run in saved["runs"]]
-
-    def get(self, variant: str, layout: Layout, seed: int) -> Run | None:
-        key = (variant, layout, seed)
-        return next((run for run in self.runs if (run.variant, run.layout, run.seed) == key), None)
-
-    def add(self, run: Run) -> None:
-        self.runs.append(run)
-        if self.path is not None:
-            saved = {"setting": asdict(self.setting), "runs": [asdict(run) for run in self.runs]}
-            self.path.write_text(json.dumps(saved, indent=1) + "\n")
+class Results(Runs[Run]):
+    """Gaps to the uncompressed runs."""
 
     def gaps(self, variant: str, layout: Layout) -> list[tuple[int, float, float]]:
         """Seed, gap of training and of validation loss in per cent."""
         gaps = []
         for run in self.runs:
-            dense = self.get(DENSE, "ddp", run.seed)
+            dense = self.get(variant=DENSE, layout="ddp", seed=run.seed)
             if run.variant == variant and run.layout == layout and dense is not None:
                 train_gap = 100 * (run.train_loss / dense.train_loss - 1)
                 gaps.append((run.seed, train_gap, 100 * (run.validation_loss / dense.validation_loss - 1)))
@@ -250,14 +223,14 @@ def main(
 ) -> None:
     torch.set_num_threads(1)
     setting = Setting(**json.loads(changed))
-    results = Results(json_path, setting)
+    results = Results(json_path, setting, Run)
     console = Console(width=170)
     for seed in range(seeds):
         for name in [DENSE, *(variant or [])]:
             for where in ["ddp"] if name == DENSE else (layout or ["ddp"]):
                 if where not in ("ddp", "fsdp"):
                     raise typer.BadParameter(f"layout must be ddp or fsdp, got {where!r}")
-                if results.get(name, where, seed) is None:  # type: ignore[arg-type]
+                if results.get(variant=name, layout=where, seed=seed) is None:
                     results.add(train(name, parse(name), where, seed, setting))  # type: ignore[arg-type]
                     gaps = [gap for gap in results.gaps(name, where) if gap[0] == seed]  # type: ignore[arg-type]
                     console.print(

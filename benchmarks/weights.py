@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.quality import Exchange
+from benchmarks.runs import Runs, warmup_then_cosine
 from lowbit_strategy.collectives.gathering import FlatGathering
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
@@ -172,7 +172,7 @@ def train(model_name: str, gradients: str, weights: str, seed: int, setting: Set
         for master, mean in zip(masters, exchange.mean(found), strict=True):
             master.grad = mean.clone()
         for group in optimizer.param_groups:
-            group["lr"] = setting.learning_rate * _schedule(step, setting)
+            group["lr"] = setting.learning_rate * warmup_then_cosine(step, setting, floor=0.0)
         optimizer.step()
     for param, master in zip(model.parameters(), masters, strict=True):
         param.data.copy_(master.data)
@@ -200,41 +200,13 @@ def _validation_loss(model: nn.Module, setting: Setting) -> float:
     return sum(losses) / len(losses)
 
 
-def _schedule(step: int, setting: Setting) -> float:
-    """Warm-up, then a cosine to zero: runs that end at rest differ less by chance."""
-    if step < setting.warmup_steps:
-        return (step + 1) / setting.warmup_steps
-    progress = (step - setting.warmup_steps) / max(1, setting.steps - setting.warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-class Results:
-    """Runs in a JSON file, with the setting they share."""
-
-    def __init__(self, path: Path | None, setting: Setting) -> None:
-        self.path = path
-        self.setting = setting
-        self.runs: list[Run] = []
-        if path is not None and path.exists():
-            saved = json.loads(path.read_text())
-            if saved["setting"] != asdict(setting):
-                raise typer.BadParameter(f"{path} holds runs of another setting: {saved['setting']}")
-            self.runs = [Run(**run) for run in saved["runs"]]
-
-    def get(self, model: str, gradients: str, weights: str, seed: int) -> Run | None:
-        key = (model, gradients, weights, seed)
-        return next((run for run in self.runs if (run.model, run.gradients, run.weights, run.seed) == key), None)
-
-    def add(self, run: Run) -> None:
-        self.runs.append(run)
-        if self.path is not None:
-            saved = {"setting": asdict(self.setting), "runs": [asdict(run) for run in self.runs]}
-            self.path.write_text(json.dumps(saved, indent=1) + "\n")
+class Results(Runs[Run]):
+    """Gaps to the runs with exact weights."""
 
     def gaps(self, gradients: str, weights: str, model: str) -> list[float]:
         """Of the validation loss in per cent, by seed."""
         pairs = [
-            (self.get(model, gradients, EXACT, run.seed), run)
+            (self.get(model=model, gradients=gradients, weights=EXACT, seed=run.seed), run)
             for run in self.runs
             if (run.model, run.gradients, run.weights) == (model, gradients, weights)
         ]
@@ -267,13 +239,13 @@ def main(
 ) -> None:
     torch.set_num_threads(1)
     setting = Setting(**json.loads(changed))
-    results = Results(json_path, setting)
+    results = Results(json_path, setting, Run)
     console = Console(width=150)
     ordered = dict.fromkeys((EXACT, *weights.split(",")))
     for gradient, seed, way, model in itertools.product(
         gradients.split(","), range(first, first + seeds), ordered, models.split(",")
     ):
-        if results.get(model, gradient, way, seed) is None:
+        if results.get(model=model, gradients=gradient, weights=way, seed=seed) is None:
             results.add(train(model, gradient, way, seed, setting))
             gap = results.gaps(gradient, way, model)[-1]
             console.print(f"{model} {gradient} {way} seed {seed}: {gap:+.3f} %, {results.runs[-1].seconds:.0f} s")

@@ -29,9 +29,9 @@ class StepMeter(L.Callback):
     With local steps what is measured are whole rounds after a first one; the mean over ranks at the end is not in it.
     """
 
-    def __init__(self, warmup_steps: int, last_step: int) -> None:
-        self.warmup_steps = warmup_steps
-        self.last_step = last_step
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.warmup_steps = options.warmup_steps
+        self.last_step = options.warmup_steps + options.steps
         self.times_s: list[float] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -67,7 +67,7 @@ def main() -> None:
         model = LanguageModel(options.width, options.depth, heads=4, context=options.context)
         rule = OUTER_RULES.get(strategy.removesuffix("_ddp"))
         own = options if rule is None else in_rounds(options, rule)
-        meter = StepMeter(own.warmup_steps, own.warmup_steps + own.steps)
+        meter = StepMeter(own)
         if strategy == NO_SYNC:  # each rank by itself, at the same time as the others
             fit(model, meter, own, strategy=SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)
         else:

@@ -61,7 +61,7 @@ def main() -> None:
         L.seed_everything(0, verbose=False)
         kind = {NO_SYNC: LanguageModel, STOCK_BF16: HalfModel}.get(variant, ShardedModel)
         model = kind(options.width, options.depth, heads=4, context=options.context)
-        meter = StepMeter(options.warmup_steps)
+        meter = StepMeter(options)
         numel = sum(parameter.numel() for parameter in model.parameters())
         if variant == NO_SYNC:  # each rank by itself, at the same time as the others
             fit(model, meter, options, strategy=SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)

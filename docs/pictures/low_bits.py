@@ -18,7 +18,7 @@ from style import BLUE, GREEN, GREY, ORANGE, RED, save
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.low_bits import DENSE, Results, Setting  # noqa: E402
+from benchmarks.low_bits import DENSE, Results, Run, Setting  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {
@@ -35,7 +35,7 @@ def label(variant: str) -> str:
 
 def results() -> Results:
     path = RESULTS / "low_bits.json"
-    return Results(path, Setting(**json.loads(path.read_text())["setting"]))
+    return Results(path, Setting(**json.loads(path.read_text())["setting"]), Run)
 
 
 def draw_frontier() -> None:

@@ -6,7 +6,6 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES
 from lowbit_strategy.collectives.layout import ALIGNMENT
 from lowbit_strategy.engine.bucket import Bucket
-from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.methods._base.reducer import Reducer
 
 
@@ -41,22 +40,17 @@ class ByteCheck:
         """So many bytes have been sent that are no bucket's."""
         self._before += nbytes
 
-    def end_step(self, *, entered: bool, weights: WeightSync | None) -> None:
-        """Before anything else that a step ends with.
-
-        Args:
-            entered: Whether anything was reduced in this step.
-            weights: Ends a step as well, with a check of its own.
+    def end_step(self) -> None:
+        """Before anything else that a step sends when it ends.
 
         Raises:
             RuntimeError: More or less was sent than promised.
         """
-        if weights is not None:
-            weights.end_step()
-        if not entered:
+        if not self._checks:  # or there was no step
             return
+        self._checks = False
         counted = self._comm.sent_nbytes - self._before
-        if self._checks and abs(counted - self._promised) > self._framing:
+        if abs(counted - self._promised) > self._framing:
             raise RuntimeError(
                 f"{counted} bytes of gradients were sent in this step where {self._promised} and at most"
                 f" {self._framing} for headers were announced: a method counts its bytes wrongly, please report it"

@@ -333,7 +333,9 @@ class GradientSync:
             RuntimeError: On CUDA: in the step before a rank sent a message of another layout.
         """
         entered, counted = self.in_step, True
-        self.byte_check.end_step(entered=entered, weights=self.weights)
+        if self.weights is not None:
+            self.weights.end_step()
+        self.byte_check.end_step()
         if entered and self.rollback:
             counted = not self._flags.overflowed(self.everyone)
             self._flags.clear()
@@ -347,11 +349,8 @@ class GradientSync:
             self.step_index += counted
         self._entered.clear()
         self._begun, self._num_passes, self._observers, self._replaced = False, 0, [], []
-        self._plans = {
-            layout: plan
-            for layout, plan in self._plans.items()
-            if self.step_index - plan.last_step <= _KEPT_STEPS * self.stride
-        }
+        oldest = self.step_index - _KEPT_STEPS * self.stride
+        self._plans = {layout: plan for layout, plan in self._plans.items() if plan.last_step >= oldest}
         if entered:
             self._listeners.end_step(counted=counted)
         return counted

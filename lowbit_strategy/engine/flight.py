@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,7 +46,7 @@ class Flight:
         fragment: Its index.
         x: The pseudo-gradient; once it has arrived, the mean.
         header: See `OuterSync`.
-        arrival: Of both.
+        arrivals: Of its buckets; the first one's is the header's too.
         delay: Optimizer steps after which it lands.
         age: Optimizer steps since it was sent.
     """
@@ -53,6 +54,11 @@ class Flight:
     fragment: int
     x: Tensor
     header: Tensor
-    arrival: Arrival
+    arrivals: Sequence[Arrival]
     delay: int
     age: int = 0
+
+    def wait(self) -> None:
+        """Until it has arrived as a whole."""
+        for arrival in self.arrivals:
+            arrival.wait()

@@ -12,6 +12,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
+BUCKET_NUMEL = 2**21  # so many elements are coded while those before them travel
 
 
 class Fragment:
@@ -22,18 +23,14 @@ class Fragment:
     Attributes:
         anchors: float32, by name, each of the shape of its parameter: views of one flat tensor.
         stride, sample_numel: Of the sample.
-        layout: Where parameters lie in that tensor and in the pseudo-gradient.
+        buckets: Parts of the pseudo-gradient, each with the places of its parameters in it. One at least.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], params: Mapping[str, Tensor]) -> None:
         self._specs = list(specs)
         self._params = {spec.name: params[spec.name] for spec in specs}
-        entries, self.numel = [], 0
-        for spec in specs:
-            if spec.numel:
-                entries.append(Entry(spec.name, self.numel))
-            self.numel += spec.numel
-        self.layout = BucketLayout(tuple(entries))
+        self.numel = sum(spec.numel for spec in specs)
+        self.buckets = _buckets(self._specs)
         self.stride = max(1, self.numel // SAMPLE_NUMEL)
         self.sample_numel = min(SAMPLE_NUMEL, self.numel)
         device = next(iter(self.params.values())).device
@@ -82,6 +79,20 @@ class Fragment:
             return
         for weight, anchor in zip(weights, anchors, strict=True):
             weight.copy_(torch.lerp(anchor, weight.float(), mix))
+
+
+def _buckets(specs: Sequence[TensorSpec]) -> list[tuple[BucketLayout, slice]]:
+    """Consecutive parameters, as many in each as have `BUCKET_NUMEL` elements together, or a larger one alone."""
+    parts: list[tuple[list[Entry], slice]] = [([], slice(0, 0))]
+    for spec in specs:
+        entries, part = parts[-1]
+        if entries and part.stop - part.start + spec.numel > BUCKET_NUMEL:
+            entries, part = [], slice(part.stop, part.stop)
+            parts.append((entries, part))
+        if spec.numel:  # under HSDP this rank may have nothing of it
+            entries.append(Entry(spec.name, part.stop - part.start))
+        parts[-1] = entries, slice(part.start, part.stop + spec.numel)
+    return [(BucketLayout(tuple(entries), last=entries is parts[-1][0]), part) for entries, part in parts]
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit_strategy.engine.averaged_buffers import AveragedBuffers
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.flight import Arrived, Courier, Flight, Inline
+from lowbit_strategy.engine.flight import Courier, Flight, Inline
 from lowbit_strategy.engine.fragment import SAMPLE_NUMEL, Fragment, cut_into
 from lowbit_strategy.methods.outer.rule import OuterRule
 
@@ -141,7 +141,7 @@ class OuterSync:
         all_done = False
         while not all_done:
             flight = self._launch(None, done=True)
-            flight.arrival.wait()
+            flight.wait()
             all_done = int(flight.header[0]) == self.sync.comm.world_size
             self.land(final=True, average=all_done)
         for _ in range(len(self.fragments) - 1):
@@ -158,16 +158,20 @@ class OuterSync:
         with_buffers = self._turn == len(self.fragments) - 1
         header = torch.cat([facts, sample, *(self._buffers.changes() if with_buffers else ())])
         sync.stride = max(1, self._since)
-        stages = self._stages(sync.reduce(fragment.layout, x_N, x_N), header)
+        reduced = [(layout, x_N[part]) for layout, part in fragment.buckets]
+        stages = [sync.reduce(layout, x, x) for layout, x in reduced]  # where controllers decide
+        stages[0] = self._with_header(stages[0], header)
         sent, self._turn, self._since = self._turn, (self._turn + 1) % len(self.fragments), 0
         if self._turn == 0:
             every = self.every if self.every is not None else self.rule.round_length(sync.step_index, learning_rate)
             self._every = max(every, len(self.fragments))
-        arrival = self._courier.submit(stages, x_N, last=True)
-        self._flight = Flight(sent, x_N, header, arrival, self.rule.delay_of(self.turn_length))
+        arrivals = [
+            self._courier.submit(each, x, last=layout.last) for each, (layout, x) in zip(stages, reduced, strict=True)
+        ]
+        self._flight = Flight(sent, x_N, header, arrivals, self.rule.delay_of(self.turn_length))
         return self._flight
 
-    def _stages(self, stages: Stages, header: Tensor) -> Stages:
+    def _with_header(self, stages: Stages, header: Tensor) -> Stages:
         comm = self.sync.comm
         before = comm.sent_nbytes
         pending = comm.all_reduce(header)
@@ -193,7 +197,7 @@ class OuterSync:
         if self._flight is None:
             return False
         flight, self._flight = self._flight, None
-        flight.arrival.wait()
+        flight.wait()
         fragment, mean_N = self.fragments[flight.fragment], flight.x
         means = flight.header[1:] / self.sync.comm.world_size
         sample, changes = means[1:].split([fragment.sample_numel, means.numel() - 1 - fragment.sample_numel])
@@ -282,7 +286,7 @@ class OuterSync:
     def arrive(self) -> None:
         """Wait for what is under way without applying it; before the state is read."""
         if self._flight is not None:
-            self._flight.arrival.wait()
+            self._flight.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """All of this rank, its own weights included; tensors are the live ones."""
@@ -338,7 +342,7 @@ class OuterSync:
             return None
         device = self.sync.device
         mean, header = saved["mean"].to(device), saved["header"].to(device)
-        return Flight(saved["fragment"], mean, header, Arrived(), saved["delay"], saved["age"])
+        return Flight(saved["fragment"], mean, header, (), saved["delay"], saved["age"])
 
     def use_shared(self) -> None:
         """All ranks go on from the anchors, with a new round."""

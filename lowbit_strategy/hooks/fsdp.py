@@ -6,71 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp
-from torch import Tensor, nn
+from torch import nn
 
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.two_levels import inside_nbytes, scatter_over_two_levels
-from lowbit_strategy.hooks.replicas import BackwardSide, ExactReduceScatter, ReplicaAllReduce
+from lowbit_strategy.engine.two_levels import inside_nbytes
+from lowbit_strategy.hooks.fsdp_gradients import (
+    CompressedReduceScatter,
+    ExactReduceScatter,
+    GradientRows,
+    ReplicaAllReduce,
+)
+from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.parameters import canonical_name
-
-
-class CompressedReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
-    """The custom communication of one FSDP2 parameter group: input ``[W * n]``, output ``[n]``, always a sum."""
-
-    def __init__(self, sync: GradientSync, param_group: Any, names: dict[int, str]) -> None:
-        self.param_group = param_group
-        self._sync = sync
-        self._names = names
-        self._layouts: dict[tuple[str, ...], BucketLayout] = {}
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        if op != dist.ReduceOp.SUM:
-            raise RuntimeError(
-                f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?"
-            )
-        layout = self.layout()
-        if layout.row_numel != output_tensor.numel():
-            raise RuntimeError(
-                f"FSDP2 reduces {output_tensor.numel()} elements per rank where the trainable parameters have"
-                f" {layout.row_numel}: some got no gradient. torch >= 2.13 reduces zeros for them; with an older one"
-                " every parameter of a sharded module must be used in every step"
-            )
-        sync = self._sync
-        if sync.inside is None:
-            stages = sync.reduce(layout, input_tensor, output_tensor)
-        else:
-            stages = scatter_over_two_levels(sync, sync.inside, layout, input_tensor, output_tensor)
-        for pending in stages:
-            if pending is not None:
-                pending.wait()
-
-    def layout(self) -> BucketLayout:
-        """What the module's parameters that are trained now will be handed in as."""
-        params = [p for p in self.param_group.fsdp_params if p.sharded_param.requires_grad]
-        names = tuple(self._names[id(p.sharded_param)] for p in params)
-        if names not in self._layouts:
-            entries, at = [], 0
-            for name, param in zip(names, params, strict=True):
-                entries.append(Entry(name, at))
-                at += dim0_cut(tuple(param._orig_size), self._sync.everyone.world_size).row_numel
-            self._layouts[names] = BucketLayout(tuple(entries), row_numel=at)
-        return self._layouts[names]
 
 
 def reduced_nbytes(group: Any, world_size: int) -> int:
@@ -105,20 +55,23 @@ def install(module: nn.Module, sync: GradientSync) -> int:
         ValueError: A parameter is sharded along another dim than the first, or not at all.
     """
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
-    installed: list[CompressedReduceScatter] = []
+    groups: list[Any] = []
+    layouts = []
     for child, group in _sharded_modules(module, sync, names):
-        installed.append(CompressedReduceScatter(sync, group, names))
-        child.set_custom_reduce_scatter(installed[-1])
-    sync.expect([each.layout() for each in installed])
+        rows = GradientRows(group, names, sync)
+        child.set_custom_reduce_scatter(CompressedReduceScatter(sync, rows))
+        groups.append(group)
+        layouts.append(rows.now().layout)
+    sync.expect(layouts)
     if sync.share is not None:
         dtypes = {
-            names[id(param.sharded_param)]: reduce_dtype(each.param_group).itemsize
-            for each in installed
-            for param in each.param_group.fsdp_params
+            names[id(param.sharded_param)]: reduce_dtype(group).itemsize
+            for group in groups
+            for param in group.fsdp_params
         }
         sync.inside_nbytes = inside_nbytes(sync, dtypes)
-        sync.inside_buffer_nbytes = 2 * _largest_nbytes([each.param_group for each in installed], sync)
-    return len(installed)
+        sync.inside_buffer_nbytes = 2 * _largest_nbytes(groups, sync)
+    return len(groups)
 
 
 def install_replicas(module: nn.Module, sync: GradientSync, inside: Comm, side: BackwardSide) -> int:
@@ -130,7 +83,9 @@ def install_replicas(module: nn.Module, sync: GradientSync, inside: Comm, side: 
         child.set_custom_reduce_scatter(ExactReduceScatter(inside))
         child.set_gradient_divide_factor(1.0)
         if sync.comm.world_size > 1:
-            child.set_all_reduce_hook(ReplicaAllReduce(sync, group, names, side), stream=side.stream)
+            child.set_all_reduce_hook(
+                ReplicaAllReduce(sync, group, GradientRows(group, names, sync), side), stream=side.stream
+            )
     sync.inside_nbytes = sum(reduced_nbytes(group, inside.world_size) for group in groups)
     sync.inside_buffer_nbytes = _largest_nbytes(groups, sync)
     return len(groups)

@@ -37,6 +37,13 @@ PATCHES = (
         reason="likewise",
     ),
     PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_collectives:DefaultAllocMixin.allocate",
+        use="called",
+        parameters=("self", "size", "dtype", "device"),
+        seen=_SEEN,
+        reason="memory for what is communicated comes from where it would without this package",
+    ),
+    PrivateName(
         target=f"{_FSDP}._fully_shard._fsdp_collectives:DefaultAllGather.__call__",
         use="called",
         parameters=("self", "output_tensor", "input_tensor", "group", "async_op"),

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -36,7 +36,7 @@ from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
 
 
-class CodedAllGather(torch.distributed.fsdp._fully_shard._fsdp_api.AllGather):
+class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.AllGather):
     """The custom communication of one FSDP2 parameter group: input ``[n]``, output ``[W * n]``.
 
     Args:
@@ -59,9 +59,6 @@ class CodedAllGather(torch.distributed.fsdp._fully_shard._fsdp_api.AllGather):
         self._coded = False  # how the last forward pass gathered
         self._versions: list[int] = []
         self.ids = {id(param.sharded_param) for param in group.param_group.fsdp_params}
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False

@@ -72,3 +72,51 @@ class SideStream:
             result.record_stream(self._stream)
             self._schedule.start(stages, result, future, last=last)
         return future
+
+
+class BackwardSide:
+    """Where the modules' shards are reduced while backward goes on, in one order on all ranks.
+
+    Args:
+        device: Of gradients.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_cpu = device.type == "cpu"
+        self._worker = BucketWorker() if on_cpu else None
+        self.stream = None if on_cpu else torch.cuda.Stream(device, priority=-1)
+        self._futures: list[torch.futures.Future[Tensor]] = []
+        self._waits = False  # at the end of the backward pass under way
+
+    def run(self, stages: Stages, result: Tensor, *, at_once: bool) -> None:
+        """Reduce into `result`. `at_once`: it is read as soon as this returns."""
+        if self._worker is None:
+            result.record_stream(torch.cuda.current_stream(result.device))  # FSDP2 has allocated it in another one
+            for pending in stages:
+                if pending is not None:
+                    pending.wait()
+            return
+        self._futures.append(self._worker.submit(stages, result, last=False))
+        if at_once:
+            self.finish()
+        elif not self._waits:
+            self._waits = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._waits = False
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until nothing is under way; on all ranks at the same point."""
+        if not self._futures:
+            return
+        assert self._worker is not None
+        self._worker.finish()
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.wait()
+
+    def close(self) -> bool:
+        """Whether nothing of it runs any more."""
+        return self._worker is None or self._worker.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from lowbit_strategy.telemetry.model_control import ModelControl
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
 else:
-    _Base = object
+    _Base = ABC
 
 Where = bool | str | Path
 
@@ -59,9 +60,9 @@ class ControlCallbackMixin(_Base):
         self.record = record
         self.control: ModelControl | None = None
 
+    @abstractmethod
     def add_part(self, control: ModelControl) -> None:
         """Give `control` the controller or the monitor; before a checkpoint is loaded."""
-        raise NotImplementedError
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":

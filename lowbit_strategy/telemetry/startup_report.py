@@ -54,16 +54,28 @@ class WeightChoice:
 
 @dataclass(frozen=True, slots=True)
 class WeightReport:
-    """The way in use, and the others that `CHOICES` has."""
+    """The way in use, the others that `CHOICES` has, and modules whose weights cannot be coded and so travel exact."""
 
     used: WeightChoice
     others: tuple[WeightChoice, ...]
+    exact_modules: tuple[str, ...] = ()
+
+    def render(self, sent_nbytes: int) -> list[str]:
+        """Lines of the report. `sent_nbytes`: of gradients per step."""
+        lines = [f"  weights: {self.used.render()}; {_size(sent_nbytes + self.used.step_nbytes)}/step in all"]
+        if self.exact_modules:
+            named = ", ".join(self.exact_modules[:3]) + (", ..." if len(self.exact_modules) > 3 else "")
+            lines.append(
+                f"    not coded: {named} (parameters of several types, or that the module gathers in a way of its own)"
+            )
+        return lines + [f"    instead: {choice.render()}" for choice in self.others]
 
 
 def _weight_report(weights: WeightSync, *, several_nodes: bool) -> WeightReport:
     choices = (weights.coding, *(choice for choice in CHOICES if choice != weights.coding))
     used, *others = (_choice(weights, choice, several_nodes=several_nodes) for choice in choices)
-    return WeightReport(used, tuple(others))
+    exact = [name or "the model" for name, module in weights.modules.items() if not module.layout.coded]
+    return WeightReport(used, tuple(others), () if weights.coding == Exact() else tuple(exact))
 
 
 def _choice(weights: WeightSync, coding: WeightCoding, *, several_nodes: bool) -> WeightChoice:
@@ -145,9 +157,7 @@ class Report:
         if self.next_phase is not None:
             lines.append(f"  until step {self.next_phase}, where the compressor's next phase begins")
         if self.weights is not None and self.world_size > 1:
-            total = self.sent_nbytes + self.weights.used.step_nbytes
-            lines.append(f"  weights: {self.weights.used.render()}; {_size(total)}/step in all")
-            lines += [f"    instead: {choice.render()}" for choice in self.weights.others]
+            lines += self.weights.render(self.sent_nbytes)
         if self.outer:
             lines.append(f"  memory per rank: {_size(self.outer_nbytes)} for anchors and pseudo-gradients")
         lines.append(

@@ -22,8 +22,8 @@ from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
 from lowbit_strategy.hooks.digest import ParameterDigest
-from lowbit_strategy.hooks.replicas import BackwardSide
 from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.model.topology import hybrid_mesh

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed import run_ranks
 from tests.integration.scripts.resumable import train
@@ -47,6 +49,18 @@ def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(
 
 def test_local_steps_after_a_rank_was_killed_while_a_fragment_was_under_way(tmp_path: Path) -> None:
     _killed_and_resumed(tmp_path, "ddp", 8, "step=6.ckpt", "streaming")
+    saved = list((tmp_path / "broken" / "step=6.ckpt.lowbit").glob("*.pt"))
+    assert len(saved) == 2
+    for path in saved:
+        (flight,) = _all(torch.load(path, weights_only=True), "flight")
+        assert flight["age"] < flight["delay"]  # the checkpoint is from before it was applied
+
+
+def _all(saved: Any, key: str) -> list[Any]:
+    """What dicts within dicts have under `key`."""
+    if not isinstance(saved, dict):
+        return []
+    return [saved[key]] if key in saved else [found for inner in saved.values() for found in _all(inner, key)]
 
 
 def _killed_and_resumed(

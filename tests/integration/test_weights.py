@@ -48,9 +48,16 @@ class Tokens(nn.Module):
 class Run:
     """`Tokens`, sharded and attached, in a training loop of its own."""
 
-    def __init__(self, weights: Any, *, reshard: bool | int | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        weights: Any,
+        *,
+        reshard: bool | int | None = None,
+        dtype: torch.dtype | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
         torch.manual_seed(0)
-        self.model = Tokens()
+        self.model = model or Tokens()
         prepared = prepare(self.model, LoCo(block_size=32), SyncOptions(weights=weights), scatter=True)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
@@ -268,15 +275,22 @@ def test_what_cannot_be_is_refused_on_every_rank(facts: list[Facts]) -> None:
         assert rank["plain"] == ""
 
 
-def reported(folder: Path) -> Facts:
+def reported(folder: Path, half_frozen: bool) -> Facts:
+    model = Tokens()
+    if half_frozen:
+        model.frozen.bfloat16()
     with listen() as lines:
-        Run(None)
-    return {"lines": [line.strip() for line in lines]}
+        Run(None, model=model)
+    return {"lines": [line.strip() for line in lines], "half_frozen": half_frozen}
 
 
-@scenarios(reported)
+@scenarios(reported, half_frozen=(True, False))
 def test_the_report_shows_what_every_choice_costs(facts: list[Facts]) -> None:
     lines = facts[0]["lines"]
     assert any(line.startswith("weights: 8-bit codes, kept as codes,") for line in lines)
     assert sum(line.startswith("instead: ") for line in lines) == 5
+    assert (
+        any(line.startswith("not coded: the model (parameters of several types") for line in lines)
+        == facts[0]["half_frozen"]
+    )
     assert facts[1]["lines"] == []

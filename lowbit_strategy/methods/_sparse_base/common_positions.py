@@ -30,8 +30,8 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
 )
 
 
-class CommonPositionsReducer(Reducer):
-    """Error feedback around positions that all ranks agree on.
+class PositionSumReducer(Reducer):
+    """Error feedback around a sum at positions that all ranks know.
 
     A rank whose gradient is idle sends zeros and keeps its residual; one whose gradient is not finite sends NaN.
     Subclasses are frozen dataclasses with the fields ``density`` and ``codec``.
@@ -53,12 +53,6 @@ class CommonPositionsReducer(Reducer):
     def accumulate_(self, views: Sequence[View], state: ReducerState) -> list[Condition]:
         return accumulate_(views, state)
 
-    @abstractmethod
-    def positions(
-        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
-    ) -> Generator[Pending, None, list[Tensor]]:
-        """The positions of each view: ascending, int64, the same on all ranks; may communicate."""
-
     def values(self, view: View, tensors: StateTensors, indices: Tensor) -> Tensor:
         """What a live gradient's rank has to send at the positions, float32."""
         return tensors["residual"].index_select(0, indices)
@@ -66,13 +60,6 @@ class CommonPositionsReducer(Reducer):
     def keep_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         """Leave in the residual what was not sent."""
         take_out_(tensors["residual"], chosen, sent)
-
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
-        if not views:
-            return
-        found = self.accumulate_(views, state)
-        indices = yield from self.positions(views, state, comm, step)
-        yield from self.sum_at(indices, views, found, state, comm, step)
 
     def sum_at(
         self,
@@ -116,22 +103,37 @@ class CommonPositionsReducer(Reducer):
         return value_sum_nbytes(self.num_kept(spec), self.codec, world_size, scatter=scatter)
 
 
+class CommonPositionsReducer(PositionSumReducer):
+    """Positions that ranks agree on parameter by parameter."""
+
+    @abstractmethod
+    def positions(
+        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Generator[Pending, None, list[Tensor]]:
+        """The positions of each view: ascending, int64, the same on all ranks; may communicate."""
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        if not views:
+            return
+        found = self.accumulate_(views, state)
+        indices = yield from self.positions(views, state, comm, step)
+        yield from self.sum_at(indices, views, found, state, comm, step)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WholeReducer(CommonPositionsReducer):
+class WholeReducer(PositionSumReducer):
     """All of each parameter, in float32: for the parameters that a sparse method sends whole."""
 
     density: float = 1.0
     codec: Codec = DenseCodec("float32")  # noqa: RUF009 (frozen)
 
-    def positions(
-        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
-    ) -> Generator[Pending, None, list[Tensor]]:
-        return [torch.arange(view.spec.numel, device=view.x.device) for view in views]
-        yield  # a generator that has nothing to wait for
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        if views:
+            yield from self.sum_all(views, self.accumulate_(views, state), state, comm, step)
 
     def sum_all(
         self, views: Sequence[View], found: Sequence[Condition], state: ReducerState, comm: Comm, step: StepContext
     ) -> Iterator[Pending]:
         """Send what has been accumulated."""
-        indices = yield from self.positions(views, state, comm, step)
+        indices = [torch.arange(view.spec.numel, device=view.x.device) for view in views]
         yield from self.sum_at(indices, views, found, state, comm, step)

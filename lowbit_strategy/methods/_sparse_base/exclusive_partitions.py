@@ -34,7 +34,7 @@ from lowbit_strategy.methods._sparse_base.block_partitions import (
     is_lopsided,
     make_grid,
 )
-from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
+from lowbit_strategy.methods._sparse_base.common_positions import PositionSumReducer
 from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, num_kept, zero_residuals
 
 _SAMPLE_KEPT = 256  # of all ranks' samples above the threshold: the count is off by 6 % then
@@ -61,7 +61,7 @@ class Selection(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExclusiveReducer(CommonPositionsReducer):
+class ExclusiveReducer(PositionSumReducer):
     """Fields as in `ExDyna`; ``codec`` of the values; ``adjust``: whether partitions are balanced by their loads."""
 
     density: float
@@ -110,11 +110,6 @@ class ExclusiveReducer(CommonPositionsReducer):
                 view.out.fill_(math.nan)
         self._learn_(model, control, selection)
 
-    def positions(
-        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
-    ) -> Generator[Pending, None, list[Tensor]]:
-        raise NotImplementedError("positions are chosen in the model as a whole: see reduce")
-
     def _threshold(
         self, model: _Model, control: StateTensors, bounds: Sequence[int]
     ) -> Generator[Pending, None, float]:
@@ -156,7 +151,7 @@ class ExclusiveReducer(CommonPositionsReducer):
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         count = num_kept(self.density, spec.numel)
         positions = POSITION_NBYTES * -(-count // world_size) * (world_size - 1)
-        return positions + CommonPositionsReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
+        return positions + PositionSumReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
 
 
 class _Model:

@@ -124,6 +124,8 @@ def test_what_a_killed_run_left_behind_is_removed_and_what_lives_is_not() -> Non
     [
         ("ddp-step", "loco_ddp", {"no-sync", "ddp", "loco_ddp"}),
         ("fsdp-reduce-scatter", "loco_fsdp", {"fsdp2", "loco_fsdp"}),
+        ("fsdp-step", "loco_fsdp", {"no-sync", "fsdp2", "fsdp2-bf16", "loco_fsdp"}),
+        ("outer-step", "diloco_ddp", {"no-sync", "ddp", "diloco_ddp"}),
         ("collective", "loco", {f"{o}/{n}" for o in ("all-reduce", "reduce-scatter") for n in ("fp32", "loco")}),
     ],
 )

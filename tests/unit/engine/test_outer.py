@@ -96,6 +96,24 @@ def test_local_sgd_takes_the_mean_of_weights_and_buffers(world_size: int) -> Non
 
 
 @pytest.mark.parametrize("name", OUTER_RULES)
+def test_how_many_buckets_a_fragment_has_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for bucket_numel in (2**21, 40):
+        monkeypatch.setattr("lowbit_strategy.engine.fragment.BUCKET_NUMEL", bucket_numel)
+        ranks = Ranks(OUTER_RULES[name], compressor_for(name))
+        fragment = ranks.outers[0].fragments[0]
+        parts = [part for _, part in fragment.buckets]
+        assert (len(parts) > 1) == (bucket_numel == 40 and len(fragment.params) > 1)
+        assert [index for part in parts for index in range(part.start, part.stop)] == list(range(fragment.numel))
+        assert [layout.last for layout, _ in fragment.buckets] == [False] * (len(parts) - 1) + [True]
+        for seed in range(32):
+            ranks.step(seed)
+        ranks.finish()
+        found.append(ranks.weights(0))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", OUTER_RULES)
 def test_every_rule_ends_with_the_same_weights(name: str) -> None:
     ranks = Ranks(OUTER_RULES[name], compressor_for(name))
     for seed in range(62):

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from lowbit_strategy import PRESETS, LoCo
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods.quantization.loco import LoCoCodec
-from lowbit_strategy.telemetry.rehearse import rehearse
+from lowbit_strategy.telemetry.rehearse import _SPECS, rehearse
 
 CPU = torch.device("cpu")
 
@@ -17,7 +19,12 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("scatter", [False, True])
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset(name: str, scatter: bool) -> None:
-    rehearse(PRESETS[name].at(0), world_size=3, scatter=scatter, device=CPU)
+    level = PRESETS[name].at(0)
+    has_codecs = any(isinstance(level.assign(spec).method, CodecPair) for spec in _SPECS)
+    with mock.patch.object(GradientSync, "reduce", autospec=True, side_effect=GradientSync.reduce) as reduce:
+        rehearse(level, world_size=3, scatter=scatter, device=CPU)
+    dtypes = [call.args[2].dtype for call in reduce.call_args_list]
+    assert dtypes == ([torch.float32, torch.bfloat16] if has_codecs else [])
 
 
 @pytest.mark.parametrize(("scatter", "decodes"), [(False, 2), (True, 1)])

@@ -1,0 +1,66 @@
+"""What training studies share: the learning rate over a run, and runs in a JSON file beside the setting they share."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import typer
+
+
+class Schedule(Protocol):
+    """What `warmup_then_cosine` needs of a setting."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def warmup_steps(self) -> int: ...
+
+
+def warmup_then_cosine(step: int, setting: Schedule, *, floor: float) -> float:
+    """Share of the learning rate: a linear rise, then half a cosine down to `floor`."""
+    if step < setting.warmup_steps:
+        return (step + 1) / setting.warmup_steps
+    progress = (step - setting.warmup_steps) / max(1, setting.steps - setting.warmup_steps)
+    return floor + (1 - floor) / 2 * (1 + math.cos(math.pi * progress))
+
+
+Run = TypeVar("Run")
+
+
+class Runs(Generic[Run]):
+    """Runs of one setting; those that a file has already need not be repeated.
+
+    Args:
+        path: Of the file; None keeps them in memory only.
+        setting: A dataclass, the same for all runs of a file.
+        kind: The dataclass of a run.
+
+    Raises:
+        typer.BadParameter: The file has runs of another setting.
+    """
+
+    def __init__(self, path: Path | None, setting: Any, kind: type[Run]) -> None:
+        self.path = path
+        self.setting = setting
+        self.runs: list[Run] = []
+        if path is not None and path.exists():
+            saved = json.loads(path.read_text())
+            if saved["setting"] != asdict(setting):
+                raise typer.BadParameter(f"{path} holds runs of another setting: {saved['setting']}")
+            self.runs = [kind(**run) for run in saved["runs"]]
+
+    def get(self, **fields: Any) -> Run | None:
+        """The first run with these fields."""
+        wanted = fields.items()
+        return next((run for run in self.runs if all(getattr(run, key) == value for key, value in wanted)), None)
+
+    def add(self, run: Any) -> None:
+        """Written to the file at once."""
+        self.runs.append(run)
+        if self.path is not None:
+            runs = ",\n".join(json.dumps(asdict(each)) for each in self.runs)  # type: ignore[call-overload]
+            self.path.write_text(f'{{"setting": {json.dumps(asdict(self.setting))}, "runs": [\n{runs}\n]}}\n')

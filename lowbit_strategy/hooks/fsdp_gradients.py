@@ -1,0 +1,170 @@
+"""What FSDP2 calls with the gradients of one of its modules, and what they are handed to the engine as.
+
+Under HSDP, sharded inside a node and replicated between nodes, FSDP2 shards over a mesh of one dim, the ranks that
+have one model together. After each module's reduce-scatter, which is exact and stays inside the node, it calls an
+all-reduce hook with the rank's own shard of the gradients: the engine replaces it by its mean over the replicas. On CPU
+a worker thread does that while backward goes on, and the end of the backward pass waits for it; on CUDA it runs in a
+stream of its own, which FSDP2 waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.ordered import sum_rows
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.two_levels import scatter_over_two_levels
+from lowbit_strategy.hooks.worker import BackwardSide
+
+
+class GradientRow(NamedTuple):
+    """One rank's part of a module's gradients: shards of its parameters, one after the other."""
+
+    layout: BucketLayout
+    numel: int
+
+
+class GradientRows:
+    """Of one FSDP2 parameter group, for each set of parameters that are trained together.
+
+    Args:
+        param_group: The module's.
+        names: Of all parameters, by the identity of the sharded one.
+        sync: The engine. Where it reduces all ranks' rows, all are in the bucket; under HSDP only the rank's own is,
+            and parameters of which this rank has nothing are left out.
+    """
+
+    def __init__(self, param_group: Any, names: Mapping[int, str], sync: GradientSync) -> None:
+        self._param_group = param_group
+        self._names = names
+        self._sync = sync
+        self._rows: dict[tuple[str, ...], GradientRow] = {}
+
+    def now(self) -> GradientRow:
+        """For the parameters that are trained at present."""
+        params = [p for p in self._param_group.fsdp_params if p.sharded_param.requires_grad]
+        names = tuple(self._names[id(p.sharded_param)] for p in params)
+        if names not in self._rows:
+            cuts = [dim0_cut(tuple(p._orig_size), self._num_ranks).row_numel for p in params]
+            self._rows[names] = self._row(names, cuts)
+        return self._rows[names]
+
+    def of(self, numel: int) -> BucketLayout:
+        """The layout of rows with `numel` elements, which is how many FSDP2 has come with.
+
+        Raises:
+            RuntimeError: The parameters that are trained have another number.
+        """
+        row = self.now()
+        if row.numel != numel:
+            raise RuntimeError(
+                f"FSDP2 reduces {numel} elements per rank where the trainable parameters have {row.numel}: some"
+                " got no gradient. torch >= 2.13 reduces zeros for them; with an older one every parameter of a sharded"
+                " module must be used in every step"
+            )
+        return row.layout
+
+    @property
+    def _num_ranks(self) -> int:
+        """That share the module."""
+        if self._sync.scatter:
+            return self._sync.everyone.world_size
+        assert self._sync.share is not None
+        return self._sync.share.count
+
+    def _row(self, names: tuple[str, ...], cuts: list[int]) -> GradientRow:
+        entries, at = [], 0
+        for name, numel in zip(names, cuts, strict=True):
+            if self._sync.scatter or self._sync.specs[name].numel:
+                entries.append(Entry(name, at))
+            at += numel
+        if self._sync.scatter:
+            return GradientRow(BucketLayout(tuple(entries), row_numel=at), at)
+        return GradientRow(BucketLayout(tuple(entries), alone=True, key=names), at)
+
+
+class CompressedReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
+    """The custom communication of one FSDP2 parameter group: input ``[W * n]``, output ``[n]``, always a sum."""
+
+    def __init__(self, sync: GradientSync, rows: GradientRows) -> None:
+        self._sync = sync
+        self._rows = rows
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        if op != dist.ReduceOp.SUM:
+            raise RuntimeError(
+                f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?"
+            )
+        layout, sync = self._rows.of(output_tensor.numel()), self._sync
+        if sync.inside is None:
+            stages = sync.reduce(layout, input_tensor, output_tensor)
+        else:
+            stages = scatter_over_two_levels(sync, sync.inside, layout, input_tensor, output_tensor)
+        for pending in stages:
+            if pending is not None:
+                pending.wait()
+
+
+class ExactReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
+    """The mean over the ranks that shard a model, added in float32 and in rank order.
+
+    FSDP2 must divide by one: `torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor`.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        x_WN = input_tensor.view(self._comm.world_size, -1)
+        for pending in sum_rows(x_WN, output_tensor, self._comm, alpha=1.0 / self._comm.world_size):
+            pending.wait()
+
+
+class ReplicaAllReduce:
+    """The all-reduce hook of one FSDP2 parameter group: the mean of the own shards over the replicas, in place."""
+
+    def __init__(self, sync: GradientSync, param_group: Any, rows: GradientRows, side: BackwardSide) -> None:
+        self._sync = sync
+        self._param_group = param_group
+        self._rows = rows
+        self._side = side
+
+    def __call__(self, reduced: Tensor) -> None:
+        if self._sync.outer is not None:  # replicas train by themselves
+            return
+        layout = self._rows.of(reduced.numel())
+        if self._sync.has_entered(layout):  # the module has run twice in one pass
+            self._side.finish()
+        self._side.run(self._sync.reduce(layout, reduced, reduced), reduced, at_once=self._is_read_at_once(reduced))
+
+    def _is_read_at_once(self, reduced: Tensor) -> bool:
+        """Whether FSDP2, or an optimizer in backward, reads the result before the backward pass is over."""
+        group = self._param_group
+        return reduced.dtype != (group._orig_dtype or reduced.dtype) or any(
+            param.sharded_param.grad is not None or getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
+            for param in group.fsdp_params
+        )
