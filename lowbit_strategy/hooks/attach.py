@@ -132,7 +132,7 @@ def attach_ddp(
     rule = prepared.options.outer if dist.get_world_size(group) > 1 else None
     apart = device.type == "cpu" or rule is not None
     groups = group_ranks(group, prepared.topology, prepared.node_size, device, scatter=False, apart=apart)
-    sync = _engine(prepared, groups, device, has_scaler)
+    sync = make_engine(prepared, groups, device, has_scaler=has_scaler)
     if sync.share is not None:
         itemsizes = {canonical_name(name): param.element_size() for name, param in model.module.named_parameters()}
         sync.inside_nbytes = inside_nbytes(sync, itemsizes)
@@ -178,12 +178,12 @@ def attach_fsdp(
     if prepared.shard_size is not None:
         return _attach_hsdp(module, prepared, prepared.shard_size, device, group, has_scaler)
     groups = group_ranks(group, prepared.topology, prepared.node_size, device, scatter=True)
-    sync = _engine(prepared, groups, device, has_scaler)
+    sync = make_engine(prepared, groups, device, has_scaler=has_scaler)
     check_process_groups(module, group, replicated=False)
     if fsdp.install(module, sync) == 0:
         raise ValueError(_NOT_SHARDED)
     coding = prepared.options.weights or default_weights(prepared.compressor)
-    install_weights(module, coding, sync, _gathering(groups))
+    install_weights(module, coding, sync, gathering_of(groups))
     _report(sync)
     return Attached(sync, module, prepared.options, group=group, groups=groups)
 
@@ -204,7 +204,7 @@ def _attach_hsdp(
     same = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if not ParameterDigest(same, groups.comm, device).agree():
         broadcast_shards(module, groups.comm.group)
-    sync = _engine(prepared, groups, device, has_scaler)
+    sync = make_engine(prepared, groups, device, has_scaler=has_scaler)
     side = BackwardSide(_with_index(device))
     if fsdp.install_replicas(module, sync, groups.inside, side) == 0:
         raise ValueError(_NOT_SHARDED)
@@ -219,7 +219,7 @@ def _attach_hsdp(
     return Attached(sync, module, prepared.options, group=group, hook=side, groups=groups, digest=digest, local=local)
 
 
-def _gathering(groups: RankGroups) -> Gathering:
+def gathering_of(groups: RankGroups) -> Gathering:
     """How weights that are sharded over all ranks travel: to each other node once."""
     if groups.inside is None:
         return FlatGathering(copy.copy(groups.everyone))  # a copy counts bytes of its own
@@ -241,7 +241,8 @@ def _refuse_join(**options: Any) -> Any:
     )
 
 
-def _engine(prepared: Prepared, groups: RankGroups, device: torch.device, has_scaler: bool) -> GradientSync:
+def make_engine(prepared: Prepared, groups: RankGroups, device: torch.device, *, has_scaler: bool) -> GradientSync:
+    """The engine of a prepared model, before anything calls it."""
     options, comm = prepared.options, groups.comm
     alone = comm.world_size == 1
     sync = GradientSync(

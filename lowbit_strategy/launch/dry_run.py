@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,34 +13,8 @@ from torch import nn
 
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.control.levels import labels
+from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.telemetry.dry_run_report import plan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """The run that is planned, as ``ddp:8`` or ``fsdp:8`` on command lines.
-
-    Args:
-        scatter: FSDP2 instead of DDP.
-        world_size: Processes in all, over all machines.
-    """
-
-    scatter: bool
-    world_size: int
-
-    def __str__(self) -> str:
-        return f"{'fsdp' if self.scatter else 'ddp'}:{self.world_size}"
-
-    @classmethod
-    def parse(cls, text: str) -> Planned:
-        """Raises:
-        ValueError: Not of that form.
-        """
-        kind, _, number = text.partition(":")
-        if kind not in ("ddp", "fsdp") or not number.isdigit() or int(number) < 1:
-            raise ValueError(f"a dry run is given as ddp:<processes> or fsdp:<processes>, got {text!r}")
-        return cls(scatter=kind == "fsdp", world_size=int(number))
 
 
 class DryRun:
@@ -73,16 +46,7 @@ class DryRun:
             print(self._plan(model, level, device), flush=True)
 
     def _plan(self, model: nn.Module, compressor: Compressor, device: torch.device) -> str:
-        planned = self.planned
-        report = plan(
-            model,
-            compressor,
-            world_size=planned.world_size,
-            scatter=planned.scatter,
-            device=device,
-            weights=self.plugin.weights,
-            outer=self.plugin.outer if planned.world_size > 1 else None,
-        )
+        report = plan(model, compressor, self.planned, device=device, options=self.plugin.sync_options())
         return report.render()
 
     def finish(self) -> None:

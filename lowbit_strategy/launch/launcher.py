@@ -23,7 +23,7 @@ from accelerate.commands.launch import launch_command
 from lowbit_strategy.accelerate.support import check_served
 from lowbit_strategy.config.section import SECTION, Section, export, plugin_from_section, read_section, section_of
 from lowbit_strategy.launch.arguments import launch_parser
-from lowbit_strategy.launch.dry_run import Planned
+from lowbit_strategy.launch.dry_run_report import Planned
 from lowbit_strategy.launch.exit_status import end_as, forwarded_signals
 
 _RUN = "lowbit_strategy.run"
@@ -168,6 +168,9 @@ def _plain_copy(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator
 
 def _dry_run(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
     """One process in this one's place: the run module reports and ends."""
-    planned = Planned(scatter=_kind(args, config) == "FSDP", world_size=_num_processes(args, config))
+    num_nodes = int(args.num_machines or config.get("num_machines") or 1)
+    planned = Planned(
+        scatter=_kind(args, config) == "FSDP", world_size=_num_processes(args, config), num_nodes=num_nodes
+    )
     options = ["--lowbit_dry_run", str(planned)]
     os.execv(sys.executable, [sys.executable, "-m", _RUN, *options, *args.training_script_args])

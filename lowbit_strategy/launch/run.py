@@ -68,7 +68,8 @@ def _around(arguments: argparse.Namespace) -> _Around:
         section_from_environment,
     )
     from lowbit_strategy.launch.auto_attach import AutoAttach
-    from lowbit_strategy.launch.dry_run import DryRun, Planned
+    from lowbit_strategy.launch.dry_run import DryRun
+    from lowbit_strategy.launch.dry_run_report import Planned
 
     section = read_section(arguments.lowbit_config) if arguments.lowbit_config else section_from_environment()
     if section is None:

@@ -82,9 +82,14 @@ def group_ranks(
         comm=_comm(between, range(index, len(ranks), size), topology, rank),
         everyone=everyone,
         inside=_comm(inside, range(rank - index, rank - index + size), topology, rank),
-        share=Share(index, size, len(blocks) if scatter else None),
+        share=share_of(index, size, len(ranks), scatter=scatter),
         own=(*own, inside, between),
     )
+
+
+def share_of(index: int, size: int, world_size: int, *, scatter: bool) -> Share:
+    """What number `index` of `size` ranks inside reduces; `scatter` as in `group_ranks`."""
+    return Share(index, size, world_size // size if scatter else None)
 
 
 def _connected(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -27,6 +27,7 @@ def _losses(folder: Path, rank: int) -> dict[int, str]:
         ("hsdp", 8, "step=6.ckpt", 2),
         ("ddp", "saving", "step=3.ckpt", 2),
         ("ddp", 8, "step=6.ckpt", 4),  # two nodes
+        ("fsdp", 8, "step=6.ckpt", 4),
     ],
 )
 def test_resume_after_a_rank_was_killed(

@@ -20,12 +20,13 @@ from lowbit_strategy.control.base import Controller, Decision, Telemetry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.fragment import cut_into
 from lowbit_strategy.engine.outer import OuterSync
+from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.registry import compressor_for
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
-from lowbit_strategy.telemetry.dry_run_report import plan
 from recipes.gpt import GPT
 from tests.worlds.threaded import ThreadedWorld
 
@@ -248,7 +249,13 @@ def test_bits_per_parameter_and_step(name: str, bits: float) -> None:
     with torch.device("meta"):
         model = GPT(width=256, depth=12, heads=4, context=128)
     numel = sum(param.numel() for param in model.parameters())
-    report = plan(model, compressor_for(name), world_size=4, scatter=False, device=CPU, outer=OUTER_RULES[name])
+    report = plan(
+        model,
+        compressor_for(name),
+        Planned(world_size=4, scatter=False),
+        device=CPU,
+        options=SyncOptions(outer=OUTER_RULES[name]),
+    )
     assert 8 * report.sent_nbytes / report.every / numel < bits
     assert "per round of 30 steps" in report.render()
 

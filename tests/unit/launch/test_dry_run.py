@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lowbit_strategy import PRESETS, LoCo
-from lowbit_strategy.launch.dry_run import Planned
-from lowbit_strategy.telemetry.dry_run_report import plan
+from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.launch.dry_run_report import Planned, plan
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def _model() -> nn.Module:
 
 @pytest.mark.parametrize("scatter", [False, True])
 def test_bytes_and_memory_of_a_large_model(scatter: bool) -> None:
-    report = plan(_model(), LoCo(bits=4, block_size=128), world_size=8, scatter=scatter, device=CPU)
+    report = plan(_model(), LoCo(bits=4, block_size=128), Planned(world_size=8, scatter=scatter), device=CPU)
     hops = 1 if scatter else 2
     matrices, vectors = 2 * 8192 * 8192, 3 * 8192
     per_hop = 7 / 8 * (matrices * (4 + 16 / 128) / 8 + vectors * 4)
@@ -32,20 +32,53 @@ def test_bytes_and_memory_of_a_large_model(scatter: bool) -> None:
     assert f"over 8 ranks, kernels: {report.kernels}" in report.render()
 
 
+@pytest.mark.parametrize(
+    ("scatter", "options"), [(False, SyncOptions()), (True, SyncOptions()), (True, SyncOptions(shard_size="node"))]
+)
+def test_nodes_of_several_ranks_have_two_levels(scatter: bool, options: SyncOptions) -> None:
+    planned = Planned(scatter=scatter, world_size=8, num_nodes=2)
+    report = plan(_model(), LoCo(bits=4, block_size=128), planned, device=CPU, options=options)
+    matrices, vectors = 2 * 8192 * 8192, 3 * 8192
+    hops = 1 if scatter and options.shard_size is None else 2
+    quarter = (matrices * (4 + 16 / 128) / 8 + vectors * 4) / 4  # reduced by each of the four ranks of a node
+    assert report.between_nbytes == report.sent_nbytes == pytest.approx(hops / 2 * quarter, rel=1e-3)
+    exact = 3 / 4 * 4 * (matrices + vectors)  # in a reduce-scatter inside a node, and DDP's all-gather
+    assert report.inside_nbytes == pytest.approx(exact * (1 if scatter else 2), rel=1e-3)
+    assert report.ranks == "2 groups of 4 ranks, exact inside a group"
+    assert "between nodes" in report.render()
+    if scatter:
+        weights = report.weights
+        assert weights is not None
+        exactly = options.shard_size is not None
+        assert weights.used.label.startswith("exact" if exactly else "8-bit codes")
+        assert exactly or weights.used.between_nbytes == pytest.approx(weights.used.step_nbytes / 7, rel=1e-6)
+
+
+def test_one_level_on_two_nodes_says_why() -> None:
+    planned = Planned(scatter=False, world_size=8, num_nodes=2)
+    report = plan(_model(), LoCo(bits=4), planned, device=CPU, options=SyncOptions(two_level=False))
+    assert "one level, because two_level=False" in report.render()
+    assert report.between_nbytes == pytest.approx(4 / 7 * report.sent_nbytes, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 @pytest.mark.parametrize("scatter", [False, True])
 def test_every_preset_can_be_planned(name: str, scatter: bool) -> None:
-    report = plan(_model(), PRESETS[name], world_size=4, scatter=scatter, device=CPU)
+    report = plan(_model(), PRESETS[name], Planned(world_size=4, scatter=scatter), device=CPU)
     assert report.sent_nbytes > 0
 
 
 def test_nothing_to_train() -> None:
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        plan(nn.ReLU(), LoCo(), world_size=2, scatter=False, device=CPU)
+        plan(nn.ReLU(), LoCo(), Planned(world_size=2, scatter=False), device=CPU)
 
 
 def test_planned_runs_as_text() -> None:
     assert str(Planned.parse("fsdp:16")) == "fsdp:16"
-    for wrong in ("fsdp", "ddp:0", "zero:4", "ddp:x"):
+    assert str(Planned.parse("ddp:2x4")) == "ddp:2x4"
+    assert Planned.parse("ddp:2x4") == Planned(scatter=False, world_size=8, num_nodes=2)
+    with pytest.raises(ValueError, match="9 processes on 2 machines"):
+        Planned(scatter=False, world_size=9, num_nodes=2)
+    for wrong in ("fsdp", "ddp:0", "zero:4", "ddp:x", "ddp:2x", "ddp:x4", "ddp:2x0"):
         with pytest.raises(ValueError, match="ddp:<processes>"):
             Planned.parse(wrong)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
-from lowbit_strategy.telemetry.dry_run_report import plan
 
 WARMED_UP = LoCo(bits=1, codebook="fitted", warmup_steps=64)
 
@@ -26,7 +26,7 @@ WARMED_UP = LoCo(bits=1, codebook="fitted", warmup_steps=64)
     ],
 )
 def test_the_report_says_until_when_it_holds(compressor: Compressor, step: int | None) -> None:
-    report = plan(nn.Linear(256, 256), compressor, world_size=2, scatter=False, device=torch.device("cpu"))
+    report = plan(nn.Linear(256, 256), compressor, Planned(world_size=2, scatter=False), device=torch.device("cpu"))
     assert report.next_phase == step
     line = f"until step {step}, where the compressor's next phase begins"
     assert (line in report.render()) == (step is not None)
@@ -35,6 +35,6 @@ def test_the_report_says_until_when_it_holds(compressor: Compressor, step: int |
 @pytest.mark.parametrize("scatter", [False, True])
 def test_a_downlink_with_other_bits_is_reported(scatter: bool) -> None:
     compressor = LoCo(bits=2, codebook="fitted", block_size=64, return_bits=4)
-    report = plan(nn.Linear(256, 256), compressor, world_size=2, scatter=scatter, device=torch.device("cpu"))
+    report = plan(nn.Linear(256, 256), compressor, Planned(world_size=2, scatter=scatter), device=torch.device("cpu"))
     label = next(group.method for group in report.groups if group.kind == "compressed")
     assert label == "loco 2-bit fitted, blocks of 64" + ("" if scatter else "; downlink loco 4-bit, blocks of 64")

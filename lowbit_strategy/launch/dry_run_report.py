@@ -1,0 +1,163 @@
+"""The start-up report without starting anything: no processes, no memory for residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lowbit_strategy.collectives.gathering import FlatGathering
+from lowbit_strategy.collectives.layout import dim0_cut
+from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.outer import OuterSync
+from lowbit_strategy.engine.two_levels import inside_nbytes
+from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
+from lowbit_strategy.hooks.attach import Prepared, gathering_of, make_engine
+from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.methods.weights.registry import check_weights, default_weights
+from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
+from lowbit_strategy.model.rank_groups import RankGroups, share_of
+from lowbit_strategy.model.topology import Topology, resolve_shard_size
+from lowbit_strategy.telemetry.startup_report import Report, build_report
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """The run that is planned, as ``ddp:8`` or, on two nodes of four, ``fsdp:2x4`` on command lines.
+
+    Args:
+        scatter: FSDP2 instead of DDP.
+        world_size: Processes in all, over all machines.
+        num_nodes: Machines, each with as many processes.
+    """
+
+    scatter: bool
+    world_size: int
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.num_nodes:
+            raise ValueError(
+                f"{self.world_size} processes on {self.num_nodes} machines: the numbers given are of all machines"
+                " together, and every machine has to have as many"
+            )
+
+    def __str__(self) -> str:
+        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
+        return f"{'fsdp' if self.scatter else 'ddp'}:{nodes}{self.world_size // self.num_nodes}"
+
+    @classmethod
+    def parse(cls, text: str) -> Planned:
+        """Raises:
+        ValueError: Not of that form.
+        """
+        kind, _, shape = text.partition(":")
+        nodes, times, each = shape.rpartition("x")
+        numbers = [nodes, each] if times else ["1", each]
+        if kind not in ("ddp", "fsdp") or not all(number.isdigit() and int(number) for number in numbers):
+            raise ValueError(
+                f"a dry run is given as ddp:<processes> or fsdp:<processes>, or <nodes>x<processes>, got {text!r}"
+            )
+        num_nodes, per_node = map(int, numbers)
+        return cls(scatter=kind == "fsdp", world_size=num_nodes * per_node, num_nodes=num_nodes)
+
+    @property
+    def topology(self) -> Topology:
+        return Topology((self.world_size // self.num_nodes,) * self.num_nodes, self.world_size)
+
+
+def plan(
+    module: nn.Module,
+    compressor: Compressor,
+    planned: Planned,
+    *,
+    device: torch.device,
+    options: SyncOptions = SyncOptions(),  # noqa: B008 (frozen)
+) -> Report:
+    """What `prepare` and attaching would report for `module`.
+
+    Args:
+        module: On any device, meta included.
+        compressor: Configuration.
+        planned: The run.
+        device: Where that run's gradients will be.
+        options: Beside the compressor. Weights are taken to be gathered in their own type, in forward and in backward;
+            of local steps the report is about those that come after a synchronous part.
+
+    Raises:
+        ValueError: The compressor cannot serve a parameter of this model, there is nothing to train, weights are to be
+            coded under DDP, or `shard_size` does not suit the nodes.
+    """
+    specs = tuple(describe_parameters(module))
+    if not specs:
+        raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
+    check_weights(options.weights, scatter=planned.scatter)
+    topology = planned.topology
+    shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
+    prepared = Prepared(compressor, options, specs, planned.scatter, topology, shard_size)
+    groups = _groups(prepared)
+    sync = make_engine(prepared, groups, _META, has_scaler=False)
+    itemsizes = {canonical_name(name): param.element_size() for name, param in module.named_parameters()}
+    if shard_size is not None:
+        rows = {spec.name: dim0_cut(spec.shape, shard_size).row_numel for spec in specs}
+        sync.inside_nbytes = (shard_size - 1) * sum(numel * itemsizes[name] for name, numel in rows.items())
+    elif sync.share is not None:
+        sync.inside_nbytes = inside_nbytes(sync, itemsizes)
+    if planned.scatter:
+        _add_weights(sync, module, prepared, groups)
+    if options.outer is not None and sync.comm.world_size > 1:
+        OuterSync(
+            sync, {name: torch.empty(spec.shape, device=_META) for name, spec in sync.specs.items()}, options.outer
+        )
+    return build_report(sync, device)
+
+
+def _groups(prepared: Prepared) -> RankGroups:
+    """The first rank's."""
+    topology, size = prepared.topology, prepared.shard_size or prepared.node_size
+    everyone = _comm(range(topology.world_size), topology)
+    if size is None:
+        return RankGroups(everyone, everyone)
+    scatter = prepared.scatter and prepared.shard_size is None
+    return RankGroups(
+        comm=_comm(range(0, topology.world_size, size), topology),
+        everyone=everyone,
+        inside=_comm(range(size), topology),
+        share=share_of(0, size, topology.world_size, scatter=scatter),
+    )
+
+
+def _comm(members: Iterable[int], topology: Topology) -> LocalComm:
+    ranks = list(members)
+    comm, near = LocalComm(len(ranks)), topology.neighbours(0)
+    comm.num_near = sum(rank in near for rank in ranks) - 1
+    return comm
+
+
+def _add_weights(sync: GradientSync, module: nn.Module, prepared: Prepared, groups: RankGroups) -> None:
+    coding = prepared.options.weights
+    if prepared.shard_size is None:
+        coding, gathering = coding or default_weights(prepared.compressor), gathering_of(groups)
+    else:
+        assert groups.inside is not None
+        coding, gathering = coding or Exact(), FlatGathering(groups.inside)
+    sync.weights = WeightSync(coding, _layouts(module), gathering, _META)
+
+
+def _layouts(module: nn.Module) -> dict[str, ModuleLayout]:
+    """All parameters of one type together, as if they were sharded as one."""
+    params = {canonical_name(name): param for name, param in module.named_parameters() if is_float(param)}
+    by_dtype: dict[torch.dtype, list[TensorSpec]] = {}
+    for spec in describe_parameters(module, params):
+        by_dtype.setdefault(params[spec.name].dtype, []).append(spec)
+    return {
+        str(dtype): ModuleLayout(specs=tuple(specs), dtype=dtype, num_gathers=2) for dtype, specs in by_dtype.items()
+    }
