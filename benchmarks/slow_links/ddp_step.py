@@ -65,7 +65,7 @@ def main() -> None:
     def measure(strategy: str) -> Measurement:
         L.seed_everything(0, verbose=False)
         model = LanguageModel(options.width, options.depth, heads=4, context=options.context)
-        rule = OUTER_RULES.get(strategy.removesuffix("_ddp"))
+        rule = OUTER_RULES.get(strategy.rpartition("_")[0])
         own = options if rule is None else in_rounds(options, rule)
         meter = StepMeter(own)
         if strategy == NO_SYNC:  # each rank by itself, at the same time as the others
