@@ -7,6 +7,7 @@ training included, is tuned on seeds that are used for nothing else.
 
     python -m benchmarks.outer_steps tune --json tuning.json
     python -m benchmarks.outer_steps final --json outer_steps.json --tuned tuning.json
+    python -m benchmarks.outer_steps frontier --json frontier.json     # loss over length of rounds, bits, learning rate
 """
 
 from __future__ import annotations
@@ -67,6 +68,13 @@ VARIANTS = {
     "sparseloco": Variant(outer={"name": "sparseloco", "every": 30}),
 }
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
+BITS = {
+    32: "dense",
+    4: FOUR_BITS,
+    2: TWO_BITS,
+    1: TWO_BITS | {"bits": 1, "high_precision_bits": 2},
+}
+LENGTHS = (1, 3, 10, 30, 100)
 
 
 # -- models, all ranks at once: weights [W, ...], tokens [W, B, T] -----------------------------------------------------
@@ -354,6 +362,30 @@ def final(
                 runs = [run for run in tuning if run["variant"] == name and run["model"] == model]
                 best = min(runs, key=lambda run: run["validation_loss"])
                 results.run(name, model, Variant(**best["configuration"]), best["rate"], seed)
+
+
+@app.command()
+def frontier(
+    json_path: Annotated[Path, typer.Option("--json")],
+    model: str = "transformer",
+    steps: int = 1000,
+    batch: Annotated[int, typer.Option(help="windows per rank and step")] = 8,
+    rate: float = 8e-3,
+    seed: int = 100,
+) -> None:
+    """The mean of the weights after rounds of several lengths, at several bits; some at other learning rates."""
+    torch.set_num_threads(1)
+    results = Results(json_path, replace(Setting(), steps=steps, batch=batch))
+    chosen = {
+        f"{bits} bits every {every}": Variant(outer={"name": "localsgd", "every": every}, compressor=BITS[bits])
+        for every in LENGTHS
+        for bits in BITS
+    }
+    for name, variant in {"dense": Variant(), **chosen}.items():
+        results.run(name, model, variant, rate, seed)
+    for other in (rate / 2, 2 * rate):
+        for name in ("dense", "4 bits every 10", "4 bits every 30"):
+            results.run(name, model, chosen.get(name, Variant()), other, seed)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def draw_frontier() -> None:
     for axes, model in zip(panels[0], models, strict=True):
         draw_model(axes, found, model)
     panels[0][0].set_ylabel("validation loss over uncompressed, %")
-    panels[0][0].legend(fontsize=8)
+    panels[0][0].legend(fontsize=8, loc="lower left")
     figure.tight_layout()
     save(figure, "loss_over_bits")
 
@@ -64,9 +64,8 @@ def draw_model(axes: Any, found: Results, model: str) -> None:
         axes.errorbar(bits * shift, mean, error, fmt=marker, color=color, capsize=2, markersize=5)
         if layout == "ddp":
             points.append((bits, mean))
-            axes.annotate(
-                label(variant), (bits, mean), xytext=(0, 8), textcoords="offset points", fontsize=8, ha="center"
-            )
+            place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top", "fontsize": 8}
+            axes.text(bits, 1.0, label(variant).replace("_", "\n"), **place)
     frontier: list[tuple[float, float]] = []
     for bits, mean in sorted(points):
         if not frontier or mean < frontier[-1][1]:
