@@ -6,6 +6,7 @@ version, so that an upgrade that moves one fails there, with the reason why it m
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ def _is_set_on_instances(owner: object, name: str) -> bool:
     return any(f"self.{name}" in _source(base) or name in getattr(base, "__annotations__", {}) for base in classes)
 
 
+@functools.cache  # finding a class in its file takes a tenth of a second
 def _source(cls: type) -> str:
     try:
         return inspect.getsource(cls)

@@ -24,8 +24,9 @@ def _items() -> Iterator[tuple[int, LayoutName, str, str]]:
         for layout in LAYOUTS:
             for preset in sorted(CONFIGURATIONS):
                 for name, case in CASES.items():
-                    # On five ranks what each keeps for itself is as on three; cuts and sums are not.
-                    if case.applies(Subject(preset, layout, world_size)) and (case.cut_matters or world_size < 5):
+                    # On two and five ranks what each keeps for itself is as on three; cuts and sums are not.
+                    everything = case.cut_matters or world_size in (1, 3)
+                    if everything and case.applies(Subject(preset, layout, world_size)):
                         yield world_size, layout, preset, name
 
 
