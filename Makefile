@@ -23,8 +23,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 ARGS ?=
-# Two at a time; tests of one file with real processes stay together (tests/conftest.py). PARALLEL= for one at a time.
-PARALLEL ?= -n 2 --dist loadgroup
+# Two at a time, file by file: tests of one file share processes that have run. PARALLEL= for one at a time.
+PARALLEL ?= -n 2 --dist loadfile
 # A change to any of these means another installation.
 INSTALLS := pyproject.toml constraints.txt $(wildcard setup.py lowbit_strategy/kernels/native/*.c lowbit_strategy/kernels/native/*.h)
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt

@@ -16,7 +16,6 @@ torch.set_num_threads(1)  # so that sums come out the same on every machine
 hypothesis.settings.register_profile("project", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("project")
 
-_INTEGRATION_TESTS = Path(__file__).parent / "integration"
 _GPU_TESTS = Path(__file__).parent / "gpu"
 
 
@@ -28,7 +27,6 @@ def _can_make_namespaces() -> bool:
     return subprocess.run(["unshare", "--net", "true"], capture_output=True, timeout=30).returncode == 0
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests are left out where there is no GPU, so that the closing line counts the tests that have run."""
     gpu = [item for item in items if _GPU_TESTS in item.path.parents]
@@ -38,8 +36,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if _GPU_TESTS not in item.path.parents]
         config.hook.pytest_deselected(items=gpu)
     for item in items:
-        if _INTEGRATION_TESTS in item.path.parents:  # one worker of pytest-xdist: they share processes that have run
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
         if item.get_closest_marker("root") and not _can_make_namespaces():
             item.add_marker(pytest.mark.skip(reason="needs root, with the right to make network namespaces"))
 
