@@ -117,6 +117,17 @@ def test_what_a_killed_run_left_behind_is_removed_and_what_lives_is_not() -> Non
         assert len(_own_namespaces(slow)) == 2
 
 
+# Bits per element and hop; with headers, and what is exempt or at high precision in so small a model.
+BITS = {
+    "no-sync": (0, 30),
+    "diloco": (0, 3),
+    "loco": (3.5, 9),
+    "fsdp2": (30, 100),
+    "ddp": (30, 100),
+    "fp32": (30, 100),
+}
+
+
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -124,7 +135,7 @@ def test_what_a_killed_run_left_behind_is_removed_and_what_lives_is_not() -> Non
     [
         ("ddp-step", "loco_ddp", {"no-sync", "ddp", "loco_ddp"}),
         ("fsdp-reduce-scatter", "loco_fsdp", {"fsdp2", "loco_fsdp"}),
-        ("fsdp-step", "loco_fsdp", {"no-sync", "fsdp2", "fsdp2-bf16", "loco_fsdp"}),
+        ("fsdp-step", "loco_fsdp", {"no-sync", "fsdp2", "loco_fsdp"}),
         ("outer-step", "diloco_ddp", {"no-sync", "ddp", "diloco_ddp"}),
         ("collective", "loco", {f"{o}/{n}" for o in ("all-reduce", "reduce-scatter") for n in ("fp32", "loco")}),
     ],
@@ -137,9 +148,5 @@ def test_a_small_run_over_two_hosts(mode: str, variant: str, expected: set[str],
     rows = {row["variant"]: row for row in figures["rows"]}
     assert set(rows) == expected
     for name, row in rows.items():
-        if "loco" in name:
-            assert (
-                3.5 < row["bits_per_element_hop"] < 9
-            )  # with headers, and what is exempt or at high precision in so small a model
-        elif name != "no-sync":
-            assert row["bits_per_element_hop"] > 30
+        low, high = next(bounds for part, bounds in BITS.items() if part in name)
+        assert low <= row["bits_per_element_hop"] < high, name
