@@ -11,12 +11,11 @@ Results are added to the JSON file as they come, and what is there already is no
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.low_bits import LEARNING_RATES
+from benchmarks.runs import Runs
 from benchmarks.small_models import make_model, text_of
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.model.parameters import describe_parameters
@@ -171,21 +171,14 @@ def main(
 ) -> None:
     torch.set_num_threads(1)
     setting = Setting(steps=steps)
-    content = json.loads(path.read_text()) if path.exists() else {"setting": asdict(setting), "runs": []}
-    if content["setting"] != asdict(setting):
-        raise typer.BadParameter(f"{path} has runs of another setting: give another file")
-    runs = [Run(**run) for run in content["runs"]]
-    known = {(run.model, run.variant, run.seed) for run in runs}
+    results = Runs(path, setting, Run)
     for each in seed or (91, 92, 93):
         for kind in model or MODELS:
             for chosen in dict.fromkeys((EXACT, *(variant or VARIANTS))):
-                if (kind, chosen, each) not in known:
-                    runs.append(train(kind, chosen, each, setting))
-                    print(runs[-1], flush=True)
-                    path.write_text(
-                        json.dumps({"setting": asdict(setting), "runs": [asdict(r) for r in runs]}, indent=1)
-                    )
-    show(runs)
+                if results.get(model=kind, variant=chosen, seed=each) is None:
+                    results.add(train(kind, chosen, each, setting))
+                    print(results.runs[-1], flush=True)
+    show(results.runs)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.runs import warmup_then_cosine
+from benchmarks.runs import Runs, warmup_then_cosine
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.methods._base.tensor_spec import Role, TensorSpec
@@ -55,6 +55,21 @@ class Variant:
 
     outer: Any = None
     compressor: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A trained model; `configuration` is that of the variant, `bits` per parameter and step on a rank's interface."""
+
+    variant: str
+    model: str
+    rate: float
+    seed: int
+    configuration: dict[str, Any]
+    validation_loss: float
+    train_loss: float
+    bits: float
+    seconds: float
 
 
 FOUR_BITS = {"compressor": "loco", "beta": 0.0, "reset_steps": None}
@@ -240,7 +255,7 @@ def _role(name: str) -> Role:
     return "embedding" if name in ("embedding", "position") else "head" if name == "head" else "other"
 
 
-def train(model_name: str, variant: Variant, rate: float, seed: int, setting: Setting) -> dict[str, Any]:
+def train(model_name: str, variant: Variant, rate: float, seed: int, setting: Setting) -> dict[str, float]:
     """The whole run; deterministic."""
     model, started = MODELS[model_name], time.process_time()
     params = initial(model, setting.workers, setting.context, seed)
@@ -267,9 +282,6 @@ def train(model_name: str, variant: Variant, rate: float, seed: int, setting: Se
     bits = ranks.bits
     ranks.finish()
     return {
-        "model": model_name,
-        "rate": rate,
-        "seed": seed,
         "validation_loss": _validation_loss(model, params, setting),
         "train_loss": total,
         "bits": bits,
@@ -291,31 +303,21 @@ def _validation_loss(model: Any, params: Params, setting: Setting) -> float:
     return sum(losses) / len(losses)
 
 
-class Results:
-    """Runs in a JSON file; what is there is not run again."""
+class Results(Runs[Run]):
+    """Runs that are trained where they are missing."""
 
-    def __init__(self, path: Path, setting: Setting) -> None:
-        self.path = path
-        self.setting = setting
-        saved = json.loads(path.read_text()) if path.exists() else {"setting": asdict(setting), "runs": []}
-        if saved["setting"] != asdict(setting):
-            raise typer.BadParameter(f"{path} holds runs of another setting: {saved['setting']}")
-        self.runs: list[dict[str, Any]] = saved["runs"]
-
-    def run(self, name: str, model: str, variant: Variant, rate: float, seed: int) -> dict[str, Any]:
-        key = {"variant": name, "model": model, "rate": rate, "seed": seed}
-        for run in self.runs:
-            if all(run[field] == value for field, value in key.items()):
-                return run
-        run = {**key, "configuration": asdict(variant), **train(model, variant, rate, seed, self.setting)}
-        self.runs.append(run)
-        self.path.write_text(json.dumps({"setting": asdict(self.setting), "runs": self.runs}, indent=1) + "\n")
-        print(
-            f"{name:<24} {model:<12} rate {rate:<8g} seed {seed}: validation {run['validation_loss']:.4f},"
-            f" training {run['train_loss']:.4f}, {run['bits']:.4f} bits, {run['seconds']:.0f} s",
-            flush=True,
-        )
-        return run
+    def run(self, name: str, model: str, variant: Variant, rate: float, seed: int) -> Run:
+        found = self.get(variant=name, model=model, rate=rate, seed=seed)
+        if found is None:
+            trained = train(model, variant, rate, seed, self.setting)
+            found = Run(variant=name, model=model, rate=rate, seed=seed, configuration=asdict(variant), **trained)
+            self.add(found)
+            print(
+                f"{name:<24} {model:<12} rate {rate:<8g} seed {seed}: validation {found.validation_loss:.4f},"
+                f" training {found.train_loss:.4f}, {found.bits:.4f} bits, {found.seconds:.0f} s",
+                flush=True,
+            )
+        return found
 
 
 app = typer.Typer(add_completion=False)
@@ -336,7 +338,7 @@ def tune(
     """Loss over learning rates."""
     torch.set_num_threads(1)
     chosen = {name: Variant(**each) for name, each in json.loads(variants).items()} if variants else VARIANTS
-    results = Results(json_path, replace(Setting(), steps=steps, batch=batch))
+    results = Results(json_path, replace(Setting(), steps=steps, batch=batch), Run)
     for model in models.split(","):
         for name, variant in chosen.items():
             for rate in map(float, rates.split(",")):
@@ -355,7 +357,7 @@ def final(
 ) -> None:
     """The best rate of each, on the seeds of the study."""
     torch.set_num_threads(1)
-    tuning, results = json.loads(tuned.read_text())["runs"], Results(json_path, replace(Setting(), batch=batch))
+    tuning, results = json.loads(tuned.read_text())["runs"], Results(json_path, replace(Setting(), batch=batch), Run)
     for seed in map(int, seeds.split(",")):
         for model in models.split(","):
             for name in names.split(","):
@@ -375,7 +377,7 @@ def frontier(
 ) -> None:
     """The mean of the weights after rounds of several lengths, at several bits; some at other learning rates."""
     torch.set_num_threads(1)
-    results = Results(json_path, replace(Setting(), steps=steps, batch=batch))
+    results = Results(json_path, replace(Setting(), steps=steps, batch=batch), Run)
     chosen = {
         f"{bits} bits every {every}": Variant(outer={"name": "localsgd", "every": every}, compressor=BITS[bits])
         for every in LENGTHS

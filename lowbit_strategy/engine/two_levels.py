@@ -134,3 +134,10 @@ def inside_nbytes(sync: GradientSync, itemsizes: Mapping[str, int]) -> int:
         numel = first.ranges[0][1] if first.row_numel is None else sync.comm.world_size * first.row_numel
         total += numel * itemsizes[name]
     return (1 if sync.scatter else 2) * (sync.share.count - 1) * total
+
+
+def announce_inside(sync: GradientSync, itemsizes: Mapping[str, int]) -> None:
+    """DDP: what the levels inside nodes send, and their memory for messages, sent and received."""
+    assert sync.share is not None
+    sync.inside_nbytes = inside_nbytes(sync, itemsizes)
+    sync.inside_buffer_nbytes = sync.inside_nbytes * sync.share.count // (sync.share.count - 1)

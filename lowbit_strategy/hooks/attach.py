@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.two_levels import inside_nbytes
+from lowbit_strategy.engine.two_levels import announce_inside
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
@@ -32,6 +32,7 @@ from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import check_weights, default_weights
 from lowbit_strategy.model.fsdp_sharding import broadcast_shards, check_process_groups, take_over_replication
@@ -79,6 +80,23 @@ def prepare(
         ValueError: The compressor cannot serve a parameter of this model, or there is nothing to train.
         RuntimeError: The ranks differ, or a compiler setting bypasses hooks.
     """
+    specs = checked_specs(module, compressor, options, scatter=scatter)
+    handshake(facts(compressor, module, scatter=scatter, settings=_settings(options)), group)
+    if dist.get_rank(group) == 0:
+        for sentence in unmatched_patterns(compressor, module):
+            _log.warning("%s", sentence)
+    return prepared_for(find_topology(group), compressor, options, specs, scatter=scatter)
+
+
+def checked_specs(
+    module: nn.Module, compressor: Compressor, options: SyncOptions, *, scatter: bool
+) -> tuple[TensorSpec, ...]:
+    """The parameters to synchronise, if model, compressor and options go together; asks no other rank.
+
+    Raises:
+        ValueError: They do not.
+        RuntimeError: A compiler setting bypasses hooks.
+    """
     if options.shard_size is not None and not scatter:
         raise ValueError("shard_size is an option of FSDP2 strategies: under DDP no rank has a shard")
     specs = tuple(describe_parameters(module))
@@ -97,11 +115,17 @@ def prepare(
     if not scatter:
         refuse_python_reducer()
     check_weights(options.weights, scatter=scatter)
-    handshake(facts(compressor, module, scatter=scatter, settings=_settings(options)), group)
-    if dist.get_rank(group) == 0:
-        for sentence in unmatched_patterns(compressor, module):
-            _log.warning("%s", sentence)
-    topology = find_topology(group)
+    return specs
+
+
+def prepared_for(
+    topology: Topology, compressor: Compressor, options: SyncOptions, specs: tuple[TensorSpec, ...], *, scatter: bool
+) -> Prepared:
+    """What has been checked, on these nodes.
+
+    Raises:
+        ValueError: `two_level` or `shard_size` does not suit them.
+    """
     if options.two_level and topology.obstacle is not None:
         raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
     shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
@@ -135,8 +159,7 @@ def attach_ddp(
     sync = make_engine(prepared, groups, device, has_scaler=has_scaler)
     if sync.share is not None:
         itemsizes = {canonical_name(name): param.element_size() for name, param in model.module.named_parameters()}
-        sync.inside_nbytes = inside_nbytes(sync, itemsizes)
-        sync.inside_buffer_nbytes = sync.inside_nbytes * sync.share.count // (sync.share.count - 1)  # sent and received
+        announce_inside(sync, itemsizes)
     alone = sync.comm.world_size == 1
     hook = None if alone or (rule is not None and rule.synchronous_steps == 0) else DDPHook(model, sync)
     compares = prepared.options.check_digest and not alone
@@ -182,8 +205,8 @@ def attach_fsdp(
     check_process_groups(module, group, replicated=False)
     if fsdp.install(module, sync) == 0:
         raise ValueError(_NOT_SHARDED)
-    coding = prepared.options.weights or default_weights(prepared.compressor)
-    install_weights(module, coding, sync, gathering_of(groups))
+    coding, gathering = weights_of(prepared, groups)
+    install_weights(module, coding, sync, gathering)
     _report(sync)
     return Attached(sync, module, prepared.options, group=group, groups=groups)
 
@@ -208,8 +231,8 @@ def _attach_hsdp(
     side = BackwardSide(_with_index(device))
     if fsdp.install_replicas(module, sync, groups.inside, side) == 0:
         raise ValueError(_NOT_SHARDED)
-    weights = prepared.options.weights or Exact()  # inside a node links are fast
-    install_weights(module, weights, sync, FlatGathering(copy.copy(groups.inside)))
+    coding, gathering = weights_of(prepared, groups)
+    install_weights(module, coding, sync, gathering)
     compares = prepared.options.check_digest and sync.comm.world_size > 1
     shards = {canonical_name(name): param for name, param in module.named_parameters()}
     digest = ParameterDigest(shards, sync.comm, device) if compares else None
@@ -219,11 +242,16 @@ def _attach_hsdp(
     return Attached(sync, module, prepared.options, group=group, hook=side, groups=groups, digest=digest, local=local)
 
 
-def gathering_of(groups: RankGroups) -> Gathering:
-    """How weights that are sharded over all ranks travel: to each other node once."""
-    if groups.inside is None:
-        return FlatGathering(copy.copy(groups.everyone))  # a copy counts bytes of its own
-    return NodeGathering(copy.copy(groups.comm), copy.copy(groups.inside))
+def weights_of(prepared: Prepared, groups: RankGroups) -> tuple[WeightCoding, Gathering]:
+    """How weights are coded, and how they travel to the ranks that share them: to each other node once."""
+    chosen, inside = prepared.options.weights, copy.copy(groups.inside)  # a copy counts bytes of its own
+    if prepared.shard_size is not None:
+        assert inside is not None
+        return chosen or Exact(), FlatGathering(inside)  # inside a node links are fast
+    coding = chosen or default_weights(prepared.compressor)
+    if inside is None:
+        return coding, FlatGathering(copy.copy(groups.everyone))
+    return coding, NodeGathering(copy.copy(groups.comm), inside)
 
 
 _NOT_SHARDED = "no module is sharded with fully_shard: nothing to compress"

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from lowbit_strategy.collectives.gathering import FlatGathering
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.outer import OuterSync
-from lowbit_strategy.engine.two_levels import inside_nbytes
+from lowbit_strategy.engine.two_levels import announce_inside, inside_nbytes
 from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
-from lowbit_strategy.hooks.attach import Prepared, gathering_of, make_engine
+from lowbit_strategy.hooks.attach import Prepared, checked_specs, make_engine, prepared_for, weights_of
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.weights.exact import Exact
-from lowbit_strategy.methods.weights.registry import check_weights, default_weights
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
-from lowbit_strategy.model.rank_groups import RankGroups, share_of
-from lowbit_strategy.model.topology import Topology, resolve_shard_size
+from lowbit_strategy.model.rank_groups import RankGroups, num_near, share_of
+from lowbit_strategy.model.topology import Topology
 from lowbit_strategy.telemetry.startup_report import Report, build_report
 
 _META = torch.device("meta")
@@ -93,26 +90,16 @@ def plan(
             of local steps the report is about those that come after a synchronous part.
 
     Raises:
-        ValueError: The compressor cannot serve a parameter of this model, there is nothing to train, weights are to be
-            coded under DDP, or `shard_size` does not suit the nodes.
+        ValueError, RuntimeError: As `prepare` would on these nodes.
     """
-    specs = tuple(describe_parameters(module))
-    if not specs:
-        raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
-    check_weights(options.weights, scatter=planned.scatter)
-    topology = planned.topology
-    shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
-    prepared = Prepared(compressor, options, specs, planned.scatter, topology, shard_size)
+    specs = checked_specs(module, compressor, options, scatter=planned.scatter)
+    prepared = prepared_for(planned.topology, compressor, options, specs, scatter=planned.scatter)
     groups = _groups(prepared)
     sync = make_engine(prepared, groups, _META, has_scaler=False)
-    itemsizes = {canonical_name(name): param.element_size() for name, param in module.named_parameters()}
-    if shard_size is not None:
-        rows = {spec.name: dim0_cut(spec.shape, shard_size).row_numel for spec in specs}
-        sync.inside_nbytes = (shard_size - 1) * sum(numel * itemsizes[name] for name, numel in rows.items())
-    elif sync.share is not None:
-        sync.inside_nbytes = inside_nbytes(sync, itemsizes)
+    _announce_inside(sync, prepared, {canonical_name(name): p.element_size() for name, p in module.named_parameters()})
     if planned.scatter:
-        _add_weights(sync, module, prepared, groups)
+        coding, gathering = weights_of(prepared, groups)
+        sync.weights = WeightSync(coding, _layouts(module), gathering, _META)
     if options.outer is not None and sync.comm.world_size > 1:
         OuterSync(
             sync, {name: torch.empty(spec.shape, device=_META) for name, spec in sync.specs.items()}, options.outer
@@ -135,21 +122,26 @@ def _groups(prepared: Prepared) -> RankGroups:
     )
 
 
-def _comm(members: Iterable[int], topology: Topology) -> LocalComm:
-    ranks = list(members)
-    comm, near = LocalComm(len(ranks)), topology.neighbours(0)
-    comm.num_near = sum(rank in near for rank in ranks) - 1
+def _comm(members: Sequence[int], topology: Topology) -> LocalComm:
+    comm = LocalComm(len(members))
+    comm.num_near = num_near(members, topology, 0)
     return comm
 
 
-def _add_weights(sync: GradientSync, module: nn.Module, prepared: Prepared, groups: RankGroups) -> None:
-    coding = prepared.options.weights
-    if prepared.shard_size is None:
-        coding, gathering = coding or default_weights(prepared.compressor), gathering_of(groups)
+def _announce_inside(sync: GradientSync, prepared: Prepared, itemsizes: Mapping[str, int]) -> None:
+    """Exact sums inside nodes: bytes, and memory for messages as if all parameters were reduced as one."""
+    if sync.share is None:
+        return
+    if not prepared.scatter:
+        announce_inside(sync, itemsizes)
+        return
+    num_rows = prepared.shard_size or sync.everyone.world_size
+    rows = {spec.name: dim0_cut(spec.shape, num_rows).row_numel for spec in prepared.specs}
+    row_nbytes = sum(numel * itemsizes[name] for name, numel in rows.items())
+    if prepared.shard_size is not None:
+        sync.inside_nbytes, sync.inside_buffer_nbytes = (num_rows - 1) * row_nbytes, num_rows * row_nbytes
     else:
-        assert groups.inside is not None
-        coding, gathering = coding or Exact(), FlatGathering(groups.inside)
-    sync.weights = WeightSync(coding, _layouts(module), gathering, _META)
+        sync.inside_nbytes, sync.inside_buffer_nbytes = inside_nbytes(sync, itemsizes), 2 * num_rows * row_nbytes
 
 
 def _layouts(module: nn.Module) -> dict[str, ModuleLayout]:

@@ -102,9 +102,15 @@ def _connected(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
 
 
 def _comm(group: dist.ProcessGroup | None, members: Iterable[int], topology: Topology, rank: int) -> GroupComm:
-    comm, near = GroupComm(group), topology.neighbours(rank)
-    comm.num_near = sum(member in near for member in members) - 1
+    comm = GroupComm(group)
+    comm.num_near = num_near(members, topology, rank)
     return comm
+
+
+def num_near(members: Iterable[int], topology: Topology, rank: int) -> int:
+    """How many of `members` are on the node of `rank`, itself aside."""
+    near = topology.neighbours(rank)
+    return sum(member in near for member in members) - 1
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:

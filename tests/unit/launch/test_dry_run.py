@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit_strategy import PRESETS, LoCo
+from lowbit_strategy import PRESETS, DiLoCo, LoCo, WeightCode
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.launch.dry_run_report import Planned, plan
 
@@ -59,6 +59,20 @@ def test_one_level_on_two_nodes_says_why() -> None:
     report = plan(_model(), LoCo(bits=4), planned, device=CPU, options=SyncOptions(two_level=False))
     assert "one level, because two_level=False" in report.render()
     assert report.between_nbytes == pytest.approx(4 / 7 * report.sent_nbytes, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scatter", "options", "message"),
+    [
+        (False, SyncOptions(shard_size="node"), "shard_size is an option of FSDP2"),
+        (True, SyncOptions(outer=DiLoCo()), "FSDP2 shards one model over all ranks"),
+        (False, SyncOptions(weights=WeightCode()), "is for FSDP2"),
+        (True, SyncOptions(shard_size=3), "does not divide the ranks of a node"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_would(scatter: bool, options: SyncOptions, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(_model(), LoCo(), Planned(scatter=scatter, world_size=8, num_nodes=2), device=CPU, options=options)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
