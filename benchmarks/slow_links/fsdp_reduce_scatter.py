@@ -38,13 +38,19 @@ class StockModel(LanguageModel):
 class MeteredReduceScatter:
     """Stands before a module's reduce-scatter and measures it.
 
-    The barriers keep the other ranks' lateness out of the time, and bytes still on their way out of the count.
+    The barriers keep the other ranks' lateness out of the time, bytes still on their way out of the count, and bytes of
+    ranks that are ahead in it.
+
+    Args:
+        inner: What reduces.
+        barrier_nbytes: What one barrier sends itself.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, barrier_nbytes: float) -> None:
         self.inner = inner
+        self.barrier_nbytes = barrier_nbytes
         self.seconds = 0.0
-        self.nbytes = 0
+        self.nbytes = 0.0
         self.numel = 0
 
     def allocate(self, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -53,13 +59,24 @@ class MeteredReduceScatter:
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         dist.barrier()
-        before, start = sent_nbytes(), time.perf_counter()
+        before = sent_nbytes()
+        dist.barrier()
+        start = time.perf_counter()
         result = self.inner(output_tensor, input_tensor, *arguments, **options)
         self.seconds += time.perf_counter() - start
         dist.barrier()
-        self.nbytes += sent_nbytes() - before
+        self.nbytes += sent_nbytes() - before - 2 * self.barrier_nbytes
         self.numel += input_tensor.numel()
         return result
+
+
+def nbytes_of_barrier(repeats: int = 50) -> float:
+    """What a barrier of all ranks sends over this host's interface."""
+    dist.barrier()
+    before = sent_nbytes()
+    for _ in range(repeats):
+        dist.barrier()
+    return (sent_nbytes() - before) / repeats
 
 
 class ReduceScatterMeter(L.Callback):
@@ -73,9 +90,10 @@ class ReduceScatterMeter(L.Callback):
         self.numel = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        barrier_nbytes = nbytes_of_barrier()
         for module in pl_module.modules():
             if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
-                self.comms.append(MeteredReduceScatter(group._reduce_scatter_comm))
+                self.comms.append(MeteredReduceScatter(group._reduce_scatter_comm, barrier_nbytes))
                 module.set_custom_reduce_scatter(self.comms[-1])
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -84,7 +102,7 @@ class ReduceScatterMeter(L.Callback):
             self.sent_nbytes.append(sum(comm.nbytes for comm in self.comms))
             self.numel = sum(comm.numel for comm in self.comms)
         for comm in self.comms:
-            comm.seconds, comm.nbytes, comm.numel = 0.0, 0, 0
+            comm.seconds, comm.nbytes, comm.numel = 0.0, 0.0, 0
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.model.parameters import canonical_name
 
-DEFAULT_MIN_SHARD_NUMEL = 1_000_000
+DEFAULT_MIN_SHARD_NUMEL = 500_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
