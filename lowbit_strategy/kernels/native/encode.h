@@ -72,20 +72,55 @@ static void open_batch(
     }
 }
 
-/* Bits of the largest |h| of each block; h itself where the scale is a sum over it. */
+/* Bits of the largest |h| of a block; h itself where the scale is a sum over it. */
+ALWAYS_INLINE void survey_block(struct encoding *to, int b, int n, const int keep_h, const int kind, const int num) {
+    const struct source from = source_of(to, b, n);
+    vi largest[MAX_GROUP] = {{0}};
+    for (int i = 0; i < n; i += num * LANES) {
+        vf h[MAX_GROUP], e[MAX_GROUP];
+        load_group(&from, i, n, h, e, kind, num, 1);
+        if (keep_h) EACH(k) vf_store(to->h_buffer + b * n + i + k * LANES, h[k]);
+        EACH(k) largest[k] = vi_max(largest[k], vi_magnitude(h[k]));
+    }
+    to->largest[b] = reduce_group(largest, num);
+}
+
 ALWAYS_INLINE void survey(
     struct encoding *to, int num_blocks, int n, const int keep_h, const int kind, const int num
 ) {
-    for (int b = 0; b < num_blocks; b++) {
+    for (int b = 0; b < num_blocks; b++) survey_block(to, b, n, keep_h, kind, num);
+}
+
+/* Sum of h * h over a block, added in the order of `sum_squares`. */
+ALWAYS_INLINE float block_energy(const struct source *from, int n, const int kind, const int parts) {
+    BUFFER(float, partial, LOWBIT_MAX_BLOCK / 4);
+    vf h[4], e[4], sum = vf_set1(0.0f);
+    for (int i = 0; i < n / parts; i += LANES) {
+        load_group(from, i, n, h, e, kind, parts, parts);
+        for (int k = 0; k < parts; k++) h[k] = h[k] * h[k];
+        sum = parts == 4 ? (h[0] + h[2]) + (h[1] + h[3]) : h[0] + h[1];
+        if (n > parts * LANES) vf_store(partial + i, sum);
+    }
+    return n > parts * LANES ? sum_halves(partial, n / parts) : vf_sum_halves(sum);
+}
+
+/* Root mean squares of a batch's blocks, in one look at them: squares that leave float32's range, or come near to where
+ * they would lose bits, are rare, and their blocks are done again with care. */
+ALWAYS_INLINE void rms_scales(
+    struct encoding *to, const struct lowbit_format *fmt, const struct batch *batch, const int kind, const int parts
+) {
+    const int n = fmt->block_size;
+    for (int b = 0; b < batch->num_blocks; b++) {
         const struct source from = source_of(to, b, n);
-        vi largest[MAX_GROUP] = {{0}};
-        for (int i = 0; i < n; i += num * LANES) {
-            vf h[MAX_GROUP], e[MAX_GROUP];
-            load_group(&from, i, n, h, e, kind, num, 1);
-            if (keep_h) EACH(k) vf_store(to->h_buffer + b * n + i + k * LANES, h[k]);
-            EACH(k) largest[k] = vi_max(largest[k], vi_magnitude(h[k]));
+        const int count = batch->count - b * n < n ? batch->count - b * n : n;
+        const float energy = block_energy(&from, n, kind, parts);
+        to->largest[b] = 0; /* known to be finite */
+        if (energy >= 0x1p-60f && energy <= 0x1p100f) {
+            to->scale[b] = __builtin_sqrtf(energy / (float)count);
+        } else {
+            survey_block(to, b, n, 1, kind, 1);
+            to->scale[b] = sum_scale(fmt, to->h_buffer + b * n, count, to->largest[b]);
         }
-        to->largest[b] = reduce_group(largest, num);
     }
 }
 
@@ -105,7 +140,7 @@ static int scale_batch(
     if (fmt->rule == RULE_ABSMAX) {
         uniform_scales(to->scale, to->inverse, to->largest, batch->num_blocks, fmt->zero_code, fmt->max_scale, 0);
     } else {
-        for (int b = 0; b < batch->num_blocks; b++) {
+        for (int b = 0; fmt->rule != RULE_RMS && b < batch->num_blocks; b++) {
             int count = batch->count - b * n < n ? batch->count - b * n : n;
             to->scale[b] = sum_scale(fmt, to->h_buffer + b * n, count, to->largest[b]);
         }
@@ -146,6 +181,8 @@ ALWAYS_INLINE void quantize_batch(
             to->largest[b] = quantize_uniform(
                 &from, n, scale, inverse, qmax, qmax, out, start, &apply, stochastic, kind, num, parts
             );
+        } else if (num_values == 2 && num < parts) {
+            to->largest[b] = quantize_signs(fmt, &from, scale, inverse, out, &apply, kind, num);
         } else {
             to->largest[b] = quantize_fitted(fmt, &from, scale, inverse, out, &apply, thresholds, kind, num, parts);
         }
@@ -169,7 +206,11 @@ ALWAYS_INLINE void quantize(
     else if (wide && !num_values && bits == 4) RUN(wire, nbytes, 0, 1, kind, GROUP, 2);
     else if (wide && num_values == 4 && bits == 2) RUN(wire, nbytes, 4, 0, kind, GROUP, 4);
     else if (n >= 8 * LANES && num_values == 2 && bits == 1) RUN(wire, nbytes, 2, 0, kind, 8, 8);
-    else {
+    else if (n < 8 * LANES && num_values == 2 && bits == 1) {
+        if (n == 2 * LANES) RUN(to->codes, nbytes, 2, 0, kind, 2, 8);
+        else RUN(to->codes, nbytes, 2, 0, kind, 4, 8);
+        pack_bits(to->codes, wire, n, batch->num_blocks);
+    } else {
         const int stride = codes_stride(fmt);
         if (wide && !num_values && stochastic) RUN(to->codes, stride, 0, 1, kind, GROUP, 1);
         else if (wide && !num_values) RUN(to->codes, stride, 0, 0, kind, GROUP, 1);
@@ -236,7 +277,9 @@ ALWAYS_INLINE int encode_batch(
     memset(to->scale, 0, sizeof to->scale); /* lanes behind the last block are computed with */
     memset(to->largest, 0, sizeof to->largest);
     open_batch(to, fmt, call, batch);
-    if (fmt->rule != RULE_ABSMAX) survey(to, batch->num_blocks, n, 1, kind, SMALL_GROUP);
+    if (fmt->rule == RULE_RMS && n == 2 * LANES) rms_scales(to, fmt, batch, kind, 2);
+    else if (fmt->rule == RULE_RMS) rms_scales(to, fmt, batch, kind, 4);
+    else if (fmt->rule != RULE_ABSMAX) survey(to, batch->num_blocks, n, 1, kind, SMALL_GROUP);
     else if (wide) survey(to, batch->num_blocks, n, 0, kind, GROUP);
     else survey(to, batch->num_blocks, n, 0, kind, SMALL_GROUP);
     int flag = scale_batch(to, fmt, call, batch);

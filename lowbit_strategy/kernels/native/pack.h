@@ -37,6 +37,40 @@ ALWAYS_INLINE void unpack_plane(const uint8_t *packed, int block_size, uint8_t *
     }
 }
 
+/* Exchanges the bits of x that `mask` has with those `shift` above them. */
+#define SWAP_BITS(x, shift, mask) \
+    do { \
+        __typeof__(x) differs = ((x) ^ (x) >> (shift)) & (mask); \
+        (x) ^= differs ^ differs << (shift); \
+    } while (0)
+
+/* Blocks of 32 or 64 codes of one bit, bit i of a block that of element i, to half-split bytes: bit k of byte j. Each
+ * swap exchanges two digits of i, written in base 2. */
+static void pack_bits(const uint8_t *codes, uint8_t *out, int block_size, int num_blocks) {
+    uint64_t all[LOWBIT_MAX_BLOCK / 64];
+    const size_t nbytes = (size_t)(block_size / 8 * num_blocks);
+    memcpy(all, codes, nbytes);
+    if (block_size == 64) {
+        for (int b = 0; b < num_blocks; b++) {
+            uint64_t x = all[b];
+            SWAP_BITS(x, 7, 0x00AA00AA00AA00AAu);
+            SWAP_BITS(x, 14, 0x0000CCCC0000CCCCu);
+            SWAP_BITS(x, 28, 0x00000000F0F0F0F0u);
+            all[b] = x;
+        }
+    } else {
+        for (int b = 0; b < (num_blocks + 1) / 2; b++) { /* two at a time */
+            uint64_t x = all[b];
+            SWAP_BITS(x, 14, 0x0000CCCC0000CCCCu);
+            SWAP_BITS(x, 7, 0x00AA00AA00AA00AAu);
+            SWAP_BITS(x, 2, 0x0C0C0C0C0C0C0C0Cu);
+            SWAP_BITS(x, 1, 0x2222222222222222u);
+            all[b] = x;
+        }
+    }
+    memcpy(out, all, nbytes);
+}
+
 /* Five trits to a byte, in base 3; at most 242, so that bytes do not carry into each other. Runs are as long as a block
  * has bytes, mostly no whole number of words: a word may write into what is behind, which is written after it. */
 static void pack_ternary(const struct lowbit_format *fmt, uint8_t *codes, uint8_t *out, int num_blocks) {

@@ -138,6 +138,26 @@ ALWAYS_INLINE int32_t quantize_fitted(
     return kind == RESIDUAL_NONE ? 0 : reduce_group(largest, num);
 }
 
+/* The same for two values and a block of `num` vectors. The code of element i is bit i of `codes`. */
+ALWAYS_INLINE int32_t quantize_signs(
+    const struct lowbit_format *fmt, const struct source *from, float scale, float inverse, uint8_t *codes,
+    const struct update *to, const int kind, const int num
+) {
+    const vf threshold = vf_set1(fmt->thresholds[0]);
+    vf h[MAX_GROUP], e[MAX_GROUP], value[MAX_GROUP];
+    vmask above[MAX_GROUP];
+    vi largest[MAX_GROUP] = {{0}};
+    load_group(from, 0, num * LANES, h, e, kind, num, 1);
+    EACH(k) above[k] = vf_gt(h[k] * vf_set1(inverse), threshold);
+    uint64_t bits = 0;
+    EACH(k) bits |= (uint64_t)vmask_bits(above[k]) << (k * LANES);
+    memcpy(codes, &bits, (size_t)(num * LANES / 8));
+    if (kind == RESIDUAL_NONE) return 0;
+    EACH(k) value[k] = vf_blend(above[k], vf_set1(fmt->codebook[1] * scale), vf_set1(fmt->codebook[0] * scale));
+    update_group(to, 0, num * LANES, h, e, value, largest, num, 1);
+    return reduce_group(largest, num);
+}
+
 /* Residuals of neighboring blocks to int8, in one loop: the uniform grid of 8 bits, without an offset. */
 ALWAYS_INLINE void quantize_residuals(
     const float *e, int num_blocks, int n, const float *inverse, int8_t *q, vu counter, const int stochastic,

@@ -24,6 +24,7 @@ static inline vi vi_rint(vf v) { return (vi)_mm256_cvtps_epi32(v); }
 static inline vf vf_add_exact_product(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 
 static inline vmask vf_gt(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+static inline uint32_t vmask_bits(vmask m) { return (uint32_t)_mm256_movemask_ps(m); }
 static inline vf vf_blend(vmask m, vf yes, vf no) { return _mm256_blendv_ps(no, yes, m); }
 static inline vi vi_count(vi counter, vmask m) { return counter - (vi)m; }
 static inline vi vi_max(vi a, vi b) { return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b); }

@@ -24,6 +24,7 @@ static inline vi vi_rint(vf v) { return (vi)_mm512_cvtps_epi32(v); }
 static inline vf vf_add_exact_product(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 
 static inline vmask vf_gt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+static inline uint32_t vmask_bits(vmask m) { return m; }
 static inline vf vf_blend(vmask m, vf yes, vf no) { return _mm512_mask_blend_ps(m, no, yes); }
 static inline vi vi_count(vi counter, vmask m) {
     return (vi)_mm512_mask_add_epi32((__m512i)counter, m, (__m512i)counter, _mm512_set1_epi32(1));

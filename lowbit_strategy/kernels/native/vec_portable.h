@@ -24,6 +24,7 @@ static inline vi vi_rint(vf v) { return (vi)(v + 12582912.0f) - 0x4B400000; }
 static inline vf vf_add_exact_product(vf a, vf b, vf c) { return a * b + c; }
 
 static inline vmask vf_gt(vf a, vf b) { return a > b; }
+static inline uint32_t vmask_bits(vmask m) { return (m[0] & 1u) | (m[1] & 2u) | (m[2] & 4u) | (m[3] & 8u); }
 static inline vf vf_blend(vmask m, vf yes, vf no) { return (vf)((m & (vi)yes) | (~m & (vi)no)); }
 static inline vi vi_count(vi counter, vmask m) { return counter - m; }
 static inline vi vi_max(vi a, vi b) { vmask m = a > b; return (m & a) | (~m & b); }

@@ -294,3 +294,21 @@ def test_scales_of_nan_are_computed_without_overflow(tmp_path: Path) -> None:
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["7fc00000", "7fc00000", "7fc00000", "00000000"]
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("name", ["1 bit", "2 bits", "ternary, own thresholds"])
+def test_root_mean_squares_of_every_magnitude_are_the_references(isa: str, name: str, size: int) -> None:
+    fmt = BlockFormat(block_size=size, **FITTED[name])  # type: ignore[arg-type]
+    exponents = torch.arange(-149, 128)  # squares leave float32's range on both sides
+    generator = torch.Generator().manual_seed(size)
+    x_KB = torch.rand(len(exponents), size, generator=generator) * torch.exp2(exponents.double())[:, None]
+    x_KB[:, 1::2] *= 2.0**-35  # parts whose squares are lost first
+    x_N = x_KB.float().flatten()
+    segments = Segments([Segment(0, x_N.numel() - 5, 0, 0)])
+    wires = []
+    for module in (reference_blocks, native_blocks):
+        wire, flag = torch.zeros(fmt.wire_nbytes(x_N.numel()), dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+        module.encode_(x_N, wire, segments, fmt, stochastic=False, seed=0, flag=flag)
+        wires.append(wire)
+    assert torch.equal(*wires)
