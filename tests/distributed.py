@@ -38,7 +38,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from tests.scripts import OUTPUT_CHARACTERS, describe_exit, environment, set_environment
+from tests.scripts import OUTPUT_CHARACTERS, REPOSITORY, describe_exit, environment, set_environment
 
 GRACE_S = 3.0  # after the first failure the other ranks have this long to report theirs
 START_LIMIT_S = 240.0  # for interpreters and imports, which take a minute where many programs share few cores
@@ -207,16 +207,21 @@ class _Run:
         return "\n".join(parts)
 
 
-_PRELOAD = ("torch.distributed.fsdp", "lightning.pytorch", "pytorch_lightning", "accelerate", "transformers")
+_PRELOAD = ("torch.distributed.fsdp", "lightning.pytorch", "pytorch_lightning", "accelerate", "transformers.trainer")
 
 
 @functools.cache
 def _forkserver() -> multiprocessing.context.ForkServerContext:
-    """A server that imports, once, what this process had imported when the first ranks were started."""
+    """A server that imports, once, what this process had imported when the first ranks were started.
+
+    Test modules and whatever else only they use are left to the ranks.
+    """
     context = multiprocessing.get_context("forkserver")
+    ours = [name for name in sys.modules if name.startswith(("lowbit_strategy.", "tests.")) and ".test_" not in name]
     preload = [name for name in _PRELOAD if name in sys.modules]
-    with environment({"OMP_NUM_THREADS": "1"}):
-        context.set_forkserver_preload(["torch", "torch.distributed", *preload])
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
+        context.set_forkserver_preload(["torch", "torch.distributed", *preload, *ours])
         multiprocessing.forkserver.ensure_running()
     return context
 
@@ -270,6 +275,7 @@ def _call(rank: int, world_size: int, folder: Path, job: bytes, process_group: P
         method = f"file://{folder}/store" if process_group == "file" else "env://"
         limit = timedelta(seconds=timeout + START_LIMIT_S)  # the launcher's limit comes first, and has stacks to show
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=limit)
+        dist.barrier()  # a rank that is done while another still connects would break that connection
     result = pickle.dumps(fn(rank, world_size, *args))
     if dist.is_initialized():
         dist.destroy_process_group()

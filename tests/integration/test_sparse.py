@@ -56,6 +56,7 @@ TRAINED: dict[str, Compressor] = {
     "adacomp": AdaComp(bin_size=50),
 }
 LAYOUTS = ("ddp", "fsdp")
+TRAINED_STEPS = 30
 
 
 # -- training -------------------------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ class Trained(NamedTuple):
 
 
 def _train(compressor: Compressor, layout: str, comm: Comm) -> Trained:
-    """Fifty steps of a small network on a linear target; the mean loss of the first and last five."""
+    """Steps of a small network on a linear target; the mean loss of the first and last five."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(64, 130), nn.ReLU(), nn.Linear(130, 10))
     specs = describe_parameters(model)
@@ -86,7 +87,7 @@ def _train(compressor: Compressor, layout: str, comm: Comm) -> Trained:
     data = torch.Generator().manual_seed(comm.rank)
     target = torch.randn(64, 10, generator=torch.Generator().manual_seed(9)) / 8
     losses = []
-    for _ in range(50):
+    for _ in range(TRAINED_STEPS):
         x = torch.randn(32, 64, generator=data)
         loss = (model(x) - x @ target).square().mean()
         optimizer.zero_grad()
@@ -123,7 +124,7 @@ def test_training_falls_and_ranks_agree(name: str, layout: str) -> None:
     before, after = (sum(r.losses[i] for r in ranks) for i in (0, 1))
     assert after < 0.6 * before
     assert len({r.weights for r in ranks}) == 1
-    assert all(r.nbytes < 0.5 * 50 * 4 * r.numel for r in ranks)
+    assert all(r.nbytes < 0.5 * TRAINED_STEPS * 4 * r.numel for r in ranks)
 
 
 # -- definitions ----------------------------------------------------------------------------------------------------

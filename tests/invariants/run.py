@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ class Job(NamedTuple):
     cases: tuple[str, ...]
 
 
+Collect = Callable[[InvariantHarness], Evidence]
 Report = dict[tuple[str, str, str], list[str]]
 
 
@@ -33,21 +34,39 @@ def run_jobs(rank: int, world_size: int, jobs: Sequence[Job], folder: Path) -> R
     comm = GroupComm(dist.new_group(timeout=GROUP_TIMEOUT))
     for job in jobs:
         harness = InvariantHarness(job.preset, job.layout, comm, folder)
-        cases = {name: CASES[name] for name in job.cases}
-        for collect in dict.fromkeys(case.collect for case in cases.values()):
-            evidence = _gather(_attempt(collect, harness))
-            raised = [f"rank {r} raised\n{e}" for r, e in enumerate(evidence) if isinstance(e, str)]
-            for name, case in cases.items():
-                if case.collect is collect and rank == 0:
-                    report[job.preset, job.layout, name] = raised[:1] or _judge(case, evidence, harness)
-            if raised:
-                comm = harness.comm = GroupComm(dist.new_group(timeout=GROUP_TIMEOUT))
+        evidence = _collect([CASES[name].collect for name in job.cases], harness)
+        comm = harness.comm
+        if rank == 0:
+            for name in job.cases:
+                found = evidence[CASES[name].collect]
+                report[job.preset, job.layout, name] = (
+                    [found] if isinstance(found, str) else _judge(CASES[name], found, harness)
+                )
     return report
 
 
-def _attempt(collect: Callable[[InvariantHarness], Evidence], harness: InvariantHarness) -> Evidence | str:
+def _collect(collects: Iterable[Collect], harness: InvariantHarness) -> dict[Collect, list[Evidence] | str]:
+    """What all ranks recorded, by function, or what the first of them raised.
+
+    All functions are run before the ranks meet. If one raised, each is run by itself, in a fresh group after failures.
+    """
+    collects = list(dict.fromkeys(collects))
+    ranks = _gather(_attempt(collects, harness))
+    raised = [f"rank {r} raised\n{e}" for r, e in enumerate(ranks) if isinstance(e, str)]
+    if not raised:
+        return {collect: [own[i] for own in ranks] for i, collect in enumerate(collects)}
+    harness.comm = GroupComm(dist.new_group(timeout=GROUP_TIMEOUT))
+    if len(collects) == 1:
+        return {collects[0]: raised[0]}
+    evidence: dict[Collect, list[Evidence] | str] = {}
+    for collect in collects:
+        evidence |= _collect([collect], harness)
+    return evidence
+
+
+def _attempt(collects: Sequence[Collect], harness: InvariantHarness) -> list[Evidence] | str:
     try:
-        return collect(harness)
+        return [collect(harness) for collect in collects]
     except Exception:
         return traceback.format_exc()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -69,6 +70,7 @@ def test_the_decoders_code_does_not_grow_with_the_number_of_ranks(name: str) -> 
     fmt = FORMATS[name]
     launch = decode_launch(device_format(fmt), torch.float32)
 
+    @functools.cache
     def decode(sources: int) -> offline.Resources:
         return offline.decode_sum_resources(fmt, out="float32", sources=sources, launch=launch, arch=90)
 
