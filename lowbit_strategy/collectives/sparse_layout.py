@@ -190,7 +190,7 @@ class SparseLayout:
         rows: list[list[int]] = counts_SV.tolist()
         for source, row in enumerate(rows):
             if row[0]:
-                raise _impossible(source, row[0], self.num_blocks)
+                raise impossible_table(source, row[0], self.num_blocks)
         return [row[1:] for row in rows]
 
     def _few_sizes(self, counts_SK: list[list[int]]) -> list[list[int]]:
@@ -199,7 +199,7 @@ class SparseLayout:
         for source, counts_K in enumerate(counts_SK):
             wrong = sum(not 0 <= count <= most for count, most in zip(counts_K, self._lengths, strict=True))
             if wrong:
-                raise _impossible(source, wrong, self.num_blocks)
+                raise impossible_table(source, wrong, self.num_blocks)
             edges = [*self._first_block, self.num_blocks]
             rows.append([sum(counts_K[first:last]) for first, last in pairwise(edges)])
         return rows
@@ -218,15 +218,15 @@ class SparseLayout:
         """
         k = sum(sizes_V)
         if wire.numel() < POSITION_NBYTES * k:
-            raise _damaged(f"{k} positions are announced, but the message has {wire.numel()} bytes")
+            raise damaged_message(f"{k} positions are announced, but the message has {wire.numel()} bytes")
         low_E = wire[: POSITION_NBYTES * k].clone().view(torch.int16).long() & 0xFFFF
         if self.num_blocks == 1:
             if k and self._lengths[0] < 1 << BLOCK_BITS and int(low_E.max()) >= self._lengths[0]:
-                raise _damaged("a position lies beyond the end of its parameter")
+                raise damaged_message("a position lies beyond the end of its parameter")
             return [low_E]
         block_E = torch.arange(self.num_blocks, device=wire.device).repeat_interleave(counts_K, output_size=k)
         if k and bool((low_E >= self._length_K.index_select(0, block_E)).any()):
-            raise _damaged("a position lies beyond the end of its parameter")
+            raise damaged_message("a position lies beyond the end of its parameter")
         flat_E = self._flat_start_K.index_select(0, block_E) + low_E
         return [flat - start for flat, start in zip(flat_E.split(list(sizes_V)), self.starts, strict=True)]
 
@@ -243,7 +243,7 @@ class SparseLayout:
             RuntimeError: The message is damaged.
         """
         if wire.numel() != self.nbytes(sizes_V, codec):
-            raise _damaged(f"{self.nbytes(sizes_V, codec)} bytes are announced, {wire.numel()} came")
+            raise damaged_message(f"{self.nbytes(sizes_V, codec)} bytes are announced, {wire.numel()} came")
         indices = self.positions(counts_K, sizes_V, wire)
         values = self._decode(wire[POSITION_NBYTES * sum(sizes_V) :], sizes_V, codec)
         return [Chosen(*pair) for pair in zip(indices, values.split(list(sizes_V)), strict=True)]
@@ -260,11 +260,13 @@ class SparseLayout:
         return torch.cat(values)
 
 
-def _impossible(source: int, wrong: int, num_blocks: int) -> RuntimeError:
-    return _damaged(f"table {source} of counts is impossible for {wrong} of {num_blocks} blocks")
+def impossible_table(source: int, wrong: int, num_blocks: int) -> RuntimeError:
+    """The error for a table of counts that no rank could have sent."""
+    return damaged_message(f"table {source} of counts is impossible for {wrong} of {num_blocks} blocks")
 
 
-def _damaged(what: str) -> RuntimeError:
+def damaged_message(what: str) -> RuntimeError:
+    """The error for a sparse message that does not fit its parameters."""
     return RuntimeError(
         f"a sparse message is damaged: {what}. The ranks run different models, compressors or versions of"
         " lowbit_strategy, or the network corrupts data: compare them, and restart from the last checkpoint"

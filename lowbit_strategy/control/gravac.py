@@ -27,7 +27,8 @@ class GraVAC(Controller):
 
     compression gain = 1 - ||h - C(h)||^2 / ||h||^2 with h = g + e, over all parameters and ranks, a moving average. For
     sparsifiers that is the published ||C(h)||^2 / ||h||^2; a quantiser's codes may have more energy than ``h``, which
-    does not count.
+    does not count. It is about the uplink: what the downlink loses under DDP shows only in the result of what is in
+    force, never of a candidate. `Guard` with ``max_end_to_end`` around it watches that.
 
     Every step, from what was measured in the step before:
 

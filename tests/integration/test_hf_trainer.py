@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import CompressionMonitor, LowBitPlugin, binding_of
 from lowbit_strategy.control import Accordion, AccordionBatch, Controller, Phase, Schedule
+from lowbit_strategy.telemetry.metric_format import is_of_group
 from lowbit_strategy.telemetry.run_record import read_record
 from lowbit_strategy.transformers import attach
 from tests.accelerated import Kind, fresh_state, record_of
@@ -194,6 +195,8 @@ def test_controllers_and_the_monitor(facts: list[Facts], request: pytest.Fixture
         assert rank["bits"][0] == rank["bits"][1]
         assert [entry["step"] for entry in rank["logged"]] == [0, 3, 6]
         assert len(rank["shares"]) >= 2
+        # The console shows what is in the Trainer's history: totals, and not dozens of figures of groups.
+        assert not [name for entry in rank["logged"] for name in entry if "/" in name and is_of_group(name)]
     assert facts[0]["bits"] == facts[1]["bits"]
     assert facts[0]["board"]
     record, again = facts[0]["records"]

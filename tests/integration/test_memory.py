@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from lowbit_strategy import Exact, LoCo, as_weights
 from lowbit_strategy.hooks.attach import attach_fsdp, prepare
 from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.telemetry.observe import Observer
 from lowbit_strategy.telemetry.startup_report import build_report
 from tests.scenarios import Facts, scenarios
 
@@ -32,13 +33,16 @@ def sharded(folder: Path) -> Facts:
     attached = attach_fsdp(net, prepared, device=torch.device("cpu"))
     sync = attached.sync
     announced = build_report(sync)
+    observer = Observer(sync, wants=lambda step: True)
     for _ in range(3):
         net(torch.randn(4, WIDTH)).square().mean().backward()
         attached.end_step()
     held = sync.buffers.nbytes
     attached.close()
+    assert observer.last is not None
     return {
         "held": held,
+        "observed": observer.last.weights_nbytes,
         "announced": announced.buffer_nbytes,
         "module": world_size * sum(sync.sent_nbytes(name) for name in ("0.weight", "0.bias")) // (world_size - 1),
         "weights": announced.weights.used.step_nbytes,
@@ -105,4 +109,4 @@ def test_memory_for_messages_is_that_of_one_module(facts: list[Facts]) -> None:
 def test_bytes_of_weights_are_announced(facts: list[Facts]) -> None:
     """Each module's weights are gathered in forward and again in backward, half of them from the other rank."""
     for rank in facts:
-        assert rank["weights"] == rank["counted"] == 2 * rank["parameters"] * 4 // 2
+        assert rank["weights"] == rank["counted"] == rank["observed"] == 2 * rank["parameters"] * 4 // 2

@@ -376,3 +376,19 @@ def test_unused_parameters_are_served_by_a_registered_name(facts: list[Facts]) -
     assert facts[0] == facts[1]
     assert facts[0]["steps"] == 4
     assert facts[0]["sent"] > 0
+
+
+def idle_before_torch_2_13(folder: Path) -> Facts:
+    """FSDP2 leaves unused parameters out of its reduce-scatter where it is not given zeros for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+        error = raised(lambda: fit("fsdp", Idle(), max_steps=4))
+    torch.distributed.destroy_process_group()
+    return {"error": error}
+
+
+@scenarios(idle_before_torch_2_13)
+def test_unused_parameters_under_fsdp_are_an_error_with_older_torch(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert "elements per rank where the trainable parameters have" in rank["error"]
+        assert "torch >= 2.13 reduces zeros for them" in rank["error"]

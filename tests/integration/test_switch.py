@@ -26,7 +26,10 @@ PHASE_STEPS = 3
 
 
 class Buckets(L.Callback):
-    """What every step's buckets hold and where they lie, and how many graphs have been compiled until then."""
+    """What every step's buckets hold and where they lie, and how many graphs have been compiled until then.
+
+    And whether the step had begun before its backward pass.
+    """
 
     traces = False
 
@@ -34,11 +37,15 @@ class Buckets(L.Callback):
         self.adaptive = adaptive
         self.steps: list[list[tuple[Any, ...]]] = []
         self.graphs: list[int] = []
+        self.begun: list[bool] = []
 
     def on_train_start(self, *_: Any) -> None:
         assert self.adaptive.driver is not None
         self.sync = self.adaptive.driver.sync
         self.sync.subscribe(self, StepPhase.OBSERVE)
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.begun.append(self.sync.has_begun)
 
     def begin_step(self) -> Buckets:
         self.steps.append([])
@@ -70,6 +77,7 @@ def switching(folder: Path, kind: str) -> Facts:
     return {
         "buckets": buckets.steps,
         "graphs": buckets.graphs,
+        "begun": buckets.begun,
         "levels": set(adaptive.driver.levels.values()),
         "losses": model.losses,
     }
@@ -86,3 +94,10 @@ def test_a_switch_leaves_buckets_and_compiled_modules_alone(facts: list[Facts]) 
         assert fact["graphs"][0] > 0
         assert fact["graphs"] == [fact["graphs"][0]] * STEPS
         assert fact["losses"][-1] < fact["losses"][0]
+
+
+@scenarios(switching, kind=KINDS)
+def test_parameters_are_regrouped_before_backward_and_not_inside_a_collective(facts: list[Facts]) -> None:
+    """On CUDA a collective has a stream of its own, in which memory must not change hands."""
+    for fact in facts:
+        assert fact["begun"] == [True] * STEPS

@@ -20,7 +20,12 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse_layout import BLOCK_BITS, POSITION_NBYTES
+from lowbit_strategy.collectives.sparse_layout import (
+    BLOCK_BITS,
+    POSITION_NBYTES,
+    damaged_message,
+    impossible_table,
+)
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
@@ -214,7 +219,11 @@ class _Model:
         return max(threshold, _TINY)  # nothing but zeros: from the smallest number on, so that zeros are not chosen
 
     def select(self, threshold: float, bounds: Sequence[int], wanted: int) -> Generator[Pending, None, Selection]:
-        """Choose in the own partition; inform all ranks. Together they choose at most four times what is wanted."""
+        """Choose in the own partition; inform all ranks. Together they choose at most four times what is wanted.
+
+        Raises:
+            RuntimeError: A rank has sent a table or a position that does not fit its partition.
+        """
         comm, world_size, shift = self.comm, self.comm.world_size, self.step.index
         most = _MOST * wanted * (comm.rank + 1) // world_size - _MOST * wanted * comm.rank // world_size
         positions = self._above(threshold, *self._own(bounds), most)
@@ -224,20 +233,29 @@ class _Model:
         nonfinite = any(condition is Condition.NONFINITE for condition in self.found)
         yield comm.all_gather(table, torch.cat([counts.new_tensor([nonfinite]), counts]).to(torch.int32))
         counts_WK = table[:, 1:]
-        sizes_W = counts_WK.sum(1).tolist()
+        partition_W = [(rank + shift) % world_size for rank in range(world_size)]
+        edges_W2 = torch.tensor([bounds[p : p + 2] for p in partition_W], device=self.device)
+        block_K = torch.arange(num_blocks, device=self.device) << BLOCK_BITS
+        room_WK = (edges_W2.diff(dim=1) - block_K).clamp_(0, 1 << BLOCK_BITS)
+        wrong_W = ((counts_WK < 0) | (counts_WK > room_WK)).sum(1)
+        found_3W: list[list[int]] = torch.stack([table[:, 0], counts_WK.sum(1), wrong_W]).tolist()
+        nonfinite_W, sizes_W, wrong = found_3W
+        if any(wrong):
+            raise impossible_table(wrong.index(max(wrong)), max(wrong), num_blocks)
         wire = (positions & 0xFFFF).to(torch.int16).view(torch.uint8)
         received = torch.empty(POSITION_NBYTES * sum(sizes_W), dtype=torch.uint8, device=self.device)
         splits = [POSITION_NBYTES * size for size in sizes_W]
         yield comm.all_to_all_uneven(received, wire.repeat(world_size), splits, [wire.numel()] * world_size)
-        low_W = (received.view(torch.int16).long() & 0xFFFF).split(sizes_W)
-        block_K = torch.arange(num_blocks, device=self.device) << BLOCK_BITS
-        chosen = []
-        for partition in range(world_size):
-            rank = (partition - shift) % world_size
-            high = block_K.repeat_interleave(counts_WK[rank], output_size=sizes_W[rank])
-            chosen.append(high + low_W[rank] + bounds[partition])
-        by_partition = [sizes_W[(p - shift) % world_size] for p in range(world_size)]
-        return Selection(self._split(torch.cat(chosen)), by_partition, not bool(table[:, 0].any()))
+        low_E = received.view(torch.int16).long() & 0xFFFF
+        every_block = torch.arange(world_size * num_blocks, device=self.device)
+        block_E = every_block.repeat_interleave(counts_WK.reshape(-1), output_size=sum(sizes_W))
+        if bool((low_E >= room_WK.view(-1).index_select(0, block_E)).any()):
+            raise damaged_message("a position lies beyond the end of its partition")
+        start_E = (edges_W2[:, :1] + block_K).view(-1).index_select(0, block_E)
+        chosen_W = (start_E + low_E).split(sizes_W)
+        ranks = [(partition - shift) % world_size for partition in range(world_size)]
+        chosen = self._split(torch.cat([chosen_W[rank] for rank in ranks]))
+        return Selection(chosen, [sizes_W[rank] for rank in ranks], not any(nonfinite_W))
 
     def _above(self, threshold: float, start: int, stop: int, most: int) -> Tensor:
         """Positions, counted from `start`, of live elements in [start, stop) that reach the threshold; the largest of

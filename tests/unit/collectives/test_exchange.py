@@ -199,3 +199,37 @@ def test_a_message_of_another_layout_is_an_error_that_names_its_sender() -> None
     )
     with pytest.raises(RuntimeError, match="rank 2 sent a message of another layout than rank 0 expects"):
         bucket.run(bucket.fill())
+
+
+class OnCuda(Tensor):
+    """A tensor that says it is on a GPU: the code for CUDA runs, on values that can be looked at."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+class Event:
+    """A copy to the host has arrived when it is asked for."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def test_on_cuda_another_layout_in_any_step_is_an_error_one_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not wait for the device within a step: it is noted there, and looked at after the next one."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory=False, **kwargs: zeros(*args, **kwargs))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    flags = StepFlags(CPU)
+    flags._broken = flags._broken.as_subclass(OnCuda)
+    header = torch.arange(16, dtype=torch.uint8)
+    received = torch.cat([header, torch.ones(8, dtype=torch.uint8)]).repeat(4, 1).as_subclass(OnCuda)
+    for _ in range(3):
+        flags.check_layout(received, header, 0)
+        flags.raise_if_broken(0)
+    received[2, 5] += 1  # in a later step
+    flags.check_layout(received, header, 0)
+    flags.raise_if_broken(0)
+    with pytest.raises(RuntimeError, match="rank 2 sent a message of another layout than rank 0 expects"):
+        flags.raise_if_broken(0)

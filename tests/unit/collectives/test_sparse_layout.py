@@ -119,3 +119,15 @@ def test_a_damaged_message_is_an_error(what: str) -> None:
     wire = _damage(what, message.counts_DK, message.wires[0])
     with pytest.raises(RuntimeError, match="damaged"):
         layout.unpack(message.counts_DK[0], layout.sizes(message.counts_DK)[0], wire, DenseCodec())
+
+
+@pytest.mark.parametrize("num_blocks", [3, 90])  # small tables are checked as numbers, large ones as tensors
+@pytest.mark.parametrize("counts", [(-5, 25, 10), (10, 9, 31), (31, 0, 30)])
+def test_a_table_that_no_rank_could_have_sent_is_an_error(counts: tuple[int, int, int], num_blocks: int) -> None:
+    """Its sum may be right: then the message has the size that is announced, and only the table itself is wrong."""
+    cuts = [flat_cut(30, 2, 1)] * num_blocks
+    layout = SparseLayout([f"p{i}" for i in range(num_blocks)], cuts, 2, _CPU, scatter=False)
+    table = torch.zeros(2, num_blocks, dtype=torch.int32)
+    table[1, -3:] = torch.tensor(counts, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="table 1 of counts is impossible for 1 of"):
+        layout.sizes(table)

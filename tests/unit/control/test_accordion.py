@@ -106,6 +106,18 @@ def test_whole_model_is_judged_by_its_total_norm() -> None:
     assert decisions[20].switches[0].what == "all parameters"
 
 
+def test_parameters_that_switch_together_are_one_line() -> None:
+    """Each has a ratio of its own, and a line of its own would bury all others."""
+    controller = Accordion(light=LIGHT, heavy=HEAVY, interval=INTERVAL, unit="steps")
+    decisions = run(
+        controller,
+        matrices(*"abcd"),
+        progresses(25),
+        norms=lambda progress: {name: 1.0 + 0.01 * at * progress.step for at, name in enumerate("abcd")},
+    )
+    assert [switch.what for switch in decisions[20].switches] == ["all parameters"]
+
+
 def test_vectors_follow_no_detection() -> None:
     controller = Accordion(light=LIGHT, heavy=HEAVY, interval=INTERVAL, unit="steps")
     specs = [*matrices("a"), TensorSpec("bias", (64,))]

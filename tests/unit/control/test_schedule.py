@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 
 from lowbit_strategy.control import Phase, Progress, Schedule, dgc_warmup
+from lowbit_strategy.control.base import describe_switches
 from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.unit.control.simulate import matrices, run
 
@@ -53,6 +54,13 @@ def test_switches_are_reported_once_with_their_reason() -> None:
         (0, "all parameters", "start", "loco(bits=8)", "phase 1 of 2, from step 0"),
         (5, "all parameters", "loco(bits=8)", "loco(bits=4)", "phase 2 of 2, from step 5"),
     ]
+
+
+def test_a_switch_names_three_parameters_at_most() -> None:
+    """It is a line in a log: a model has hundreds of parameters, and the reason must not be cut off."""
+    before, after = dict.fromkeys("abcde", 0), {**dict.fromkeys("abcd", 1), "e": 0}
+    (switch,) = describe_switches(before, after, ("light", "heavy"), dict.fromkeys("abcde", "calm"))
+    assert tuple(switch) == ("a, b, c and 1 more", "light", "heavy", "calm")
 
 
 def test_a_restart_changes_nothing() -> None:

@@ -9,7 +9,9 @@ from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import native
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.worlds.echo import EchoComm, Operations
 
@@ -19,9 +21,17 @@ MATRICES = [TensorSpec(f"layer.{i}.weight", (256, 192)) for i in range(6)]
 VECTORS = [TensorSpec(f"layer.{i}.bias", (256,)) for i in range(8)]
 
 
-def operations_of_a_reduce(specs: list[TensorSpec], world_size: int, *, scatter: bool) -> list[str]:
+def operations_of_a_reduce(
+    specs: list[TensorSpec],
+    world_size: int,
+    compressor: Compressor = LoCo(),  # noqa: B008 (frozen)
+    *,
+    scatter: bool,
+    rollback: bool = False,
+) -> list[str]:
     """Of the second step: the first makes tables and buffers."""
-    sync = GradientSync(LoCo(), specs, EchoComm(world_size), torch.device("cpu"), scatter=scatter)
+    comm = EchoComm(world_size)
+    sync = GradientSync(compressor, specs, comm, torch.device("cpu"), scatter=scatter, rollback=rollback)
     entries, at = [], 0
     for spec in specs:
         entries.append(Entry(spec.name, at))
@@ -43,9 +53,20 @@ def operations_of_a_reduce(specs: list[TensorSpec], world_size: int, *, scatter:
 def test_a_bucket_takes_few_operations(scatter: bool) -> None:
     names = operations_of_a_reduce(MATRICES + VECTORS, 64, scatter=scatter)
     assert len(names) <= 40, names
+    assert not [name for name in names if "zero" in name]  # messages are written whole
 
 
 @pytest.mark.parametrize("scatter", [False, True], ids=["ddp", "fsdp"])
 def test_neither_ranks_nor_tensors_add_operations(scatter: bool) -> None:
     few = operations_of_a_reduce(MATRICES[:1] + VECTORS[:1], 2, scatter=scatter)
     assert len(operations_of_a_reduce(MATRICES + VECTORS, 16, scatter=scatter)) == len(few)
+
+
+def test_overflows_are_noted_only_where_a_rollback_reads_the_note() -> None:
+    """Of methods that exchange by themselves: each note is a pass over the result."""
+    sync = {
+        rollback: operations_of_a_reduce(MATRICES[:2], 1, PowerSGD(rank=2), scatter=False, rollback=rollback)
+        for rollback in (False, True)
+    }
+    assert "aten.maximum.out" not in sync[False]
+    assert sync[True].count("aten.maximum.out") == 2

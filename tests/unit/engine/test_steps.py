@@ -160,3 +160,19 @@ def test_buffers_of_a_bucket_that_failed_come_back() -> None:
         next(sync.reduce(BucketLayout(entries), x, x))  # abandoned while its bytes travel
         sync.end_step()
     assert sync.buffers.nbytes <= held
+
+
+def test_bucket_layouts_that_come_no_more_are_dropped() -> None:
+    """DDP rebuilds its buckets after the first step, and what the first ones needed must not be kept for ever."""
+    sync = engine(LoCo(bits=4))
+    first = BucketLayout((Entry(WEIGHTS[0], 0),))
+    x = torch.randn(SPECS[0].numel)
+    for pending in sync.reduce(first, x, x):
+        pending.wait()
+    bucket = weakref.ref(sync._bucket(first))
+    sync.end_step()
+    for step in range(40):
+        reduce_step(sync, gradients(step))
+    gc.collect()
+    assert bucket() is None
+    assert len(sync._plans) == 1

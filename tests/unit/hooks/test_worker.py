@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
-from lowbit_strategy.hooks.worker import BucketWorker
+from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.model.parameters import describe_parameters
 from tests.distributed import run_ranks
@@ -217,3 +217,13 @@ def test_backward_raises_what_the_worker_raised() -> None:
     for outcomes in run_ranks(_fail_in_backward, 2):
         assert outcomes[0] == "reduced"
         assert "the disk of residuals is full" in outcomes[1]
+
+
+def test_a_side_stream_knows_the_index_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.device("cuda")`` has none, and a future takes no device without; without a GPU no stream can be made."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: (device, priority))
+    for name, wanted in (("cuda", 3), ("cuda:1", 1)):
+        side = SideStream(torch.device(name))
+        assert side._device == torch.device("cuda", wanted)
+        assert side._stream == (torch.device("cuda", wanted), -1)  # before backward's own kernels

@@ -132,18 +132,29 @@ def test_bad_options_are_refused() -> None:
         SIDCo(density=-0.1)
 
 
-def test_rows_of_different_scale_stay_near_the_target() -> None:
-    """The fit alternated between 0.15 and 2.6 times the target there."""
-    spec = TensorSpec("weight", (300, 1000))
-    reducer = SIDCo(density=0.005).method(spec)
+@pytest.mark.parametrize(
+    ("scales", "distribution", "density"),
+    [
+        ("spread", "pareto", 0.005),
+        ("halves", "exponential", 0.01),  # the fit alone alternates between 0.2 and 3.1 times the target
+        ("few large", "pareto", 0.005),  # 0.02 to 0.08 times
+    ],
+)
+def test_rows_of_different_scale_stay_near_the_target(scales: str, distribution: Distribution, density: float) -> None:
+    spec, row = TensorSpec("weight", (300, 1000)), torch.arange(300)
+    reducer = SIDCo(density=density, distribution=distribution).method(spec)
     tensors = reducer.init([spec], torch.device("cpu"))["weight"]
-    scales = torch.logspace(-4, 0, 300)[:, None]
+    scale = {
+        "spread": torch.logspace(-4, 0, 300),
+        "halves": torch.where(row % 2 == 0, 1.0, 1e-3),
+        "few large": torch.where(row % 100 == 0, 1.0, 1e-3),
+    }[scales][:, None]
     ratios = []
     for index in range(20):
-        x = torch.randn(300, 1000, generator=torch.Generator().manual_seed(index)) * scales
+        x = torch.randn(300, 1000, generator=torch.Generator().manual_seed(index)) * scale
         tensors["residual"].add_(x.view(-1))
         chosen = reducer.choose(_view(spec), Sum(tensors["residual"]), tensors, StepContext(index, 100 + index, index))
         tensors["residual"].index_fill_(0, chosen.indices, 0.0)
         ratios.append(chosen.indices.numel() / reducer.num_kept(spec))
-    assert min(ratios) > 0.4
+    assert min(ratios) > 0.35
     assert max(ratios) <= 1.3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base import exclusive_partitions as exclusive
@@ -23,6 +26,7 @@ from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
 from lowbit_strategy.methods.sparsification.sidco import SIDCo
 from lowbit_strategy.methods.sparsification.topk import TopK
 from tests.worlds.one_tensor import OneTensor, gaussian
+from tests.worlds.simulated import SimulatedComm, SimulatedWorld
 
 KINDS = (TopK, DGC, SIDCo, ExDyna, MiCRO, GTopK, RandomK, ScaleCom)
 SHAPE, NUMEL = (7, 33), 231
@@ -144,6 +148,17 @@ def _target(method: Any, spec: TensorSpec) -> int:
     return method.num_kept(spec) if hasattr(method, "num_kept") else round(method.density * spec.numel)
 
 
+@pytest.mark.parametrize("name", ["exdyna", "micro"])
+def test_a_spike_sends_no_more_than_four_times_the_target(name: str) -> None:
+    """In calm training the threshold follows the last count, and has no notice of a gradient 100 times as large."""
+    ranks, target = OneTensor(BOUNDED[name], (200, 300), 2), 600
+    for step in range(20):
+        ranks.step([gaussian((200, 300), 10 * step + rank).view(-1) for rank in range(2)])
+    assert all(bool(ranks.state(rank)["calm"]) for rank in range(2))
+    mean = ranks.step([100 * gaussian((200, 300), 1000 + rank).view(-1) for rank in range(2)])
+    assert int(mean.count_nonzero()) == 4 * target  # as many as are allowed: far more reach the old threshold
+
+
 @pytest.mark.parametrize("name", ["sidco", "sidco_gamma", "exdyna", "micro"])
 def test_signs_send_the_target_and_not_nothing(name: str) -> None:
     """All thresholds are the same there: all elements reach it or none."""
@@ -262,3 +277,64 @@ def test_chunk_options_are_checked() -> None:
         DGC(residual="int4")
     with pytest.raises(ValueError, match="return_density must be"):
         TopK(selection="chunk", return_density=2.0)
+
+
+class _Damage(SimulatedComm):
+    """Of a rank whose messages are damaged: the n-th collective's input is changed before it is sent."""
+
+    def __init__(self, world: SimulatedWorld, rank: int, at: int, change: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(world, rank)
+        self._at, self._change = at, change
+
+    def all_gather(self, out_WB: torch.Tensor, x_B: torch.Tensor) -> Pending:
+        return super().all_gather(out_WB, self._damaged(x_B))
+
+    def all_to_all_uneven(self, out: torch.Tensor, x: torch.Tensor, *splits: Sequence[int]) -> Pending:
+        return super().all_to_all_uneven(out, self._damaged(x), *splits)
+
+    def _damaged(self, x: torch.Tensor) -> torch.Tensor:
+        self._at -= 1
+        if self._at == 0:
+            x = x.clone()
+            self._change(x)
+        return x
+
+
+def _count_below_zero(table: torch.Tensor) -> None:
+    table[1:3] += torch.tensor([-100_000, 100_000], dtype=torch.int32)  # the sum stays right
+
+
+def _count_above_the_partition(table: torch.Tensor) -> None:
+    table[-1] = 60_000
+
+
+def _position_beyond_the_end(wire: torch.Tensor) -> None:
+    wire.view(torch.int16)[-1] = -1  # 65,535
+
+
+@pytest.mark.parametrize("kind", [ExDyna, MiCRO])
+@pytest.mark.parametrize(
+    ("at", "change", "message"),
+    [
+        (2, _count_below_zero, "table 1 of counts is impossible for 2 of 2 blocks"),
+        (2, _count_above_the_partition, "table 1 of counts is impossible for 1 of 2 blocks"),
+        (3, _position_beyond_the_end, "a position lies beyond the end of its partition"),
+    ],
+    ids=["below zero", "too many", "beyond"],
+)
+def test_damaged_positions_are_an_error(
+    kind: type[Compressor], at: int, change: Callable[[torch.Tensor], None], message: str
+) -> None:
+    """Counts are trusted by an operation that writes as many entries as they announce, wherever that ends."""
+    ranks = OneTensor(kind(density=0.01, exempt=()), (400, 400), 2)  # type: ignore[call-arg]
+    world = ranks.world
+    world.comms[1] = _Damage(world, 1, at, change)
+    ranks.syncs[1] = GradientSync(
+        kind(density=0.01, exempt=()),  # type: ignore[call-arg]
+        [TensorSpec("p", (400, 400))],
+        world.comms[1],
+        torch.device("cpu"),
+        scatter=False,
+    )
+    with pytest.raises(RuntimeError, match=f"a sparse message is damaged: {message}"):
+        ranks.step([gaussian((400, 400), rank) for rank in range(2)])

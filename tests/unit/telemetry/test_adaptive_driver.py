@@ -117,6 +117,21 @@ def test_adaqs_follows_the_noise_of_real_gradients(scatter: bool) -> None:
     assert any("mean-to-deviation ratio fell" in event.switch.reason for event in driver.events)
 
 
+@pytest.mark.parametrize("scatter", [False, True])
+def test_the_end_to_end_error_is_that_of_the_step_before(scatter: bool) -> None:
+    recorder = Recorder(Probe(end_to_end=True))
+    sync = engine(TWO, scatter=scatter)
+    AdaptiveDriver(recorder).attach(sync)
+    grads = gradients(0)
+    result = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
+    reduce_step(sync, gradients(1))
+    assert recorder.telemetry[0].end_to_end == {}
+    for name in WEIGHTS:
+        found = recorder.telemetry[1].end_to_end[name]
+        error, mean = float((result[name] - grads[name]).square().sum()), float(grads[name].square().sum())
+        assert (found.error, found.mean) == pytest.approx((error, mean), rel=0.1)  # from a sample
+
+
 def test_nothing_is_measured_unless_asked() -> None:
     recorder = Recorder(Probe())
     sync = engine(Dense())
@@ -144,6 +159,16 @@ def test_decisions_are_applied_by_regrouping() -> None:
         (0, "loco(bits=8, block_size=64, reset_steps=None)"),
         (2, "loco(bits=2, block_size=64, reset_steps=None)"),
     ]
+
+
+def test_decisions_name_no_parameter_that_every_level_exempts() -> None:
+    sync = engine(Dense())
+    driver = AdaptiveDriver(Schedule([Phase(compressor=EIGHT), Phase(compressor=TWO, start=1)]))
+    driver.attach(sync)
+    for step in range(2):
+        reduce_step(sync, gradients(step))
+        assert driver.levels.keys() == set(WEIGHTS)
+    assert sync.assignments["bias"].kind == "exempt"
 
 
 def test_an_overflowed_step_is_not_decided_twice_and_teaches_nothing() -> None:
