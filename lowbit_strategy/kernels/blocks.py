@@ -1,7 +1,7 @@
 """Blockwise quantisation: the public ops. They check their arguments and call a backend.
 
-Every backend writes the same bytes: `lowbit_strategy.kernels.reference.blocks` is the definition. Matrices with scales
-of rows times columns are coded by PyTorch's own operations on every device (`lowbit_strategy.kernels.reference.rank1`).
+Every backend writes the same bytes: `lowbit_strategy.kernels.reference.blocks` is the definition. For matrices
+with scales of rows times columns that is `lowbit_strategy.kernels.reference.rank1`, which also serves GPUs.
 """
 
 from __future__ import annotations
@@ -53,12 +53,14 @@ def encode_(
     check_buffers(x, wire)
     if stochastic and not fmt.is_uniform:
         raise ValueError("stochastic rounding needs the uniform grid: leave codebook unset or use rounding='nearest'")
-    backend = backends.choose(x.device)
-    if isinstance(fmt, Rank1Format):
-        limit = backends.piece_elements(x.device)
-        rank1.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag, max_elements=limit)
-        return
-    match backend:
+    match backends.choose(x.device):
+        case "native" if isinstance(fmt, Rank1Format):
+            from lowbit_strategy.kernels.native import rank1 as native_rank1
+
+            native_rank1.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag)
+        case _ if isinstance(fmt, Rank1Format):
+            limit = backends.piece_elements(x.device)
+            rank1.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag, max_elements=limit)
         case "triton":
             from lowbit_strategy.kernels.triton import blocks as triton_blocks
 
@@ -91,12 +93,14 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: ScaledFor
         alpha: Factor applied to the float32 sum before the cast to `out`'s dtype; 1/W makes it a mean.
     """
     check_buffers(out, wire_WB)
-    backend = backends.choose(out.device)
-    if isinstance(fmt, Rank1Format):
-        limit = backends.piece_elements(out.device)
-        rank1.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha, max_elements=limit)
-        return
-    match backend:
+    match backends.choose(out.device):
+        case "native" if isinstance(fmt, Rank1Format):
+            from lowbit_strategy.kernels.native import rank1 as native_rank1
+
+            native_rank1.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
+        case _ if isinstance(fmt, Rank1Format):
+            limit = backends.piece_elements(out.device)
+            rank1.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha, max_elements=limit)
         case "triton":
             from lowbit_strategy.kernels.triton import blocks as triton_blocks
 

@@ -191,7 +191,7 @@ class Rank1Format:
     def is_uniform(self) -> bool:
         return self.codes.is_uniform
 
-    def num_rows(self, numel: int) -> int:
+    def num_blocks(self, numel: int) -> int:
         """Rows of a message of `numel` elements.
 
         Raises:
@@ -206,7 +206,7 @@ class Rank1Format:
         if not numel:
             return 0
         return self.codes.num_blocks(numel) * self.codes.code_nbytes + SCALE_NBYTES * (
-            self.num_rows(numel) + self.columns
+            self.num_blocks(numel) + self.columns
         )
 
 

@@ -73,12 +73,14 @@ def loco_encode_(
         "seed": seed,
         "flag": flag,
     }
-    backend = backends.choose(x.device)
-    if isinstance(fmt, Rank1Format):
-        limit = backends.piece_elements(x.device)
-        rank1.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options, max_elements=limit)
-        return
-    match backend:
+    match backends.choose(x.device):
+        case "native" if isinstance(fmt, Rank1Format):
+            from lowbit_strategy.kernels.native import rank1 as native_rank1
+
+            native_rank1.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options)
+        case _ if isinstance(fmt, Rank1Format):
+            limit = backends.piece_elements(x.device)
+            rank1.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options, max_elements=limit)
         case "triton":
             from lowbit_strategy.kernels.triton import loco as triton_loco
 

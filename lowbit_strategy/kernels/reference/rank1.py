@@ -10,7 +10,7 @@ here those of rows are taken once columns are divided by theirs, so that any rul
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from lowbit_strategy.kernels.format import SCALE_NBYTES, Rank1Format
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, RESIDUAL_STREAM, dither_at, stream_keys
-from lowbit_strategy.kernels.segments import Segment, Segments
+from lowbit_strategy.kernels.segments import Segment, Segments, pieces_of
 
 _FLT_MIN = torch.finfo(torch.float32).tiny
 
@@ -38,23 +38,23 @@ class Codes(NamedTuple):
     column_SB: Tensor
 
 
-def column_scales(h_SKB: Tensor) -> Tensor:
-    """float32 [S, B] holding bfloat16 values: each column's mean magnitude over that of the largest column, rounded up.
+def column_scales(h_SKB: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [S, B] holding bfloat16 values: each column's sum of magnitudes over the largest column's, rounded up.
+
+    And whether none of a message's sums is infinite, boolean [S]; if one is, its scales are zero.
 
     Rows are added neighbour by neighbour, then pairs of them, and so on: every backend adds in this order.
     """
-    magnitude_SKB = h_SKB.abs()
-    exponent_S = torch.frexp(magnitude_SKB.amax((1, 2))).exponent.clamp(-120, 120)
-    total_SKB = torch.ldexp(magnitude_SKB, -exponent_S[:, None, None])  # sums neither overflow nor vanish
+    total_SKB = h_SKB.abs()
     while total_SKB.shape[1] > 1:
         if total_SKB.shape[1] % 2:
             total_SKB = torch.nn.functional.pad(total_SKB, (0, 0, 0, 1))
         total_SKB = total_SKB[:, 0::2] + total_SKB[:, 1::2]
     total_SB = total_SKB[:, 0]
     largest_S1 = total_SB.amax(1, keepdim=True)
-    share_SB = torch.where(largest_S1 > 0, total_SB / largest_S1, 0.0)
-    scale_SB = blocks.round_up_bfloat16(share_SB)
-    return torch.where(scale_SB < _FLT_MIN, 0.0, scale_SB)
+    usable_S1 = (largest_S1 > 0) & largest_S1.isfinite()
+    scale_SB = blocks.round_up_bfloat16(torch.where(usable_S1, total_SB / largest_S1, 0.0))
+    return torch.where(scale_SB < _FLT_MIN, 0.0, scale_SB), ~largest_S1.isinf()[:, 0]
 
 
 def quantize(h_KB: Tensor, idle_K: Tensor | None, num: int, fmt: Rank1Format, noise: Tensor | float) -> Codes:
@@ -66,12 +66,14 @@ def quantize(h_KB: Tensor, idle_K: Tensor | None, num: int, fmt: Rank1Format, no
     4. the code of ``y_ij / r_i``
 
     Where ``|h_ij| = a_i b_j``, y has rows of one magnitude, so ``r_i c_j`` is that of the element: exact but for the
-    rounding of scales. With ``absmax`` nothing is clipped. Idle rows and rows with inf or NaN count for zero in 1.
+    rounding of scales. With ``absmax`` nothing is clipped. Idle rows and rows with inf or NaN count for zero in 1. A
+    message with an infinite sum in 1 is not finite as a whole.
     """
     finite_K = h_KB.isfinite().all(-1)
     used_KB = torch.where((finite_K if idle_K is None else finite_K & ~idle_K)[:, None], h_KB, 0.0)
     used_SKB = used_KB.view(num, -1, fmt.columns)
-    column_SB = column_scales(used_SKB)
+    column_SB, bounded_S = column_scales(used_SKB)
+    finite_K = finite_K & bounded_S.repeat_interleave(used_SKB.shape[1], output_size=finite_K.shape[0])
     inverse_SB = torch.where(column_SB > 0, 1.0 / column_SB, 0.0)
     y_KB = (used_SKB * inverse_SB[:, None]).view_as(h_KB)
     row_K = blocks.round_up_bfloat16(blocks.raw_scale(y_KB, _count(fmt.columns), fmt.codes))
@@ -108,7 +110,7 @@ def to_bytes(message: Codes, fmt: Rank1Format) -> Tensor:
 
 def from_bytes(wire_SB: Tensor, numel: int, fmt: Rank1Format) -> Codes:
     """The inverse of `to_bytes` for messages of `numel` elements."""
-    num, rows = wire_SB.shape[0], fmt.num_rows(numel)
+    num, rows = wire_SB.shape[0], fmt.num_blocks(numel)
     sizes = [fmt.codes.num_blocks(numel) * fmt.codes.code_nbytes, SCALE_NBYTES * rows, SCALE_NBYTES * fmt.columns]
     packed, row, column = wire_SB.split_with_sizes(sizes, 1)
     codes = blocks.unpack(packed.reshape(-1, fmt.codes.code_nbytes), fmt.codes).reshape(num, -1)[:, :numel]
@@ -118,23 +120,34 @@ def from_bytes(wire_SB: Tensor, numel: int, fmt: Rank1Format) -> Codes:
     return Codes(codes.reshape(-1, fmt.columns), row_K.view(-1), column_SB)
 
 
-class Stack(NamedTuple):
-    """Messages of the same size, and where their parts lie."""
+class Stack:
+    """Messages of the same size, and where their parts lie.
 
-    segments: Segments
-    numel: int  # of each
+    Attributes:
+        segments: The messages.
+        numel: Elements of each.
+    """
 
-    def collect(self, x: Tensor, columns: int) -> Tensor:
-        """float32 [K, B]."""
-        pieces = [x[row.x_offset : row.x_offset + self.numel] for row in self.segments.rows]
-        return torch.cat(pieces).float().view(-1, columns)
+    def __init__(self, rows: Sequence[Segment], numel: int, fmt: Rank1Format) -> None:
+        self.segments, self.numel = Segments(rows), numel
+        self._wire = Segments(row._replace(x_offset=row.wire_offset, numel=fmt.wire_nbytes(numel)) for row in rows)
+        self._state = Segments(row._replace(x_offset=row.state_offset) for row in rows)
+        per_row = (row.state_offset // fmt.columns for row in rows)
+        self._scales = Segments(
+            row._replace(x_offset=at, numel=numel // fmt.columns) for row, at in zip(rows, per_row, strict=True)
+        )
 
-    def state(self, arena: Tensor, unit: int = 1) -> list[Tensor]:
-        """Each message's part of an arena with one entry per `unit` elements."""
-        return [arena[row.state_offset // unit :][: self.numel // unit] for row in self.segments.rows]
+    def values(self, x: Tensor) -> list[Tensor]:
+        return pieces_of(x, self.segments, "x_offset")
 
-    def wire(self, wire: Tensor, nbytes: int) -> list[Tensor]:
-        return [wire[row.wire_offset : row.wire_offset + nbytes] for row in self.segments.rows]
+    def messages(self, wire: Tensor) -> list[Tensor]:
+        return pieces_of(wire, self._wire, "x_offset")
+
+    def state(self, residual: Tensor) -> list[Tensor]:
+        return pieces_of(residual, self._state, "x_offset")
+
+    def scales(self, residual_scale: Tensor) -> list[Tensor]:
+        return pieces_of(residual_scale, self._scales, "x_offset")
 
     def noise(self, seed: int, stream: int, like_KB: Tensor) -> Tensor:
         """float32 [K, B] in [-0.5, 0.5): each message's own numbers, whatever the bucket."""
@@ -143,20 +156,19 @@ class Stack(NamedTuple):
         return dither_at(index_N, stream_keys(seed, salt_S, stream)[:, None]).view_as(like_KB)
 
 
-def stacks(segments: Segments, fmt: Rank1Format, max_elements: int) -> Iterator[Stack]:
-    """The messages in stacks of at most `max_elements` elements, or of one message."""
-    key = ("rank1", fmt.columns, max_elements)
+def stacks(segments: Segments, fmt: Rank1Format, max_elements: int) -> list[Stack]:
+    """The messages in stacks of at most `max_elements` elements, or of one message; made once per table."""
+    key = ("rank1", fmt, max_elements)
     if key not in segments.cache:
         found: list[Stack] = []
         by_size: dict[int, list[Segment]] = {}
         for row in segments.rows:
-            fmt.num_rows(row.numel)
             by_size.setdefault(row.numel, []).append(row)
         for numel, rows in by_size.items():
             step = max(1, max_elements // max(numel, 1))
-            found += [Stack(Segments(rows[at : at + step]), numel) for at in range(0, len(rows), step) if numel]
+            found += [Stack(rows[at : at + step], numel, fmt) for at in range(0, len(rows), step) if numel]
         segments.cache[key] = found
-    yield from segments.cache[key]  # type: ignore[misc]
+    return segments.cache[key]  # type: ignore[return-value]
 
 
 def encode_(
@@ -171,10 +183,10 @@ def encode_(
     max_elements: int = blocks.WHOLE,
 ) -> None:
     for stack in stacks(segments, fmt, max_elements):
-        h_KB = stack.collect(x, fmt.columns)
+        h_KB = torch.cat(stack.values(x)).float().view(-1, fmt.columns)
         noise = stack.noise(seed, CODE_STREAM, h_KB) if stochastic else 0.0
         message = quantize(h_KB, None, len(stack.segments), fmt, noise)
-        _store_(stack.wire(wire, fmt.wire_nbytes(stack.numel)), to_bytes(message, fmt))
+        _store_(stack.messages(wire), to_bytes(message, fmt))
         flag |= message.row_K.isnan().any().to(flag.dtype)
 
 
@@ -189,11 +201,12 @@ def decode_sum_(
 ) -> None:
     for stack in stacks(segments, fmt, max_elements):
         total_KB = torch.zeros(1, dtype=torch.float32, device=out.device)
-        for source in wire_WB:  # rank order, float32: the same bits wherever it is computed
-            wire_SB = torch.stack(stack.wire(source, fmt.wire_nbytes(stack.numel)))
-            total_KB = total_KB + dequantize(from_bytes(wire_SB, stack.numel, fmt), fmt)
-        pieces = [out[row.x_offset : row.x_offset + stack.numel] for row in stack.segments.rows]
-        _store_(pieces, total_KB.view(len(pieces), -1) * alpha)
+        together = max(1, max_elements // (stack.numel * len(stack.segments)))
+        for sources in wire_WB.split(together):
+            wire_SB = torch.stack([message for source in sources for message in stack.messages(source)])
+            for values_KB in dequantize(from_bytes(wire_SB, stack.numel, fmt), fmt).chunk(len(sources)):
+                total_KB = total_KB + values_KB  # rank order, float32: the same bits wherever it is computed
+        _store_(stack.values(out), total_KB * alpha)
 
 
 def loco_encode_(
@@ -215,13 +228,12 @@ def loco_encode_(
     """As `reference.loco.loco_encode_`, a row being a block. An int8 residual has one scale per row."""
     beta_old = torch.tensor(beta, dtype=torch.float32)
     beta_new = torch.tensor(1.0 - beta, dtype=torch.float32)
-    columns = fmt.columns
     for stack in stacks(segments, fmt, max_elements):
         state = stack.state(residual)
-        scales = [] if residual_scale is None else stack.state(residual_scale, columns)
+        scales = [] if residual_scale is None else stack.scales(residual_scale)
         if reset:
             torch._foreach_zero_([*state, *scales])
-        g_KB = stack.collect(x, columns)
+        g_KB = torch.cat(stack.values(x)).float().view(-1, fmt.columns)
         q_KB = torch.cat(state).view_as(g_KB)
         e_KB = q_KB.float()
         if scales:
@@ -232,7 +244,7 @@ def loco_encode_(
         noise = stack.noise(seed, CODE_STREAM, h_KB) if stochastic else 0.0
         message = quantize(h_KB, idle_K, len(stack.segments), fmt, noise)
         bad_K = message.row_K.isnan()
-        _store_(stack.wire(wire, fmt.wire_nbytes(stack.numel)), to_bytes(message, fmt))
+        _store_(stack.messages(wire), to_bytes(message, fmt))
         flag |= bad_K.any().to(flag.dtype)
 
         updated_KB = beta_old * e_KB + beta_new * (h_KB - dequantize(message, fmt))
@@ -257,4 +269,4 @@ def _table(codebook: Sequence[float], device: torch.device) -> Tensor:
 
 
 def _store_(targets: Sequence[Tensor], values: Tensor) -> None:
-    torch._foreach_copy_(list(targets), list(values.view(len(targets), -1).unbind()))
+    torch._foreach_copy_(list(targets), list(values.reshape(len(targets), -1).unbind()))

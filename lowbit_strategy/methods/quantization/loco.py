@@ -26,6 +26,7 @@ from lowbit_strategy.options.configuration import configuration
 ResidualDtype = Literal["int8", "float32"]
 Codebook = Literal["uniform", "fitted", "ternary", "unit_gain", "ternary_unit_gain"]
 Scales = Literal["blocks", "rank1"]
+_PACKED = 128  # elements of a matrix that are packed together: as few as fill a word with single bits
 _Make = Callable[[int, int], BlockFormat]
 _FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # bits that there are, and the format of bits and block size
     "uniform": (range(2, 9), uniform),
@@ -128,8 +129,7 @@ class LoCo(Compressor):
         scales: ``blocks``: one per `block_size` elements; ``rank1``: of rows times columns, where a parameter is a
             matrix. Fewer bytes than blocks from some hundred rows and columns in a message, and less error where rows
             and columns differ in size; more bytes where a rank has few rows.
-        block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size bits more. With
-            ``scales="rank1"``: elements that are packed together.
+        block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size bits more.
         beta: Weight of the old error in the residual, in [0, 1). 0 is classic error feedback; larger smooths the
             quantisation noise and answers more slowly.
         reset_steps: The residual is forgotten every so many optimizer steps, None for never. What it holds is lost
@@ -230,7 +230,9 @@ class LoCo(Compressor):
         """The format of a parameter: `codes` in blocks, or with scales of rows and columns where those pay."""
         rows, columns = spec.matrix_shape
         affordable = 8 * SCALE_NBYTES * (rows + columns) <= spec.numel
-        return Rank1Format(codes=codes, columns=columns) if self.scales == "rank1" and affordable else codes
+        if self.scales == "blocks" or not affordable:
+            return codes
+        return Rank1Format(codes=replace(codes, block_size=_PACKED), columns=columns)
 
     def _codecs(self, codes: BlockFormat, spec: TensorSpec) -> CodecPair:
         uplink = LoCoCodec(
@@ -243,7 +245,7 @@ class LoCo(Compressor):
         )
         if self.return_bits is not None:
             codes = uniform(max(self.return_bits, codes.bits), self.block_size)
-        return CodecPair(uplink, replace(uplink, fmt=uplink.fmt.recoded(codes), beta=self.return_beta))
+        return CodecPair(uplink, replace(uplink, fmt=self._scaled(codes, spec), beta=self.return_beta))
 
     def method(self, spec: TensorSpec) -> CodecPair:
         return self._codecs(self.fmt, spec)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lowbit_strategy.collectives.layout import Share, dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.kernels.codebooks import unit_gain
 from lowbit_strategy.kernels.format import BlockFormat, Rank1Format
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -52,7 +53,7 @@ def test_matrices_get_scales_of_rows_and_columns_where_those_cost_a_bit_at_most(
     shape: tuple[int, ...], columns: int | None
 ) -> None:
     fmt = uplink(RANK1, TensorSpec("p", shape)).fmt
-    assert fmt == (RANK1.fmt if columns is None else Rank1Format(codes=RANK1.fmt, columns=columns))
+    assert fmt == (RANK1.fmt if columns is None else Rank1Format(codes=unit_gain(4, 128), columns=columns))
 
 
 def test_rows_are_runs_in_memory() -> None:
@@ -83,7 +84,7 @@ def test_chunks_are_whole_rows_under_both_frameworks(rows: int, columns: int, wo
         assert sum(cut.row_length(rank) for rank in range(world_size)) == spec.numel
         assert all(cut.row_length(rank) % columns == 0 for rank in range(world_size))
         hops = 1 if scatter else 2
-        message = -(-cut.row_numel // 64) * 16 + 2 * (cut.row_numel // columns + columns)
+        message = -(-cut.row_numel // 128) * 32 + 2 * (cut.row_numel // columns + columns)
         assert method.wire_nbytes(spec, world_size, scatter=scatter) == hops * (world_size - 1) * message
 
 
