@@ -1,7 +1,8 @@
-"""Blockwise codes with one scale per block, through the fused kernels."""
+"""Codes with one scale per block, or with scales of rows times columns, through the kernels."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec, decode_sum_alone, encode_alone
 from lowbit_strategy.codecs.contraction import contracts
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
-from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.format import BlockFormat, Rank1Format, ScaledFormat
 from lowbit_strategy.kernels.reference import blocks as reference
 from lowbit_strategy.kernels.reference.rng import dither
 from lowbit_strategy.kernels.segments import Segments
@@ -24,39 +25,34 @@ class BlockCodec(Codec):
     """Codes and scales as `fmt` says.
 
     Args:
-        fmt: Bits, block size, scale rule, codebook.
+        fmt: Bits, scale rule, codebook, and what shares a scale.
         rounding: ``nearest``: least error; ``stochastic``: unbiased, twice the variance (uniform grids only).
     """
 
-    fmt: BlockFormat
+    fmt: ScaledFormat
     rounding: Rounding = "nearest"
 
     @property
     def label(self) -> str:
-        return f"{self.fmt.bits}-bit blocks of {self.fmt.block_size}"
+        return f"{self.fmt.codes.bits}-bit {self.fmt.scales_label}"
 
     @property
     def block_size(self) -> int:
         return self.fmt.block_size
 
     def nearest(self) -> BlockCodec:
-        if self.fmt.bits == 1 and self.fmt.scale_rule == "rms":  # whatever the block, signs fit best at its mean
-            return BlockCodec(replace(self.fmt, scale_rule="mean_abs", codebook=(-1.0, 1.0)))
+        codes = self.fmt.codes
+        if codes.bits == 1 and codes.scale_rule == "rms":  # whatever the block, signs fit best at its mean
+            return BlockCodec(self.fmt.recoded(replace(codes, scale_rule="mean_abs", codebook=(-1.0, 1.0))))
         return replace(self, rounding="nearest")
 
     @property
     def contracts(self) -> bool:
-        if self.rounding == "nearest" and (self.fmt.is_uniform or self.fmt.codebook == (-1.0, 0.0, 1.0)):
+        if self.rounding == "nearest" and (self.fmt.is_uniform or self.fmt.codes.codebook == (-1.0, 0.0, 1.0)):
             return True  # no element's error is larger than the element
-        return contracts(self._decoded, self.block_size)
-
-    def _decoded(self, x_N: Tensor) -> Tensor:
-        """What the others decode of one block, by the definition: no kernel is built or compiled for it."""
-        x_KB, count_K = x_N.view(1, -1), torch.full((1,), self.block_size, dtype=torch.int64)
-        scale_K, _ = reference.block_scale(x_KB, count_K, self.fmt)
-        noise_KB = dither(0, self.block_size, 0, x_N.device) if self.rounding == "stochastic" else 0.0
-        codes_KB = reference.quantize(x_KB, scale_K, self.fmt, noise_KB)
-        return reference.dequantize(codes_KB, scale_K, self.fmt).view(-1)
+        if isinstance(self.fmt, Rank1Format):
+            return False  # where a large row meets a large column, a small element is sent as the largest of all
+        return contracts(functools.partial(_decoded, self.fmt, self.rounding), self.block_size)
 
     def wire_nbytes(self, numel: int) -> int:
         return self.fmt.wire_nbytes(numel)
@@ -72,3 +68,12 @@ class BlockCodec(Codec):
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
         decode_sum_(wire_WB, out, segments, self.fmt, alpha=alpha)
+
+
+def _decoded(fmt: BlockFormat, rounding: Rounding, x_N: Tensor) -> Tensor:
+    """What the others decode of one block, by the definition: no kernel is built or compiled for it."""
+    x_KB, count_K = x_N.view(1, -1), torch.full((1,), fmt.block_size, dtype=torch.int64)
+    scale_K, _ = reference.block_scale(x_KB, count_K, fmt)
+    noise_KB = dither(0, fmt.block_size, 0, x_N.device) if rounding == "stochastic" else 0.0
+    codes_KB = reference.quantize(x_KB, scale_K, fmt, noise_KB)
+    return reference.dequantize(codes_KB, scale_K, fmt).view(-1)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.blocks import check_buffers
-from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.format import Rank1Format, ScaledFormat
 from lowbit_strategy.kernels.reference import loco as reference
+from lowbit_strategy.kernels.reference import rank1
 from lowbit_strategy.kernels.segments import Segments
 
 
@@ -20,7 +21,7 @@ def loco_encode_(
     residual_scale: Tensor | None,
     wire: Tensor,
     segments: Segments,
-    fmt: BlockFormat,
+    fmt: ScaledFormat,
     *,
     beta: float,
     flag: Tensor,
@@ -46,7 +47,7 @@ def loco_encode_(
         residual_scale: bfloat16, one per block of `residual`. Updated in place.
         wire: uint8, 1-D contiguous; written at each segment's ``wire_offset``.
         segments: Which pieces.
-        fmt: Codebook or uniform grid, scale rule, block size.
+        fmt: Codebook or uniform grid, scale rule, and what shares a scale. Rows are blocks in matrices.
         beta: Weight of the old error, in [0, 1). 0 is classic error feedback.
         flag: int32 [1], set to 1 if any block is not finite.
         reset: Forget the residual before this step.
@@ -73,6 +74,13 @@ def loco_encode_(
         "flag": flag,
     }
     match backends.choose(x.device):
+        case "native" if isinstance(fmt, Rank1Format):
+            from lowbit_strategy.kernels.native import rank1 as native_rank1
+
+            native_rank1.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options)
+        case _ if isinstance(fmt, Rank1Format):
+            limit = backends.piece_elements(x.device)
+            rank1.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options, max_elements=limit)
         case "triton":
             from lowbit_strategy.kernels.triton import loco as triton_loco
 

@@ -23,6 +23,7 @@ NAMES = (
     "dense",
     "loco",
     "LoCo, 1 bit after two steps",
+    "LoCo, rows times columns",
     "qsgd",
     "terngrad",
     "sharedscale",

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 ISA_OVERRIDE = "LOWBIT_ISA"  # avx512 | avx2 | portable: for tests and benchmarks, and to rule a code path out in a hunt
 
-_ABI = 5  # LOWBIT_ABI in lowbit.h
+_ABI = 6  # LOWBIT_ABI in lowbit.h
 
 
 @lru_cache(maxsize=1)
@@ -39,6 +39,8 @@ def library() -> ctypes.CDLL:
         (lib.lowbit_find, kernels, (ctypes.c_char_p,)),
         (lib.lowbit_encode, ctypes.c_int, (kernels, struct, struct, index, index)),
         (lib.lowbit_decode_sum, None, (kernels, struct, struct, index, index)),
+        (lib.lowbit_rank1_encode, ctypes.c_int, (kernels, struct, struct, index, index, index)),
+        (lib.lowbit_rank1_decode_sum, ctypes.c_int, (kernels, struct, struct, index, index, index)),
         (lib.lowbit_dense_encode, ctypes.c_int, (kernels, struct, index, index)),
         (lib.lowbit_dense_decode_sum, None, (kernels, struct, index, index)),
     ):

@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import TERNARY_THRESHOLD, BlockFormat
+from lowbit_strategy.kernels.format import TERNARY_THRESHOLD, BlockFormat, uniform
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
 from lowbit_strategy.kernels.segments import Piece, Segments, pieces
 
 _FLT_MIN = torch.finfo(torch.float32).tiny
 _TRIT_WEIGHTS = (1, 3, 9, 27, 81)
+_RESIDUAL_GRID = uniform(8, 128)  # of blocks of any size
 WHOLE = 2**62  # pieces as large as their segments
 
 
@@ -29,7 +30,13 @@ def round_up_bfloat16(x: Tensor) -> Tensor:
 
 
 def tree_sum(x_KB: Tensor) -> Tensor:
-    """Sum over the last dim by adding halves, so that every backend adds in the same order."""
+    """Sum over the last dim by adding halves, so that every backend adds in the same order.
+
+    Zeros fill it up to a power of two.
+    """
+    length = x_KB.shape[-1]
+    if length & (length - 1):
+        x_KB = torch.nn.functional.pad(x_KB, (0, (1 << length.bit_length()) - length))
     while x_KB.shape[-1] > 1:
         half = x_KB.shape[-1] // 2
         x_KB = x_KB[..., :half] + x_KB[..., half:]
@@ -68,16 +75,6 @@ def block_scale(h_KB: Tensor, counts_K: Tensor, fmt: BlockFormat) -> tuple[Tenso
     return torch.where(finite_K, scale_K, torch.nan), finite_K
 
 
-def residual_scale(e_KB: Tensor, grid: BlockFormat) -> Tensor:
-    """Scale of each block of a residual on a uniform grid, float32 [K] holding bfloat16 values; never NaN.
-
-    Residuals are finite: the largest of them lose their last bits instead of being lost.
-    """
-    raw_K = e_KB.abs().amax(-1) * torch.tensor(1.0 / grid.qmax, dtype=torch.float32)
-    scale_K = round_up_bfloat16(raw_K).clamp(max=grid.max_scale)
-    return torch.where(scale_K < _FLT_MIN, 0.0, scale_K)
-
-
 def quantize(h_KB: Tensor, scale_K: Tensor, fmt: BlockFormat, dither_KB: Tensor | float = 0.0) -> Tensor:
     """Codes, uint8 [K, B]. Blocks of scale 0 or NaN get the zero code."""
     usable_K = scale_K > 0
@@ -88,6 +85,18 @@ def quantize(h_KB: Tensor, scale_K: Tensor, fmt: BlockFormat, dither_KB: Tensor 
     else:
         codes_KB = torch.stack([y_KB > threshold for threshold in fmt.thresholds]).sum(0).to(torch.float32)
     return torch.where(usable_K[:, None], codes_KB, float(fmt.zero_code)).to(torch.uint8)
+
+
+def quantize_residual(e_KB: Tensor, dither_KB: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+    """A residual in 8 bits: int8 [K, B], and the scale of each block, float32 [K] holding bfloat16 values; never NaN.
+
+    Residuals are finite: the largest of them lose their last bits instead of being lost.
+    """
+    raw_K = e_KB.abs().amax(-1) * torch.tensor(1.0 / _RESIDUAL_GRID.qmax, dtype=torch.float32)
+    scale_K = round_up_bfloat16(raw_K).clamp(max=_RESIDUAL_GRID.max_scale)
+    scale_K = torch.where(scale_K < _FLT_MIN, 0.0, scale_K)
+    codes_KB = quantize(e_KB, scale_K, _RESIDUAL_GRID, dither_KB).to(torch.int16) - _RESIDUAL_GRID.qmax
+    return codes_KB.to(torch.int8), scale_K
 
 
 def dequantize(codes_KB: Tensor, scale_K: Tensor, fmt: BlockFormat) -> Tensor:

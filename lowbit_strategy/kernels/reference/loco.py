@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Piece, Segments, pieces
@@ -37,7 +37,6 @@ def loco_encode_(
 ) -> None:
     beta_old = torch.tensor(beta, dtype=torch.float32)
     beta_new = torch.tensor(1.0 - beta, dtype=torch.float32)
-    grid = uniform(8, fmt.block_size)
     for piece in pieces(segments, fmt, max_elements):
         if reset:
             residual[piece.state] = 0
@@ -63,9 +62,8 @@ def loco_encode_(
         if residual_scale is None:
             residual[piece.state] = torch.where(keep_K[:, None], e_KB, updated_KB).view(-1)
             continue
-        new_scale_K = blocks.residual_scale(updated_KB, grid)
         noise = blocks.piece_dither(piece, h_KB, seed, RESIDUAL_STREAM) if stochastic_residual else 0.0
-        q_KB = (blocks.quantize(updated_KB, new_scale_K, grid, noise).to(torch.int16) - grid.qmax).to(torch.int8)
+        q_KB, new_scale_K = blocks.quantize_residual(updated_KB, noise)
         old_q_KB, old_scale_K = residual[piece.state].view_as(q_KB), residual_scale[piece.state_blocks].float()
         residual[piece.state] = torch.where(keep_K[:, None], old_q_KB, q_KB).view(-1)
         residual_scale[piece.state_blocks] = blocks.to_bfloat16(torch.where(keep_K, old_scale_K, new_scale_K))

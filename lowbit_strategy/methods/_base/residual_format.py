@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.stateful_codec import StateTensors
-from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import blocks
 
 
@@ -32,10 +30,7 @@ def write_residual_(state: StateTensors, values: Tensor) -> None:
     if "residual_scale" not in state or not residual.numel():
         residual.copy_(values.view_as(residual))
         return
-    block_size = residual.numel() // state["residual_scale"].numel()
-    grid = uniform(8, block_size)
-    values_KB = values.to(residual.device).view(-1, block_size)
-    scale_K = blocks.residual_scale(values_KB, grid)
-    codes = blocks.quantize(values_KB, scale_K, grid).to(torch.int16) - grid.qmax
-    residual.copy_(codes.view(-1))
+    values_KB = values.to(residual.device).view(state["residual_scale"].numel(), -1)
+    codes_KB, scale_K = blocks.quantize_residual(values_KB)
+    residual.copy_(codes_KB.view(-1))
     state["residual_scale"].copy_(scale_K)

@@ -19,7 +19,6 @@ from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
@@ -105,11 +104,8 @@ class FeedbackCodec(StatefulCodec):
         if self.residual == "float32":
             packed.store_state_(state["residual"], e)
             return
-        grid = uniform(8, self.block_size)
-        e_KB = e.view(-1, self.block_size)
-        scale_K = blocks.residual_scale(e_KB, grid)
         noise_KB = packed.noise(step.seed, RESIDUAL_STREAM, e.device)
-        codes_KB = (blocks.quantize(e_KB, scale_K, grid, noise_KB).to(torch.int16) - grid.qmax).to(torch.int8)
+        codes_KB, scale_K = blocks.quantize_residual(e.view(-1, self.block_size), noise_KB)
         keep_K = keep.view(-1, self.block_size).all(-1)  # exactly as it was, not rounded once more
         old_KB = packed.collect_state(state["residual"]).view_as(codes_KB)
         old_scale_K = packed.collect_state(state["residual_scale"], self.block_size)

@@ -18,7 +18,6 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.backends import CACHE_ELEMENTS
-from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, dither, stream_key
 from lowbit_strategy.methods._base.method import Method
@@ -29,7 +28,6 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 ResidualDtype = Literal["float32", "bfloat16", "int8"]
 RESIDUAL_DTYPES: tuple[ResidualDtype, ...] = ("float32", "bfloat16", "int8")
 _BLOCK = 128
-_GRID = uniform(8, _BLOCK)
 
 
 def compact(reducer: Reducer, residual: ResidualDtype) -> Reducer:
@@ -107,10 +105,9 @@ class CompactResidualReducer(Reducer):
                 tensors["residual"][at : at + part.numel()] = round_to_bfloat16(part, at, key)
                 continue
             padded_KB = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
-            scale_K = blocks.residual_scale(padded_KB, _GRID)
             noise_KB = dither(at, padded_KB.numel(), key, values.device).view_as(padded_KB)
-            codes_KB = blocks.quantize(padded_KB, scale_K, _GRID, noise_KB).to(torch.int16) - _GRID.qmax
-            tensors["residual"][at : at + padded_KB.numel()] = codes_KB.view(-1).to(torch.int8)
+            codes_KB, scale_K = blocks.quantize_residual(padded_KB, noise_KB)
+            tensors["residual"][at : at + padded_KB.numel()] = codes_KB.view(-1)
             tensors["residual_scale"][at // _BLOCK : at // _BLOCK + scale_K.numel()] = blocks.to_bfloat16(scale_K)
 
     def rescale_(self, state: ReducerState, factor: float) -> None:
