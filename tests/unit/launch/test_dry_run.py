@@ -49,6 +49,7 @@ def test_nodes_of_several_ranks_have_two_levels(scatter: bool, options: SyncOpti
     if scatter:
         weights = report.weights
         assert weights is not None
+        assert f"weights: {weights.used.label}, " in report.render()
         exactly = options.shard_size is not None
         assert weights.used.label.startswith("exact" if exactly else "8-bit codes")
         assert exactly or weights.used.between_nbytes == pytest.approx(weights.used.step_nbytes / 7, rel=1e-6)

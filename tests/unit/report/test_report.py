@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import math
@@ -100,6 +101,17 @@ def test_page_is_self_contained_and_has_what_matters(tmp_path: Path) -> None:
     assert "val_loss" in page
     for stem in ("loss", "error", "bits", "bytes", "time"):
         assert (tmp_path / "report" / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_narrow_screen_gets_charts_of_its_own(tmp_path: Path) -> None:
+    """A chart that is made smaller has text that nobody can read."""
+    write_run(tmp_path)
+    run_report(tmp_path)
+    page = (tmp_path / "report" / "index.html").read_text()
+    images = [base64.b64decode(each) for each in re.findall(r"data:image/png;base64,([^\"']+)", page)]
+    widths = [int.from_bytes(image[16:20], "big") for image in images]  # of a PNG's header
+    narrow = [width for width in widths if width < 4 * 170]  # four inches
+    assert (len(narrow), len(widths)) == (5, 10)
 
 
 def test_other_folder(tmp_path: Path) -> None:
