@@ -23,10 +23,11 @@ def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
     As many bytes as a ring.
     """
     world_size, numel = comm.world_size, x_N.numel()
-    rows_WN = torch.nn.functional.pad(x_N, (0, -numel % world_size)).view(world_size, -1)
+    padded_N = torch.nn.functional.pad(x_N, (0, -numel % world_size)) if numel % world_size else x_N.contiguous()
+    rows_WN = padded_N.view(world_size, padded_N.numel() // world_size)
     received_WN = torch.empty_like(rows_WN)
-    yield comm.all_to_all(received_WN, rows_WN.contiguous())
-    total_N = received_WN[0].clone()
+    yield comm.all_to_all(received_WN, rows_WN)
+    total_N = received_WN[0]  # the received row itself, which nobody else needs
     for row_N in received_WN[1:]:
         total_N += row_N
     gathered_WN = torch.empty_like(rows_WN)

@@ -31,6 +31,7 @@ from lowbit_strategy.collectives.sparse import entries_sum_nbytes, exchange_entr
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.kernels import sparse
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.sums import OverflowedSum, Sum
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -82,15 +83,11 @@ class Condition(Enum):
 
 
 def conditions(tensors: Sequence[Tensor]) -> list[Condition]:
-    """Of each tensor. One fast pass forms sums; only where a sum is zero or not finite are the elements checked."""
-    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).tolist()
-    return [_condition(tensor, total) for tensor, total in zip(tensors, sums, strict=True)]
-
-
-def _condition(tensor: Tensor, total: float) -> Condition:
-    if math.isfinite(total):
-        return Condition.LIVE if total != 0.0 or bool(tensor.any()) else Condition.IDLE
-    return Condition.LIVE if bool(tensor.isfinite().all()) else Condition.NONFINITE
+    """Of each tensor, float [N]."""
+    return [
+        (Condition.LIVE if peak else Condition.IDLE) if math.isfinite(peak) else Condition.NONFINITE
+        for peak in sparse.peaks(tensors)
+    ]
 
 
 def nothing(device: torch.device) -> Chosen:
@@ -130,10 +127,8 @@ def write_sums_(views: Sequence[View], parts_SV: Sequence[Sequence[Chosen]], wor
 
 def take_out_(residual: Tensor, chosen: Chosen, sent: Tensor) -> None:
     """``e' = h - sent`` at the chosen positions; what could not be sent because it overflowed the codec is dropped."""
-    if not chosen.indices.numel():
-        return
-    left = (chosen.values - sent).nan_to_num_(0.0, 0.0, 0.0)
-    residual.index_copy_(0, chosen.indices, left)
+    if chosen.indices.numel():
+        sparse.take_out_(residual, chosen.indices, chosen.values, sent)
 
 
 def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:

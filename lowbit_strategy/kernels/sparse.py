@@ -1,0 +1,68 @@
+"""The parts of a sparse step besides choosing: how large gradients are, positions as bytes and back, what is left in
+the residual. The public ops; results do not depend on the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.kernels.backends import is_native
+from lowbit_strategy.kernels.native import sparse as native
+from lowbit_strategy.kernels.reference import sparse as reference
+from lowbit_strategy.kernels.reference.sparse import BlockGrid, Located
+
+
+def peaks(tensors: Sequence[Tensor]) -> list[float]:
+    """The largest magnitude of each, float [N]; infinity where one has inf or NaN, 0 of nothing."""
+    if tensors and is_native(tensors[0].device) and all(_is_plain(x) for x in tensors):
+        return [native.peak(x) for x in tensors]
+    return reference.peaks(tensors)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.is_contiguous()
+
+
+def locate(index_E: Tensor, sizes: Sequence[int], grid: BlockGrid) -> Located:
+    """Put entries in the order of messages.
+
+    Args:
+        index_E: int64, positions in their parameters, ascending in each, the parameters one after the other.
+        sizes: How many of them each parameter has.
+        grid: How parameters are cut.
+    """
+    if is_native(index_E.device):
+        return native.locate(index_E.contiguous(), sizes, grid)
+    return reference.locate(index_E, sizes, grid)
+
+
+def positions(counts_K: Tensor, wire: Tensor, count: int, grid: BlockGrid) -> Tensor | None:
+    """The positions in their parameters, int64 [count], that a message starts with; None if one cannot be.
+
+    Args:
+        counts_K: int32, entries in each block.
+        wire: uint8, at least two bytes for each.
+        count: Of all blocks.
+        grid: How parameters are cut.
+    """
+    if is_native(wire.device):
+        return native.positions(counts_K.contiguous(), wire.contiguous(), count, grid)
+    return reference.positions(counts_K, wire, count, grid)
+
+
+def take_out_(residual: Tensor, indices: Tensor, values: Tensor, sent: Tensor) -> None:
+    """``residual[indices] = values - sent``, 0 where that is not finite.
+
+    Args:
+        residual: float32 [N], contiguous.
+        indices: int64 [k], none twice.
+        values: float32 [k].
+        sent: float32 [k].
+    """
+    if is_native(residual.device):
+        native.take_out_(residual, indices.contiguous(), values.contiguous(), sent.contiguous())
+    else:
+        reference.take_out_(residual, indices, values, sent)
