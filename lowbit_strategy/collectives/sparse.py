@@ -31,7 +31,7 @@ def exchange_entries(
     """Every rank's entries reach the ranks that sum them.
 
     all-reduce: (1) all-gather of the tables of counts; (2) all-gather of positions and values, padded to the longest.
-    reduce-scatter: all-to-alls of the same; each owner gets only what concerns its rows.
+    reduce-scatter: all-to-alls of the same; each owner gets only what concerns its rows. One rank alone has them.
 
     Args:
         message: From `SparseLayout.pack`.
@@ -46,6 +46,8 @@ def exchange_entries(
     Raises:
         RuntimeError: A received message is damaged.
     """
+    if comm.world_size == 1:
+        return [message.sent]
     if layout.num_destinations > 1:
         return (yield from _scatter(message, layout, codec, comm))
     if same_counts:

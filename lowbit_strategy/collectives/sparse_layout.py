@@ -59,12 +59,12 @@ class Message(NamedTuple):
     Args:
         counts_DK: int32, entries in each block, for each destination (a single one under all-reduce).
         wires: Positions and values for each destination, uint8.
-        sent: For each parameter the values as the others decode them, float32 [k].
+        sent: For each parameter the entries as the others decode them.
     """
 
     counts_DK: Tensor
     wires: list[Tensor]
-    sent: list[Tensor]
+    sent: list[Chosen]
 
 
 class SparseLayout:
@@ -118,7 +118,9 @@ class SparseLayout:
         sent_E = sent[0] if len(sent) == 1 else torch.cat(sent)
         if located.order is not None:
             sent_E = torch.empty_like(sent_E).index_copy_(0, located.order, sent_E)
-        return Message(located.counts_DK, wires, _split(sent_E, [part.indices.numel() for part in chosen]))
+        sent_V = _split(sent_E, [part.indices.numel() for part in chosen])
+        entries = [Chosen(part.indices, values) for part, values in zip(chosen, sent_V, strict=True)]
+        return Message(located.counts_DK, wires, entries)
 
     def _encode(
         self, values: Tensor, counts: Sequence[int], codec: Codec, seed: int, destination: int
@@ -155,13 +157,12 @@ class SparseLayout:
 
     def _few_sizes(self, counts_SK: list[list[int]]) -> list[list[int]]:
         """The same from numbers: for small tables faster than operations on tensors."""
+        edges = list(pairwise([*self._first_block, self.num_blocks]))
         rows = []
         for source, counts_K in enumerate(counts_SK):
-            wrong = sum(not 0 <= count <= most for count, most in zip(counts_K, self._lengths, strict=True))
-            if wrong:
+            if wrong := sum(not 0 <= count <= most for count, most in zip(counts_K, self._lengths, strict=True)):
                 raise _impossible(source, wrong, self.num_blocks)
-            edges = [*self._first_block, self.num_blocks]
-            rows.append([sum(counts_K[first:last]) for first, last in pairwise(edges)])
+            rows.append([sum(counts_K[first:last]) for first, last in edges])
         return rows
 
     def nbytes(self, sizes_V: Sequence[int], codec: Codec) -> int:

@@ -17,9 +17,9 @@ from lowbit_strategy.kernels.reference.sparse import BlockGrid, Located
 
 def peaks(tensors: Sequence[Tensor]) -> list[float]:
     """The largest magnitude of each, float [N]; infinity where one has inf or NaN, 0 of nothing."""
-    if tensors and is_native(tensors[0].device) and all(_is_plain(x) for x in tensors):
-        return [native.peak(x) for x in tensors]
-    return reference.peaks(tensors)
+    if not tensors or not is_native(tensors[0].device):
+        return reference.peaks(tensors)
+    return [native.peak(x) if _is_plain(x) else reference.peaks([x])[0] for x in tensors]
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -12,6 +12,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
@@ -240,12 +241,17 @@ class _Model:
         most = _MOST * wanted * (comm.rank + 1) // world_size - _MOST * wanted * comm.rank // world_size
         positions = self._above(threshold, *self._own(bounds), most)
         self._form()  # the values of the views outside of the own partition
-        nonfinite = float(Condition.NONFINITE in self.found)
-        layout = _partition_layout(max(stop - start for start, stop in pairwise(bounds)), self.device)
+        if world_size == 1:
+            return Selection(self._split(positions), [positions.numel()], Condition.NONFINITE not in self.found)
+        layout = _partition_layout(max(1, *(stop - start for start, stop in pairwise(bounds))), self.device)
         located = layout.locate([positions])
-        table = torch.empty(world_size, 1 + layout.num_blocks, dtype=torch.int32, device=self.device)
-        yield comm.all_gather(table, torch.nn.functional.pad(located.counts_DK[0], (1, 0), value=nonfinite))
-        counts_WK = table[:, 1:]
+        if Condition.NONFINITE in self.found:
+            located.counts_DK.bitwise_not_()  # negative ones announce it
+        counts_WK = torch.empty(world_size, layout.num_blocks, dtype=torch.int32, device=self.device)
+        yield comm.all_gather(counts_WK, located.counts_DK[0])
+        finite = min(counts_WK[:, 0].tolist()) >= 0
+        if not finite:
+            counts_WK = torch.maximum(counts_WK, ~counts_WK)
         sizes_W = [sizes[0] for sizes in layout.sizes(counts_WK)]
         splits = [POSITION_NBYTES * size for size in sizes_W]
         received = torch.empty(sum(splits), dtype=torch.uint8, device=self.device)
@@ -256,7 +262,7 @@ class _Model:
         chosen = [layout.positions(counts_WK[r], [sizes_W[r]], wires[r])[0] for r in ranks]
         for start, part in zip(bounds[1:-1], chosen[1:], strict=True):
             part += start
-        return Selection(self._split(_joined(chosen)), [sizes_W[r] for r in ranks], not any(table[:, 0].tolist()))
+        return Selection(self._split(_joined(chosen)), [sizes_W[r] for r in ranks], finite)
 
     def _above(self, threshold: float, start: int, stop: int, most: int) -> Tensor:
         """Positions, counted from `start`, of live elements in [start, stop) that reach the threshold; the largest of
@@ -314,6 +320,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
+@lru_cache
 def _partition_layout(numel: int, device: torch.device) -> SparseLayout:
     """Of messages about the positions in one partition."""
     return sparse_layout(("",), (flat_cut(numel, 1, 1),), 1, device, scatter=False)

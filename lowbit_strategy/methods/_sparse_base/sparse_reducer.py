@@ -256,9 +256,9 @@ class SparseReducer(Reducer):
         message = layout.pack([part for _, part in entries], self.codec, seed=step.seed)
         for view, (condition, part), sent in zip(views, entries, message.sent, strict=True):
             tensors = state[view.spec.name]
-            observe_(view, tensors["residual"], condition, part, sent)
+            observe_(view, tensors["residual"], condition, part, sent.values)
             if condition is Condition.LIVE:
-                take_out_(tensors["residual"], part, sent)
+                take_out_(tensors["residual"], part, sent.values)
                 self.taken_out_(tensors, part)
         parts_SV = yield from exchange_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
         write_sums_(views, parts_SV, comm.world_size)
