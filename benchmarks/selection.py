@@ -2,8 +2,8 @@
 
 A whole reduce is accumulating, choosing, encoding, summing and writing the mean. On one rank nothing travels, and
 nothing is decoded; with ``--ranks`` 2 another rank is taken to send the same, which is decoded and added like any
-message. Each method starts from a residual of some steps. torch.topk gets the magnitudes ready made and gives positions without
-order. The least of several repeats counts, of the thread's processor time: others may use the machine.
+message. Each method starts from a residual of some steps. torch.topk gets the magnitudes ready made and gives positions
+without order. The least of several repeats counts, of the thread's processor time: others may use the machine.
 
     python benchmarks/selection.py --numel 16777216 --numel 589824 --numel 65536 --json selection.json
 """

@@ -1,0 +1,118 @@
+"""The parts of a sparse step besides choosing, against their plain definitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowbit_strategy.kernels import native, sparse
+from lowbit_strategy.kernels.native import sparse as native_sparse
+from lowbit_strategy.kernels.reference import sparse as reference
+from lowbit_strategy.kernels.reference.sparse import BLOCK_BITS, BlockGrid
+
+_BLOCK = 1 << BLOCK_BITS
+
+
+def _grid(spans: list[int], num_destinations: int) -> BlockGrid:
+    blocks = [-(-span // _BLOCK) for span in spans]
+    first = [sum(blocks[:v]) for v in range(len(spans))]
+    starts = [(v, b * _BLOCK) for v, n in enumerate(blocks) for b in range(n)]
+    lengths = [min(spans[v] - start, _BLOCK) for v, start in starts]
+    tables = (spans, first, [start for _, start in starts], lengths)
+    return BlockGrid(*(torch.tensor(table, dtype=torch.int64) for table in tables), num_destinations)  # type: ignore[call-arg,arg-type]
+
+
+def _entries(spans: list[int], num_destinations: int, share: float, seed: int) -> tuple[Tensor, list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    parts = [(torch.rand(num_destinations * span, generator=generator) < share).nonzero().view(-1) for span in spans]
+    return torch.cat(parts), [part.numel() for part in parts]
+
+
+@pytest.mark.parametrize("special", [None, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("numel", [1, 31, 33, 4097, 200_001])
+def test_the_peak_is_the_largest_magnitude(path: str, numel: int, special: float | None) -> None:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    if special is not None:
+        x[numel // 2] = special
+    wanted = float(x.abs().max()) if special is None else math.inf
+    parts = [x, x.bfloat16(), x.view(1, -1).expand(2, -1), torch.zeros(numel), -torch.zeros(3), torch.empty(0)]
+    rounded = float(x.bfloat16().abs().max()) if special is None else math.inf
+    assert sparse.peaks(parts) == [wanted, rounded, wanted, 0.0, 0.0, 0.0]
+    assert sparse.peaks([x[i:] for i in range(min(4, numel))]) == reference.peaks([x[i:] for i in range(min(4, numel))])
+    assert sparse.peaks([]) == []
+
+
+@pytest.mark.parametrize("value", [-3e38, -1e-45, 1e-45])
+def test_a_peak_is_found_anywhere_with_any_number_of_threads(path: str, value: float) -> None:
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for at in (0, 4095, 70_000, 199_999):
+                x = torch.zeros(200_000)
+                x[at] = value
+                assert sparse.peaks([x]) == [abs(float(x[at]))]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_destinations", [1, 2, 3])
+@pytest.mark.parametrize("spans", [[100], [_BLOCK], [_BLOCK + 1], [0, 7, 3 * _BLOCK - 5, 1, 0, _BLOCK]])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
+def test_messages_of_positions_are_the_definition_and_can_be_read(
+    path: str, spans: list[int], num_destinations: int, share: float
+) -> None:
+    grid = _grid(spans, num_destinations)
+    index_E, sizes = _entries(spans, num_destinations, share, seed=len(spans))
+    ours, wanted = sparse.locate(index_E, sizes, grid), reference.locate(index_E, sizes, grid)
+    assert torch.equal(ours.counts_DK, wanted.counts_DK)
+    assert ours.counts_DK.dtype == torch.int32
+    assert torch.equal(ours.positions, wanted.positions)
+    assert ours.sizes_DV == wanted.sizes_DV
+    assert (ours.order is None) == (wanted.order is None) == (num_destinations == 1)
+    if ours.order is not None and wanted.order is not None:
+        assert torch.equal(ours.order, wanted.order)
+    at, found = 0, []
+    for d in range(num_destinations):
+        count = sum(ours.sizes_DV[d])
+        read = sparse.positions(ours.counts_DK[d], ours.positions[2 * at : 2 * (at + count)], count, grid)
+        assert read is not None
+        found += [part + d * span for part, span in zip(read.split(ours.sizes_DV[d]), spans, strict=True)]
+        at += count
+    order = torch.arange(index_E.numel()) if ours.order is None else ours.order
+    assert torch.equal(torch.cat(found), index_E[order])
+
+
+@pytest.mark.skipif(not native.available(), reason="the C extension is not built")
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    spans=st.lists(st.integers(1, 2 * _BLOCK), min_size=1, max_size=3),
+    counts=st.lists(st.integers(-2, 5), min_size=6, max_size=6),
+    wire=st.binary(min_size=40, max_size=40),
+    count=st.integers(0, 20),
+)
+def test_any_message_is_read_alike_or_refused(spans: list[int], counts: list[int], wire: bytes, count: int) -> None:
+    grid = _grid(spans, 1)
+    counts_K = torch.tensor(counts[: grid.num_blocks], dtype=torch.int32)
+    bytes_B = torch.frombuffer(bytearray(wire), dtype=torch.uint8)
+    wanted = reference.positions(counts_K, bytes_B, count, grid)
+    ours = native_sparse.positions(counts_K, bytes_B, count, grid)
+    assert (ours is None) == (wanted is None)
+    if ours is not None and wanted is not None:
+        assert torch.equal(ours, wanted)
+
+
+def test_what_is_left_is_the_definition(path: str) -> None:
+    values = torch.tensor([1.0, -0.0, 3e38, math.inf, math.nan, 2.0, -1e-45])
+    sent = torch.tensor([1.0, 0.0, -3e38, 1.0, 1.0, 0.5, 0.0])
+    indices = torch.tensor([0, 2, 3, 5, 8, 13, 21])
+    ours, wanted = torch.full((30,), 7.0), torch.full((30,), 7.0)
+    sparse.take_out_(ours, indices, values, sent)
+    reference.take_out_(wanted, indices, values, sent)
+    assert torch.equal(ours.view(torch.int32), wanted.view(torch.int32))
+    assert ours[indices].tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.5, -(2.0**-149)]
