@@ -43,7 +43,7 @@ def positions(counts_K: Tensor, wire: Tensor, count: int, grid: BlockGrid) -> Te
     """The positions in their parameters, int64 [count], that a message starts with; None if one cannot be.
 
     Args:
-        counts_K: int32, entries in each block.
+        counts_K: int32, entries in each block: not negative, `count` in all.
         wire: uint8, at least two bytes for each.
         count: Of all blocks.
         grid: How parameters are cut.
