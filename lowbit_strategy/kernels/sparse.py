@@ -66,3 +66,17 @@ def take_out_(residual: Tensor, indices: Tensor, values: Tensor, sent: Tensor) -
         native.take_out_(residual, indices.contiguous(), values.contiguous(), sent.contiguous())
     else:
         reference.take_out_(residual, indices, values, sent)
+
+
+def write_sum_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], alpha: float) -> None:
+    """``out = alpha * sum of parts``, added part by part in float32; zeros where there is nothing.
+
+    Args:
+        out: float [N], contiguous.
+        parts: Positions, int64 [k], none twice, and values, float32 [k], of each source in order.
+        alpha: 1/W makes it a mean.
+    """
+    if is_native(out.device) and _is_plain(out):
+        native.write_sum_(out, [(indices.contiguous(), values.contiguous()) for indices, values in parts], alpha)
+    else:
+        reference.write_sum_(out, parts, alpha)

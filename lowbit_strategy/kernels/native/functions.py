@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "lowbit_peak": (_FLOAT, (_NAME, _POINTER, _COUNT, _COUNT)),
     "lowbit_locate": (None, (*[_POINTER] * 4, _COUNT, _COUNT, _COUNT, *[_POINTER] * 4)),
     "lowbit_positions": (_INT32, (_POINTER, _POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _POINTER)),
+    "lowbit_add_entries": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _COUNT, _FLOAT, _POINTER)),
     "lowbit_digest": (ctypes.c_uint64, (_NAME, _POINTER, _COUNT, _COUNT, _POINTER, _COUNT, ctypes.c_uint64)),
     "lowbit_take_out": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _COUNT)),
 }

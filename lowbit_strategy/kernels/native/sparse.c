@@ -114,3 +114,20 @@ EXPORT void lowbit_take_out(
         residual[indices[i]] = isfinite(left) ? left : 0.0f;
     }
 }
+
+/* out[position] = alpha * the sum of the parts' values there, part by part. `out` is 0 before; no position comes twice in
+ * a part, and `room` has as many numbers as there are entries: every sum is read before one is written. */
+EXPORT void lowbit_add_entries(
+    float *out, const int64_t *const *indices, const float *const *values, const int64_t *counts, int64_t num_parts,
+    float alpha, float *room
+) {
+    for (int64_t p = 0; p < num_parts; p++)
+        for (int64_t i = 0; i < counts[p]; i++) out[indices[p][i]] += values[p][i];
+    if (alpha == 1.0f) return;
+    float *sum = room;
+    for (int64_t p = 0; p < num_parts; p++)
+        for (int64_t i = 0; i < counts[p]; i++) *sum++ = alpha * out[indices[p][i]];
+    sum = room;
+    for (int64_t p = 0; p < num_parts; p++)
+        for (int64_t i = 0; i < counts[p]; i++) out[indices[p][i]] = *sum++;
+}

@@ -67,3 +67,18 @@ def take_out_(residual: Tensor, indices: Tensor, values: Tensor, sent: Tensor) -
     function("lowbit_take_out")(
         residual.data_ptr(), indices.data_ptr(), values.data_ptr(), sent.data_ptr(), indices.numel()
     )
+
+
+def write_sum_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], alpha: float) -> None:
+    counts = [values.numel() for _, values in parts]
+    pointers = ctypes.c_void_p * len(parts)
+    room = torch.empty(sum(counts) if alpha != 1.0 else 0, dtype=torch.float32)
+    function("lowbit_add_entries")(
+        out.zero_().data_ptr(),
+        pointers(*[indices.data_ptr() for indices, _ in parts]),
+        pointers(*[values.data_ptr() for _, values in parts]),
+        (ctypes.c_int64 * len(parts))(*counts),
+        len(parts),
+        alpha,
+        room.data_ptr(),
+    )

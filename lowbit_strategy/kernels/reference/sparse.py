@@ -99,3 +99,16 @@ def positions(counts_K: Tensor, wire: Tensor, count: int, grid: BlockGrid) -> Te
 def take_out_(residual: Tensor, indices: Tensor, values: Tensor, sent: Tensor) -> None:
     """``residual[indices] = values - sent``, 0 where that is not finite."""
     residual.index_copy_(0, indices, (values - sent).nan_to_num_(0.0, 0.0, 0.0))
+
+
+def write_sum_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], alpha: float) -> None:
+    """``out = alpha * sum of parts``, added part by part in float32; zeros where there is nothing."""
+    dense = out.dtype == torch.float32
+    total = out.zero_() if dense else torch.zeros(out.numel(), dtype=torch.float32, device=out.device)
+    for indices, values in parts:
+        total.index_add_(0, indices, values)
+    if alpha != 1.0:
+        everywhere = torch.cat([indices for indices, _ in parts])  # one that comes twice is written twice alike
+        total.index_copy_(0, everywhere, total.index_select(0, everywhere).mul_(alpha))
+    if not dense:
+        out.copy_(total)

@@ -27,7 +27,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse import entries_sum_nbytes, exchange_entries, write_sum_
+from lowbit_strategy.collectives.sparse import entries_sum_nbytes, exchange_entries
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
@@ -122,7 +122,7 @@ def write_sums_(views: Sequence[View], parts_SV: Sequence[Sequence[Chosen]], wor
         world_size: Ranks that the mean is over.
     """
     for v, view in enumerate(views):
-        write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.scatter else 1.0 / world_size)
+        sparse.write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.scatter else 1.0 / world_size)
 
 
 def take_out_(residual: Tensor, chosen: Chosen, sent: Tensor) -> None:

@@ -121,3 +121,22 @@ def test_what_is_left_is_the_definition(path: str) -> None:
     reference.take_out_(wanted, indices, values, sent)
     assert torch.equal(ours.view(torch.int32), wanted.view(torch.int32))
     assert ours[indices].tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.5, -(2.0**-149)]
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5, 1 / 3])
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_entries_are_the_definition(path: str, alpha: float, num_parts: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(num_parts)
+    parts = []
+    for count in range(num_parts):
+        indices = torch.randperm(50, generator=generator)[: 10 * count].sort().values
+        parts.append((indices, torch.randn(indices.numel(), generator=generator)))
+    if num_parts > 2:
+        parts[1][1][0], parts[2][1][:2] = -0.0, torch.tensor([math.nan, 3e38])
+    ours, wanted = torch.full((50,), 7.0, dtype=dtype), torch.full((50,), 8.0, dtype=dtype)
+    sparse.write_sum_(ours, parts, alpha)
+    reference.write_sum_(wanted, parts, alpha)
+    assert torch.equal(ours.view(torch.uint8), wanted.view(torch.uint8))
+    exact = sum((torch.zeros(50).index_add_(0, *part) for part in parts), torch.zeros(50)) * alpha
+    torch.testing.assert_close(ours.float(), exact, rtol=0.01, atol=0, equal_nan=True)
