@@ -16,10 +16,17 @@ from lowbit_strategy.kernels.reference.sparse import BlockGrid, Located
 
 
 def peaks(tensors: Sequence[Tensor]) -> list[float]:
-    """The largest magnitude of each, float [N]; infinity where one has inf or NaN, 0 of nothing."""
+    """The largest magnitude of each, floats; infinity where one has inf or NaN, 0 of nothing."""
     if not tensors or not is_native(tensors[0].device):
         return reference.peaks(tensors)
-    return [native.peak(x) if _is_plain(x) else reference.peaks([x])[0] for x in tensors]
+    return [_peak(x) for x in tensors]
+
+
+def _peak(x: Tensor) -> float:
+    rows = [x] if x.is_contiguous() else x.unbind()  # under reduce-scatter a bucket has a row for each rank
+    if all(_is_plain(row) for row in rows):
+        return max(native.peak(row) for row in rows)
+    return reference.peaks([x])[0]
 
 
 def _is_plain(x: Tensor) -> bool:

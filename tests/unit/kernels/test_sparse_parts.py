@@ -44,6 +44,11 @@ def test_the_peak_is_the_largest_magnitude(path: str, numel: int, special: float
     rounded = float(x.bfloat16().abs().max()) if special is None else math.inf
     assert sparse.peaks(parts) == [wanted, rounded, wanted, 0.0, 0.0, 0.0]
     assert sparse.peaks([x[i:] for i in range(min(4, numel))]) == reference.peaks([x[i:] for i in range(min(4, numel))])
+    rows = torch.stack([x, x]).t()[:, :1]
+    assert sparse.peaks([rows, torch.stack([-x, x])[:, : numel // 2 + 1]]) == [
+        wanted,
+        *reference.peaks([x[: numel // 2 + 1]]),
+    ]
     assert sparse.peaks([]) == []
 
 
