@@ -12,7 +12,10 @@ ABI3 = not sysconfig.get_config_var("Py_GIL_DISABLED")  # the free-threaded buil
 # no fast math: the kernels agree with the reference bit for bit.
 extension = Extension(
     "lowbit_strategy.kernels.native._lowbit",
-    sources=[str(NATIVE / name) for name in ("lowbit.c", "portable.c", "avx2.c", "avx512.c", "select.c")],
+    sources=[
+        str(NATIVE / name)
+        for name in ("lowbit.c", "portable.c", "avx2.c", "avx512.c", "select.c", "sparse.c", "digest.c")
+    ],
     depends=sorted(map(str, NATIVE.glob("*.h"))),
     extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
     + ["-Wno-psabi"],  # vectors are passed between inlined functions only

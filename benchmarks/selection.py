@@ -1,8 +1,9 @@
 """Time of sparse methods on one core: the whole reduce, and the choice alone, against torch.topk in the same run.
 
-A whole reduce is accumulating, choosing, encoding, summing and writing the mean, on one rank: no bytes travel. Each
-method starts from a residual of some steps. torch.topk gets the magnitudes ready made and gives positions without
-order. The least of several repeats counts, of the thread's processor time: others may use the machine.
+A whole reduce is accumulating, choosing, encoding, summing and writing the mean. On one rank nothing travels, and
+nothing is decoded; with ``--ranks`` 2 another rank is taken to send the same, which is decoded and added like any
+message. Each method starts from a residual of some steps. torch.topk gets the magnitudes ready made and gives positions
+without order. The least of several repeats counts, of the thread's processor time: others may use the machine.
 
     python benchmarks/selection.py --numel 16777216 --numel 589824 --numel 65536 --json selection.json
 """
@@ -48,17 +49,17 @@ def _seconds(function: Callable[[], object]) -> float:
 
 
 class _Method:
-    """One method with one parameter on one rank."""
+    """One method with one parameter."""
 
-    def __init__(self, compressor: SparseCompressor, numel: int) -> None:
+    def __init__(self, compressor: SparseCompressor, numel: int, ranks: int = 1) -> None:
         spec = TensorSpec("weight", (numel,))
         reducer = compressor.method(spec)
         assert isinstance(reducer, Reducer)
         self.reducer = reducer
         self.state = reducer.init([spec], _CPU)
         self.x = torch.empty(numel)
-        self.view = View(spec, flat_cut(numel, 1, 1), self.x, self.x, scatter=False)
-        self.comm = LocalComm()
+        self.view = View(spec, flat_cut(numel, ranks, 1), self.x, self.x, scatter=False)
+        self.comm = LocalComm(ranks)
 
     def reduce(self, index: int) -> None:
         for pending in self.reducer.reduce([self.view], self.state, self.comm, StepContext(index, index, index)):
@@ -71,13 +72,13 @@ class _Method:
         self.reducer.choose(self.view, Sum(state["residual"]), state, StepContext(index, index, index))
 
 
-def _measure(numel: int, density: float, steps: int) -> list[dict[str, Any]]:
+def _measure(numel: int, density: float, steps: int, ranks: int) -> list[dict[str, Any]]:
     kept = max(1, round(density * numel))
     methods = {
-        "topk": _Method(TopK(density=density), numel),
-        "dgc": _Method(DGC(density=density), numel),
-        "sidco": _Method(SIDCo(density=density), numel),
-        "exdyna": _Method(ExDyna(density=density), numel),
+        "topk": _Method(TopK(density=density), numel, ranks),
+        "dgc": _Method(DGC(density=density), numel, ranks),
+        "sidco": _Method(SIDCo(density=density), numel, ranks),
+        "exdyna": _Method(ExDyna(density=density), numel, ranks),
     }
     times: dict[str, list[float]] = {}
     counts: dict[str, list[int]] = {}
@@ -140,12 +141,13 @@ def main(
     numel: Annotated[list[int] | None, typer.Option(help="Elements; may be given several times.")] = None,
     density: Annotated[list[float] | None, typer.Option(help="Densities; may be given several times.")] = None,
     steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 12,
+    ranks: Annotated[int, typer.Option(help="Ranks that are taken to send what this one does.")] = 1,
     path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Time sparse methods against torch.topk."""
     torch.set_num_threads(1)
     console = Console()
-    rows = [row for n in numel or [1 << 24] for d in density or [0.001] for row in _measure(n, d, steps)]
+    rows = [row for n in numel or [1 << 24] for d in density or [0.001] for row in _measure(n, d, steps, ranks)]
     table = Table("elements", "density", "case", "ms", "times torch.topk", "GB/s", "count / target")
     for row in rows:
         count = "" if row["count_over_target"] is None else f"{row['count_over_target']:.3f}"
@@ -153,7 +155,7 @@ def main(
         table.add_row(f"{row['numel']:,}", f"{row['density']:g}", row["case"], *figures)
     console.print(table)
     if path is not None:
-        result = {"steps": steps, "backend": backends.describe(_CPU), "rows": rows}
+        result = {"steps": steps, "ranks": ranks, "backend": backends.describe(_CPU), "rows": rows}
         path.write_text(json.dumps(result, indent=2) + "\n")
 
 

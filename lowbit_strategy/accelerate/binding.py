@@ -7,6 +7,7 @@
 | `backward` | residuals learn the loss scale first, controllers the time |
 | `accumulate` | whether it is used, for controllers that change the batch |
 | `clip_grad_norm_`, `clip_grad_value_` | a warning with sparse methods |
+| `init_trackers` | the run's hyper-parameters name the compressor |
 | `save_state`, `load_state` | residuals go into the folder, through Accelerate's own hooks |
 | `get_state_dict`, `load_state`, `end_training` | local steps: what is saved is what all ranks share |
 | `free_memory` | attachments go with the models |
@@ -92,6 +93,7 @@ class Binding:
         self._wrap("accumulate", self._accumulate)
         self._wrap("clip_grad_norm_", functools.partial(self._clip, "max_norm"))
         self._wrap("clip_grad_value_", functools.partial(self._clip, "clip_value"))
+        self._wrap("init_trackers", self._init_trackers)
         self._wrap("free_memory", self._free_memory)
         if plugin.outer is not None:
             self._wrap("get_state_dict", self._get_state_dict)
@@ -294,6 +296,9 @@ class Binding:
             " not see: call accelerator.prepare again after unfreezing (with the model itself, not with what prepare"
             " returned)"
         )
+
+    def _init_trackers(self, original: Callable[..., Any], name: str, config: Any = None, **kwargs: Any) -> Any:
+        return original(name, {**(config or {}), **self.plugin.hyper_parameters()}, **kwargs)
 
     def _free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
         self.attachments = []  # closed when their models are gone

@@ -11,6 +11,7 @@ from lowbit_strategy.accelerate.monitor import CompressionMonitor
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.control.base import Controller
+from lowbit_strategy.control.levels import describe, labels
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
@@ -59,3 +60,11 @@ class PluginOptions:
         own = {entry.name for entry in dataclasses.fields(self)}
         names = [entry.name for entry in dataclasses.fields(SyncOptions) if entry.name in own]
         return SyncOptions(**{name: getattr(self, name) for name in names})
+
+    def hyper_parameters(self) -> dict[str, str]:
+        """What trackers show and filter runs by."""
+        found = {"lowbit/compressor": describe(self.compressor)}
+        if self.controller is not None:
+            levels = ", ".join(labels(self.controller.levels))
+            found = {"lowbit/controller": type(self.controller).__name__, "lowbit/levels": levels}
+        return found if self.outer is None else found | {"lowbit/outer": type(self.outer).__name__}

@@ -20,14 +20,17 @@ def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
     2. rank r adds in rank order
     3. the sums go to everyone
 
-    As many bytes as a ring.
+    As many bytes as a ring. The sum of a single rank is `x_N` itself.
     """
     world_size, numel = comm.world_size, x_N.numel()
-    rows_WN = torch.nn.functional.pad(x_N, (0, -numel % world_size)).view(world_size, -1)
+    if world_size == 1:
+        return x_N
+    padded_N = torch.nn.functional.pad(x_N, (0, -numel % world_size)) if numel % world_size else x_N.contiguous()
+    rows_WN = padded_N.view(world_size, padded_N.numel() // world_size)
     received_WN = torch.empty_like(rows_WN)
-    yield comm.all_to_all(received_WN, rows_WN.contiguous())
-    total_N = received_WN[0].clone()
-    for row_N in received_WN[1:]:
+    yield comm.all_to_all(received_WN, rows_WN)
+    total_N, *others_N = received_WN.unbind()  # the received row itself, which nobody else needs
+    for row_N in others_N:
         total_N += row_N
     gathered_WN = torch.empty_like(rows_WN)
     yield comm.all_gather(gathered_WN, total_N)

@@ -1,7 +1,7 @@
 """Sparse all-reduce and reduce-scatter of entries that each rank chose by itself, as generators.
 
-Sums are formed in float32 in rank order, position by position: all ranks hold the same bits, and the bits depend
-neither on the bucket nor on the backend's algorithm.
+Every rank adds what came in float32 in rank order, position by position (`lowbit_strategy.kernels.sparse.write_sum_`):
+all hold the same bits, and the bits depend neither on the bucket nor on the backend's algorithm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def exchange_entries(
     """Every rank's entries reach the ranks that sum them.
 
     all-reduce: (1) all-gather of the tables of counts; (2) all-gather of positions and values, padded to the longest.
-    reduce-scatter: all-to-alls of the same; each owner gets only what concerns its rows.
+    reduce-scatter: all-to-alls of the same; each owner gets only what concerns its rows. One rank alone has them.
 
     Args:
         message: From `SparseLayout.pack`.
@@ -46,6 +46,8 @@ def exchange_entries(
     Raises:
         RuntimeError: A received message is damaged.
     """
+    if comm.world_size == 1:
+        return [message.sent]
     if layout.num_destinations > 1:
         return (yield from _scatter(message, layout, codec, comm))
     if same_counts:
@@ -84,25 +86,6 @@ def _unpack(
     layout: SparseLayout, codec: Codec, counts_SK: Tensor, sizes_SV: Sequence[Sequence[int]], wires: Sequence[Tensor]
 ) -> list[list[Chosen]]:
     return [layout.unpack(*source, codec) for source in zip(counts_SK, sizes_SV, wires, strict=True)]
-
-
-def write_sum_(out: Tensor, parts: Sequence[Chosen], alpha: float) -> None:
-    """``out = alpha * sum of parts``, added part by part in float32; zeros where nothing was sent.
-
-    Args:
-        out: Any float dtype, 1-D contiguous.
-        parts: One per rank, in order; no position comes twice in a part.
-        alpha: 1/W makes it a mean.
-    """
-    dense = out.dtype == torch.float32
-    total = out.zero_() if dense else torch.zeros(out.numel(), dtype=torch.float32, device=out.device)
-    for part in parts:
-        total.index_add_(0, part.indices, part.values)
-    if alpha != 1.0:
-        indices = torch.cat([part.indices for part in parts])  # one that comes twice is written twice alike
-        total.index_copy_(0, indices, total.index_select(0, indices).mul_(alpha))
-    if not dense:
-        out.copy_(total)
 
 
 def entries_sum_nbytes(numel: int, count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:

@@ -28,8 +28,9 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.layout import Cut
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
+from lowbit_strategy.kernels.reference.sparse import BLOCK_BITS, BlockGrid, Located
+from lowbit_strategy.kernels.sparse import locate, positions
 
-BLOCK_BITS = 16
 COUNT_NBYTES = 4
 POSITION_NBYTES = 2
 _FEW_BLOCKS = 64
@@ -58,21 +59,12 @@ class Message(NamedTuple):
     Args:
         counts_DK: int32, entries in each block, for each destination (a single one under all-reduce).
         wires: Positions and values for each destination, uint8.
-        sent: For each parameter the values as the others decode them, float32 [k].
+        sent: For each parameter the entries as the others decode them.
     """
 
     counts_DK: Tensor
     wires: list[Tensor]
-    sent: list[Tensor]
-
-
-class Located(NamedTuple):
-    """Entries of all parameters put in the order of messages: by destination, then parameter, then position."""
-
-    order: Tensor | None  # int64 [E]: where each comes from in the parameters' concatenation; None: as it is
-    block: Tensor  # int64 [E], counted through all destinations
-    position: Tensor  # int64 [E], in the block
-    counts_DV: list[list[int]]  # entries for each destination and parameter
+    sent: list[Chosen]
 
 
 class SparseLayout:
@@ -95,70 +87,40 @@ class SparseLayout:
         blocks = [counts_nbytes(span) // COUNT_NBYTES for span in self.spans]
         self.num_blocks = sum(blocks)
         self._first_block = _running(blocks)
-        flat = [start + (b << BLOCK_BITS) for start, n in zip(self.starts, blocks, strict=True) for b in range(n)]
         owner = [v for v, n in enumerate(blocks) for _ in range(n)]
-        self._flat_start_K = torch.tensor(flat, dtype=torch.int64, device=device)
-        self._lengths = lengths = [
-            min(span - (b << BLOCK_BITS), 1 << BLOCK_BITS)
-            for span, n in zip(self.spans, blocks, strict=True)
-            for b in range(n)
-        ]
-        self._length_K = torch.tensor(lengths, dtype=torch.int64, device=device)
+        starts = [b << BLOCK_BITS for n in blocks for b in range(n)]
+        self._lengths = [min(self.spans[v] - start, 1 << BLOCK_BITS) for v, start in zip(owner, starts, strict=True)]
         self._view_of_block_K = torch.tensor(owner, dtype=torch.int64, device=device)
-        self._first_block_V = torch.tensor(self._first_block, dtype=torch.int64, device=device)
-        self._span_V = torch.tensor(self.spans, dtype=torch.int64, device=device)
+        spans, first_blocks, block_starts, lengths = (
+            torch.tensor(table, dtype=torch.int64, device=device)
+            for table in (self.spans, self._first_block, starts, self._lengths)
+        )
+        self._grid = BlockGrid(spans, first_blocks, block_starts, lengths, self.num_destinations)
         self.device = device
 
     def locate(self, indices: Sequence[Tensor]) -> Located:
         """Put the chosen positions of all parameters in the order of messages."""
-        sizes = [part.numel() for part in indices]
-        if self.num_blocks == self.num_destinations == 1:
-            index_E = indices[0].long()
-            return Located(None, torch.zeros_like(index_E), index_E, [sizes])
-        index_E = torch.cat(list(indices)).long()
-        sizes_V = torch.tensor(sizes, device=self.device)
-        view_E = torch.arange(len(sizes), device=self.device).repeat_interleave(sizes_V, output_size=sum(sizes))
-        if self.num_destinations == 1:
-            block_E = self._first_block_V.index_select(0, view_E) + (index_E >> BLOCK_BITS)
-            return Located(None, block_E, index_E & 0xFFFF, [sizes])
-        span_E = self._span_V.index_select(0, view_E)
-        destination_E = index_E // span_E
-        order = destination_E.argsort(stable=True)
-        view_E, destination_E = view_E.index_select(0, order), destination_E.index_select(0, order)
-        local_E = index_E.index_select(0, order) - destination_E * span_E.index_select(0, order)
-        block_E = (
-            destination_E * self.num_blocks + self._first_block_V.index_select(0, view_E) + (local_E >> BLOCK_BITS)
-        )
-        places = torch.bincount(destination_E * len(sizes) + view_E, minlength=self.num_destinations * len(sizes))
-        return Located(order, block_E, local_E & 0xFFFF, places.view(self.num_destinations, -1).tolist())
+        index_E = indices[0] if len(indices) == 1 else torch.cat(list(indices))
+        return locate(index_E.long(), [part.numel() for part in indices], self._grid)
 
     def pack(self, chosen: Sequence[Chosen], codec: Codec, *, seed: int) -> Message:
         """Write the messages. `seed` is for stochastic codecs; each parameter's section gets its own."""
         located = self.locate([part.indices for part in chosen])
         values_E = chosen[0].values if len(chosen) == 1 else torch.cat([part.values for part in chosen])
         sorted_E = values_E if located.order is None else values_E.index_select(0, located.order)
-        if self.num_destinations == self.num_blocks == 1:
-            counts_DK = torch.tensor([values_E.numel()], dtype=torch.int32, device=self.device)
-        else:
-            counts_DK = torch.bincount(located.block, minlength=self.num_destinations * self.num_blocks)
-        positions = located.position.to(torch.int16).view(torch.uint8)
         wires, sent, at = [], [], 0
-        for destination, counts in enumerate(located.counts_DV):
-            k = sum(counts)
-            encoded, decoded = self._encode(sorted_E[at : at + k], counts, codec, seed, destination)
-            wires.append(torch.cat([positions[POSITION_NBYTES * at : POSITION_NBYTES * (at + k)], encoded]))
+        for destination, sizes in enumerate(located.sizes_DV):
+            end = at + sum(sizes)
+            encoded, decoded = self._encode(sorted_E[at:end], sizes, codec, seed, destination)
+            wires.append(torch.cat([located.positions[POSITION_NBYTES * at : POSITION_NBYTES * end], encoded]))
             sent.append(decoded)
-            at += k
+            at = end
         sent_E = sent[0] if len(sent) == 1 else torch.cat(sent)
-        if len(chosen) == 1 and located.order is None:
-            return Message(counts_DK.to(torch.int32).view(1, -1), wires, [sent_E])
         if located.order is not None:
             sent_E = torch.empty_like(sent_E).index_copy_(0, located.order, sent_E)
-        return Message(
-            counts_DK.to(torch.int32).view(self.num_destinations, -1),
-            wires,
-            list(sent_E.split([part.indices.numel() for part in chosen])),
-        )
+        sent_V = _split(sent_E, [part.indices.numel() for part in chosen])
+        entries = [Chosen(part.indices, values) for part, values in zip(chosen, sent_V, strict=True)]
+        return Message(located.counts_DK, wires, entries)
 
     def _encode(
         self, values: Tensor, counts: Sequence[int], codec: Codec, seed: int, destination: int
@@ -185,23 +147,22 @@ class SparseLayout:
         if counts_SK.numel() <= _FEW_BLOCKS and counts_SK.device.type == "cpu":
             return self._few_sizes(counts_SK.tolist())
         counts_SV = torch.zeros(counts_SK.shape[0], 1 + len(self.names), dtype=torch.int64, device=counts_SK.device)
-        counts_SV[:, 0] = ((counts_SK < 0) | (counts_SK > self._length_K)).sum(1)
+        counts_SV[:, 0] = ((counts_SK < 0) | (counts_SK > self._grid.length_K)).sum(1)
         counts_SV[:, 1:].index_add_(1, self._view_of_block_K, counts_SK.long())
         rows: list[list[int]] = counts_SV.tolist()
         for source, row in enumerate(rows):
             if row[0]:
-                raise impossible_table(source, row[0], self.num_blocks)
+                raise _impossible(source, row[0], self.num_blocks)
         return [row[1:] for row in rows]
 
     def _few_sizes(self, counts_SK: list[list[int]]) -> list[list[int]]:
         """The same from numbers: for small tables faster than operations on tensors."""
+        edges = list(pairwise([*self._first_block, self.num_blocks]))
         rows = []
         for source, counts_K in enumerate(counts_SK):
-            wrong = sum(not 0 <= count <= most for count, most in zip(counts_K, self._lengths, strict=True))
-            if wrong:
-                raise impossible_table(source, wrong, self.num_blocks)
-            edges = [*self._first_block, self.num_blocks]
-            rows.append([sum(counts_K[first:last]) for first, last in pairwise(edges)])
+            if wrong := sum(not 0 <= count <= most for count, most in zip(counts_K, self._lengths, strict=True)):
+                raise _impossible(source, wrong, self.num_blocks)
+            rows.append([sum(counts_K[first:last]) for first, last in edges])
         return rows
 
     def nbytes(self, sizes_V: Sequence[int], codec: Codec) -> int:
@@ -219,16 +180,10 @@ class SparseLayout:
         k = sum(sizes_V)
         if wire.numel() < POSITION_NBYTES * k:
             raise damaged_message(f"{k} positions are announced, but the message has {wire.numel()} bytes")
-        low_E = wire[: POSITION_NBYTES * k].clone().view(torch.int16).long() & 0xFFFF
-        if self.num_blocks == 1:
-            if k and self._lengths[0] < 1 << BLOCK_BITS and int(low_E.max()) >= self._lengths[0]:
-                raise damaged_message("a position lies beyond the end of its parameter")
-            return [low_E]
-        block_E = torch.arange(self.num_blocks, device=wire.device).repeat_interleave(counts_K, output_size=k)
-        if k and bool((low_E >= self._length_K.index_select(0, block_E)).any()):
+        found = positions(counts_K, wire, k, self._grid)
+        if found is None:
             raise damaged_message("a position lies beyond the end of its parameter")
-        flat_E = self._flat_start_K.index_select(0, block_E) + low_E
-        return [flat - start for flat, start in zip(flat_E.split(list(sizes_V)), self.starts, strict=True)]
+        return _split(found, sizes_V)
 
     def unpack(self, counts_K: Tensor, sizes_V: Sequence[int], wire: Tensor, codec: Codec) -> list[Chosen]:
         """The entries of each parameter (its row) that one source's message holds.
@@ -246,7 +201,7 @@ class SparseLayout:
             raise damaged_message(f"{self.nbytes(sizes_V, codec)} bytes are announced, {wire.numel()} came")
         indices = self.positions(counts_K, sizes_V, wire)
         values = self._decode(wire[POSITION_NBYTES * sum(sizes_V) :], sizes_V, codec)
-        return [Chosen(*pair) for pair in zip(indices, values.split(list(sizes_V)), strict=True)]
+        return [Chosen(*pair) for pair in zip(indices, _split(values, sizes_V), strict=True)]
 
     def _decode(self, wire: Tensor, sizes_V: Sequence[int], codec: Codec) -> Tensor:
         if isinstance(codec, DenseCodec):
@@ -260,7 +215,7 @@ class SparseLayout:
         return torch.cat(values)
 
 
-def impossible_table(source: int, wrong: int, num_blocks: int) -> RuntimeError:
+def _impossible(source: int, wrong: int, num_blocks: int) -> RuntimeError:
     """The error for a table of counts that no rank could have sent."""
     return damaged_message(f"table {source} of counts is impossible for {wrong} of {num_blocks} blocks")
 
@@ -287,6 +242,10 @@ def _running(sizes: Sequence[int]) -> list[int]:
         starts.append(at)
         at += size
     return starts
+
+
+def _split(x_E: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return [x_E] if len(sizes) == 1 else list(x_E.split(list(sizes)))
 
 
 def _salt(name: str, destination: int) -> int:

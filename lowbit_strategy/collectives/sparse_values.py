@@ -1,5 +1,7 @@
 """The sum of values at positions that all ranks agree on: neither positions nor counts travel.
 
+Floats are summed as they are, by `sum_ordered`. Where a codec is used, and under reduce-scatter:
+
 1. every rank encodes its values for the ranks that sum them: under all-reduce rank r sums the r-th part of each
    parameter's values, under reduce-scatter those of its own rows
 2. one all-to-all; each rank decodes and adds in float32 in rank order
@@ -22,9 +24,12 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ALIGNMENT, Cut, flat_cut, round_up
+from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.kernels.segments import Segment, Segments
+
+_FLOATS = DenseCodec("float32")
 
 
 class Sums(NamedTuple):
@@ -32,11 +37,11 @@ class Sums(NamedTuple):
 
     Args:
         totals: Sums over ranks and where they belong in the result (reduce-scatter: in the own row).
-        lost: What this rank's encoding of the sums lost, at flat positions of the parameter; empty if nothing.
+        lost: What this rank's encoding of the sums lost, at flat positions of the parameter; None if nothing.
     """
 
     totals: list[Chosen]
-    lost: list[Chosen]
+    lost: list[Chosen] | None
 
 
 class ValueSum:
@@ -71,14 +76,16 @@ class ValueSum:
         self.codec, self.comm, self.scatter, self.seed = codec, comm, scatter, seed
         self.indices, self.cuts = indices, cuts
         self.counts = [part.numel() for part in values]
-        self.exact = codec == DenseCodec("float32")
-        values_E = torch.cat(list(values))
-        self.device = values_E.device
-        edges_V = [self._edges(*pair) for pair in zip(indices, cuts, strict=True)]
-        self._tables(names, edges_V)
+        self.exact = codec == _FLOATS
+        self._values_E = values[0] if len(values) == 1 else torch.cat(list(values))
+        self.device = self._values_E.device
+        if self.exact and not scatter:
+            self.sent = list(values)
+            return
+        self._tables(names, [self._edges(*pair) for pair in zip(indices, cuts, strict=True)])
         self._wire = torch.zeros(sum(self.row_nbytes), dtype=torch.uint8, device=self.device)
-        self._encode_(values_E, self._wire, self._all)
-        sent_E = values_E if self.exact else self._decode(self._wire[None], self._all, sum(self.counts))
+        self._encode_(self._values_E, self._wire, self._all)
+        sent_E = self._values_E if self.exact else self._decode(self._wire[None], self._all, sum(self.counts))
         self.sent = list(sent_E.split(self.counts))
 
     def _edges(self, indices: Tensor, cut: Cut) -> list[int]:
@@ -124,6 +131,9 @@ class ValueSum:
         return out
 
     def run(self) -> Generator[Pending, None, Sums]:
+        if self.exact and not self.scatter:
+            sums_E = yield from sum_ordered(self._values_E, self.comm)
+            return Sums(self._totals(sums_E), None)
         comm, world_size, own_nbytes = self.comm, self.comm.world_size, self.row_nbytes[self.comm.rank]
         received_WB = torch.empty(world_size, own_nbytes, dtype=torch.uint8, device=self.device)
         if self.scatter:
@@ -136,22 +146,25 @@ class ValueSum:
         if self.scatter:
             starts = [comm.rank * cut.row_numel for cut in self.cuts]
             local = [index - start for index, start in zip(own_indices, starts, strict=True)]
-            nothing = [Chosen(index[:0], own_sums[:0]) for index in own_indices]
-            return Sums([Chosen(*pair) for pair in zip(local, own_sums.split(split), strict=True)], nothing)
+            return Sums([Chosen(*pair) for pair in zip(local, own_sums.split(split), strict=True)], None)
         message = torch.zeros(own_nbytes, dtype=torch.uint8, device=self.device)
         self._encode_(own_sums, message, self._own)
         gathered_WB = torch.empty_like(received_WB)
         yield comm.all_gather(gathered_WB, message)
         sums_E = self._decode(gathered_WB.view(1, -1), self._all, sum(self.counts))
-        totals = [Chosen(*pair) for pair in zip(self.indices, sums_E.split(self.counts), strict=True)]
-        if self.exact:
-            return Sums(totals, [Chosen(index[:0], own_sums[:0]) for index in own_indices])
         lost = (own_sums - self._decode(message[None], self._own, self._own_numel)).nan_to_num_(0.0, 0.0, 0.0)
-        return Sums(totals, [Chosen(*pair) for pair in zip(own_indices, lost.split(split), strict=True)])
+        lost_V = [Chosen(*pair) for pair in zip(own_indices, lost.split(split), strict=True)]
+        return Sums(self._totals(sums_E), lost_V)
+
+    def _totals(self, sums_E: Tensor) -> list[Chosen]:
+        sums_V = [sums_E] if len(self.counts) == 1 else sums_E.split(self.counts)
+        return [Chosen(*pair) for pair in zip(self.indices, sums_V, strict=True)]
 
 
 def value_sum_nbytes(count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:
     """What one rank sends to others for `count` values of a parameter, evenly spread over the owners."""
+    if codec == _FLOATS and not scatter:
+        return ordered_nbytes(count, 4, world_size)
     row = -(-count // world_size) if scatter else min(count, flat_cut(count, world_size, codec.block_size).row_numel)
     hop = round_up(codec.wire_nbytes(row), ALIGNMENT) * (world_size - 1) if row else 0
     return hop if scatter else 2 * hop

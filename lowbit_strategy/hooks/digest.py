@@ -4,9 +4,8 @@ Gradients that are meant to be the same on all ranks keep parameters the same. I
 apart while the loss still falls; so after a few chosen steps every rank computes one number from the bits of all its
 parameters, and the ranks compare it.
 
-1. Of each parameter: the sum of its 64-bit words, each times an odd pseudo-random weight of its position, modulo 2^64.
-   One changed word always changes it; other differences cancel about once in 2^64 cases.
-2. Of the model: the same sum over the parameters' digests. One all-gather of 8 bytes per rank.
+1. Of each parameter (of this rank's shard): a weighted sum of its 64-bit words modulo 2^64, one pass over memory.
+2. Of the model: the same over the parameters' digests. One all-gather of 8 bytes per rank.
 3. Only if those differ, one all-gather of all parameters' digests, to name what differs.
 
 Under DDP every rank holds whole parameters, all of which must agree. Buffers need not (statistics of BatchNorm are each
@@ -16,7 +15,6 @@ others gather. Under HSDP the replicas are compared: ranks that have the same sh
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 import torch
@@ -25,10 +23,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.kernels.digest import digests
 
 EARLY_STEPS = (2, 10, 100)
 EVERY = 1000
-_FACTOR = 0x5851F42D4C957F2D  # odd; of one chunk's sum against the next
 
 
 class DivergenceError(RuntimeError):
@@ -78,48 +76,19 @@ class ParameterDigest:
         """Whether all ranks have the same parameters; the same answer on all of them."""
         if not self._params or self._comm.world_size == 1:
             return True
-        whole_W = self._gather(digest(self._each()).view(1)).view(-1)
+        whole_W = self._gather(digests([self._each()], self._device)).view(-1)
         return bool((whole_W == whole_W[0]).all())
 
     def _each(self) -> Tensor:
         """int64 ``[parameters]``."""
-        return torch.stack([digest(param).to(self._device) for param in self._params.values()])
+        shards = [param.to_local() if isinstance(param, DTensor) else param for param in self._params.values()]
+        return digests(shards, self._device)
 
     def _gather(self, mine_N: Tensor) -> Tensor:
         """int64 ``[W, N]``; past the engine's counters, which count gradients only."""
         rows = [torch.empty_like(mine_N) for _ in range(self._comm.world_size)]
         dist.all_gather(rows, mine_N, group=self._comm.group)
         return torch.stack(rows)
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """int64 scalar of the bits of a tensor, or of this rank's shard, in the order of elements, not of memory."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    missing = -flat.numel() % 8
-    if missing or flat.data_ptr() % 8 or flat.storage_offset() % 8:
-        flat = torch.nn.functional.pad(flat, (0, missing)).clone()
-    words = flat.view(torch.int64)
-    weights = _weights(tensor.device)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in words.split(weights.numel()):
-        total = total * _FACTOR + (part * weights[: part.numel()]).sum()
-    return total
-
-
-@functools.lru_cache(maxsize=2)
-def _weights(device: torch.device) -> Tensor:
-    """int64, odd and pseudo-random: the finaliser of splitmix64 over the positions, with signed shifts.
-
-    As many as there are words whose products are in memory at once: on CPU 1 MiB, for the cache; elsewhere 32 MiB, so
-    that there are few launches.
-    """
-    numel = 1 << (17 if device.type == "cpu" else 22)
-    x = torch.arange(1, numel + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
-    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
-    return (x ^ (x >> 31)) | 1
 
 
 def _message(step_index: int, names: list[str], each_WP: Tensor) -> str:

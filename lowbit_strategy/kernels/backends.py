@@ -7,17 +7,13 @@ from typing import Literal
 
 import torch
 
+from lowbit_strategy.kernels import native
+
 Backend = Literal["triton", "native", "torch"]
 # torch | native | triton: for tests and benchmarks, and to rule a kernel out when looking for a fault
 OVERRIDE = "LOWBIT_KERNELS"
 CACHE_ELEMENTS = 65536  # piece of the plain PyTorch path: small enough for a cache, large enough to hide call overhead
 LAUNCH_ELEMENTS = 2**22  # the same on a GPU: few launches, and temporary tensors of 16 MiB
-
-
-def native_available() -> bool:
-    from lowbit_strategy.kernels import native
-
-    return native.available()
 
 
 def triton_available() -> bool:
@@ -30,8 +26,6 @@ def describe(device: torch.device) -> str:
     """For reports: what serves `device`, and what would be faster."""
     backend = choose(device)
     if backend == "native":
-        from lowbit_strategy.kernels import native
-
         return f"native C ({native.isa()})"
     if backend == "torch":
         return "plain PyTorch (slower: the C extension is not built, reinstall with a C compiler)"
@@ -54,7 +48,7 @@ def choose(device: torch.device) -> Backend:
     if asked is not None:
         return _asked_for(asked, device)
     if device.type == "cpu":
-        return "native" if native_available() else "torch"
+        return "native" if native.available() else "torch"
     if device.type == "cuda":
         if not triton_available():
             raise RuntimeError(
@@ -70,6 +64,14 @@ def piece_elements(device: torch.device) -> int:
     return CACHE_ELEMENTS if device.type == "cpu" else LAUNCH_ELEMENTS
 
 
+def is_native(device: torch.device) -> bool:
+    """Whether C serves tensors on `device`."""
+    if device.type != "cpu":
+        return False
+    asked = os.environ.get(OVERRIDE)
+    return native.available() if asked is None else _asked_for(asked, device) == "native"
+
+
 def _asked_for(asked: str, device: torch.device) -> Backend:
     match asked:
         case "torch":
@@ -77,7 +79,7 @@ def _asked_for(asked: str, device: torch.device) -> Backend:
         case "native":
             if device.type != "cpu":
                 raise RuntimeError(f"{OVERRIDE}=native serves CPUs only, the gradients are on {device}: unset it")
-            if not native_available():
+            if not native.available():
                 raise RuntimeError(f"{OVERRIDE}=native, but the C extension is not built: reinstall with a C compiler")
             return "native"
         case "triton":

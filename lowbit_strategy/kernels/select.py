@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels import backends
+from lowbit_strategy.kernels.native import select as native_select
 from lowbit_strategy.kernels.reference import select as reference
 
 CHUNK_NUMEL = 4096  # positions in a chunk take 12 bits
@@ -43,9 +44,7 @@ def select_above(x: Tensor, threshold: float, *, expected: int | None = None) ->
     _check(x)
     if x.numel() > MAX_INT32_NUMEL:
         return _select_long(x, threshold)
-    if x.device.type == "cpu" and backends.choose(x.device) == "native":
-        from lowbit_strategy.kernels.native import select as native_select
-
+    if backends.is_native(x.device):
         return native_select.select_above(x, threshold, expected)
     if x.device.type != "cpu":
         return reference.select_above(x, threshold)
@@ -67,14 +66,7 @@ def add_select_(x: Tensor, addend: Tensor, threshold: float, *, expected: int) -
         As `select_above`, and whether all sums are finite.
     """
     _check(x)
-    if (
-        x.device.type == "cpu"
-        and _is_plain(x, addend)
-        and x.numel() <= MAX_INT32_NUMEL
-        and backends.choose(x.device) == "native"
-    ):
-        from lowbit_strategy.kernels.native import select as native_select
-
+    if _is_plain(x, addend) and x.numel() <= MAX_INT32_NUMEL and backends.is_native(x.device):
         return native_select.add_select_(x, addend, threshold, expected)
     if x.numel() <= MAX_INT32_NUMEL:
         return reference.add_select_(x, addend, threshold)
@@ -91,9 +83,7 @@ def _select_long(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 def count_above(x: Tensor, threshold: float) -> int:
     """How many elements have ``|x| >= threshold``."""
     _check(x)
-    if x.device.type == "cpu" and backends.choose(x.device) == "native":
-        from lowbit_strategy.kernels.native import select as native_select
-
+    if backends.is_native(x.device):
         return native_select.count_above(x, threshold)
     chunk = _CHUNK if x.device.type == "cpu" else 1 << 30
     return sum(reference.count_above(piece, threshold) for piece in x.split(chunk))
@@ -108,9 +98,7 @@ def sample_magnitudes(x: Tensor, num: int, *, seed: int, addend: Tensor | None =
     if num >= x.numel():
         return x.abs() if addend is None else (x + addend).abs_()
     is_plain = addend is None or (addend.dtype == torch.float32 and addend.is_contiguous())
-    if x.device.type == "cpu" and is_plain and backends.choose(x.device) == "native":
-        from lowbit_strategy.kernels.native import select as native_select
-
+    if is_plain and backends.is_native(x.device):
         return native_select.sample_magnitudes(x, num, seed, addend)
     # index_select: on the CPU ten times faster than x[...]
     places = reference.sample_positions(x.numel(), num, seed, x.device)
@@ -155,8 +143,6 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         indices = torch.arange(k, device=x.device)
         return indices, x[indices]
     if _is_small(x, k):
-        from lowbit_strategy.kernels.native import select as native_select
-
         chosen, _ = native_select.top_k_(x, None, k, x.numel() // _GROUP)
         if chosen is not None:
             return chosen
@@ -170,8 +156,6 @@ def add_top_k_(x: Tensor, addend: Tensor, k: int) -> tuple[Tensor, Tensor] | Non
     """``x += addend``, then `top_k`: on the CPU one call for small tensors. None if not all sums are finite."""
     _check(x)
     if _is_plain(x, addend) and _is_small(x, k):
-        from lowbit_strategy.kernels.native import select as native_select
-
         chosen, finite = native_select.top_k_(x, addend, k, x.numel() // _GROUP)
         if chosen is not None or not finite:
             return chosen
@@ -183,7 +167,7 @@ def add_top_k_(x: Tensor, addend: Tensor, k: int) -> tuple[Tensor, Tensor] | Non
 def _is_small(x: Tensor, k: int) -> bool:
     """Whether one call in C finds the k largest."""
     is_small = x.numel() <= _GROUPED_NUMEL and 0 < 4 * k <= x.numel() // _GROUP
-    return is_small and x.device.type == "cpu" and backends.choose(x.device) == "native"
+    return is_small and backends.is_native(x.device)
 
 
 def _is_plain(x: Tensor, addend: Tensor) -> bool:
@@ -285,8 +269,6 @@ def chunk_top_k(x: Tensor, kept_M: Tensor, room: int) -> tuple[Tensor, Tensor]:
 
             triton_select.chunk_top_k(x, kept_M, positions, values)
         case "native":
-            from lowbit_strategy.kernels.native import select as native_select
-
             native_select.chunk_top_k(x, kept_M.contiguous(), positions, values)
         case "torch":
             reference.chunk_top_k(x, kept_M, positions, values)

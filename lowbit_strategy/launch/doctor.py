@@ -136,14 +136,14 @@ def _version(name: str) -> str | None:
 def _cpu_kernels() -> Iterator[Finding]:
     import torch
 
-    from lowbit_strategy.kernels import backends
+    from lowbit_strategy.kernels import backends, native
 
     try:
         found = backends.describe(torch.device("cpu"))
     except RuntimeError as error:
         yield Finding("problem", "CPU kernels", str(error), f"change or unset {backends.OVERRIDE}")
         return
-    yield Finding("ok" if backends.native_available() else "note", "CPU kernels", found)
+    yield Finding("ok" if native.available() else "note", "CPU kernels", found)
 
 
 def _gpu_kernels() -> Iterator[Finding]:

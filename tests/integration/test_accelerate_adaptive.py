@@ -52,13 +52,14 @@ class Kept(GeneralTracker):
     def __init__(self) -> None:
         super().__init__()
         self.logged: list[tuple[int | None, dict[str, Any]]] = []
+        self.configuration: dict[str, Any] = {}
 
     @property
     def tracker(self) -> list[tuple[int | None, dict[str, Any]]]:
         return self.logged
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        return None
+        self.configuration |= values
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self.logged.append((step, dict(values)))
@@ -103,7 +104,7 @@ def adapting(folder: Path, kind: Kind, controller: str) -> Facts:
     facts = {"levels": levels, "print": fingerprint(job.model), "losses": job.losses, "steps": job.sync.step_index}
     facts["searches"] = controller == "gravac"  # for longer than this run
     if job.accelerator.is_main_process:
-        facts |= {"record": read_record(folder / "run"), "logged": kept.logged}
+        facts |= {"record": read_record(folder / "run"), "logged": kept.logged, "configuration": kept.configuration}
     return facts
 
 
@@ -123,6 +124,8 @@ def test_controllers_decide_alike_and_tell(facts: list[Facts]) -> None:
     logged = facts[0]["logged"]
     assert len(logged) == len(shares)
     assert "lowbit/share/level_0" in logged[0][1]
+    assert facts[0]["configuration"].keys() == {"lowbit/controller", "lowbit/levels"}
+    assert facts[0]["configuration"]["lowbit/levels"] == ", ".join(record[0]["levels"])
 
 
 def resuming(folder: Path, kind: Kind, controller: str) -> Facts:
@@ -232,7 +235,7 @@ def monitoring(folder: Path, kind: Kind) -> Facts:
         log_with=[kept, "tensorboard"],
         project_dir=str(folder),
     )
-    accelerator.init_trackers("run")
+    accelerator.init_trackers("run", config={"lr": 0.1})
     job = prepared(accelerator)
     plain = prepared(make(kind, LowBitPlugin(FOUR)))
     go(job, 12)
@@ -241,6 +244,7 @@ def monitoring(folder: Path, kind: Kind) -> Facts:
     facts |= {"losses": (job.losses, plain.losses), "account": sum(map(job.sync.sent_nbytes, job.sync.specs))}
     if accelerator.is_main_process:
         facts |= {"logged": kept.logged, "record": read_record(folder), "tb": [p.name for p in folder.glob("run/*")]}
+        facts["hyper-parameters"] = kept.configuration, next(folder.rglob("hparams.yml")).read_text()
     return facts
 
 
@@ -256,6 +260,9 @@ def test_figures_reach_every_tracker_and_the_record(facts: list[Facts]) -> None:
     assert figures["lowbit/wire_nbytes"] == pytest.approx(lead["account"], rel=0.02)  # headers
     assert any("blocks.N" in name for name in figures)
     assert any(name.startswith("events") for name in lead["tb"])
+    configuration, board = lead["hyper-parameters"]
+    assert configuration == {"lr": 0.1, "lowbit/compressor": "loco(bits=4, block_size=32)"}
+    assert "lowbit/compressor: loco(bits=4, block_size=32)" in board
     kinds = [line["kind"] for line in lead["record"]]
     assert kinds == ["start", "observation", "observation", *["warning"] * kinds.count("warning"), "observation"]
     assert kinds.count("warning") >= 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -202,6 +204,46 @@ def test_controllers_and_the_monitor(facts: list[Facts], request: pytest.Fixture
     record, again = facts[0]["records"]
     assert [line["step"] for line in record if line["kind"] == "observation"] == [0, 3, 6]
     assert (again[0]["kind"], again[0]["step"], again[0]["num_steps"]) == ("start", 4, STEPS)
+
+
+class Tracker(TrainerCallback):
+    """Takes everything that is logged, as integrations of trackers do."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, float] = {}
+
+    def on_log(self, *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        self.taken |= logs
+
+
+def printing(folder: Path) -> Facts:
+    """The Trainer without a progress bar prints a line with everything that is logged."""
+    watched = trainer(folder, "ddp", LowBitPlugin(LoCo(bits=4), monitor=CompressionMonitor(every_n_steps=4)))
+    tracker = Tracker()
+    watched.add_callback(tracker)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        watched.train()
+    history = [entry for entry in watched.state.log_history if "lowbit/relative_error" in entry]
+    return {"printed": printed.getvalue(), "tracked": tracker.taken, "history": history}
+
+
+@scenarios(printing)
+def test_groups_go_to_trackers_and_not_to_the_console(facts: list[Facts]) -> None:
+    lead = facts[0]
+    lines = [line for line in lead["printed"].splitlines() if "lowbit/relative_error" in line]
+    assert len(lines) == len(lead["history"]) == STEPS // 4
+    tracked = {name for name in lead["tracked"] if name.startswith("lowbit/")}
+    groups = set(filter(is_of_group, tracked))
+    assert any(name.startswith("lowbit/relative_error/") for name in groups)
+    assert len(groups) > 20
+    assert not any(name in lead["printed"] for name in groups)
+    assert not any(name in entry for name in groups for entry in lead["history"])
+    for totals in lead["history"]:
+        ours = {name for name in totals if name.startswith("lowbit/")}
+        assert ours == tracked - groups
+        assert len(ours) < 10
+        assert all(any(name in line for line in lines) for name in ours)
 
 
 def trained_twice(folder: Path) -> Facts:

@@ -3,63 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.native import isa, library
+from lowbit_strategy.kernels.native import isa
+from lowbit_strategy.kernels.native.functions import function
 from lowbit_strategy.kernels.native.threads import run
 from lowbit_strategy.kernels.reference.rng import hash32
 
 _BLOCK = 4096  # parts of a tensor that threads take start on multiples of it
 
 
-_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
-_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "lowbit_select": (
-        _COUNT,
-        (ctypes.c_char_p, _POINTER, _COUNT, _COUNT, ctypes.c_float, _POINTER, _POINTER, _COUNT),
-    ),
-    "lowbit_chunk_top_k": (
-        None,
-        (ctypes.c_char_p, _POINTER, _COUNT, _COUNT, _POINTER, _COUNT, _POINTER, _POINTER),
-    ),
-    "lowbit_add_select": (
-        _COUNT,
-        (
-            *(ctypes.c_char_p, _POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_float),
-            *(_POINTER, _POINTER, _COUNT, ctypes.POINTER(ctypes.c_int32)),
-        ),
-    ),
-    "lowbit_top_k": (
-        _COUNT,
-        (
-            *(ctypes.c_char_p, _POINTER, _POINTER, _COUNT, ctypes.c_int32, ctypes.c_int32, _POINTER),
-            *(_COUNT, _POINTER, _POINTER),
-        ),
-    ),
-    "lowbit_sample_magnitudes": (None, (_POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_uint32, _POINTER)),
-}
-
-
-@lru_cache
-def _function(name: str) -> Any:
-    """Raises:
-    RuntimeError: The extension is older than this file.
-    """
-    function = getattr(library(), name, None)
-    if function is None:
-        raise RuntimeError("the C extension was built from older sources: reinstall the package")
-    function.restype, function.argtypes = _SIGNATURES[name]
-    return function
-
-
 def _select(x: Tensor, start: int, stop: int, threshold: float, capacity: int) -> tuple[int, Tensor, Tensor]:
     indices = torch.empty(capacity, dtype=torch.int32)
     values = torch.empty(capacity, dtype=torch.float32)
-    count = _function("lowbit_select")(
+    count = function("lowbit_select")(
         isa().encode(), x.data_ptr(), start, stop, threshold, indices.data_ptr(), values.data_ptr(), capacity
     )
     return int(count), indices, values
@@ -67,7 +26,7 @@ def _select(x: Tensor, start: int, stop: int, threshold: float, capacity: int) -
 
 def sample_magnitudes(x: Tensor, num: int, seed: int, addend: Tensor | None) -> Tensor:
     magnitudes = torch.empty(num, dtype=torch.float32)
-    _function("lowbit_sample_magnitudes")(
+    function("lowbit_sample_magnitudes")(
         x.data_ptr(),
         None if addend is None else addend.data_ptr(),
         x.numel(),
@@ -80,7 +39,7 @@ def sample_magnitudes(x: Tensor, num: int, seed: int, addend: Tensor | None) -> 
 
 def chunk_top_k(x: Tensor, kept_M: Tensor, positions_MK: Tensor, values_MK: Tensor) -> None:
     def work(first: int, last: int) -> None:
-        _function("lowbit_chunk_top_k")(
+        function("lowbit_chunk_top_k")(
             isa().encode(),
             x.data_ptr(),
             first,
@@ -99,7 +58,7 @@ def top_k_(x: Tensor, addend: Tensor | None, k: int, groups: int) -> tuple[tuple
     capacity = 8 * k + 1024
     scratch = torch.empty(groups + 3 * capacity, dtype=torch.int32)
     positions, values = torch.empty(k, dtype=torch.int64), torch.empty(k, dtype=torch.float32)
-    count = _function("lowbit_top_k")(
+    count = function("lowbit_top_k")(
         isa().encode(),
         x.data_ptr(),
         None if addend is None else addend.data_ptr(),
@@ -137,7 +96,7 @@ def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def add_select_(x: Tensor, addend: Tensor, threshold: float, expected: int) -> tuple[Tensor, Tensor, bool]:
     numel = x.numel()
-    share, function, name = (expected + expected // 2) / max(numel, 1), _function("lowbit_add_select"), isa().encode()
+    share, add_select, name = (expected + expected // 2) / max(numel, 1), function("lowbit_add_select"), isa().encode()
 
     def work(first: int, last: int) -> tuple[Tensor, Tensor, bool]:
         start, stop = first * _BLOCK, min(last * _BLOCK, numel)
@@ -145,12 +104,14 @@ def add_select_(x: Tensor, addend: Tensor, threshold: float, expected: int) -> t
         indices, values = torch.empty(capacity, dtype=torch.int32), torch.empty(capacity, dtype=torch.float32)
         found, nonfinite = (indices.data_ptr(), values.data_ptr(), capacity), ctypes.c_int32()
         span = (start, stop, threshold)
-        count = function(name, x.data_ptr(), addend.data_ptr(), *span, *found, ctypes.byref(nonfinite))
+        count = add_select(name, x.data_ptr(), addend.data_ptr(), *span, *found, ctypes.byref(nonfinite))
         if count > capacity:
             count, indices, values = _select(x, start, stop, threshold, count)
         return indices[:count], values[:count], not nonfinite.value
 
     parts = run(work, -(-numel // _BLOCK), _BLOCK)
+    if len(parts) == 1:
+        return parts[0]
     return *_joined([part[:2] for part in parts]), all(finite for _, _, finite in parts)
 
 

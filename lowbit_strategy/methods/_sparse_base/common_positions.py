@@ -88,7 +88,7 @@ class PositionSumReducer(Reducer):
             if condition is Condition.LIVE:
                 self.keep_(view, tensors, part, sent)
         sums = yield from exchange.run()
-        for view, lost in zip(views, sums.lost, strict=True):
+        for view, lost in zip(views, sums.lost or (), strict=sums.lost is not None):
             if "residual" in (tensors := state.get(view.spec.name, {})):
                 tensors["residual"].index_add_(0, lost.indices, lost.values, alpha=self.residual_gain or 1.0)
         write_sums_(views, [sums.totals], comm.world_size)

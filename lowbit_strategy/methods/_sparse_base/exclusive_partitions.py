@@ -12,6 +12,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
@@ -20,15 +21,12 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse_layout import (
-    BLOCK_BITS,
-    POSITION_NBYTES,
-    damaged_message,
-    impossible_table,
-)
+from lowbit_strategy.collectives.layout import flat_cut
+from lowbit_strategy.collectives.sparse_layout import POSITION_NBYTES, SparseLayout, damaged_message, sparse_layout
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
+from lowbit_strategy.kernels.sums import OverflowedSum
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.block_partitions import (
@@ -40,7 +38,14 @@ from lowbit_strategy.methods._sparse_base.block_partitions import (
     make_grid,
 )
 from lowbit_strategy.methods._sparse_base.common_positions import PositionSumReducer
-from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, num_kept, zero_residuals
+from lowbit_strategy.methods._sparse_base.sparse_reducer import (
+    Condition,
+    nothing,
+    num_kept,
+    pending_sums,
+    undo_,
+    zero_residuals,
+)
 
 _SAMPLE_KEPT = 256  # of all ranks' samples above the threshold: the count is off by 6 % then
 _BAND = 1.1  # counts further than this factor from the target: the threshold is estimated anew
@@ -103,17 +108,17 @@ class ExclusiveReducer(PositionSumReducer):
             return
         order = {name: i for i, name in enumerate(state)}  # buckets come in any order
         views = sorted(views, key=lambda view: order[view.spec.name])
-        found = self.accumulate_(views, state)
-        model = _Model(views, found, state, comm, step)
+        model = _Model(views, state, comm, step)
         control = state[views[0].spec.name]
-        bounds = model.bounds(self._sizes(model, control))
+        sizes = self._sizes(model, control)
+        bounds = model.bounds(sizes)
         threshold = yield from self._threshold(model, control, bounds)
         selection = yield from model.select(threshold, bounds, num_kept(self.density, model.grid.numel))
-        yield from self.sum_at(selection.indices, views, found, state, comm, step)
+        yield from self.sum_at(selection.indices, views, model.found, state, comm, step)
         if not selection.finite:
             for view in views:
                 view.out.fill_(math.nan)
-        self._learn_(model, control, selection)
+        self._learn_(model, control, selection, sizes)
 
     def _threshold(
         self, model: _Model, control: StateTensors, bounds: Sequence[int]
@@ -137,21 +142,25 @@ class ExclusiveReducer(PositionSumReducer):
     def _sizes(self, model: _Model, control: StateTensors) -> list[int]:
         """Blocks of each partition; equal shares at the start, and where the world or the model has another size."""
         equal = equal_sizes(model.grid.num_blocks, model.comm.world_size)
-        sizes = [size for size in control["sizes"].tolist() if size]
-        return sizes if len(sizes) == len(equal) and sum(sizes) == model.grid.num_blocks else equal
+        if len(equal) == 1:
+            return equal
+        sizes = [size for size in control["sizes"][: len(equal) + 1].tolist() if size]
+        if len(sizes) == len(equal) and sum(sizes) == model.grid.num_blocks:
+            return sizes
+        _keep_sizes_(control, equal)
+        return equal
 
-    def _learn_(self, model: _Model, control: StateTensors, selection: Selection) -> None:
+    def _learn_(self, model: _Model, control: StateTensors, selection: Selection, sizes: Sequence[int]) -> None:
         control["ratio"].fill_(sum(selection.counts) / num_kept(self.density, model.grid.numel))
-        sizes = self._sizes(model, control)
-        if self.adjust and len(sizes) > 1:
-            block_counts = model.block_counts(selection)
-            block_loads_K = control["loads"][: block_counts.numel()].mul_(_MEMORY).add_(block_counts)
-            loads = [float(part.sum()) for part in block_loads_K.split(sizes)]
-            if is_lopsided(loads):
-                sizes = cut_anew(block_loads_K.tolist(), len(sizes))
-            else:
-                sizes = balanced(sizes, loads, max(1, model.grid.num_blocks // (4 * len(sizes))))
-        control["sizes"].zero_()[: len(sizes)] = torch.tensor(sizes, dtype=torch.int16)
+        if not self.adjust or len(sizes) == 1:
+            return
+        block_counts = model.block_counts(selection)
+        block_loads_K = control["loads"][: block_counts.numel()].mul_(_MEMORY).add_(block_counts)
+        loads = [float(part.sum()) for part in block_loads_K.split(list(sizes))]
+        if is_lopsided(loads):
+            _keep_sizes_(control, cut_anew(block_loads_K.tolist(), len(sizes)))
+        else:
+            _keep_sizes_(control, balanced(sizes, loads, max(1, model.grid.num_blocks // (4 * len(sizes)))))
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         count = num_kept(self.density, spec.numel)
@@ -159,13 +168,20 @@ class ExclusiveReducer(PositionSumReducer):
         return positions + PositionSumReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
 
 
-class _Model:
-    """The views of one step as one flat model."""
+def _keep_sizes_(control: StateTensors, sizes: Sequence[int]) -> None:
+    control["sizes"].zero_()[: len(sizes)] = torch.tensor(sizes, dtype=torch.int16)
 
-    def __init__(
-        self, views: Sequence[View], found: Sequence[Condition], state: ReducerState, comm: Comm, step: StepContext
-    ) -> None:
-        self.views, self.found, self.comm, self.step = views, found, comm, step
+
+class _Model:
+    """The views of one step as one flat model, whose sums are formed by whoever first has to read them.
+
+    Attributes:
+        found: Conditions of the gradients; an overflow may show only when a sum is formed.
+    """
+
+    def __init__(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> None:
+        self.views, self.comm, self.step = views, comm, step
+        self.found, self._totals = pending_sums(views, state)
         self.residuals = [state[view.spec.name]["residual"] for view in views]
         self.starts, at = [], 0
         for view in views:
@@ -183,26 +199,27 @@ class _Model:
         partition = (self.step.index + self.comm.rank) % self.comm.world_size
         return bounds[partition], bounds[partition + 1]
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Accumulated gradients in [start, stop): which view, where they begin, counted from `start`, and they."""
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, range]]:
+        """What lies in [start, stop): of which view, where it begins, counted from `start`, and its elements."""
         first = max(bisect_right(self.starts, start) - 1, 0)
         for i in range(first, len(self.views)):
             if self.starts[i] >= stop:
                 break
-            piece = self.residuals[i][max(start - self.starts[i], 0) : stop - self.starts[i]]
-            if piece.numel():
+            numel = self.views[i].spec.numel
+            if piece := range(max(start - self.starts[i], 0), min(stop - self.starts[i], numel)):
                 yield i, max(start, self.starts[i]) - start, piece
 
     def estimate(self, density: float, bounds: Sequence[int]) -> Generator[Pending, None, float]:
         """A threshold from samples of what each rank is about to choose from: their tails are put together."""
+        self._form()
         num = min(self.grid.numel, math.ceil(_SAMPLE_KEPT / density))
         tail = num_kept(density, num)
         sample = torch.cat(
             [torch.empty(0, dtype=torch.float32, device=self.device)]
             + [
                 sample_magnitudes(
-                    piece,
-                    math.ceil(num * piece.numel() / self.grid.numel),
+                    self.residuals[i][piece.start : piece.stop],
+                    math.ceil(num * len(piece) / self.grid.numel),
                     seed=self.step.seed ^ zlib.crc32(self.views[i].spec.name.encode()),
                 )
                 for i, _, piece in self._pieces(*self._own(bounds))
@@ -227,55 +244,73 @@ class _Model:
         comm, world_size, shift = self.comm, self.comm.world_size, self.step.index
         most = _MOST * wanted * (comm.rank + 1) // world_size - _MOST * wanted * comm.rank // world_size
         positions = self._above(threshold, *self._own(bounds), most)
-        num_blocks = max(-(-(stop - start) >> BLOCK_BITS) for start, stop in pairwise(bounds))
-        table = torch.zeros(world_size, 1 + num_blocks, dtype=torch.int32, device=self.device)
-        counts = torch.bincount(positions >> BLOCK_BITS, minlength=num_blocks)
-        nonfinite = any(condition is Condition.NONFINITE for condition in self.found)
-        yield comm.all_gather(table, torch.cat([counts.new_tensor([nonfinite]), counts]).to(torch.int32))
-        counts_WK = table[:, 1:]
-        partition_W = [(rank + shift) % world_size for rank in range(world_size)]
-        edges_W2 = torch.tensor([bounds[p : p + 2] for p in partition_W], device=self.device)
-        block_K = torch.arange(num_blocks, device=self.device) << BLOCK_BITS
-        room_WK = (edges_W2.diff(dim=1) - block_K).clamp_(0, 1 << BLOCK_BITS)
-        wrong_W = ((counts_WK < 0) | (counts_WK > room_WK)).sum(1)
-        found_3W: list[list[int]] = torch.stack([table[:, 0], counts_WK.sum(1), wrong_W]).tolist()
-        nonfinite_W, sizes_W, wrong = found_3W
-        if any(wrong):
-            raise impossible_table(wrong.index(max(wrong)), max(wrong), num_blocks)
-        wire = (positions & 0xFFFF).to(torch.int16).view(torch.uint8)
-        received = torch.empty(POSITION_NBYTES * sum(sizes_W), dtype=torch.uint8, device=self.device)
+        self._form()  # the values of the views outside of the own partition
+        if world_size == 1:
+            return Selection(self._split(positions), [positions.numel()], Condition.NONFINITE not in self.found)
+        layout = _partition_layout(max(1, *(stop - start for start, stop in pairwise(bounds))), self.device)
+        located = layout.locate([positions])
+        if Condition.NONFINITE in self.found:
+            located.counts_DK.bitwise_not_()  # negative ones announce it
+        counts_WK = torch.empty(world_size, layout.num_blocks, dtype=torch.int32, device=self.device)
+        yield comm.all_gather(counts_WK, located.counts_DK[0])
+        finite = min(counts_WK[:, 0].tolist()) >= 0
+        if not finite:
+            counts_WK = torch.maximum(counts_WK, ~counts_WK)
+        sizes_W = [sizes[0] for sizes in layout.sizes(counts_WK)]
         splits = [POSITION_NBYTES * size for size in sizes_W]
-        yield comm.all_to_all_uneven(received, wire.repeat(world_size), splits, [wire.numel()] * world_size)
-        low_E = received.view(torch.int16).long() & 0xFFFF
-        every_block = torch.arange(world_size * num_blocks, device=self.device)
-        block_E = every_block.repeat_interleave(counts_WK.reshape(-1), output_size=sum(sizes_W))
-        if bool((low_E >= room_WK.view(-1).index_select(0, block_E)).any()):
-            raise damaged_message("a position lies beyond the end of its partition")
-        start_E = (edges_W2[:, :1] + block_K).view(-1).index_select(0, block_E)
-        chosen_W = (start_E + low_E).split(sizes_W)
+        received = torch.empty(sum(splits), dtype=torch.uint8, device=self.device)
+        wires_WB = located.positions.expand(world_size, -1)
+        yield comm.all_to_all_uneven(received, wires_WB.reshape(-1), splits, [wires_WB.shape[1]] * world_size)
+        wires = received.split_with_sizes(splits)
         ranks = [(partition - shift) % world_size for partition in range(world_size)]
-        chosen = self._split(torch.cat([chosen_W[rank] for rank in ranks]))
-        return Selection(chosen, [sizes_W[rank] for rank in ranks], not any(nonfinite_W))
+        chosen = [layout.positions(counts_WK[r], [sizes_W[r]], wires[r])[0] for r in ranks]
+        for (start, stop), part in zip(pairwise(bounds), chosen, strict=True):
+            if layout.spans[0] > stop - start and part.numel() and int(part.max()) >= stop - start:
+                raise damaged_message("a position lies beyond the end of its partition")
+            part += start
+        return Selection(self._split(_joined(chosen)), [sizes_W[r] for r in ranks], finite)
 
     def _above(self, threshold: float, start: int, stop: int, most: int) -> Tensor:
         """Positions, counted from `start`, of live elements in [start, stop) that reach the threshold; the largest of
         them if they are more than `most`.
         """
-        indices = [torch.empty(0, dtype=torch.int64, device=self.device)]
-        values = [torch.empty(0, dtype=torch.float32, device=self.device)]
+        reached: list[tuple[Tensor, Tensor]] = []
         for i, at, piece in self._pieces(start, stop):
-            if self.found[i] is Condition.LIVE:
-                share = piece.numel() * most // (_MOST * max(stop - start, 1))
-                found = select_above(piece, threshold, expected=share)
-                indices.append(found[0].long() + at)
-                values.append(found[1])
-        reached = torch.cat(indices)
-        if reached.numel() <= most:
-            return reached
-        return reached.index_select(0, top_k(torch.cat(values), most)[0])
+            if self.found[i] is not Condition.LIVE:
+                continue
+            share = len(piece) * most // (_MOST * max(stop - start, 1))
+            try:
+                if len(piece) == self.views[i].spec.numel:
+                    found = self._totals[i].above(threshold, expected=share)
+                else:
+                    self._totals[i].formed()
+                    found = select_above(self.residuals[i][piece.start : piece.stop], threshold, expected=share)
+            except OverflowedSum:
+                self._overflowed(i)
+                continue
+            reached.append((found[0].long().add_(at) if at else found[0].long(), found[1]))
+        if not reached:
+            return nothing(self.device).indices
+        indices = _joined([indices for indices, _ in reached])
+        if indices.numel() <= most:
+            return indices
+        return indices.index_select(0, top_k(_joined([values for _, values in reached]), most)[0])
+
+    def _form(self) -> None:
+        for i, total in enumerate(self._totals):
+            try:
+                total.formed()
+            except OverflowedSum:
+                self._overflowed(i)
+
+    def _overflowed(self, i: int) -> None:
+        undo_(self.residuals[i], self.views[i].flat())
+        self.found[i] = Condition.NONFINITE
 
     def _split(self, positions: Tensor) -> list[Tensor]:
         """Ascending positions in the model as ascending positions in each view."""
+        if len(self.starts) == 1:
+            return [positions]
         edges = torch.tensor([*self.starts, self.grid.numel], device=self.device)
         at = torch.searchsorted(positions, edges).tolist()
         return [positions[at[i] : at[i + 1]] - start for i, start in enumerate(self.starts)]
@@ -285,3 +320,13 @@ class _Model:
         parts = [indices + start for indices, start in zip(selection.indices, self.starts, strict=True)]
         block = (torch.cat(parts) // self.grid.block_numel).clamp_(max=self.grid.num_blocks - 1)
         return torch.bincount(block, minlength=self.grid.num_blocks)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+@lru_cache
+def _partition_layout(numel: int, device: torch.device) -> SparseLayout:
+    """Of messages about the positions in one partition."""
+    return sparse_layout(("",), (flat_cut(numel, 1, 1),), 1, device, scatter=False)

@@ -27,10 +27,11 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse import entries_sum_nbytes, exchange_entries, write_sum_
+from lowbit_strategy.collectives.sparse import entries_sum_nbytes, exchange_entries
 from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.kernels import sparse
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.sums import OverflowedSum, Sum
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -82,15 +83,11 @@ class Condition(Enum):
 
 
 def conditions(tensors: Sequence[Tensor]) -> list[Condition]:
-    """Of each tensor. One fast pass forms sums; only where a sum is zero or not finite are the elements checked."""
-    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).tolist()
-    return [_condition(tensor, total) for tensor, total in zip(tensors, sums, strict=True)]
-
-
-def _condition(tensor: Tensor, total: float) -> Condition:
-    if math.isfinite(total):
-        return Condition.LIVE if total != 0.0 or bool(tensor.any()) else Condition.IDLE
-    return Condition.LIVE if bool(tensor.isfinite().all()) else Condition.NONFINITE
+    """Of each tensor, float [N]."""
+    return [
+        (Condition.LIVE if peak else Condition.IDLE) if math.isfinite(peak) else Condition.NONFINITE
+        for peak in sparse.peaks(tensors)
+    ]
 
 
 def nothing(device: torch.device) -> Chosen:
@@ -125,15 +122,13 @@ def write_sums_(views: Sequence[View], parts_SV: Sequence[Sequence[Chosen]], wor
         world_size: Ranks that the mean is over.
     """
     for v, view in enumerate(views):
-        write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.scatter else 1.0 / world_size)
+        sparse.write_sum_(view.out, [parts[v] for parts in parts_SV], 1.0 if view.scatter else 1.0 / world_size)
 
 
 def take_out_(residual: Tensor, chosen: Chosen, sent: Tensor) -> None:
     """``e' = h - sent`` at the chosen positions; what could not be sent because it overflowed the codec is dropped."""
-    if not chosen.indices.numel():
-        return
-    left = (chosen.values - sent).nan_to_num_(0.0, 0.0, 0.0)
-    residual.index_copy_(0, chosen.indices, left)
+    if chosen.indices.numel():
+        sparse.take_out_(residual, chosen.indices, chosen.values, sent)
 
 
 def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
@@ -261,9 +256,9 @@ class SparseReducer(Reducer):
         message = layout.pack([part for _, part in entries], self.codec, seed=step.seed)
         for view, (condition, part), sent in zip(views, entries, message.sent, strict=True):
             tensors = state[view.spec.name]
-            observe_(view, tensors["residual"], condition, part, sent)
+            observe_(view, tensors["residual"], condition, part, sent.values)
             if condition is Condition.LIVE:
-                take_out_(tensors["residual"], part, sent)
+                take_out_(tensors["residual"], part, sent.values)
                 self.taken_out_(tensors, part)
         parts_SV = yield from exchange_entries(message, layout, self.codec, comm, same_counts=self.same_counts)
         write_sums_(views, parts_SV, comm.world_size)

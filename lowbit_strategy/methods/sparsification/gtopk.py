@@ -153,7 +153,7 @@ class _Tree:
         message = self.layout.pack(chosen, self.codec, seed=self.seed)
         if self.codec != DenseCodec("float32"):
             for part, sent, lost in zip(chosen, message.sent, dropped, strict=True):
-                lost.append(Chosen(part.indices, part.values - sent))
+                lost.append(Chosen(part.indices, part.values - sent.values))
         return torch.cat([message.counts_DK[0].view(torch.uint8), message.wires[0]])
 
     def _unpack(self, message: Tensor, counts: Sequence[int]) -> list[Chosen]:
