@@ -301,7 +301,7 @@ class _Damage(SimulatedComm):
 
 
 def _count_below_zero(table: torch.Tensor) -> None:
-    table[1:3] += torch.tensor([-100_000, 100_000], dtype=torch.int32)  # the sum stays right
+    table[:2] += torch.tensor([-100_000, 100_000], dtype=torch.int32)  # the sum stays right
 
 
 def _count_above_the_partition(table: torch.Tensor) -> None:
