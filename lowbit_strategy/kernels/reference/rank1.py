@@ -65,9 +65,9 @@ def quantize(h_KB: Tensor, idle_K: Tensor | None, num: int, fmt: Rank1Format, no
     3. ``r_i``: the scale of row i of y by the rule of the format, rounded up to bfloat16
     4. the code of ``y_ij / r_i``
 
-    Where ``|h_ij| = a_i b_j``, y has rows of one magnitude, so ``r_i c_j`` is that of the element: exact but for the
-    rounding of scales. With ``absmax`` nothing is clipped. Idle rows and rows with inf or NaN count for zero in 1. A
-    message with an infinite sum in 1 is not finite as a whole.
+    Where ``|h_ij| = a_i b_j``, y has rows of one magnitude, so ``r_i c_j`` is in proportion to that of the element,
+    but for the rounding of scales. With ``absmax`` nothing is clipped. Idle rows and rows with inf or NaN count for
+    zero in 1. A message with an infinite sum in 1 is not finite as a whole.
     """
     finite_K = h_KB.isfinite().all(-1)
     used_KB = torch.where((finite_K if idle_K is None else finite_K & ~idle_K)[:, None], h_KB, 0.0)

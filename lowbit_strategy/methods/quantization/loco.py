@@ -117,8 +117,8 @@ class LoCo(Compressor):
     which is whole rows, ``c_j = sum_i |h_ij| / max_j sum_i |h_ij|``; row i of ``h_ij / c_j`` is then a block with a
     scale r_i by the codebook's rule, and a code stands for its value times ``r_i c_j``. With R rows and C columns in a
     message these are ``16 (1 / R + 1 / C)`` bits per element, and R is the matrix's over the number of ranks.
-    Magnitudes that are a product of rows and columns, of whatever size, are met exactly; in a uniform codebook nothing
-    is clipped. Parameters of fewer than two dims, and matrices where this would cost more than one bit, keep blocks.
+    Magnitudes that are a product of rows and columns keep their proportions exactly; in a uniform codebook nothing is
+    clipped. Parameters of fewer than two dims, and matrices where this would cost more than one bit, keep blocks.
     At 1 bit none of them is a contraction for every block: of a block of 64 with a single element that is not zero the
     error has more energy than the block. The average in step 3 absorbs this; plain feedback would not.
 
