@@ -301,7 +301,7 @@ class _Damage(SimulatedComm):
 
 
 def _count_below_zero(table: torch.Tensor) -> None:
-    table[:2] += torch.tensor([-100_000, 100_000], dtype=torch.int32)  # the sum stays right
+    table[-2:] += torch.tensor([100_000, -100_000], dtype=torch.int32)  # the sum stays right
 
 
 def _count_above_the_partition(table: torch.Tensor) -> None:
@@ -318,7 +318,7 @@ def _position_beyond_the_end(wire: torch.Tensor) -> None:
     [
         (2, _count_below_zero, "table 1 of counts is impossible for 2 of 2 blocks"),
         (2, _count_above_the_partition, "table 1 of counts is impossible for 1 of 2 blocks"),
-        (3, _position_beyond_the_end, "a position lies beyond the end of its partition"),
+        (3, _position_beyond_the_end, "a position lies beyond the end of its (parameter|partition)"),
     ],
     ids=["below zero", "too many", "beyond"],
 )
