@@ -53,10 +53,14 @@ class Runs(Generic[Run]):
                 raise typer.BadParameter(f"{path} holds runs of another setting: {saved['setting']}")
             self.runs = [kind(**run) for run in saved["runs"]]
 
-    def get(self, **fields: Any) -> Run | None:
-        """The first run with these fields."""
+    def of(self, **fields: Any) -> list[Run]:
+        """The runs with these fields."""
         wanted = fields.items()
-        return next((run for run in self.runs if all(getattr(run, key) == value for key, value in wanted)), None)
+        return [run for run in self.runs if all(getattr(run, key) == value for key, value in wanted)]
+
+    def get(self, **fields: Any) -> Run | None:
+        """The first of them."""
+        return next(iter(self.of(**fields)), None)
 
     def add(self, run: Any) -> None:
         """Written to the file at once."""

@@ -22,10 +22,11 @@ from benchmarks.low_bits import DENSE, Results, Run, Setting  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {
-    'topk {"selection":"group","density":0.0625,"values":"int2","residual":"int8"}': "one of 16, 2 bits",
-    'topk {"selection":"group","density":0.0625,"values":"int2","residual":"int8","decay":0.95}': "the same, fading",
-    'topk {"selection":"chunk","density":0.035,"values":"int2","residual":"int8"}': "top-k of chunks, 2 bits",
-    'topk {"selection":"chunk","density":0.035,"values":"int2","residual":"int8","decay":0.95}': "the same, fading",
+    'topk {"selection":"group","density":0.0625,"values":"int2","residual":"int8"}': "top-k of 16, 2 bits",
+    'topk {"selection":"group","density":0.25,"values":"int2","residual":"int8"}': "top-k of 4, 2 bits",
+    'topk {"selection":"chunk","density":0.03,"values":"int2","residual":"int8"}': "top-k of chunks, 2 bits",
+    'powersgd {"rank":1}': "powersgd, rank 1",
+    'powersgd {"rank":2}': "powersgd, rank 2",
 }
 
 
@@ -39,46 +40,52 @@ def results() -> Results:
 
 
 def draw_frontier() -> None:
-    """Gap of the validation loss over bits per element and hop, both layouts, one panel per kind of model."""
+    """Gap of the validation loss over bits per element and hop, one panel per kind of model, names beside them."""
     found = results()
-    models = list(dict.fromkeys(run.model for run in found.runs))
-    figure, panels = plt.subplots(1, len(models), figsize=(3.4 * len(models), 3.6), squeeze=False)
+    models = [model for model in ("recurrent", "convolutional", "transformer") if found.of(model=model)]
+    variants = [name for name in dict.fromkeys(run.variant for run in found.runs) if name != DENSE]
+    mean_bits = {name: statistics.fmean(run.codec_bits for run in found.of(variant=name)) for name in variants}
+    numbers = {name: place + 1 for place, name in enumerate(sorted(variants, key=mean_bits.__getitem__))}
+    figure, panels = plt.subplots(1, len(models), figsize=(4.1 * len(models), 4.4), squeeze=False, sharey=True)
     for axes, model in zip(panels[0], models, strict=True):
-        draw_model(axes, found, model)
+        draw_model(axes, found, model, numbers)
     panels[0][0].set_ylabel("validation loss over uncompressed, %")
-    panels[0][0].legend(fontsize=8, loc="lower left")
-    figure.tight_layout()
+    panels[0][0].legend(fontsize=8, loc="upper right")
+    names = [f"{number} {label(name)}" for name, number in numbers.items()]
+    columns, rows = 6, -(-len(names) // 6)
+    figure.tight_layout(rect=(0, 0.05 * rows + 0.02, 1, 1))
+    for place, name in enumerate(names):
+        figure.text(0.02 + place // rows / columns, 0.05 * (rows - place % rows) - 0.02, name, fontsize=8)
     save(figure, "loss_over_bits")
 
 
-def draw_model(axes: Any, found: Results, model: str) -> None:
+def draw_model(axes: Any, found: Results, model: str, numbers: dict[str, int]) -> None:
     points: list[tuple[float, float]] = []
-    for variant, layout in dict.fromkeys((run.variant, run.layout) for run in found.runs if run.variant != DENSE):
+    for variant, layout in dict.fromkeys((run.variant, run.layout) for run in found.of(model=model)):
         gaps = [gap for gap, _ in found.gaps(variant, layout, model)]
-        if not gaps:
+        if variant == DENSE or not gaps:
             continue
-        bits = next(run.codec_bits for run in found.runs if (run.variant, run.layout) == (variant, layout))
+        bits = found.of(variant=variant, layout=layout, model=model)[0].codec_bits
         mean = statistics.fmean(gaps)
         error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
-        color, marker, shift = (BLUE, "o", 0.98) if layout == "ddp" else (ORANGE, "s", 1.02)
-        axes.errorbar(bits * shift, mean, error, fmt=marker, color=color, capsize=2, markersize=5)
+        color, marker = (BLUE, "o") if layout == "ddp" else (ORANGE, "s")
+        axes.errorbar(bits, mean, error, fmt=marker, color=color, capsize=2, markersize=4)
         if layout == "ddp":
             points.append((bits, mean))
-            place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top", "fontsize": 8}
-            axes.text(bits, 1.0, label(variant).replace("_", "\n"), **place)
+            axes.annotate(str(numbers[variant]), (bits, mean), (4, 3), textcoords="offset points", fontsize=8)
     frontier: list[tuple[float, float]] = []
     for bits, mean in sorted(points):
         if not frontier or mean < frontier[-1][1]:
             frontier.append((bits, mean))
-    if frontier:
-        axes.plot(*zip(*frontier, strict=True), color=GREEN, linewidth=1.2, label="frontier, DDP", zorder=0)
-    axes.plot([], [], "o", color=BLUE, label="DDP, two hops")
-    axes.plot([], [], "s", color=ORANGE, label="FSDP2, one hop")
+    axes.plot(*zip(*frontier, strict=True), color=GREEN, linewidth=1.2, label="frontier, DDP", zorder=0)
+    axes.plot([], [], "o", color=BLUE, markersize=4, label="DDP, two hops")
+    axes.plot([], [], "s", color=ORANGE, markersize=4, label="FSDP2, one hop")
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set_xticks([1, 1.5, 2, 3], ["1", "1.5", "2", "3"])
-    axes.set(xlabel="bits per element and hop", title=model, xlim=(1, 3))
-    axes.margins(y=0.2)
+    axes.set_yscale("symlog", linthresh=1, linscale=1.5)
+    axes.set_xticks([0.125, 0.25, 0.5, 1, 2, 4, 8], ["1/8", "1/4", "1/2", "1", "2", "4", "8"])
+    axes.set_yticks([-2, -1, -0.5, 0, 0.5, 1, 2, 5, 10], ["-2", "-1", "-0.5", "0", "0.5", "1", "2", "5", "10"])
+    axes.set(xlabel="bits per element and hop", title=model)
 
 
 def draw_constant_gradient() -> None:
