@@ -144,7 +144,7 @@ class _Run:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         if running:
             self._dump_stacks(running)
-        if failed:
+        if any(process.exitcode for process in self.processes):  # the last may have ended as the loop looked again
             return self._errors()
         if running:
             return f"{len(running)} of {self.world_size} ranks still ran after {self.timeout} s\n{self._stacks()}"

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_ranks
+from tests.distributed import _Run, run_ranks
 from tests.scripts import run_script
 
 
@@ -128,6 +128,16 @@ def _unpicklable(rank: int, world_size: int) -> object:
 def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
     with pytest.raises(AssertionError, match="rank 0 raised"):
         run_ranks(_unpicklable, 1)
+
+
+def test_a_rank_that_failed_before_anyone_looked_is_reported(tmp_path: Path) -> None:
+    run = _Run(tmp_path, 1, timeout=10)
+    run.start(_unpicklable, (), None, None)
+    try:
+        run.processes[0].join()
+        assert "rank 0 raised" in run.wait()
+    finally:
+        run.kill()
 
 
 def test_script_output_comes_back(tmp_path: Path) -> None:
