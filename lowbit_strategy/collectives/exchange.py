@@ -54,6 +54,11 @@ class Route(NamedTuple):
     full_offset: Mapping[str, int]
     shard_offset: Mapping[str, int]
 
+    @property
+    def block_size(self) -> int:
+        """What a chunk's state is rounded up to: the blocks of both codecs, which are powers of two, end there."""
+        return max(self.uplink.stateful.block_size, self.downlink.stateful.block_size)
+
 
 class _Place(NamedTuple):
     """Where one parameter stands in the two messages and in the buffer of owned means."""
@@ -197,7 +202,7 @@ class Exchange:
         for slot, uplink_at, downlink_at, shard_at in places:
             cut = slot.cut
             full, shard = route.full_offset[slot.name], route.shard_offset[slot.name]
-            row_state = round_up(cut.row_numel, route.uplink.stateful.block_size)
+            row_state = round_up(cut.row_numel, route.block_size)
             for r in range(world_size):
                 if length := cut.row_length(r):
                     x_at, state_at = slot.offset + r * slot.stride, full + r * row_state

@@ -224,9 +224,9 @@ class Bucket:
         return view._replace(compensated=compensated, sent=sent)
 
     def compensated(self, slot: Slot, x: Tensor, out: Tensor) -> Tensor:
-        """float32 ``[numel]``: gradient plus residual, a copy; zero in blocks whose gradient is all zero.
+        """float32 ``[numel]``: gradient plus residual, a copy; zero where the method is idle.
 
-        Such a block is idle: it sends nothing, and its residual waits.
+        That is where a block's gradient, or the parameter's, is all zero: it sends nothing, and its residual waits.
         """
         view, method = self.view(slot, x, out), self.context.methods[slot.name]
         gradient = view.flat().to(torch.float32, copy=True)
@@ -234,8 +234,15 @@ class Bucket:
         if residual is None:
             leftover = self.context.carryover.get(slot.name)
             return gradient if leftover is None else gradient.add_(leftover)
+        return torch.where(self._is_active(view, gradient, method.idle_numel), gradient + residual, 0.0)
+
+    @staticmethod
+    def _is_active(view: View, gradient: Tensor, idle_numel: int | None) -> Tensor:
+        """Mask ``[numel]``, or one bool for all where only a whole parameter is idle."""
+        if idle_numel is None:
+            return (gradient != 0).any()
         rows_WN = view.rows(gradient)
-        padded_WN = torch.nn.functional.pad(rows_WN, (0, -rows_WN.shape[1] % method.block_size))
-        active_WK = (padded_WN.view(rows_WN.shape[0], -1, method.block_size) != 0).any(-1)
-        active_WN = active_WK.repeat_interleave(method.block_size, dim=1)[:, : rows_WN.shape[1]]
-        return torch.where(active_WN.reshape(-1)[: gradient.numel()], gradient + residual, 0.0)
+        padded_WN = torch.nn.functional.pad(rows_WN, (0, -rows_WN.shape[1] % idle_numel))
+        active_WK = (padded_WN.view(rows_WN.shape[0], -1, idle_numel) != 0).any(-1)
+        active_WN = active_WK.repeat_interleave(idle_numel, dim=1)[:, : rows_WN.shape[1]]
+        return active_WN.reshape(-1)[: gradient.numel()]

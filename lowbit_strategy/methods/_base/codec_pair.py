@@ -24,19 +24,17 @@ class CodecPair(Method):
     uplink: StatefulCodec
     downlink: StatefulCodec
 
-    def __post_init__(self) -> None:
-        if self.uplink.block_size != self.downlink.block_size:
-            raise ValueError(
-                f"both codecs of a pair must have the same block size, got {self.uplink.block_size} on the uplink and"
-                f" {self.downlink.block_size} on the downlink"
-            )
-
     @property
     def label(self) -> str:
         return self.uplink.label
 
     @property
     def block_size(self) -> int:
+        """What chunks are cut to: a multiple of both codecs' blocks, since these are powers of two."""
+        return max(self.uplink.block_size, self.downlink.block_size)
+
+    @property
+    def idle_numel(self) -> int:
         return self.uplink.block_size
 
     @property

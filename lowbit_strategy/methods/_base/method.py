@@ -92,6 +92,11 @@ class Method(ABC):
         return 1
 
     @property
+    def idle_numel(self) -> int | None:
+        """Elements of a chunk that send nothing if their gradients are all zero; None: the parameter as a whole."""
+        return None
+
+    @property
     def residual_gain(self) -> float | None:
         """The same as `StatefulCodec.residual_gain`."""
         return None

@@ -140,9 +140,11 @@ class LoCo(Compressor):
         residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured as good; ``stochastic``:
             increments below half a step are kept on average.
         return_beta: As `beta`, for the owner's residual on the downlink.
-        return_bits: Of an even code on the downlink, at least `bits`; where the uplink has more bits (parameters of
-            high precision, the warm-up) so has the downlink. None for the same code. What is lost on the downlink is
-            lost for all ranks alike: no other rank's noise evens it out.
+        return_bits: Of a code on the downlink, at least `bits`; where the uplink has more bits (parameters of high
+            precision, the warm-up) the downlink has the uplink's code. None for the same code throughout. What is lost
+            on the downlink is lost for all ranks alike: no other rank's noise evens it out.
+        return_codebook, return_block_size: As `codebook` and `block_size`, for the `return_bits` of the downlink; None
+            for the same block size.
         high_precision_bits: Of embeddings and output heads, which carry most of the error.
         warmup_steps: For so many optimizer steps `warmup_bits`, whose residual then goes on: at the start of training
             gradients turn fastest, and what fitted values owe comes late. Codebooks of unit gain need none.
@@ -172,17 +174,19 @@ class LoCo(Compressor):
     residual_rounding: Rounding = "nearest"
     return_beta: float = 0.0
     return_bits: int | None = None
+    return_codebook: Codebook = "uniform"
+    return_block_size: int | None = None
     high_precision_bits: int = 8
     warmup_steps: int = 0
     warmup_bits: int = 4
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        self._check_codebook()
+        self._check_codebook("codebook", self.codebook, self.bits)
         check_bits("high_precision_bits", self.high_precision_bits)
         check_bits("warmup_bits", self.warmup_bits)
         if self.return_bits is not None:
-            check_bits("return_bits", self.return_bits)
+            self._check_codebook("return_codebook", self.return_codebook, self.return_bits)
             if self.return_bits < self.bits:
                 raise ValueError(
                     f"return_bits must be at least bits, {self.bits}, got {self.return_bits}: the mean would come back "
@@ -195,17 +199,18 @@ class LoCo(Compressor):
                 raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)!r}")
         if self.reset_steps is not None and self.reset_steps < 1:
             raise ValueError(f"reset_steps must be a positive integer or None, got {self.reset_steps!r}")
-        self.fmt  # noqa: B018 (checks the block size)
+        self._return_format(self.fmt)  # checks the block sizes
 
-    def _check_codebook(self) -> None:
-        known, _ = _FORMATS[self.codebook]
-        if self.bits not in known:
+    def _check_codebook(self, field: str, codebook: Codebook, bits: int) -> None:
+        known, _ = _FORMATS[codebook]
+        prefix = field.removesuffix("codebook")
+        if bits not in known:
             choice = f"{known[0]}" if len(known) == 1 else f"an integer from {known[0]} to {known[-1]}"
-            hint = ", or codebook='fitted'" if self.bits == 1 else ""
-            raise ValueError(f"bits must be {choice} with codebook={self.codebook!r}{hint}, got {self.bits!r}")
-        if self.rounding == "stochastic" and self.codebook != "uniform":
+            hint = f", or {field}='fitted'" if bits == 1 else ""
+            raise ValueError(f"{prefix}bits must be {choice} with {field}={codebook!r}{hint}, got {bits!r}")
+        if self.rounding == "stochastic" and codebook != "uniform":
             raise ValueError(
-                f"rounding must be 'nearest' with codebook={self.codebook!r}, whose values are not evenly spaced"
+                f"rounding must be 'nearest' with {field}={codebook!r}, whose values are not evenly spaced"
             )
 
     @property
@@ -214,13 +219,21 @@ class LoCo(Compressor):
         _, make = _FORMATS[self.codebook]
         return make(self.bits, self.block_size)
 
+    def _return_format(self, codes: BlockFormat) -> BlockFormat:
+        """Of the downlink, where the uplink has `codes`."""
+        if self.return_bits is None or self.return_bits < codes.bits:
+            return codes
+        _, make = _FORMATS[self.return_codebook]
+        return make(self.return_bits, self.return_block_size or self.block_size)
+
     def at(self, step_index: int) -> LoCo:
         if not self.warmup_steps:
             return self
         if step_index >= self.warmup_steps:
             return replace(self, warmup_steps=0)
         codebook: Codebook = "fitted" if self.warmup_bits < 4 else "uniform"
-        downlink = None if self.return_bits is None else max(self.return_bits, self.warmup_bits)
+        finer = self.return_bits is not None and self.return_bits > self.warmup_bits
+        downlink = self.return_bits if finer else None
         return replace(self, bits=self.warmup_bits, codebook=codebook, return_bits=downlink, warmup_steps=0)
 
     def conserving(self) -> LoCo:
@@ -243,9 +256,8 @@ class LoCo(Compressor):
             rounding=self.rounding,
             residual_rounding=self.residual_rounding,
         )
-        if self.return_bits is not None:
-            codes = uniform(max(self.return_bits, codes.bits), self.block_size)
-        return CodecPair(uplink, replace(uplink, fmt=self._scaled(codes, spec), beta=self.return_beta))
+        downlink = self._scaled(self._return_format(codes), spec)
+        return CodecPair(uplink, replace(uplink, fmt=downlink, beta=self.return_beta))
 
     def method(self, spec: TensorSpec) -> CodecPair:
         return self._codecs(self.fmt, spec)

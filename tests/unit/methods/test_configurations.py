@@ -91,6 +91,11 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (LoCo, {"beta": 1.0}, r"beta must be in \[0, 1\)"),
     (LoCo, {"high_precision_bits": 9}, "high_precision_bits must be an integer from 2 to 8"),
     (LoCo, {"return_bits": 1}, "return_bits must be an integer from 2 to 8"),
+    (
+        LoCo,
+        {"return_codebook": "fitted", "return_bits": 8},
+        "return_bits must be an integer from 1 to 4 with return_co",
+    ),
     (LoCo, {"return_bits": 3}, "return_bits must be at least bits, 4, got 3"),
     (LoCo, {"warmup_steps": -1}, r"warmup_steps must be 0 \(no warm-up\) or more, got -1"),
     (LoCo, {"warmup_bits": 1}, "warmup_bits must be an integer from 2 to 8"),
