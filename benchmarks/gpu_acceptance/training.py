@@ -29,6 +29,7 @@ from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.weights.weightcode import WeightCode
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
 
 VOCABULARY, LENGTH = 96, 32
@@ -79,10 +80,14 @@ def open_group(backend: str, rank: int, world_size: int, folder: str) -> None:
 def wrap(
     kind: str, net: nn.Module, compressor: Compressor | None, device: torch.device, *, has_scaler: bool = False
 ) -> tuple[nn.Module, Attached | None]:
-    """DDP, or FSDP2 in place; without a compressor nothing is attached."""
+    """DDP, or FSDP2 in place; without a compressor nothing is attached.
+
+    FSDP2's weights travel in 8 bits, as by default with LoCo, whatever the compressor: a change of it changes no weights.
+    """
     prepared = None
     if compressor is not None:
-        prepared = prepare(net, compressor, SyncOptions(), scatter=kind == "fsdp")
+        scatter = kind == "fsdp"
+        prepared = prepare(net, compressor, SyncOptions(weights=WeightCode() if scatter else None), scatter=scatter)
     if kind == "ddp":
         model = DistributedDataParallel(net, bucket_cap_mb=0.1)
         return model, prepared and attach_ddp(model, prepared, device=device, has_scaler=has_scaler)

@@ -51,6 +51,22 @@ def test_a_check_that_fails_is_reported_and_does_not_hide_the_others(tmp_path: P
     assert "ms 1.235" in page
 
 
+def test_operations_inside_of_another_are_no_launches_of_their_own() -> None:
+    from gpu_acceptance.profiling import operations
+
+    def operation(name: str, thread: int, start: float, duration: float) -> dict[str, object]:
+        return {"cat": "cpu_op", "name": name, "ts": start, "dur": duration, "tid": thread}
+
+    copies = [operation("aten::_foreach_copy_", 1, 0, 10), operation("aten::copy_", 1, 1, 2)]
+    others = [
+        operation("aten::contiguous", 1, 10, 5),
+        operation("aten::clone", 1, 11, 3),
+        operation("aten::add_", 2, 1, 2),
+    ]
+    found = operations([*copies, *others, operation("aten::view", 2, 5, 1), operation("gloo:all_gather", 2, 6, 1)])
+    assert [event["name"] for event in found] == ["aten::_foreach_copy_", "aten::clone", "aten::add_"]
+
+
 def test_overlap_is_the_share_of_the_other_streams_time_beside_the_busiest() -> None:
     from gpu_acceptance.profiling import overlap
 

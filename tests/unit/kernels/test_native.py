@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.reference import loco as reference_loco
 from lowbit_strategy.kernels.segments import Segment, Segments
+from tests.unit.kernels.native_cases import Case, compare_encode_and_decode, compare_loco_encode, examples, make_case
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the C extension is not built")
 
@@ -26,8 +26,6 @@ if native.available():
     from lowbit_strategy.kernels.native import blocks as native_blocks
     from lowbit_strategy.kernels.native import loco as native_loco
 
-ISAS = ("avx512", "avx2", "portable")
-SPECIAL = (0.0, -0.0, 1e-45, 1e-40, 1.2e-38, 1e30, 3e38, 3.4e38, float("inf"), float("-inf"), float("nan"))
 FITTED = {
     "1 bit": {"bits": 1, "scale_rule": "rms", "codebook": (-0.796875, 0.796875)},
     "1 bit mean": {"bits": 1, "scale_rule": "mean_abs", "codebook": (-1.0, 1.0)},
@@ -51,132 +49,25 @@ FITTED = {
 }
 
 
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param not in native.isas():
-        pytest.skip(f"this processor has no {request.param}")
-    monkeypatch.setenv(native.ISA_OVERRIDE, request.param)
-    return request.param
-
-
-@dataclass(kw_only=True)
-class Case:
-    fmt: BlockFormat
-    numels: list[int]
-    gap: int
-    dtype: torch.dtype
-    special: list[float]
-    seed: int
-    residual: torch.dtype
-    options: dict[str, object]
-
-    def segments(self) -> Segments:
-        rows, x, state, wire = [], self.gap, 0, 0
-        for index, numel in enumerate(self.numels):
-            rows.append(Segment(x, numel, state, wire, salt=index * 0x9E37))
-            x += numel + self.gap
-            state += (self.fmt.num_blocks(numel) + self.gap) * self.fmt.block_size
-            wire += (self.fmt.wire_nbytes(numel) + 15) // 16 * 16 + 16 * self.gap
-        return Segments(rows)
-
-    def tensors(self) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)
-        last, size = self.segments().rows[-1], self.fmt.block_size
-        numel = last.x_offset + last.numel + self.gap
-        x = torch.randn(numel, generator=generator) * torch.exp(3 * torch.randn(numel, generator=generator))
-        for index, value in enumerate(self.special):  # a block full of it, and one that has it once
-            start = index * 3 * size
-            x[start : start + size] = value
-            x[start + 2 * size : start + 2 * size + 1] = value
-        blocks = last.state_offset // size + self.fmt.num_blocks(last.numel) + 1
-        scale = torch.rand(blocks, generator=generator) * (torch.rand(blocks, generator=generator) > 0.2)
-        int8 = torch.randint(-127, 128, (blocks * size,), generator=generator, dtype=torch.int8)
-        floats = torch.randn(blocks * size, generator=generator)
-        is_int8 = self.residual == torch.int8
-        return {
-            "x": x.to(self.dtype),
-            "residual": int8 if is_int8 else floats,
-            "residual_scale": scale.to(torch.bfloat16) if is_int8 else torch.empty(0),
-            "wire": torch.full((last.wire_offset + self.fmt.wire_nbytes(last.numel) + 16,), 0xA5, dtype=torch.uint8),
-            "flag": torch.zeros(1, dtype=torch.int32),
-        }
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     size = draw(st.sampled_from((32, 64, 128, 256, 4096)))
     bits = draw(st.one_of(st.integers(2, 8), st.sampled_from(sorted(FITTED))))
     fmt = uniform(bits, size) if isinstance(bits, int) else BlockFormat(block_size=size, **FITTED[bits])  # type: ignore[arg-type]
-    return Case(
-        fmt=fmt,
-        numels=draw(st.lists(st.sampled_from((0, 1, 31, 33, 128, 1000, 2500, 4097)), min_size=1, max_size=3)),
-        gap=draw(st.sampled_from((0, 1, 5))),
-        dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16))),
-        special=draw(st.lists(st.sampled_from(SPECIAL), max_size=4)),
-        seed=draw(st.integers(0, 2**32 - 1)),
-        residual=draw(st.sampled_from((torch.int8, torch.float32))),
-        options={
-            "reset": draw(st.booleans()),
-            "stochastic": fmt.is_uniform and draw(st.booleans()),
-            "stochastic_residual": draw(st.booleans()),
-            "beta": draw(st.sampled_from((0.0, 0.8, 0.95))),
-        },
-    )
-
-
-examples = settings(
-    max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
-)
-
-
-def assert_same_bytes(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    numels = draw(st.lists(st.sampled_from((0, 1, 31, 33, 128, 1000, 2500, 4097)), min_size=1, max_size=3))
+    return make_case(draw, fmt, numels)
 
 
 @examples
 @given(case=cases())
 def test_loco_encode_writes_the_references_bytes(isa: str, case: Case) -> None:
-    wanted, found, segments = case.tensors(), case.tensors(), case.segments()
-    for module, at in ((reference_loco, wanted), (native_loco, found)):
-        scale = at["residual_scale"] if case.residual == torch.int8 else None
-        module.loco_encode_(
-            at["x"],
-            at["residual"],
-            scale,
-            at["wire"],
-            segments,
-            case.fmt,
-            seed=case.seed,
-            flag=at["flag"],
-            **case.options,
-        )
-    assert_same_bytes(found, wanted)
+    compare_loco_encode(reference_loco, native_loco, case)
 
 
 @examples
 @given(case=cases(), num_sources=st.sampled_from((1, 2, 3, 20)), alpha=st.sampled_from((1.0, 0.25, 1 / 3)))
 def test_encode_and_decode_sum_write_the_references_bytes(isa: str, case: Case, num_sources: int, alpha: float) -> None:
-    wanted, found, segments = case.tensors(), case.tensors(), case.segments()
-    stochastic = bool(case.options["stochastic"])
-    for module, at in ((reference_blocks, wanted), (native_blocks, found)):
-        module.encode_(at["x"], at["wire"], segments, case.fmt, stochastic=stochastic, seed=case.seed, flag=at["flag"])
-    assert_same_bytes(found, wanted)
-
-    generator = torch.Generator().manual_seed(case.seed)
-    wire_WB = wanted["wire"].repeat(num_sources, 1)
-    for row in segments.rows:  # other codes, the same scales
-        stop = row.wire_offset + case.fmt.num_blocks(row.numel) * case.fmt.code_nbytes
-        width = stop - row.wire_offset
-        limit = 243 if case.fmt.is_ternary else 256
-        if case.fmt.is_uniform or case.fmt.is_ternary or len(case.fmt.codebook or ()) == 2**case.fmt.bits:
-            random = torch.randint(0, limit, (num_sources, width), generator=generator, dtype=torch.int64)
-            wire_WB[1:, row.wire_offset : stop] = random[1:].to(torch.uint8)
-    for module, at in ((reference_blocks, wanted), (native_blocks, found)):
-        module.decode_sum_(wire_WB, at["x"], segments, case.fmt, alpha=alpha)
-    same = found["x"].view(torch.uint8) == wanted["x"].view(torch.uint8)
-    both_nan = (found["x"].isnan() & wanted["x"].isnan()).repeat_interleave(wanted["x"].element_size())
-    assert bool((same | both_nan).all())  # which NaN a half-precision cast gives differs between processors
+    compare_encode_and_decode(reference_blocks, native_blocks, case, num_sources, alpha)
 
 
 def loco_once(x: Tensor, fmt: BlockFormat) -> list[Tensor]:
