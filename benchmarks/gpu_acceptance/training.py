@@ -82,7 +82,7 @@ def wrap(
 ) -> tuple[nn.Module, Attached | None]:
     """DDP, or FSDP2 in place; without a compressor nothing is attached.
 
-    FSDP2's weights travel in 8 bits whatever the compressor, as by default with LoCo: a change of it changes no weights.
+    FSDP2's weights travel in 8 bits whatever the compressor, as by default with LoCo: its change changes no weights.
     """
     prepared = None
     if compressor is not None:

@@ -22,6 +22,7 @@ from benchmarks.low_bits import DENSE, Results, Run, Setting  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {
+    'loco1 {"return_bits":null,"return_beta":0.8}': "loco1, one bit back",
     'topk {"selection":"group","density":0.0625,"values":"int2","residual":"int8"}': "top-k of 16, 2 bits",
     'topk {"selection":"group","density":0.25,"values":"int2","residual":"int8"}': "top-k of 4, 2 bits",
     'topk {"selection":"chunk","density":0.03,"values":"int2","residual":"int8"}': "top-k of chunks, 2 bits",
@@ -50,7 +51,7 @@ def draw_frontier() -> None:
     for axes, model in zip(panels[0], models, strict=True):
         draw_model(axes, found, model, numbers)
     panels[0][0].set_ylabel("validation loss over uncompressed, %")
-    panels[0][0].legend(fontsize=8, loc="upper right")
+    panels[0][0].legend(fontsize=8, loc="lower left")
     names = [f"{number} {label(name)}" for name, number in numbers.items()]
     columns, rows = 6, -(-len(names) // 6)
     figure.tight_layout(rect=(0, 0.05 * rows + 0.02, 1, 1))
