@@ -133,36 +133,48 @@ class Trainer:
         return statistics.fmean(self._loss({}, part).item() for part in windows.split(256))
 
 
-def transient(run: Run, dense: Run, after: int = 100) -> float:
-    """The largest excess of the mean training loss of 20 steps over the uncompressed run's, in per cent."""
-    first = after // EVERY
-    pairs = zip(run.training_losses, dense.training_losses, strict=True)
-    ratios = [(a, b) for a, b in pairs][first:]
-    return max(100 * ((a + c) / (b + d) - 1) for (a, b), (c, d) in itertools.pairwise(ratios))
+def excess(run: Run, dense: Run, after: int = 100) -> list[float]:
+    """Mean training loss of 20 steps over the uncompressed run's, in per cent; every 10 steps from `after` on."""
+    pairs = [*zip(run.training_losses, dense.training_losses, strict=True)][after // EVERY :]
+    return [100 * ((a + c) / (b + d) - 1) for (a, b), (c, d) in itertools.pairwise(pairs)]
 
 
 class Results(Runs[Run]):
     """Gaps to the uncompressed runs."""
 
-    def gaps(self, variant: str, layout: str, model: str | None = None) -> list[tuple[float, float]]:
-        """Gap of the validation loss and the largest transient of each run, per cent."""
-        gaps = []
-        for run in self.runs:
+    def pairs(self, variant: str, layout: str, model: str | None = None) -> list[tuple[Run, Run]]:
+        """Each run and the uncompressed one of the same model and seed."""
+        pairs = []
+        for run in self.of(variant=variant, layout=layout, **({} if model is None else {"model": model})):
             dense = self.get(model=run.model, variant=DENSE, layout="ddp", seed=run.seed)
-            if (run.variant, run.layout) == (variant, layout) and model in (None, run.model) and dense is not None:
-                gaps.append((100 * (run.validation_loss / dense.validation_loss - 1), transient(run, dense)))
-        return gaps
+            if dense is not None:
+                pairs.append((run, dense))
+        return pairs
+
+    def gaps(self, variant: str, layout: str, model: str | None = None) -> list[float]:
+        """Of the validation losses, per cent."""
+        pairs = self.pairs(variant, layout, model)
+        return [100 * (run.validation_loss / dense.validation_loss - 1) for run, dense in pairs]
+
+    def transients(self, variant: str, layout: str) -> tuple[float, float]:
+        """The largest excess of the training loss in any run, and in any model's mean over its seeds."""
+        curves = {
+            model: [excess(*pair) for pair in self.pairs(variant, layout, model)]
+            for model in dict.fromkeys(run.model for run in self.of(variant=variant, layout=layout))
+        }
+        of_runs = max((max(curve) for found in curves.values() for curve in found), default=math.nan)
+        means = [map(statistics.fmean, zip(*found, strict=True)) for found in curves.values() if found]
+        return of_runs, max((max(mean) for mean in means), default=math.nan)
 
     def table(self) -> Table:
         models = list(dict.fromkeys(run.model for run in self.runs))
-        table = Table("variant", "layout", "bits", *models, "mean", "largest transient")
+        table = Table("variant", "layout", "bits", *models, "mean", "largest transient", "of a mean over seeds")
         for variant, layout in dict.fromkeys((run.variant, run.layout) for run in self.runs if run.variant != DENSE):
             run = next(run for run in self.runs if (run.variant, run.layout) == (variant, layout))
-            cells = [mean_and_error([gap for gap, _ in self.gaps(variant, layout, model)]) for model in models]
-            every = self.gaps(variant, layout)
-            largest = max((peak for _, peak in every), default=math.nan)
-            whole = mean_and_error([gap for gap, _ in every])
-            table.add_row(variant, layout, f"{run.codec_bits:.2f}", *cells, whole, f"{largest:+.2f}")
+            cells = [mean_and_error(self.gaps(variant, layout, model)) for model in models]
+            whole = mean_and_error(self.gaps(variant, layout))
+            peaks = [f"{peak:+.2f}" for peak in self.transients(variant, layout)]
+            table.add_row(variant, layout, f"{run.codec_bits:.2f}", *cells, whole, *peaks)
         return table
 
 
@@ -201,7 +213,7 @@ def main(
                     dense = results.get(model=kind, variant=DENSE, layout="ddp", seed=seed)
                     assert dense is not None
                     gap = 100 * (run.validation_loss / dense.validation_loss - 1)
-                    peak = transient(run, dense) if setting.steps > 120 else math.nan
+                    peak = max(excess(run, dense), default=math.nan)
                     console.print(
                         f"{kind} {name} {where} seed {seed}: {run.validation_loss:.4f}, {gap:+.3f} %, "
                         f"transient {peak:+.2f} %, {run.codec_bits:.3f} bits, {run.seconds} s"

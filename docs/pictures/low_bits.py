@@ -22,6 +22,7 @@ from benchmarks.low_bits import DENSE, Results, Run, Setting  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {
+    'dense {"dtype":"bfloat16"}': "bfloat16",
     'loco1 {"return_bits":null,"return_beta":0.8}': "loco1, one bit back",
     'topk {"selection":"group","density":0.0625,"values":"int2","residual":"int8"}': "top-k of 16, 2 bits",
     'topk {"selection":"group","density":0.25,"values":"int2","residual":"int8"}': "top-k of 4, 2 bits",
@@ -63,7 +64,7 @@ def draw_frontier() -> None:
 def draw_model(axes: Any, found: Results, model: str, numbers: dict[str, int]) -> None:
     points: list[tuple[float, float]] = []
     for variant, layout in dict.fromkeys((run.variant, run.layout) for run in found.of(model=model)):
-        gaps = [gap for gap, _ in found.gaps(variant, layout, model)]
+        gaps = found.gaps(variant, layout, model)
         if variant == DENSE or not gaps:
             continue
         bits = found.of(variant=variant, layout=layout, model=model)[0].codec_bits
