@@ -58,7 +58,8 @@ def run_script(
             (these run under this Python) or any other command as it is, ``["lowbit", "doctor"]``.
         world_size: More than one runs it under torchrun on this machine (Python files and modules only).
         timeout: Seconds until all processes it started print their stacks and are killed.
-        env: Environment variables; None removes one. The repository is on PYTHONPATH and OMP_NUM_THREADS is 1.
+        env: Environment variables; None removes one. This Python's commands come first on PATH, the repository is on
+            PYTHONPATH and OMP_NUM_THREADS is 1.
         cwd: Working folder; this process's by default.
         check: Raise on a non-zero exit status.
 
@@ -66,8 +67,12 @@ def run_script(
         AssertionError: It failed (with `check`) or did not end in time; the text has its output.
     """
     command = _command(script, world_size)
-    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | dict(env or {})
+    variables: dict[str, str | None] = {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+    } | dict(env or {})
     # Files, not pipes: a grandchild that outlives the command would keep a pipe open.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         with environment(variables):
