@@ -16,6 +16,7 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.wrappers.partition import Partition
@@ -80,6 +81,34 @@ def test_observers_are_shown_what_each_parameter_was_to_send_and_what_the_others
             torch.testing.assert_close(compensated, grad + residual)
             if scatter:  # of one rank: the sum is what it has sent
                 torch.testing.assert_close(sent, mean, rtol=1e-6, atol=0)
+
+
+class Compensated(Recorder):
+    """Keeps what the bucket says that each method has to send."""
+
+    def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
+        self.found = {slot.name: bucket.compensated(slot, x, out) for slot in bucket.slots}
+        yield from stages
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize(("compressor", "idle"), [(preset("loco1"), 32), (TopK(density=0.1), 40 * 64)])
+def test_what_waits_in_idle_blocks_is_not_to_be_sent(compressor: Compressor, idle: int, scatter: bool) -> None:
+    specs = (TensorSpec("a", (40, 64)),)
+    sync = engine(compressor, specs, scatter=scatter)
+    grads = gradients(0, specs)
+    reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
+    for kept in (slice(0, 96), slice(0, 0)):  # three blocks of 32, or none
+        grad = torch.zeros_like(grads["a"])
+        grad.view(-1)[kept] = grads["a"].view(-1)[kept]
+        residual, recorder = sync.residual("a"), Compensated(traces=False)
+        assert residual is not None
+        sync.subscribe(recorder, StepPhase.OBSERVE)
+        active = (grad.view(-1, idle) != 0).any(1).repeat_interleave(idle)
+        wanted = torch.where(active, grad.view(-1) + residual.view(-1), 0.0)
+        reduce_step(sync, {"a": grad.clone()})
+        sync.unsubscribe(recorder)
+        assert torch.equal(recorder.found["a"], wanted)
 
 
 def test_observing_changes_no_bit() -> None:
