@@ -54,10 +54,10 @@ def encode_(
     if stochastic and not fmt.is_uniform:
         raise ValueError("stochastic rounding needs the uniform grid: leave codebook unset or use rounding='nearest'")
     match backends.choose(x.device):
-        case "native" if isinstance(fmt, Rank1Format):
-            from lowbit_strategy.kernels.native import rank1 as native_rank1
+        case "native":
+            from lowbit_strategy.kernels.native import blocks as native_blocks
 
-            native_rank1.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag)
+            native_blocks.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag)
         case _ if isinstance(fmt, Rank1Format):
             limit = backends.piece_elements(x.device)
             rank1.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag, max_elements=limit)
@@ -65,10 +65,6 @@ def encode_(
             from lowbit_strategy.kernels.triton import blocks as triton_blocks
 
             triton_blocks.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag)
-        case "native":
-            from lowbit_strategy.kernels.native import blocks as native_blocks
-
-            native_blocks.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag)
         case "torch":
             reference.encode_(
                 x,
@@ -94,10 +90,10 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: ScaledFor
     """
     check_buffers(out, wire_WB)
     match backends.choose(out.device):
-        case "native" if isinstance(fmt, Rank1Format):
-            from lowbit_strategy.kernels.native import rank1 as native_rank1
+        case "native":
+            from lowbit_strategy.kernels.native import blocks as native_blocks
 
-            native_rank1.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
+            native_blocks.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
         case _ if isinstance(fmt, Rank1Format):
             limit = backends.piece_elements(out.device)
             rank1.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha, max_elements=limit)
@@ -105,9 +101,5 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: ScaledFor
             from lowbit_strategy.kernels.triton import blocks as triton_blocks
 
             triton_blocks.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
-        case "native":
-            from lowbit_strategy.kernels.native import blocks as native_blocks
-
-            native_blocks.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
         case "torch":
             reference.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha, max_elements=backends.CACHE_ELEMENTS)

@@ -74,10 +74,10 @@ def loco_encode_(
         "flag": flag,
     }
     match backends.choose(x.device):
-        case "native" if isinstance(fmt, Rank1Format):
-            from lowbit_strategy.kernels.native import rank1 as native_rank1
+        case "native":
+            from lowbit_strategy.kernels.native import loco as native_loco
 
-            native_rank1.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options)
+            native_loco.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options)
         case _ if isinstance(fmt, Rank1Format):
             limit = backends.piece_elements(x.device)
             rank1.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options, max_elements=limit)
@@ -85,10 +85,6 @@ def loco_encode_(
             from lowbit_strategy.kernels.triton import loco as triton_loco
 
             triton_loco.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options)
-        case "native":
-            from lowbit_strategy.kernels.native import loco as native_loco
-
-            native_loco.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options)
         case "torch":
             reference.loco_encode_(
                 x,

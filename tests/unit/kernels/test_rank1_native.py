@@ -24,7 +24,8 @@ from tests.unit.kernels.native_cases import (
 pytestmark = pytest.mark.skipif(not native.available(), reason="the C extension is not built")
 
 if native.available():
-    from lowbit_strategy.kernels.native import rank1 as compiled
+    from lowbit_strategy.kernels.native import blocks as native_blocks
+    from lowbit_strategy.kernels.native import loco as native_loco
 
 CODES = (
     *(uniform(bits, 64) for bits in (2, 3, 4, 8)),
@@ -48,13 +49,13 @@ def cases(draw: st.DrawFn) -> Case:
 @examples
 @given(case=cases())
 def test_loco_encode_writes_the_references_bytes(isa: str, case: Case) -> None:
-    compare_loco_encode(reference, compiled, case)
+    compare_loco_encode(reference, native_loco, case)
 
 
 @examples
 @given(case=cases(), num_sources=st.sampled_from((1, 2, 3, 20)), alpha=st.sampled_from((1.0, 0.25, 1 / 3)))
 def test_encode_and_decode_sum_write_the_references_bytes(isa: str, case: Case, num_sources: int, alpha: float) -> None:
-    compare_encode_and_decode(reference, compiled, case, num_sources, alpha)
+    compare_encode_and_decode(reference, native_blocks, case, num_sources, alpha)
 
 
 def test_bytes_do_not_depend_on_the_number_of_threads() -> None:
@@ -69,11 +70,11 @@ def test_bytes_do_not_depend_on_the_number_of_threads() -> None:
         for threads in (1, 2, 4):
             torch.set_num_threads(threads)
             results.append(at := case.tensors())
-            compiled.loco_encode_(
+            native_loco.loco_encode_(
                 at["x"], at["residual"], at["residual_scale"], at["wire"], case.segments(), fmt, seed=3,
                 flag=at["flag"], **case.options,
             )  # fmt: skip
-            compiled.decode_sum_(at["wire"][None], at["x"], case.segments(), fmt, alpha=0.5)
+            native_blocks.decode_sum_(at["wire"][None], at["x"], case.segments(), fmt, alpha=0.5)
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -85,11 +86,11 @@ def test_a_buffer_that_ends_before_a_message_is_refused() -> None:
     segments, flag = Segments([Segment(0, 300, 0, 0)]), torch.zeros(1, dtype=torch.int32)
     wire = torch.zeros(fmt.wire_nbytes(300), dtype=torch.uint8)
     with pytest.raises(ValueError, match="segments reach element 300"):
-        compiled.encode_(torch.zeros(299), wire, segments, fmt, stochastic=False, seed=0, flag=flag)
+        native_blocks.encode_(torch.zeros(299), wire, segments, fmt, stochastic=False, seed=0, flag=flag)
     with pytest.raises(ValueError, match="segments reach element 300"):
-        compiled.decode_sum_(wire[None, 1:], torch.zeros(300), segments, fmt, alpha=1.0)
+        native_blocks.decode_sum_(wire[None, 1:], torch.zeros(300), segments, fmt, alpha=1.0)
     with pytest.raises(ValueError, match="multiple of the block size 30"):
-        compiled.loco_encode_(
+        native_loco.loco_encode_(
             torch.zeros(300), torch.zeros(600), None, wire, Segments([Segment(0, 300, 64, 0)]), fmt, beta=0.0,
             reset=False, stochastic=False, stochastic_residual=False, seed=0, flag=flag,
         )  # fmt: skip
