@@ -23,7 +23,9 @@ from benchmarks.low_bits import DENSE, Results, Run, Setting  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {
     'dense {"dtype":"bfloat16"}': "bfloat16",
-    'loco1 {"return_bits":null,"return_beta":0.8}': "loco1, one bit back",
+    'loco1 {"return_bits":null,"return_codebook":null,"return_block_size":null,"return_beta":0.8}': (
+        "loco1, one bit back"
+    ),
     'topk {"selection":"group","density":0.0625,"values":"int2","residual":"int8"}': "top-k of 16, 2 bits",
     'topk {"selection":"group","density":0.25,"values":"int2","residual":"int8"}': "top-k of 4, 2 bits",
     'topk {"selection":"chunk","density":0.03,"values":"int2","residual":"int8"}': "top-k of chunks, 2 bits",

@@ -45,7 +45,7 @@ class Route(NamedTuple):
     """What carries one group of parameters: its codecs on both hops, and where its state starts.
 
     ``full_offset`` and ``shard_offset`` give each parameter's first element in arenas that hold whole parameters and
-    in those that hold only the own chunk.
+    in those that hold only the own chunk. A chunk's state is a multiple of `block_size`: whole blocks of both codecs.
     """
 
     uplink: Hop
@@ -53,11 +53,7 @@ class Route(NamedTuple):
     slots: tuple[Slot, ...]
     full_offset: Mapping[str, int]
     shard_offset: Mapping[str, int]
-
-    @property
-    def block_size(self) -> int:
-        """What a chunk's state is rounded up to: the blocks of both codecs, which are powers of two, end there."""
-        return max(self.uplink.stateful.block_size, self.downlink.stateful.block_size)
+    block_size: int
 
 
 class _Place(NamedTuple):

@@ -100,13 +100,12 @@ class SparseLayout:
 
     def locate(self, indices: Sequence[Tensor]) -> Located:
         """Put the chosen positions of all parameters in the order of messages."""
-        index_E = indices[0] if len(indices) == 1 else torch.cat(list(indices))
-        return locate(index_E.long(), [part.numel() for part in indices], self._grid)
+        return locate(joined(indices).long(), [part.numel() for part in indices], self._grid)
 
     def pack(self, chosen: Sequence[Chosen], codec: Codec, *, seed: int) -> Message:
         """Write the messages. `seed` is for stochastic codecs; each parameter's section gets its own."""
         located = self.locate([part.indices for part in chosen])
-        values_E = chosen[0].values if len(chosen) == 1 else torch.cat([part.values for part in chosen])
+        values_E = joined([part.values for part in chosen])
         sorted_E = values_E if located.order is None else values_E.index_select(0, located.order)
         wires, sent, at = [], [], 0
         for destination, sizes in enumerate(located.sizes_DV):
@@ -115,10 +114,10 @@ class SparseLayout:
             wires.append(torch.cat([located.positions[POSITION_NBYTES * at : POSITION_NBYTES * end], encoded]))
             sent.append(decoded)
             at = end
-        sent_E = sent[0] if len(sent) == 1 else torch.cat(sent)
+        sent_E = joined(sent)
         if located.order is not None:
             sent_E = torch.empty_like(sent_E).index_copy_(0, located.order, sent_E)
-        sent_V = _split(sent_E, [part.indices.numel() for part in chosen])
+        sent_V = split(sent_E, [part.indices.numel() for part in chosen])
         entries = [Chosen(part.indices, values) for part, values in zip(chosen, sent_V, strict=True)]
         return Message(located.counts_DK, wires, entries)
 
@@ -183,7 +182,7 @@ class SparseLayout:
         found = positions(counts_K, wire, k, self._grid)
         if found is None:
             raise damaged_message("a position lies beyond the end of its parameter")
-        return _split(found, sizes_V)
+        return split(found, sizes_V)
 
     def unpack(self, counts_K: Tensor, sizes_V: Sequence[int], wire: Tensor, codec: Codec) -> list[Chosen]:
         """The entries of each parameter (its row) that one source's message holds.
@@ -201,7 +200,7 @@ class SparseLayout:
             raise damaged_message(f"{self.nbytes(sizes_V, codec)} bytes are announced, {wire.numel()} came")
         indices = self.positions(counts_K, sizes_V, wire)
         values = self._decode(wire[POSITION_NBYTES * sum(sizes_V) :], sizes_V, codec)
-        return [Chosen(*pair) for pair in zip(indices, _split(values, sizes_V), strict=True)]
+        return [Chosen(*pair) for pair in zip(indices, split(values, sizes_V), strict=True)]
 
     def _decode(self, wire: Tensor, sizes_V: Sequence[int], codec: Codec) -> Tensor:
         if isinstance(codec, DenseCodec):
@@ -244,7 +243,13 @@ def _running(sizes: Sequence[int]) -> list[int]:
     return starts
 
 
-def _split(x_E: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One after the other; a single one as it is, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def split(x_E: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Views of the parts that `joined` put together."""
     return [x_E] if len(sizes) == 1 else list(x_E.split(list(sizes)))
 
 

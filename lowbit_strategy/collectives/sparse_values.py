@@ -25,7 +25,7 @@ from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ALIGNMENT, Cut, flat_cut, round_up
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
-from lowbit_strategy.collectives.sparse_layout import Chosen
+from lowbit_strategy.collectives.sparse_layout import Chosen, joined, split
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.kernels.segments import Segment, Segments
 
@@ -77,7 +77,7 @@ class ValueSum:
         self.indices, self.cuts = indices, cuts
         self.counts = [part.numel() for part in values]
         self.exact = codec == _FLOATS
-        self._values_E = values[0] if len(values) == 1 else torch.cat(list(values))
+        self._values_E = joined(values)
         self.device = self._values_E.device
         if self.exact and not scatter:
             self.sent = list(values)
@@ -142,23 +142,22 @@ class ValueSum:
             yield comm.all_to_all(received_WB, self._wire.view(world_size, -1))
         own_sums = self._decode(received_WB, self._own, self._own_numel)
         own_indices = [index[place] for index, place in zip(self.indices, self.own_places, strict=True)]
-        split = [index.numel() for index in own_indices]
+        own_counts = [index.numel() for index in own_indices]
         if self.scatter:
             starts = [comm.rank * cut.row_numel for cut in self.cuts]
             local = [index - start for index, start in zip(own_indices, starts, strict=True)]
-            return Sums([Chosen(*pair) for pair in zip(local, own_sums.split(split), strict=True)], None)
+            return Sums([Chosen(*pair) for pair in zip(local, own_sums.split(own_counts), strict=True)], None)
         message = torch.zeros(own_nbytes, dtype=torch.uint8, device=self.device)
         self._encode_(own_sums, message, self._own)
         gathered_WB = torch.empty_like(received_WB)
         yield comm.all_gather(gathered_WB, message)
         sums_E = self._decode(gathered_WB.view(1, -1), self._all, sum(self.counts))
         lost = (own_sums - self._decode(message[None], self._own, self._own_numel)).nan_to_num_(0.0, 0.0, 0.0)
-        lost_V = [Chosen(*pair) for pair in zip(own_indices, lost.split(split), strict=True)]
+        lost_V = [Chosen(*pair) for pair in zip(own_indices, lost.split(own_counts), strict=True)]
         return Sums(self._totals(sums_E), lost_V)
 
     def _totals(self, sums_E: Tensor) -> list[Chosen]:
-        sums_V = [sums_E] if len(self.counts) == 1 else sums_E.split(self.counts)
-        return [Chosen(*pair) for pair in zip(self.indices, sums_V, strict=True)]
+        return [Chosen(*pair) for pair in zip(self.indices, split(sums_E, self.counts), strict=True)]
 
 
 def value_sum_nbytes(count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:

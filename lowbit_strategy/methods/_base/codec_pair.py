@@ -24,13 +24,21 @@ class CodecPair(Method):
     uplink: StatefulCodec
     downlink: StatefulCodec
 
+    def __post_init__(self) -> None:
+        finer = min(self.uplink.block_size, self.downlink.block_size)
+        if self.block_size % finer:
+            raise ValueError(
+                "the larger blocks of a pair of codecs must be a multiple of the smaller ones, got"
+                f" {self.uplink.block_size} on the uplink and {self.downlink.block_size} on the downlink"
+            )
+
     @property
     def label(self) -> str:
         return self.uplink.label
 
     @property
     def block_size(self) -> int:
-        """What chunks are cut to: a multiple of both codecs' blocks, since these are powers of two."""
+        """What chunks and their state are cut to: whole blocks of both codecs."""
         return max(self.uplink.block_size, self.downlink.block_size)
 
     @property
@@ -114,6 +122,7 @@ class CodecStore(MethodStore):
             tuple(slots),
             self.uplink.offsets,
             self.downlink.offsets,
+            self.pair.block_size,
         )
 
     def tensors(self, name: str) -> StateTensors:

@@ -88,9 +88,10 @@ class PositionSumReducer(Reducer):
             if condition is Condition.LIVE:
                 self.keep_(view, tensors, part, sent)
         sums = yield from exchange.run()
-        for view, lost in zip(views, sums.lost or (), strict=sums.lost is not None):
-            if "residual" in (tensors := state.get(view.spec.name, {})):
-                tensors["residual"].index_add_(0, lost.indices, lost.values, alpha=self.residual_gain or 1.0)
+        if sums.lost is not None:
+            for view, lost in zip(views, sums.lost, strict=True):
+                if "residual" in (tensors := state.get(view.spec.name, {})):
+                    tensors["residual"].index_add_(0, lost.indices, lost.values, alpha=self.residual_gain or 1.0)
         write_sums_(views, [sums.totals], comm.world_size)
 
     def _chosen(self, view: View, condition: Condition, indices: Tensor, state: ReducerState) -> Chosen:

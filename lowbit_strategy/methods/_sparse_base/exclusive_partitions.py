@@ -22,7 +22,13 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import flat_cut
-from lowbit_strategy.collectives.sparse_layout import POSITION_NBYTES, SparseLayout, damaged_message, sparse_layout
+from lowbit_strategy.collectives.sparse_layout import (
+    POSITION_NBYTES,
+    SparseLayout,
+    damaged_message,
+    joined,
+    sparse_layout,
+)
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
@@ -268,7 +274,7 @@ class _Model:
             if layout.spans[0] > stop - start and part.numel() and int(part.max()) >= stop - start:
                 raise damaged_message("a position lies beyond the end of its partition")
             part += start
-        return Selection(self._split(_joined(chosen)), [sizes_W[r] for r in ranks], finite)
+        return Selection(self._split(joined(chosen)), [sizes_W[r] for r in ranks], finite)
 
     def _above(self, threshold: float, start: int, stop: int, most: int) -> Tensor:
         """Positions, counted from `start`, of live elements in [start, stop) that reach the threshold; the largest of
@@ -291,10 +297,10 @@ class _Model:
             reached.append((found[0].long().add_(at) if at else found[0].long(), found[1]))
         if not reached:
             return nothing(self.device).indices
-        indices = _joined([indices for indices, _ in reached])
+        indices = joined([indices for indices, _ in reached])
         if indices.numel() <= most:
             return indices
-        return indices.index_select(0, top_k(_joined([values for _, values in reached]), most)[0])
+        return indices.index_select(0, top_k(joined([values for _, values in reached]), most)[0])
 
     def _form(self) -> None:
         for i, total in enumerate(self._totals):
@@ -320,10 +326,6 @@ class _Model:
         parts = [indices + start for indices, start in zip(selection.indices, self.starts, strict=True)]
         block = (torch.cat(parts) // self.grid.block_numel).clamp_(max=self.grid.num_blocks - 1)
         return torch.bincount(block, minlength=self.grid.num_blocks)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 @lru_cache

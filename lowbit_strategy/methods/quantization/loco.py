@@ -140,11 +140,10 @@ class LoCo(Compressor):
         residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured as good; ``stochastic``:
             increments below half a step are kept on average.
         return_beta: As `beta`, for the owner's residual on the downlink.
-        return_bits: Of a code on the downlink, at least `bits`; where the uplink has more bits (parameters of high
-            precision, the warm-up) the downlink has the uplink's code. None for the same code throughout. What is lost
-            on the downlink is lost for all ranks alike: no other rank's noise evens it out.
-        return_codebook, return_block_size: As `codebook` and `block_size`, for the `return_bits` of the downlink; None
-            for the same block size.
+        return_bits, return_codebook, return_block_size: As `bits`, `codebook` and `block_size`, for codes on the
+            downlink; None for the same. At least `bits`; where the uplink has more bits than these (parameters of high
+            precision, the warm-up) the downlink has the uplink's codes. What is lost on the downlink is lost for all
+            ranks alike: no other rank's noise evens it out.
         high_precision_bits: Of embeddings and output heads, which carry most of the error.
         warmup_steps: For so many optimizer steps `warmup_bits`, whose residual then goes on: at the start of training
             gradients turn fastest, and what fitted values owe comes late. Codebooks of unit gain need none.
@@ -174,7 +173,7 @@ class LoCo(Compressor):
     residual_rounding: Rounding = "nearest"
     return_beta: float = 0.0
     return_bits: int | None = None
-    return_codebook: Codebook = "uniform"
+    return_codebook: Codebook | None = None
     return_block_size: int | None = None
     high_precision_bits: int = 8
     warmup_steps: int = 0
@@ -185,13 +184,13 @@ class LoCo(Compressor):
         self._check_codebook("codebook", self.codebook, self.bits)
         check_bits("high_precision_bits", self.high_precision_bits)
         check_bits("warmup_bits", self.warmup_bits)
-        if self.return_bits is not None:
-            self._check_codebook("return_codebook", self.return_codebook, self.return_bits)
-            if self.return_bits < self.bits:
-                raise ValueError(
-                    f"return_bits must be at least bits, {self.bits}, got {self.return_bits}: the mean would come back "
-                    "in a coarser code than the gradients are sent in"
-                )
+        bits, codebook, _ = self._downlink
+        self._check_codebook("return_codebook", codebook, bits)
+        if bits < self.bits:
+            raise ValueError(
+                f"return_bits must be at least bits, {self.bits}, got {bits}: the mean would come back "
+                "in a coarser code than the gradients are sent in"
+            )
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be 0 (no warm-up) or more, got {self.warmup_steps!r}")
         for field in ("beta", "return_beta"):
@@ -219,12 +218,22 @@ class LoCo(Compressor):
         _, make = _FORMATS[self.codebook]
         return make(self.bits, self.block_size)
 
+    @property
+    def _downlink(self) -> tuple[int, Codebook, int]:
+        """Bits, codebook and block size there."""
+        return (
+            self.bits if self.return_bits is None else self.return_bits,
+            self.return_codebook or self.codebook,
+            self.block_size if self.return_block_size is None else self.return_block_size,
+        )
+
     def _return_format(self, codes: BlockFormat) -> BlockFormat:
         """Of the downlink, where the uplink has `codes`."""
-        if self.return_bits is None or self.return_bits < codes.bits:
+        bits, codebook, block_size = self._downlink
+        if bits < codes.bits or (bits, codebook, block_size) == (self.bits, self.codebook, self.block_size):
             return codes
-        _, make = _FORMATS[self.return_codebook]
-        return make(self.return_bits, self.return_block_size or self.block_size)
+        _, make = _FORMATS[codebook]
+        return make(bits, block_size)
 
     def at(self, step_index: int) -> LoCo:
         if not self.warmup_steps:
@@ -232,9 +241,16 @@ class LoCo(Compressor):
         if step_index >= self.warmup_steps:
             return replace(self, warmup_steps=0)
         codebook: Codebook = "fitted" if self.warmup_bits < 4 else "uniform"
-        finer = self.return_bits is not None and self.return_bits > self.warmup_bits
-        downlink = self.return_bits if finer else None
-        return replace(self, bits=self.warmup_bits, codebook=codebook, return_bits=downlink, warmup_steps=0)
+        same = self._downlink[0] <= self.warmup_bits  # codes both ways
+        return replace(
+            self,
+            bits=self.warmup_bits,
+            codebook=codebook,
+            return_bits=None if same else self.return_bits,
+            return_codebook=None if same else self.return_codebook,
+            return_block_size=None if same else self.return_block_size,
+            warmup_steps=0,
+        )
 
     def conserving(self) -> LoCo:
         return replace(self, residual="float32", reset_steps=None)

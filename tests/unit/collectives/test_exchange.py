@@ -60,7 +60,7 @@ class Bucket:
         for codec in dict.fromkeys(self.slots.values()):
             slots = tuple(slot for slot, own in self.slots.items() if own == codec)
             no_state = {slot.name: 0 for slot in slots}
-            routes.append(Route(Hop(codec, {}), Hop(codec, {}), slots, no_state, no_state))
+            routes.append(Route(Hop(codec, {}), Hop(codec, {}), slots, no_state, no_state, codec.block_size))
         return routes
 
     def chunk(self, slot: Slot, rank: int) -> slice:

@@ -91,6 +91,8 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (LoCo, {"beta": 1.0}, r"beta must be in \[0, 1\)"),
     (LoCo, {"high_precision_bits": 9}, "high_precision_bits must be an integer from 2 to 8"),
     (LoCo, {"return_bits": 1}, "return_bits must be an integer from 2 to 8"),
+    (LoCo, {"return_codebook": "ternary"}, "return_bits must be 2 with return_codebook='ternary', got 4"),
+    (LoCo, {"return_block_size": 48}, "block_size must be a power of two"),
     (
         LoCo,
         {"return_codebook": "fitted", "return_bits": 8},

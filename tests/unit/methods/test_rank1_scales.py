@@ -171,3 +171,11 @@ def test_wrappers_refuse_what_rows_times_columns_cannot_do() -> None:
 def test_scales_are_blocks_or_rank1() -> None:
     with pytest.raises((TypeError, ValueError), match="scales"):
         LoCo(scales="rows")  # type: ignore[arg-type]
+
+
+def test_blocks_that_do_not_fit_those_of_the_other_hop_are_refused() -> None:
+    rows, blocks = (LoCo(scales=scales).method(TensorSpec("w", (480, 48))) for scales in ("rank1", "blocks"))
+    assert isinstance(rows, CodecPair)
+    assert isinstance(blocks, CodecPair)
+    with pytest.raises(ValueError, match="must be a multiple of the smaller ones, got 48 on the uplink and 128 on the"):
+        CodecPair(rows.uplink, blocks.downlink)

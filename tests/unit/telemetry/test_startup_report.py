@@ -34,7 +34,7 @@ def test_the_report_says_until_when_it_holds(compressor: Compressor, step: int |
 
 @pytest.mark.parametrize("scatter", [False, True])
 def test_a_downlink_with_other_bits_is_reported(scatter: bool) -> None:
-    compressor = LoCo(bits=2, codebook="fitted", block_size=64, return_bits=4)
+    compressor = LoCo(bits=2, codebook="fitted", block_size=64, return_bits=4, return_codebook="uniform")
     report = plan(nn.Linear(256, 256), compressor, Planned(world_size=2, scatter=scatter), device=torch.device("cpu"))
     label = next(group.method for group in report.groups if group.kind == "compressed")
     assert label == "loco 2-bit fitted, blocks of 64" + ("" if scatter else "; downlink loco 4-bit, blocks of 64")
