@@ -9,7 +9,7 @@ from lowbit_strategy.collectives.comm import Comm
 
 
 class StepFlags:
-    """Overflow and broken layouts.
+    """Overflow, broken layouts and weights that were changed behind the engine's back.
 
     On CPU a broken layout is an error at once. On CUDA looking would make the host wait for the device: the first rank
     that sent something unexpected is noted there, and copied to the host without waiting. `raise_if_broken` looks at
@@ -21,7 +21,9 @@ class StepFlags:
 
     def __init__(self, device: torch.device) -> None:
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
-        self._broken = torch.zeros(1, dtype=torch.int32, device=device)  # 1 + the rank that sent another layout
+        self._broken = torch.zeros(
+            1, dtype=torch.int32, device=device
+        )  # 1 + the rank that sent another layout, or _CHANGED
         self._on_host: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
 
@@ -39,6 +41,17 @@ class StepFlags:
             torch.maximum(self._broken, (ranks * differs_W).amax().view(1), out=self._broken)
         elif bool(differs_W.any()):
             raise RuntimeError(_message(int(differs_W.to(torch.int32).argmax()), rank))
+
+    def check_unchanged(self, noted: Tensor, present: Tensor, name: str) -> None:
+        """Weights that are served from what is kept are those that were sent: two digests, int64 ``[1]``.
+
+        Raises:
+            RuntimeError: They are not (on CPU).
+        """
+        if present.is_cuda:
+            torch.maximum(self._broken, (noted != present).to(torch.int32) * _CHANGED, out=self._broken)
+        elif not torch.equal(noted, present):
+            raise RuntimeError(changed_weights(name))
 
     def overflowed(self, comm: Comm) -> bool:
         """Whether any rank has noted an overflow since `clear`; on all ranks together, waits for the device."""
@@ -61,7 +74,7 @@ class StepFlags:
             self._on_host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
             self._copied = torch.cuda.Event()
         elif self._copied is not None and self._copied.query() and (number := int(self._on_host)):
-            raise RuntimeError(_message(number - 1, rank))
+            raise RuntimeError(changed_weights("a module") if number == _CHANGED else _message(number - 1, rank))
         assert self._copied is not None
         self._on_host.copy_(self._broken, non_blocking=True)
         self._copied.record()
@@ -71,6 +84,18 @@ def _message(sender: int, rank: int) -> str:
     return (
         f"rank {sender} sent a message of another layout than rank {rank} expects: the ranks' models or compressor"
         " configurations differ, or a module that FSDP2 shards by itself ran on some ranks only (an expert?)"
+    )
+
+
+_CHANGED = 2**31 - 1  # in the place of a rank
+
+
+def changed_weights(name: str) -> str:
+    """What is wrong, and what to do."""
+    return (
+        f"parameters of {name} were changed after its weights had been sent for a forward pass, and before any backward"
+        " pass: the other ranks would go on with the old ones. Change weights after backward, or call"
+        " weights_changed() on all ranks afterwards (or pass weights=Exact())"
     )
 
 

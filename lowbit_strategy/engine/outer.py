@@ -234,7 +234,12 @@ class OuterSync:
         for fragment in self.fragments:
             fragment.pull_(0.0)
         self._buffers.use_averages()
+        self._weights_changed()
         return True
+
+    def _weights_changed(self) -> None:
+        if self.sync.weights is not None:
+            self.sync.weights.invalidate()
 
     @torch.no_grad()
     def use_weights(self) -> None:
@@ -245,6 +250,7 @@ class OuterSync:
             param.copy_(self._aside[name])
         self._aside = None
         self._buffers.use_own()
+        self._weights_changed()
 
     @contextlib.contextmanager
     def anchored(self) -> Iterator[None]:

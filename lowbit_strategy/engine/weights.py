@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES
 from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import ALIGNMENT, Slot, dim0_cut
@@ -59,6 +58,7 @@ class ModuleWeights:
         flags: StepFlags,
     ) -> None:
         self.layout = layout
+        self._reduced = False  # its gradients, since it was gathered for a forward pass
         cuts = [dim0_cut(spec.shape, comm.world_size) for spec in layout.specs]
         self.row_numel = sum(cut.row_numel for cut in cuts)
         parts = self._parts(coding, cuts)
@@ -88,6 +88,27 @@ class ModuleWeights:
             slots.setdefault(coding.codec(spec), []).append(Slot(spec.name, at, self.row_numel, cut))
             at += cut.row_numel
         return [Part(codec, tuple(members)) for codec, members in slots.items()]
+
+    def gradients_reduced(self) -> None:
+        """Its gradients have been reduced: whatever steps on them, the next forward pass has other weights.
+
+        Backward passes under way still compute with what their forward pass had.
+        """
+        self._reduced = True
+
+    def begin_forward(self) -> None:
+        """A forward pass wants the weights."""
+        if self._reduced:
+            self.invalidate()
+
+    def unchanged(self) -> None:
+        """Nothing steps on the gradients that have been reduced: those of a micro-batch."""
+        self._reduced = False
+
+    def invalidate(self) -> None:
+        """The weights have changed: the next gather sends. On all ranks."""
+        self._reduced = False
+        self.gather.invalidate()
 
     @property
     def buffer_nbytes(self) -> int:
@@ -162,10 +183,6 @@ class WeightSync:
 
     # -- gathers --------------------------------------------------------------------------------------------------
 
-    def run(self, name: str, x_N: Tensor, out: Tensor) -> Iterator[Pending]:
-        """Gather one module's weights, or serve them from what is kept."""
-        return self.modules[name].gather.run(x_N, out)
-
     def count_exact(self, nbytes: int, *, training: bool) -> None:
         """FSDP2 gathers weights as they are: this rank sends `nbytes`."""
         if training:
@@ -174,9 +191,27 @@ class WeightSync:
             self.evaluation_nbytes += nbytes
 
     def invalidate(self) -> None:
-        """The optimizer has stepped: what is kept is of the step before. On all ranks."""
+        """The weights have changed: what is kept is old. On all ranks."""
         for module in self.modules.values():
-            module.gather.invalidate()
+            module.invalidate()
+
+    def unchanged(self) -> None:
+        """The gradients that have been reduced are those of a micro-batch: no weights change before the next one."""
+        for module in self.modules.values():
+            module.unchanged()
+
+    def check_unchanged(self, name: str, noted: Tensor, present: Tensor) -> None:
+        """What is kept of a module is about to be used: its owner's row must be the one that was sent.
+
+        Args:
+            name: The module's.
+            noted: int64 ``[1]``, the digest of the own row when it was sent.
+            present: The same, now.
+
+        Raises:
+            RuntimeError: They differ. On CUDA at the end of a later step.
+        """
+        self._flags.check_unchanged(noted, present, name)
 
     def forget(self) -> None:
         """Other weights have been loaded. On all ranks."""

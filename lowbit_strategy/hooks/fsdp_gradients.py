@@ -9,7 +9,7 @@ stream of its own, which FSDP2 waits for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -93,10 +93,22 @@ class GradientRows:
         return GradientRow(BucketLayout(tuple(entries), alone=True, key=names), at)
 
 
-class CompressedReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
-    """The custom communication of one FSDP2 parameter group: input ``[W * n]``, output ``[n]``, always a sum."""
+class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
+    """The custom communication of one FSDP2 parameter group.
+
+    Attributes:
+        on_reduced: Called on all ranks when the group's gradients have been reduced.
+    """
+
+    def __init__(self) -> None:
+        self.on_reduced: Callable[[], None] = lambda: None
+
+
+class CompressedReduceScatter(_ReduceScatter):
+    """Input ``[W * n]``, output ``[n]``, always a sum."""
 
     def __init__(self, sync: GradientSync, rows: GradientRows) -> None:
+        super().__init__()
         self._sync = sync
         self._rows = rows
 
@@ -120,15 +132,17 @@ class CompressedReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_s
         for pending in stages:
             if pending is not None:
                 pending.wait()
+        self.on_reduced()
 
 
-class ExactReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
+class ExactReduceScatter(_ReduceScatter):
     """The mean over the ranks that shard a model, added in float32 and in rank order.
 
     FSDP2 must divide by one: `torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor`.
     """
 
     def __init__(self, comm: Comm) -> None:
+        super().__init__()
         self._comm = comm
 
     def __call__(
@@ -142,6 +156,7 @@ class ExactReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard.
         x_WN = input_tensor.view(self._comm.world_size, -1)
         for pending in sum_rows(x_WN, output_tensor, self._comm, alpha=1.0 / self._comm.world_size):
             pending.wait()
+        self.on_reduced()
 
 
 class ReplicaAllReduce:

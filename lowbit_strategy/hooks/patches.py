@@ -50,10 +50,26 @@ PATCHES = (
         seen=_SEEN,
         reason="weights that are not coded travel as they would without this package",
     ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup.pre_forward",
+        use="wrapped",
+        parameters=("self", "module", "args", "kwargs"),
+        seen=_SEEN,
+        reason="weights that an earlier forward pass has left gathered are freed: they may be those of a validation",
+    ),
+    PrivateName(
+        target=f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup.reshard",
+        use="called",
+        parameters=("self",),
+        seen=_SEEN,
+        reason="likewise",
+    ),
     *(
         PrivateName(target=f"{_FSDP}._fully_shard.{name}", use="read", seen=_SEEN, reason=reason)
         for name, reason in {
             "_fsdp_param_group:FSDPParamGroup._training_state": "a backward pass gathers as its forward pass did",
+            "_fsdp_param_group:FSDPParamGroup.is_unsharded": "weights that an earlier forward pass has left",
+            "_fsdp_param_group:FSDPParamGroup._reduce_scatter_comm": "when a module's gradients have been reduced",
             "_fsdp_param_group:FSDPParamGroup.is_sharded_post_forward": "after reshard_after_forward=int the gather is"
             " of a smaller group",
             "_fsdp_param_group:FSDPParamGroup.post_forward_mesh_info": "whether weights are gathered in backward",

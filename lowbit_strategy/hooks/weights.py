@@ -1,23 +1,27 @@
 """FSDP2: an all-gather of every sharded module that goes through a `WeightSync`.
 
-What all ranks must agree on without asking each other is decided by what happens on all of them alike:
+What is kept of a module's weights is judged by what happens to it on all ranks alike, so that none has to ask another:
 
 | moment | what is kept of the weights |
 |---|---|
-| a step has ended | is old: the next gather sends |
-| an optimizer has stepped that has some of a module's parameters | is old for that module |
-| other weights have been loaded | is old; differences begin anew |
+| the module's gradients have been reduced | serves the backward passes under way; the next forward pass sends |
+| a step has ended, other weights have been loaded | is old: the next gather sends |
 | the root module is in evaluation mode | is not used: exact weights, as FSDP2 gathers them |
 
-A backward pass gathers as its forward pass did. Weights that were changed within a step in another way are an error,
-not a silent use of old ones.
+FSDP2 leaves the outermost module gathered after a forward pass. If no backward pass follows, a validation's weights
+would serve the next training step: whatever an earlier forward pass has left is gathered anew.
+
+A backward pass gathers as its forward pass did. Each owner notes a digest of its row when it sends. Weights that have
+changed since, between a forward pass and its backward pass, are an error, whatever has changed them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +29,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
+from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups
@@ -52,52 +56,47 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
     ) -> None:
         self._weights = weights
         self._name = name
+        self._module = weights.modules[name]
         self._params = group.param_group
         self._root = weakref.ref(root)
         self._order = order
         self._stock = DefaultAllGather()
         self._coded = False  # how the last forward pass gathered
-        self._versions: list[int] = []
-        self.ids = {id(param.sharded_param) for param in group.param_group.fsdp_params}
+        self._noted: Tensor | None = None  # digest of the own row that was sent
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        training = self._in_training()
-        module = self._weights.modules[self._name]
+        if self._params._training_state != TrainingState.PRE_BACKWARD:
+            self._begin_forward()
         # after reshard_after_forward=int the smaller group's shards are of what was decoded
-        if not training or not module.is_ours or self._params.is_sharded_post_forward:
-            self._weights.count_exact(input_tensor.nbytes * (group.size() - 1), training=training)
+        if not self._coded or not self._module.is_ours or self._params.is_sharded_post_forward:
+            self._weights.count_exact(input_tensor.nbytes * (group.size() - 1), training=self._coded)
             return self._stock(output_tensor, input_tensor, group, async_op)
-        if module.gather.fresh:
-            self._check_unchanged()
-        else:
-            self._versions = self._present_versions()
+        self._check_row(input_tensor)
         with self._order.ordered():
-            for pending in self._weights.run(self._name, input_tensor, output_tensor):
+            for pending in self._module.gather.run(input_tensor, output_tensor):
                 pending.wait()
         return None
 
-    def invalidate(self) -> None:
-        self._weights.modules[self._name].gather.invalidate()
+    def _begin_forward(self) -> None:
+        root = self._root()
+        self._coded = root is not None and root.training
+        if self._coded:
+            self._module.begin_forward()
 
-    def _in_training(self) -> bool:
-        if self._params._training_state != TrainingState.PRE_BACKWARD:
-            root = self._root()
-            self._coded = root is not None and root.training
-        return self._coded
+    def _check_row(self, row_N: Tensor) -> None:
+        """What is kept serves only for the row that it was made of."""
+        digest = digests([row_N], row_N.device)
+        if self._module.gather.fresh and self._noted is not None:
+            self._weights.check_unchanged(self._name or "the model", self._noted, digest)
+        self._noted = digest
 
-    def _present_versions(self) -> list[int]:
-        params = [param.sharded_param for param in self._params.fsdp_params]
-        return [version for param in params for version in (param._version, param._local_tensor._version)]
-
-    def _check_unchanged(self) -> None:
-        if self._present_versions() != self._versions:
-            raise RuntimeError(
-                f"parameters of {self._name or 'the model'} were changed within a step, after its weights had been"
-                " sent, and not by an optimizer of torch.optim: change them between steps, or call"
-                " attached.weights_changed() on all ranks afterwards (or pass weights=Exact())"
-            )
+    def reshard_leftovers(self, pre_forward: Callable[..., Any], *args: Any) -> Any:
+        """In the place of the parameter group's ``pre_forward``: what an earlier forward pass has left is freed."""
+        if self._params._training_state == TrainingState.IDLE and self._params.is_unsharded:
+            self._params.reshard()
+        return pre_forward(*args)
 
 
 class _StreamOrder:
@@ -136,7 +135,10 @@ def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync,
     gathers = [CodedAllGather(weights, name, each, module, order) for name, each in groups.items()]
     for gather, each in zip(gathers, groups.values(), strict=True):
         each.module.set_custom_all_gather(gather)
-    _watch(module, weights, gathers)
+        stock = types.MethodType(type(each.param_group).pre_forward, each.param_group)  # not that of an earlier fit
+        each.param_group.pre_forward = functools.partial(gather.reshard_leftovers, stock)
+        each.param_group._reduce_scatter_comm.on_reduced = weights.modules[each.name].gradients_reduced
+    _forget_on_load(module, weights)
     sync.weights = weights
     sync.extra_state["weights"] = weights
 
@@ -168,14 +170,8 @@ def _layout(group: ShardedGroup, names: Mapping[int, str], specs: Mapping[str, T
     )
 
 
-_watched: weakref.WeakSet[CodedAllGather] = weakref.WeakSet()
-
-
-def _watch(module: nn.Module, weights: WeightSync, gathers: list[CodedAllGather]) -> None:
-    """From now on optimizer steps and loading make what is kept old."""
-    if not _hooked:
-        _hooked.append(register_optimizer_step_post_hook(_on_optimizer_step))
-    _watched.update(gathers)
+def _forget_on_load(module: nn.Module, weights: WeightSync) -> None:
+    """From now on loading makes what is kept old."""
     reference = weakref.ref(weights)
 
     def on_load(*_: Any) -> None:
@@ -185,13 +181,3 @@ def _watch(module: nn.Module, weights: WeightSync, gathers: list[CodedAllGather]
     for child in module.modules():
         if child._parameters:
             child.register_load_state_dict_post_hook(on_load)
-
-
-_hooked: list[Any] = []  # once per process
-
-
-def _on_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for gather in list(_watched):
-        if not stepped.isdisjoint(gather.ids):
-            gather.invalidate()

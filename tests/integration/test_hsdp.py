@@ -388,3 +388,41 @@ def test_local_steps_between_nodes(facts: list[Facts]) -> None:
         assert rank["world"] == (2, 4)
         assert rank["steps"] == 11
         assert "shard_size" in rank["refused"]
+
+
+# -- validation of local steps ----------------------------------------------------------------------------------------
+
+
+def validates_anchors(folder: Path, by: str, weights: str) -> Facts:
+    """The root group stays gathered after a validation, with the anchors in the place of the rank's own weights."""
+    losses = {}
+    for validates in (True, False):
+        torch.manual_seed(0)
+        model = ByStep()
+        options: dict[str, Any] = {"limit_val_batches": 1 if validates else 0, "val_check_interval": 3}
+        callbacks = [AnchorsInBetween()] if by == "callback" and validates else []
+        if by == "callback":
+            options["limit_val_batches"] = 0
+        with nodes_of(2):
+            made = trainer(
+                hsdp(outer=DiLoCo(every=7), weights=weights), max_steps=10, num_sanity_val_steps=0,
+                callbacks=callbacks, **options,
+            )  # fmt: skip
+            made.fit(model, loader(), loader())
+        losses[validates] = model.losses
+    return losses
+
+
+class AnchorsInBetween(L.Callback):
+    """Looks at the anchors while the model is in training mode, as a loop of one's own may."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step in (3, 8):
+            with trainer.strategy.attached.anchored(), torch.no_grad():  # type: ignore[attr-defined]
+                pl_module(dataset()[:4][0])
+
+
+@scenarios(validates_anchors, world_size=4, by=("trainer", "callback"), weights=("exact", "code8"))
+def test_local_steps_are_the_same_with_and_without_validation(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank[True] == rank[False]

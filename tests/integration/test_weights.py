@@ -96,9 +96,10 @@ class Run:
 def once_per_step(folder: Path, coding: WeightCoding, reshard: bool | None) -> Facts:
     run = Run(coding, reshard=reshard)
     for _ in range(3):
-        for _ in range(2):  # micro-batches
-            run.backward()
         run.loss()  # another forward pass
+        for last in (False, True):  # micro-batches
+            run.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+            run.backward()
         run.step()
     return {"sent": run.sent, "losses": run.losses, "step": run.attached.sync.weights.nbytes}
 
@@ -108,6 +109,24 @@ def test_weights_travel_once_per_step(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["sent"] == [3, 3, 3, 3]
         assert rank["step"] > 0
+
+
+def reduced_each_time(folder: Path, tells: bool) -> Facts:
+    """Micro-batches whose gradients are reduced each time."""
+    run = Run(WeightCode())
+    for _ in range(2):
+        for _ in range(2):
+            if tells:
+                run.attached.sync.weights.unchanged()
+            run.backward()
+        run.step()
+    return {"sent": run.sent, "tells": tells}
+
+
+@scenarios(reduced_each_time, tells=(True, False))
+def test_reduced_gradients_mean_other_weights_unless_said_otherwise(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["sent"] == ([2, 2, 2, 2] if rank["tells"] else [4, 4, 4, 4])
 
 
 def second_optimizer(folder: Path) -> Facts:
@@ -125,32 +144,97 @@ def second_optimizer(folder: Path) -> Facts:
 @scenarios(second_optimizer)
 def test_an_optimizer_s_step_makes_weights_travel_anew(facts: list[Facts]) -> None:
     for rank in facts:
-        assert rank["sent"] == [2, 2, 3, 2]  # the model, three blocks
+        assert rank["sent"] == [3, 3, 3, 3]  # the model, three blocks
 
 
-def changed_by_hand(folder: Path) -> Facts:
+def changed_by_hand(folder: Path, how: str) -> Facts:
+    """A forward pass in training, other weights, the next forward pass: nothing tells the other ranks."""
     run = Run(WeightCode())
-    run.backward()
     with torch.no_grad():
-        run.model.blocks[0][0].weight.mul_(2.0)
+        run.loss()
+        double_(run.model.blocks[0][0].weight, how)
     error = raised(run.backward)
     return {"error": error}
 
 
-@scenarios(changed_by_hand)
-def test_a_change_within_a_step_is_no_silent_use_of_old_weights(facts: list[Facts]) -> None:
+def double_(param: Any, how: str) -> None:
+    """Ways of changing a sharded parameter that leave its version counters alone, and one that does not."""
+    if how == "data":
+        param.data.mul_(2.0)
+    elif how == "local":
+        param.to_local().data.mul_(2.0)
+    elif how == "numpy":
+        param.to_local().numpy()[:] *= 2.0
+    else:
+        param.mul_(2.0)
+
+
+@scenarios(changed_by_hand, how=("data", "local", "numpy", "plain"))
+def test_a_change_before_backward_is_no_silent_use_of_old_weights(facts: list[Facts]) -> None:
     for rank in facts:
-        assert "parameters of blocks.0 were changed within a step" in rank["error"]
+        assert "parameters of blocks.0 were changed after its weights had been sent" in rank["error"]
 
 
 def announced_change(folder: Path) -> Facts:
     run = Run(WeightCode())
-    run.backward()
     with torch.no_grad():
+        run.loss()
         run.model.blocks[0][0].weight.mul_(2.0)
     run.attached.weights_changed()
     run.backward()
     return {"sent": run.sent}
+
+
+class ByHand(ByStep):
+    """Manual optimization without an optimizer: weights are changed through ``.data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        loss = super().training_step(batch, index)
+        self.manual_backward(loss)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for param in self.parameters():
+            param.data.sub_(0.5 * param.grad)
+            param.grad = None
+
+
+def trained_by_hand(folder: Path, weights: str) -> Facts:
+    model = ByHand()
+    fit("fsdp", model, options={"weights": weights}, max_epochs=2)
+    return {"losses": model.losses, "weights": weights}
+
+
+@scenarios(trained_by_hand, weights=("exact", "code8", "delta4"))
+def test_updates_through_data_reach_the_model(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["losses"][-1] < 0.7 * rank["losses"][0]
+
+
+def with_evaluation(folder: Path, weights: str, evaluates: bool) -> Facts:
+    """The root group stays gathered after an evaluation, with exact weights."""
+    run = Run(weights)
+    for step in range(4):
+        if evaluates and step in (1, 3):
+            run.model.eval()
+            with torch.no_grad():
+                run.model(torch.zeros(1, 4, dtype=torch.long))
+            run.model.train()
+        run.backward()
+        run.step()
+    return {"losses": run.losses, "weights": weights}
+
+
+@scenarios(with_evaluation, weights=("exact", "code8", "delta4"), evaluates=(True, False))
+def test_training_is_the_same_with_and_without_evaluation(facts: list[Facts]) -> None:
+    LOSSES.setdefault(facts[0]["weights"], [rank["losses"] for rank in facts])
+    assert LOSSES[facts[0]["weights"]] == [rank["losses"] for rank in facts]
+
+
+LOSSES: dict[str, list[list[float]]] = {}
 
 
 @scenarios(announced_change)
