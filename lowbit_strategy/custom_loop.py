@@ -1,24 +1,24 @@
 """Everything that a training loop of one's own calls, in this order:
 
-1. `prepare` before the model is wrapped, then `attach_ddp` or `attach_fsdp` after it, which return an `Attached`
-2. `adapt` for a controller, `monitor` for observation and a record; both take ``attached.sync``
-3. ``attached.load`` of a checkpoint, if there is one
-4. in every step ``attached.set_loss_scale`` before backward (with a loss scaler only) and ``attached.end_step`` after
+1. `prepare` before the model is wrapped, then `attach_ddp` or `attach_fsdp` after it, which return a `Session`
+2. `adapt` for a controller, `monitor` for observation and a record; both take ``session.sync``
+3. ``session.load`` of a checkpoint, if there is one
+4. in every step ``session.set_loss_scale`` before backward (with a loss scaler only) and ``session.end_step`` after
    the optimizer
-5. ``attached.save`` before each checkpoint, ``attached.close`` at the end
+5. ``session.save`` before each checkpoint, ``session.close`` at the end
 """
 
-from lowbit_strategy.hooks.attach import attach_ddp, attach_fsdp, prepare
-from lowbit_strategy.hooks.attached import CHECKPOINT_KEY, Attached
-from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.telemetry.custom_loop import LoopClock, adapt, control_of, monitor
 from lowbit_strategy.telemetry.monitor_options import MonitorOptions
 
 __all__ = [
     "CHECKPOINT_KEY",
-    "Attached",
     "LoopClock",
     "MonitorOptions",
+    "Session",
     "SyncOptions",
     "adapt",
     "attach_ddp",

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
-from lowbit_strategy.hooks.attach import attach_ddp, prepare
-from lowbit_strategy.hooks.attached import Attached
-from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.attach.attach import attach_ddp, prepare
+from lowbit_strategy.attach.session import Session
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from tests.training import WIDTH
 
@@ -33,7 +33,7 @@ class Loop:
         prepared = prepare(net, compressor or LoCo(block_size=32), options or SyncOptions(), scatter=False)
         self.net = net
         self.model = DistributedDataParallel(net, bucket_cap_mb=0.01, **ddp)
-        self.attached: Attached = attach_ddp(self.model, prepared, device=CPU, has_scaler=has_scaler)
+        self.session: Session = attach_ddp(self.model, prepared, device=CPU, has_scaler=has_scaler)
         self.optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
         self._shape = shape
 
@@ -42,4 +42,4 @@ class Loop:
         self.optimizer.zero_grad()
         self.model(x).square().mean().backward()
         self.optimizer.step()
-        self.attached.end_step()
+        self.session.end_step()

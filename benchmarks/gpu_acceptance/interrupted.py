@@ -49,24 +49,24 @@ def three_ways(rank: int, world_size: int, folder: str, options: dict[str, Any])
     training = until_interrupted(rank, options)
     waiting = sum(name in training.sync.carryover for name in training.sync.specs)
     path = Path(folder) / "checkpoint"
-    assert training.attached is not None
-    stamp = training.attached.save(path).stamp
+    assert training.session is not None
+    stamp = training.session.save(path).stamp
     weights = [value.clone() for value in parameters(training)]
     optimizer = copy.deepcopy(training.optimizer.state_dict())
-    first_fit = training.attached
+    first_fit = training.session
     first_fit.close()
-    training.model, training.attached = wrap(options["kind"], training.net, Dense(), training.device)
-    assert training.attached is not None
-    training.sync = training.attached.sync
-    training.attached.adopt(first_fit)
+    training.model, training.session = wrap(options["kind"], training.net, Dense(), training.device)
+    assert training.session is not None
+    training.sync = training.session.sync
+    training.session.adopt(first_fit)
     second_fit = after(training)
 
     training = Training(rank, options | {"compressor": Dense()})
     for value, saved in zip(parameters(training), weights, strict=True):
         value.copy_(saved)
     training.optimizer.load_state_dict(optimizer)
-    assert training.attached is not None
-    training.attached.load(path, stamp)
+    assert training.session is not None
+    training.session.load(path, stamp)
     return {"never": never, "second fit": second_fit, "resumed": after(training), "waiting": waiting}
 
 

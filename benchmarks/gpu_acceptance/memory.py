@@ -67,23 +67,23 @@ def memory_of(kind: str, compressor: Any, device: torch.device) -> Figures:
     with fake_world():
         with torch.device(device):
             net = SmallGPT(width, layers)
-        model, attached = wrap(kind, net, compressor, device)
-        if attached is None and isinstance(model, DistributedDataParallel):
+        model, session = wrap(kind, net, compressor, device)
+        if session is None and isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, noop_hook)  # the fake group's all-reduce gives DDP no result
         for step in range(4):
-            if attached is not None:
-                attached.sync.begin_step()
+            if session is not None:
+                session.sync.begin_step()
             next_token_loss(model, batch(step, 0, device)).backward()
             model.zero_grad()
-            if attached is not None:
-                attached.end_step()
+            if session is not None:
+                session.end_step()
         figures: Figures = {"parameters": sum(parameter.numel() for parameter in net.parameters())}
         if device.type == "cuda":
             figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        if attached is not None:
-            figures["residual_nbytes"] = attached.sync.residual_nbytes
-            figures["wire_nbytes"] = attached.sync.buffers.nbytes
-            attached.close()
+        if session is not None:
+            figures["residual_nbytes"] = session.sync.residual_nbytes
+            figures["wire_nbytes"] = session.sync.buffers.nbytes
+            session.close()
     return figures
 
 

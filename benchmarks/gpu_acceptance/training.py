@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
+from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.attach.session import Session
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.custom_loop import LoopClock, adapt
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Entry, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
-from lowbit_strategy.hooks.attach import attach_ddp, attach_fsdp, prepare
-from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.ddp import DDPHook
-from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.weights.weightcode import WeightCode
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
@@ -79,7 +79,7 @@ def open_group(backend: str, rank: int, world_size: int, folder: str) -> None:
 
 def wrap(
     kind: str, net: nn.Module, compressor: Compressor | None, device: torch.device, *, has_scaler: bool = False
-) -> tuple[nn.Module, Attached | None]:
+) -> tuple[nn.Module, Session | None]:
     """DDP, or FSDP2 in place; without a compressor nothing is attached.
 
     FSDP2's weights travel in 8 bits whatever the compressor, as by default with LoCo: its change changes no weights.
@@ -138,14 +138,14 @@ class Training:
         self.sleep = options.get("sleep", 0)
         torch.manual_seed(0)
         self.net = SmallGPT().to(self.device)
-        self.model, self.attached = wrap(
+        self.model, self.session = wrap(
             options["kind"], self.net, options["compressor"], self.device, has_scaler=self.scaler is not None
         )
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=3e-3, foreach=True)
         self.buckets = BucketCount(self.device, options.get("late", 0))
         self.driver = None
-        if self.attached is not None:
-            self.sync = self.attached.sync
+        if self.session is not None:
+            self.sync = self.session.sync
             if options.get("late") or options.get("count"):
                 self.sync.subscribe(self.buckets, StepPhase.OBSERVE)
             if options.get("controller"):
@@ -162,8 +162,8 @@ class Training:
         if self.sleep:
             torch.cuda._sleep(self.sleep)
         start = time.perf_counter()
-        if self.attached is not None:
-            self.attached.set_loss_scale(self.scaler)
+        if self.session is not None:
+            self.session.set_loss_scale(self.scaler)
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self.host_ms.append(1e3 * (time.perf_counter() - start))
         if self.scaler is None:
@@ -171,16 +171,16 @@ class Training:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        if self.attached is not None:
-            self.attached.follow_scaler(self.scaler)
-            self.attached.end_step()
+        if self.session is not None:
+            self.session.follow_scaler(self.scaler)
+            self.session.end_step()
         if debug_sync:
             torch.cuda.set_sync_debug_mode("default")
         return loss.detach()
 
     def close(self) -> None:
-        if self.attached is not None:
-            self.attached.close()
+        if self.session is not None:
+            self.session.close()
 
 
 def start(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.accelerate.options import PluginOptions
 from lowbit_strategy.accelerate.training_clock import TrainingClock
+from lowbit_strategy.attach.session import Session
 from lowbit_strategy.control.base import Progress
-from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.metric_format import for_model
 from lowbit_strategy.telemetry.model_control import ModelControl, ProgressClock
@@ -45,14 +45,14 @@ class AdaptiveBinding:
         self.has_log: Callable[[], bool] = lambda: bool(accelerator.trackers)
         self.folder = _folder(plugin.record, accelerator.logging_dir)
         self.accumulates = False
-        self._controls: WeakKeyDictionary[Attached, ModelControl] = WeakKeyDictionary()
-        self._numbers: WeakKeyDictionary[Attached, int] = WeakKeyDictionary()
+        self._controls: WeakKeyDictionary[Session, ModelControl] = WeakKeyDictionary()
+        self._numbers: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
 
-    def attach(self, attached: Attached, number: int, *, alone: bool) -> None:
+    def attach(self, session: Session, number: int, *, alone: bool) -> None:
         """A model has been prepared, and no checkpoint has been loaded into it.
 
         Args:
-            attached: The model.
+            session: The model.
             number: Of the model.
             alone: No other model is in use.
 
@@ -67,18 +67,18 @@ class AdaptiveBinding:
                 f"{type(plugin.controller).__name__} changes gradient accumulation, which all models of an Accelerator"
                 " share: use it with one model, or give each model an Accelerator of its own"
             )
-        control = ModelControl(attached.sync, self._clock_of(attached), self._log_of(number))
+        control = ModelControl(session.sync, self._clock_of(session), self._log_of(number))
         control.accumulation = lambda: self.accelerator.gradient_accumulation_steps
         if plugin.controller is not None:
             control.adapt(plugin.controller)
-            attached.sync.extra_state["clock"] = self.clock
+            session.sync.extra_state["clock"] = self.clock
         if plugin.monitor is not None:
             control.monitor(plugin.monitor)
-        self._controls[attached], self._numbers[attached] = control, number
+        self._controls[session], self._numbers[session] = control, number
         self._take_effect()
 
-    def _clock_of(self, attached: Attached) -> ProgressClock:
-        model = weakref.ref(attached)  # its engine must not keep the model alive
+    def _clock_of(self, session: Session) -> ProgressClock:
+        model = weakref.ref(session)  # its engine must not keep the model alive
 
         def progress(step: int) -> Progress:
             own = model()
@@ -90,23 +90,23 @@ class AdaptiveBinding:
     def _log_of(self, number: int) -> Callable[[dict[str, float], int], Any]:
         return lambda metrics, step: self.log(for_model(metrics, number), step)
 
-    def driver(self, attached: Attached) -> AdaptiveDriver | None:
-        control = self._controls.get(attached)
+    def driver(self, session: Session) -> AdaptiveDriver | None:
+        control = self._controls.get(session)
         return None if control is None else control.driver
 
-    def before_backward(self, loss: Any, attachments: Iterable[Attached]) -> None:
+    def before_backward(self, loss: Any, sessions: Iterable[Session]) -> None:
         """Raises:
         ValueError: Training begins, and the controller needs what cannot be known or done here.
         """
         if not self._controls:
             return
         self.clock.batch()
-        for attached in attachments:
-            control = self._controls[attached]
+        for session in sessions:
+            control = self._controls[session]
             control.loss = loss.detach() if isinstance(loss, Tensor) else None
             if not control.begun:
                 self._check()
-                self._begin(control, self._numbers[attached])
+                self._begin(control, self._numbers[session])
 
     def _begin(self, control: ModelControl, number: int) -> None:
         if self.folder is not None:
@@ -147,8 +147,8 @@ class AdaptiveBinding:
     def scaled(self, optimizer: Optimizer) -> Iterator[None]:
         """The controller's factor on learning rates, while the optimizer steps."""
         with contextlib.ExitStack() as stack:
-            for attached, control in self._controls.items():
-                if attached.owns(optimizer):
+            for session, control in self._controls.items():
+                if session.owns(optimizer):
                     stack.enter_context(control.scaled(optimizer))
             yield
 

@@ -35,12 +35,12 @@ from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
 from lowbit_strategy.accelerate.options import PluginOptions
 from lowbit_strategy.accelerate.patches import keep_fsdp_on_cpu
 from lowbit_strategy.accelerate.support import check_accelerator, choose_shard_size
+from lowbit_strategy.attach.attach import Prepared, attach_ddp, attach_fsdp, prepare, warn_of_one_rank
+from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optimizers
+from lowbit_strategy.attach.session import Session
+from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.attach import Prepared, attach_ddp, attach_fsdp, prepare, warn_of_one_rank
-from lowbit_strategy.hooks.attached import Attached
-from lowbit_strategy.hooks.optimizer_checks import ClippingWarning, check_optimizers
-from lowbit_strategy.hooks.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.model.handshake import handshake, plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 
@@ -81,11 +81,11 @@ class Binding:
         shard_size = choose_shard_size(accelerator, plugin.shard_size)
         self._options = dataclasses.replace(plugin.sync_options(), shard_size=shard_size)
         self.adaptive = AdaptiveBinding(plugin, accelerator)
-        self.attachments: list[Attached] = []
+        self.sessions: list[Session] = []
         self._warned_of_one_rank = False
         self._clipping = ClippingWarning(plugin.compressor, speaks=accelerator.is_main_process)
         self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
-        self._numbers: WeakKeyDictionary[Attached, int] = WeakKeyDictionary()  # checkpoints know models by order
+        self._numbers: WeakKeyDictionary[Session, int] = WeakKeyDictionary()  # checkpoints know models by order
         self._wrap("prepare_model", self._prepare_model)
         self._wrap("_prepare_fsdp2", self._prepare_fsdp2)
         self._wrap("prepare_optimizer", self._prepare_optimizer)
@@ -106,12 +106,12 @@ class Binding:
     @property
     def sync(self) -> GradientSync | None:
         """The engine of the first prepared model: methods, state, accounting."""
-        return self.attachments[0].sync if self.attachments else None
+        return self.sessions[0].sync if self.sessions else None
 
     @property
     def driver(self) -> AdaptiveDriver | None:
         """The first prepared model's controller at work: levels in force, state."""
-        return self.adaptive.driver(self.attachments[0]) if self.attachments else None
+        return self.adaptive.driver(self.sessions[0]) if self.sessions else None
 
     @property
     def epoch(self) -> int | None:
@@ -124,10 +124,10 @@ class Binding:
 
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Called by the prepared optimizers."""
-        for attached in self.attachments:
-            if (attached.sync.in_step or attached.trains_locally) and attached.owns(optimizer):
-                attached.follow_scaler(self.accelerator.scaler)
-                attached.end_step(optimizer)
+        for session in self.sessions:
+            if (session.sync.in_step or session.trains_locally) and session.owns(optimizer):
+                session.follow_scaler(self.accelerator.scaler)
+                session.end_step(optimizer)
                 self.adaptive.after_step()
 
     def finish(self) -> None:
@@ -135,30 +135,30 @@ class Binding:
 
         ``accelerator.end_training`` does it, and so does the HF Trainer.
         """
-        for attached in self.attachments:
-            attached.finish()
+        for session in self.sessions:
+            session.finish()
 
     @contextlib.contextmanager
     def anchored(self) -> Iterator[None]:
         """Inside, models have what all ranks share, and not a rank's own weights: to evaluate between local steps."""
         with contextlib.ExitStack() as models:
-            for attached in self.attachments:
-                models.enter_context(attached.anchored())
+            for session in self.sessions:
+                models.enter_context(session.anchored())
             yield
 
     def resume(self) -> None:
         """All of a checkpoint is loaded; on all ranks."""
-        for attached in self.attachments:
-            attached.resume()
+        for session in self.sessions:
+            session.resume()
 
     def save(self, folder: str) -> None:
         """Put residuals into a checkpoint's folder; on all ranks."""
         writes_stamp = self.accelerator.is_local_main_process
-        checkpoint_folder.save(folder, self.attachments, writes_stamp=writes_stamp)
+        checkpoint_folder.save(folder, self.sessions, writes_stamp=writes_stamp)
 
     def load(self, folder: str, *, compressed: bool = False) -> None:
         """Restore what `save` wrote; on all ranks. `compressed`: it is an error if there is nothing."""
-        checkpoint_folder.load(folder, self.attachments, compressed=compressed)
+        checkpoint_folder.load(folder, self.sessions, compressed=compressed)
         self.adaptive.after_load()
 
     # -- the accelerator's moments ------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Binding:
     ) -> Any:
         prepare_it = functools.partial(original, device_placement=device_placement, evaluation_mode=evaluation_mode)
         if not self._becomes_ddp(model, evaluation_mode):
-            self._revive(_attached_to(model))
+            self._revive(_session_of(model))
             return prepare_it(model)
         self._refuse_other_hooks()
         self._choose_buckets()
@@ -208,7 +208,7 @@ class Binding:
 
     def _prepare_fsdp2(self, original: Callable[..., Any], *args: Any) -> Any:
         models = [obj for obj in args if isinstance(obj, nn.Module)]
-        known = _attached_to(models[0]) if models else None
+        known = _session_of(models[0]) if models else None
         if not models or known is not None:
             self._revive(known)
             return original(*args)
@@ -219,21 +219,21 @@ class Binding:
         self._keep(module, attach_fsdp(module, prepared, device=self.accelerator.device, has_scaler=scaled))
         return result
 
-    def _keep(self, module: nn.Module, attached: Attached) -> None:
-        module.__dict__[_SLOT] = _OnModule(attached)  # lives as long as the module
+    def _keep(self, module: nn.Module, session: Session) -> None:
+        module.__dict__[_SLOT] = _OnModule(session)  # lives as long as the module
         self._modules.add(module)
-        self._numbers[attached] = len(self._numbers)
-        if attached.local is not None:
-            attached.local.own = functools.partial(self._rank_parts, attached)
-        self.adaptive.attach(attached, self._numbers[attached], alone=not self.attachments)
+        self._numbers[session] = len(self._numbers)
+        if session.local is not None:
+            session.local.own = functools.partial(self._rank_parts, session)
+        self.adaptive.attach(session, self._numbers[session], alone=not self.sessions)
         if isinstance(module, DistributedDataParallel):
-            weakref.finalize(module, attached.close)  # its thread ends with it
-        self._revive(attached)
+            weakref.finalize(module, session.close)  # its thread ends with it
+        self._revive(session)
 
-    def _revive(self, attached: Attached | None) -> None:
+    def _revive(self, session: Session | None) -> None:
         """`attached` is in use (again): the HF Trainer frees the accelerator's memory, then goes on with the model."""
-        if attached is not None and attached not in self.attachments:
-            self.attachments = sorted([*self.attachments, attached], key=lambda each: self._numbers[each])
+        if session is not None and session not in self.sessions:
+            self.sessions = sorted([*self.sessions, session], key=lambda each: self._numbers[each])
 
     def _agree(self, model: nn.Module, *, scatter: bool) -> Prepared:
         prepared = prepare(model, self.plugin.compressor, self._options, scatter=scatter)
@@ -260,15 +260,15 @@ class Binding:
 
     def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
-        if self.attachments:
+        if self.sessions:
             check_optimizers(self.plugin.compressor, [optimizer])
         if type(optimizer) is AcceleratedOptimizer:
             optimizer.__class__ = SteppingOptimizer  # not a patched attribute: schedulers rebind `step`
             optimizer.lowbit = self
         for module in list(self._modules):
-            attached = _attached_to(module)
-            if attached is not None and attached.owns(optimizer):
-                self._revive(attached)
+            session = _session_of(module)
+            if session is not None and session.owns(optimizer):
+                self._revive(session)
         return optimizer
 
     def _accumulate(self, original: Callable[..., Any], *models: Any) -> Any:
@@ -280,19 +280,19 @@ class Binding:
         return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
-        self.adaptive.before_backward(loss, self.attachments)
-        for attached in self.attachments:
-            if attached.newly_trainable():
-                self._on_unfrozen(attached)
-            attached.set_loss_scale(self.accelerator.scaler)
+        self.adaptive.before_backward(loss, self.sessions)
+        for session in self.sessions:
+            if session.newly_trainable():
+                self._on_unfrozen(session)
+            session.set_loss_scale(self.accelerator.scaler)
         return original(loss, **kwargs)
 
-    def _on_unfrozen(self, attached: Attached) -> None:
-        if attached.sync.scatter or attached.trains_locally:
-            attached.cover()
+    def _on_unfrozen(self, session: Session) -> None:
+        if session.sync.scatter or session.trains_locally:
+            session.cover()
             return
         raise RuntimeError(
-            f"{attached.newly_trainable()[0]} was frozen when the model was prepared and is trained now, which DDP does"
+            f"{session.newly_trainable()[0]} was frozen when the model was prepared and is trained now, which DDP does"
             " not see: call accelerator.prepare again after unfreezing (with the model itself, not with what prepare"
             " returned)"
         )
@@ -301,7 +301,7 @@ class Binding:
         return original(name, {**(config or {}), **self.plugin.hyper_parameters()}, **kwargs)
 
     def _free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
-        self.attachments = []  # closed when their models are gone
+        self.sessions = []  # closed when their models are gone
         return original(*objects)
 
     def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -318,9 +318,9 @@ class Binding:
         self.finish()
         return original()
 
-    def _rank_parts(self, attached: Attached) -> dict[str, Any]:
+    def _rank_parts(self, session: Session) -> dict[str, Any]:
         """What each rank has for itself of one model beside its weights."""
-        owned = [each for each in self.accelerator._optimizers if attached.owns(each)]
+        owned = [each for each in self.accelerator._optimizers if session.owns(each)]
         parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(owned)}
         scaler = self.accelerator.scaler
         return parts if scaler is None else parts | {"scaler": scaler}
@@ -341,16 +341,16 @@ def _inner(model: nn.Module) -> nn.Module:
 class _OnModule:
     """Where a module keeps its attachment. Copies of the module are of a model that nothing is attached to."""
 
-    def __init__(self, attached: Attached | None = None) -> None:
-        self.attached = attached
+    def __init__(self, session: Session | None = None) -> None:
+        self.session = session
 
     def __reduce__(self) -> tuple[type[_OnModule], tuple[()]]:
         return (_OnModule, ())
 
 
-def _attached_to(model: nn.Module) -> Attached | None:
+def _session_of(model: nn.Module) -> Session | None:
     slot = _inner(model).__dict__.get(_SLOT)
-    return slot.attached if isinstance(slot, _OnModule) else None
+    return slot.session if isinstance(slot, _OnModule) else None
 
 
 class SteppingOptimizer(AcceleratedOptimizer):

@@ -13,50 +13,50 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from lowbit_strategy.attach.session import Session
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.checkpoint.stamp import Stamp, first_problem, gather
-from lowbit_strategy.hooks.attached import Attached
 
 _STAMP = "stamp.json"
 
 
-def save(folder: str, attachments: Sequence[Attached], *, writes_stamp: bool) -> None:
+def save(folder: str, sessions: Sequence[Session], *, writes_stamp: bool) -> None:
     """Write this rank's files into `folder`; call on all ranks.
 
     Args:
         folder: Of the checkpoint.
-        attachments: One per prepared model.
+        sessions: One per prepared model.
         writes_stamp: On one rank of each machine: machines may not share a file system.
 
     Raises:
         ResidualFileError: On every rank, if one of them cannot write.
     """
-    for index, attached in enumerate(attachments):
+    for index, session in enumerate(sessions):
         path = _path(folder, index)
-        written = attached.save(path)
+        written = session.save(path)
         problem = _write(path, written.stamp) if writes_stamp else None
-        if (message := first_problem(gather(problem, attached.group))) is not None:
+        if (message := first_problem(gather(problem, session.group))) is not None:
             raise ResidualFileError(message)
         written.remove_replaced()
 
 
-def load(folder: str, attachments: Sequence[Attached], *, compressed: bool = False) -> None:
+def load(folder: str, sessions: Sequence[Session], *, compressed: bool = False) -> None:
     """Restore what `save` wrote.
 
     Args:
         folder: Of the checkpoint.
-        attachments: As when it was saved.
+        sessions: As when it was saved.
         compressed: The checkpoint is known to be of a compressed run: without residuals it is incomplete.
 
     Raises:
         ResidualFileError: Files are missing or damaged, and ``on_missing_residual="error"``.
         ValueError: The residuals are of another model.
     """
-    for index, attached in enumerate(attachments):
+    for index, session in enumerate(sessions):
         path = _path(folder, index)
         stamp = _read(path)
-        attached.load(path, _incomplete(path) if stamp is None and compressed else stamp)
+        session.load(path, _incomplete(path) if stamp is None and compressed else stamp)
 
 
 def _incomplete(path: str) -> ResidualFileError:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from lowbit_strategy.accelerate.monitor import CompressionMonitor
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.control.levels import describe, labels
-from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods.outer.registry import default_compressor

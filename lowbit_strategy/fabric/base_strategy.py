@@ -11,11 +11,11 @@ import fsspec
 import torch
 from torch import nn
 
+from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optimizers
+from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.stamp import Stamp
-from lowbit_strategy.hooks.attached import CHECKPOINT_KEY, Attached
-from lowbit_strategy.hooks.optimizer_checks import ClippingWarning, check_optimizers
-from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.telemetry.model_control import ModelControl
 
@@ -33,10 +33,10 @@ class LowBitFabricMixin(_Base):
 
     compressor: Compressor
     options: SyncOptions
-    attachments: list[Attached]
+    sessions: list[Session]
 
     def on_configured(self) -> None:
-        self.attachments = []
+        self.sessions = []
         self._clipping: ClippingWarning | None = None
         self._optimizers: list[weakref.ref[Any]] = []
 
@@ -44,38 +44,38 @@ class LowBitFabricMixin(_Base):
     def loss_scaler(self) -> Any:
         return getattr(self.precision, "scaler", None)
 
-    def attach(self, attached: Attached) -> None:
+    def attach(self, session: Session) -> None:
         """Take over a new attachment, in the place of an earlier one of the same module if there is one."""
-        if attached.local is not None:
-            attached.local.own = functools.partial(self._rank_parts, attached)
-        for index, earlier in enumerate(self.attachments):
-            if earlier.shares_parameters(attached):
-                attached.adopt(earlier)
-                attached.resume()
+        if session.local is not None:
+            session.local.own = functools.partial(self._rank_parts, session)
+        for index, earlier in enumerate(self.sessions):
+            if earlier.shares_parameters(session):
+                session.adopt(earlier)
+                session.resume()
                 earlier.close()
-                self.attachments[index] = attached
+                self.sessions[index] = session
                 return
-        self.attachments.append(attached)
+        self.sessions.append(session)
 
-    def on_unfrozen(self, attached: Attached) -> None:
+    def on_unfrozen(self, session: Session) -> None:
         """Parameters have been unfrozen since set-up, on all ranks: synchronise them from now on."""
-        attached.cover()
+        session.cover()
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        for attached in self.attachments:
-            attached.set_loss_scale(self.loss_scaler)
-            if attached.newly_trainable():
-                self.on_unfrozen(attached)
-            if (control := ModelControl.of(attached.sync)) is not None and (module is None or attached.serves(module)):
+        for session in self.sessions:
+            session.set_loss_scale(self.loss_scaler)
+            if session.newly_trainable():
+                self.on_unfrozen(session)
+            if (control := ModelControl.of(session.sync)) is not None and (module is None or session.serves(module)):
                 control.loss = tensor.detach()
         super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, **kwargs)
-        for attached in self.attachments:
-            if attached.owns(optimizer):
-                attached.follow_scaler(self.loss_scaler)
-                attached.end_step(optimizer)
+        for session in self.sessions:
+            if session.owns(optimizer):
+                session.follow_scaler(self.loss_scaler)
+                session.end_step(optimizer)
         return output
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,21 +96,21 @@ class LowBitFabricMixin(_Base):
         self._optimizers.append(weakref.ref(optimizer))
         return super().setup_optimizer(optimizer)
 
-    def _rank_parts(self, attached: Attached) -> dict[str, Any]:
+    def _rank_parts(self, session: Session) -> dict[str, Any]:
         """What each rank has for itself of one model beside its weights."""
         alive = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
-        owned = [optimizer for optimizer in alive if attached.owns(optimizer)]
+        owned = [optimizer for optimizer in alive if session.owns(optimizer)]
         parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(owned)}
         return parts if self.loss_scaler is None else parts | {"scaler": self.loss_scaler}
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         path = self.broadcast(path)
-        attachments = self._attachments_of(state)
-        written = [attached.save(self._sidecar_path(path, i)) for i, attached in enumerate(attachments)]
+        sessions = self._sessions_of(state)
+        written = [session.save(self._sidecar_path(path, i)) for i, session in enumerate(sessions)]
         stamps = [each.stamp for each in written]
         with contextlib.ExitStack() as shared:
-            for attached in attachments:
-                shared.enter_context(attached.anchored())
+            for session in sessions:
+                shared.enter_context(session.anchored())
             super().save_checkpoint(path, {**state, CHECKPOINT_KEY: stamps}, *args, **kwargs)
         self.barrier()
         for each in written:
@@ -121,17 +121,17 @@ class LowBitFabricMixin(_Base):
         if isinstance(state, (nn.Module, torch.optim.Optimizer)):
             return remainder  # the weights alone
         stamps: list[Stamp] | None = remainder.pop(CHECKPOINT_KEY, None)
-        for i, attached in enumerate(self._attachments_of(state or {})):
+        for i, session in enumerate(self._sessions_of(state or {})):
             stamp = stamps[i] if stamps is not None and i < len(stamps) else None
-            attached.load(self._saved_sidecar_path(path, i), stamp)
-            attached.resume()
+            session.load(self._saved_sidecar_path(path, i), stamp)
+            session.resume()
         return remainder
 
-    def _attachments_of(self, state: dict[str, Any]) -> list[Attached]:
+    def _sessions_of(self, state: dict[str, Any]) -> list[Session]:
         """Of the models in `state`; all of them if it has none (state dicts instead of modules)."""
         if not (modules := [value for value in state.values() if isinstance(value, nn.Module)]):
-            return self.attachments
-        return [each for each in self.attachments if any(each.serves(module) for module in modules)]
+            return self.sessions
+        return [each for each in self.sessions if any(each.serves(module) for module in modules)]
 
     @staticmethod
     def _sidecar_path(path: Any, index: int) -> str:

@@ -23,13 +23,13 @@ def engine_of(fabric: Any, model: nn.Module | None = None) -> GradientSync:
     Raises:
         ValueError: The strategy is none of ours, or which model is meant is not clear.
     """
-    attachments = getattr(fabric.strategy, "attachments", None)
-    if attachments is None:
+    sessions = getattr(fabric.strategy, "sessions", None)
+    if sessions is None:
         raise ValueError(
             f"the strategy is {type(fabric.strategy).__name__}, which compresses nothing: use"
             ' Fabric(strategy="loco_ddp"), "loco_fsdp" or another of lowbit_strategy'
         )
-    found = [each for each in attachments if model is None or each.serves(model)]
+    found = [each for each in sessions if model is None or each.serves(model)]
     if len(found) != 1:
         raise ValueError(f"{len(found)} models fit: call fabric.setup first, and pass the model if there are several")
     sync: GradientSync = found[0].sync

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.attach.attach import attach_ddp, prepare
+from lowbit_strategy.attach.session import Session
+from lowbit_strategy.attach.strategy_options import DDPConstructor
 from lowbit_strategy.fabric.base_strategy import LowBitFabricMixin
-from lowbit_strategy.hooks.attach import attach_ddp, prepare
-from lowbit_strategy.hooks.attached import Attached
-from lowbit_strategy.hooks.strategy_options import DDPConstructor
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import DDPStrategy as _Base
@@ -31,12 +31,12 @@ class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, _Base):
         self.attach(attach_ddp(wrapped, prepared, device=self.root_device, has_scaler=self.loss_scaler is not None))
         return wrapped
 
-    def on_unfrozen(self, attached: Attached) -> None:
-        if attached.trains_locally:  # DDP synchronises nothing
-            attached.cover()
+    def on_unfrozen(self, session: Session) -> None:
+        if session.trains_locally:  # DDP synchronises nothing
+            session.cover()
             return
         raise RuntimeError(
-            f"{attached.newly_trainable()[0]} was frozen when the model was set up and is trained now, which DDP does"
+            f"{session.newly_trainable()[0]} was frozen when the model was set up and is trained now, which DDP does"
             " not see: call fabric.setup(module, optimizer) again after unfreezing (with the module itself, not with"
             " what setup returned)"
         )

@@ -49,7 +49,7 @@ class AutoAttach:
                 " accelerator = Accelerator(), and prepare model and optimizer with it (the Hugging Face Trainer does)"
             )
         distributed = any(binding.accelerator.num_processes > 1 for binding in self.bindings)
-        if distributed and not any(binding.attachments for binding in self.bindings):
+        if distributed and not any(binding.sessions for binding in self.bindings):
             raise RuntimeError(
                 "the script steps an optimizer before any model has gone through accelerator.prepare: nothing would be"
                 " compressed. Prepare model and optimizer first"

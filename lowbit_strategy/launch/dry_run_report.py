@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lowbit_strategy.attach.attach import Prepared, checked_specs, make_engine, prepared_for, weights_of
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.engine.two_levels import announce_inside, inside_nbytes
 from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
-from lowbit_strategy.hooks.attach import Prepared, checked_specs, make_engine, prepared_for, weights_of
-from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optimizers
+from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.attached import CHECKPOINT_KEY, Attached
-from lowbit_strategy.hooks.optimizer_checks import ClippingWarning, check_optimizers
-from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.lightning.local_callbacks import add_local_callbacks, copied
 from lowbit_strategy.methods._base.compressor import Compressor
 
@@ -33,11 +33,11 @@ class LowBitMixin(_Base):
 
     compressor: Compressor
     options: SyncOptions
-    attached: Attached | None
+    session: Session | None
 
     def on_configured(self) -> None:
-        self.attached = None
-        self._attached_module: Any = None
+        self.session = None
+        self._session_module: Any = None
         self._in_fit = False  # what is attached serves the fit under way, and not only an earlier one
         self.on_sync: list[Callable[[GradientSync], None]] = []  # callbacks that wait for the next fit's engine
         self._resume: tuple[Any, Stamp | None] | None = None
@@ -46,74 +46,74 @@ class LowBitMixin(_Base):
     @property
     def sync(self) -> GradientSync | None:
         """The engine, from set-up of a fit on: methods, state, accounting."""
-        return self.attached.sync if self.attached is not None else None
+        return self.session.sync if self.session is not None else None
 
     @property
     def loss_scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
 
-    def on_attached(self, attached: Attached) -> None:
+    def on_attached(self, session: Session) -> None:
         """Take over a new attachment: state of an earlier fit, or of a checkpoint that is waiting, goes in."""
         module = self.lightning_module
         while self.on_sync:  # first, so that their state is restored with the rest
-            self.on_sync.pop(0)(attached.sync)
-        if self.attached is not None:
-            if self._attached_module is module:
-                attached.adopt(self.attached)
-            self.attached.close()
-        self.attached, self._attached_module, self._in_fit = attached, module, True
+            self.on_sync.pop(0)(session.sync)
+        if self.session is not None:
+            if self._session_module is module:
+                session.adopt(self.session)
+            self.session.close()
+        self.session, self._session_module, self._in_fit = session, module, True
         self._load_waiting()
 
     def _load_waiting(self) -> None:
         """Load the residuals of a checkpoint as soon as the engine that they belong to exists."""
-        if self._resume is not None and self.attached is not None and self._in_fit:
+        if self._resume is not None and self.session is not None and self._in_fit:
             resume, self._resume = self._resume, None
-            self.attached.load(*resume)
+            self.session.load(*resume)
 
     def on_train_start(self) -> None:
         super().on_train_start()
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is None or self.attached is None:
+        if trainer is None or self.session is None:
             return
         check_optimizers(self.compressor, self.optimizers)
         warning = ClippingWarning(self.compressor, speaks=self.global_rank == 0)
         warning.clipped(trainer.gradient_clip_val, "gradient_clip_val")
-        self._begin_local_steps(self.attached, trainer)
+        self._begin_local_steps(self.session, trainer)
         for logger in trainer.loggers:
             configuration = {"lowbit/strategy": type(self).__name__, "lowbit/compressor": describe(self.compressor)}
             logger.log_hyperparams(configuration)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.attached is not None and self.attached.newly_trainable():
+        if self.session is not None and self.session.newly_trainable():
             self.on_unfrozen()
         return super().training_step(*args, **kwargs)
 
     def on_unfrozen(self) -> None:
         """Parameters have been unfrozen since set-up, on all ranks: synchronise them from now on."""
-        assert self.attached is not None
-        self.attached.cover()
+        assert self.session is not None
+        self.session.cover()
 
     def pre_backward(self, closure_loss: Any) -> None:
         super().pre_backward(closure_loss)
-        if self.attached is not None:
-            self.attached.set_loss_scale(self.loss_scaler)
+        if self.session is not None:
+            self.session.set_loss_scale(self.loss_scaler)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.attached is not None:
-            self.attached.follow_scaler(self.loss_scaler)
-            self.attached.end_step(optimizer)
+        if self.session is not None:
+            self.session.follow_scaler(self.loss_scaler)
+            self.session.end_step(optimizer)
         return output
 
     # -- local steps --------------------------------------------------------------------------------------------------
 
-    def _begin_local_steps(self, attached: Attached, trainer: Any) -> None:
+    def _begin_local_steps(self, session: Session, trainer: Any) -> None:
         """All that a checkpoint holds has been loaded, and callbacks are complete."""
-        if attached.local is None:
+        if session.local is None:
             return
-        attached.local.own = self._rank_parts
-        attached.resume()
-        add_local_callbacks(trainer, attached)
+        session.local.own = self._rank_parts
+        session.resume()
+        add_local_callbacks(trainer, session)
 
     def _rank_parts(self) -> dict[str, Any]:
         """What each rank has for itself beside its weights."""
@@ -121,14 +121,14 @@ class LowBitMixin(_Base):
         return parts if self.loss_scaler is None else parts | {"scaler": self.loss_scaler}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.attached is None or not self.attached.trains_locally or not self._in_fit:
+        if self.session is None or not self.session.trains_locally or not self._in_fit:
             return super().lightning_module_state_dict()
-        with self.attached.anchored():
+        with self.session.anchored():
             return copied(super().lightning_module_state_dict())
 
     def on_validation_start(self) -> None:
-        if self.attached is not None and self._in_fit:
-            self._validates.enter_context(self.attached.anchored())
+        if self.session is not None and self._in_fit:
+            self._validates.enter_context(self.session.anchored())
         super().on_validation_start()
 
     def on_validation_end(self) -> None:
@@ -138,14 +138,14 @@ class LowBitMixin(_Base):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.attached is None:
+        if self.session is None:
             self._warn_of_lost_residuals()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         filepath = self.broadcast(filepath)
-        written = self.attached.save(filepath)  # on all ranks: no checkpoint without all of its residual files
+        written = self.session.save(filepath)  # on all ranks: no checkpoint without all of its residual files
         checkpoint[CHECKPOINT_KEY] = written.stamp
-        with self.attached.anchored():
+        with self.session.anchored():
             super().save_checkpoint(checkpoint, filepath, storage_options)
         self.barrier()
         written.remove_replaced()
@@ -174,6 +174,6 @@ class LowBitMixin(_Base):
 
     def teardown(self) -> None:
         self._in_fit = False
-        if self.attached is not None:
-            self.attached.close()
+        if self.session is not None:
+            self.session.close()
         super().teardown()

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.hooks.attach import Prepared, attach_ddp, prepare
-from lowbit_strategy.hooks.strategy_options import DDPConstructor
+from lowbit_strategy.attach.attach import Prepared, attach_ddp, prepare
+from lowbit_strategy.attach.strategy_options import DDPConstructor
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
 
 if TYPE_CHECKING:
@@ -32,24 +32,24 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, _Base):
     def _register_ddp_hooks(self) -> None:
         """Stock Lightning registers hooks on CUDA only; ours serve CPU as well."""
         assert isinstance(self.model, DistributedDataParallel)
-        attached = attach_ddp(
+        session = attach_ddp(
             self.model, self._prepared, device=self.root_device, has_scaler=self.loss_scaler is not None
         )
-        self.on_attached(attached)
+        self.on_attached(session)
 
     def on_unfrozen(self) -> None:
         """DDP synchronises what was trainable when it wrapped, so the module is wrapped anew; stock DDP would let the
         ranks drift apart silently.
         """
-        assert self.attached is not None
+        assert self.session is not None
         assert self.lightning_module is not None
         assert isinstance(self.model, DistributedDataParallel)
-        if self.attached.trains_locally:  # DDP synchronises nothing
-            self.attached.cover()
+        if self.session.trains_locally:  # DDP synchronises nothing
+            self.session.cover()
             return
         self.model._remove_autograd_hooks()
         wrapped = self._setup_model(self.lightning_module)
-        self.attached.cover(wrapped)  # before the old wrapper goes, which would take the process group with it
+        self.session.cover(wrapped)  # before the old wrapper goes, which would take the process group with it
         self.model = wrapped
 
     def on_exception(self, exception: BaseException) -> None:

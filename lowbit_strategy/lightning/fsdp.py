@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
 
+from lowbit_strategy.attach.attach import attach_fsdp, prepare
+from lowbit_strategy.attach.strategy_options import FSDPConstructor
 from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
 from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
-from lowbit_strategy.hooks.attach import attach_fsdp, prepare
-from lowbit_strategy.hooks.strategy_options import FSDPConstructor
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 
@@ -47,14 +47,14 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, _Base):
         shard_any(self.model, self.device_mesh["data_parallel"], self.root_device, policy)
         self.barrier()
         if fitting:
-            attached = attach_fsdp(
+            session = attach_fsdp(
                 self.model,
                 prepared,
                 device=self.root_device,
                 group=self.all_ranks,
                 has_scaler=self.loss_scaler is not None,
             )
-            self.on_attached(attached)
+            self.on_attached(session)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:

@@ -10,30 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_strategy.attach.session import Session
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.attached import Attached
 
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # they, and what derives from them, copy the module
 _MOMENTS = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
 
 
-def add_local_callbacks(trainer: Any, attached: Attached) -> None:
+def add_local_callbacks(trainer: Any, session: Session) -> None:
     """Training begins.
 
-    1. The last thing of a fit, before any callback learns that training has ended, is `Attached.finish`.
+    1. The last thing of a fit, before any callback learns that training has ended, is `Session.finish`.
     2. The Trainer looks at the SIGTERM of this rank, or of the ranks that have one model together: to ask all others
        before every batch would make them wait for each other, and hang where one has fewer batches.
     3. Callbacks that average weights see what all ranks share, not what one rank has trained since.
     """
     loop = trainer.fit_loop
-    loop.on_run_end = _finishing(type(loop).on_run_end.__get__(loop), attached)
-    loop.epoch_loop._broadcast_sigterm_tensor = functools.partial(_stop_if_terminated, trainer, attached.sync)
+    loop.on_run_end = _finishing(type(loop).on_run_end.__get__(loop), session)
+    loop.epoch_loop._broadcast_sigterm_tensor = functools.partial(_stop_if_terminated, trainer, session.sync)
     for callback in trainer.callbacks:
         if any(base.__name__ in _AVERAGING for base in type(callback).__mro__):
             for moment in _MOMENTS:
                 original = getattr(type(callback), moment).__get__(callback)
                 may_change = moment == "on_train_epoch_start"
-                setattr(callback, moment, _anchored(original, attached, may_change=may_change))
+                setattr(callback, moment, _anchored(original, session, may_change=may_change))
 
 
 def _stop_if_terminated(trainer: Any, sync: GradientSync) -> None:
@@ -46,24 +46,24 @@ def _stop_if_terminated(trainer: Any, sync: GradientSync) -> None:
         raise import_module(type(trainer.fit_loop.epoch_loop).__module__).SIGTERMException  # of either namespace
 
 
-def _finishing(original: Callable[[], Any], attached: Attached) -> Callable[[], Any]:
+def _finishing(original: Callable[[], Any], session: Session) -> Callable[[], Any]:
     @functools.wraps(original)
     def on_run_end() -> Any:
-        attached.finish()
+        session.finish()
         return original()
 
     return on_run_end
 
 
-def _anchored(original: Callable[..., Any], attached: Attached, *, may_change: bool) -> Callable[..., Any]:
+def _anchored(original: Callable[..., Any], session: Session, *, may_change: bool) -> Callable[..., Any]:
     """`may_change`: the callback may give the model the averaged weights, which training then goes on from."""
 
     @functools.wraps(original)
     def moment(*args: Any, **kwargs: Any) -> Any:
-        with attached.anchored():
+        with session.anchored():
             result = original(*args, **kwargs)
-            if may_change and attached.local is not None and attached.local.outer is not None:
-                attached.local.outer.rebase_if_changed()
+            if may_change and session.local is not None and session.local.outer is not None:
+                session.local.outer.rebase_if_changed()
             return result
 
     return moment

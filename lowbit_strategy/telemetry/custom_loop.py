@@ -63,7 +63,7 @@ def adapt(sync: GradientSync, controller: Controller, clock: Callable[[int], Pro
     the loop to apply.
 
     Args:
-        sync: The engine, ``attached.sync``.
+        sync: The engine, ``session.sync``.
         controller: One of `lowbit_strategy.control`.
         clock: Gives the progress of each step, such as a `LoopClock`; without one only steps are counted.
 

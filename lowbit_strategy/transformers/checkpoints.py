@@ -41,7 +41,7 @@ class ResidualCallback(TrainerCallback):
             binding.load(folder, compressed=_MARK in _marks(state))
         binding.resume()
         self._control(binding, args, state)
-        if binding.attachments and self._saves(args, state):
+        if binding.sessions and self._saves(args, state):
             _marks(state)[_MARK] = {}
 
     def _control(self, binding: Binding, args: TrainingArguments, state: TrainerState) -> None:

@@ -182,7 +182,7 @@ def two_models(folder: Path) -> Facts:
     binding = binding_of(accelerator)
     assert binding is not None
     accelerator.save_state(state_folder(folder))
-    train_on = [attached.sync.step_index for attached in binding.attachments]
+    train_on = [session.sync.step_index for session in binding.sessions]
     accelerator.load_state(state_folder(folder))
     return {
         "steps": train_on,
@@ -263,10 +263,10 @@ def freed(folder: Path, kind: Kind) -> Facts:
     accelerator.free_memory()
     binding = binding_of(accelerator)
     assert binding is not None
-    released = len(binding.attachments)
+    released = len(binding.sessions)
     again = prepared(accelerator)
     train(again, 2)
-    return facts_of(again) | {"released": released, "attached": len(binding.attachments)}
+    return facts_of(again) | {"released": released, "attached": len(binding.sessions)}
 
 
 @scenarios(freed, kind=KINDS)

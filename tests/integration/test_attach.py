@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lowbit_strategy import LoCo
-from lowbit_strategy.hooks.attach import attach_fsdp, prepare
-from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.attach.attach import attach_fsdp, prepare
+from lowbit_strategy.attach.sync_options import SyncOptions
 from tests.ddp_loop import CPU, Loop
 from tests.scenarios import Facts, raised, scenarios
 from tests.training import KINDS, WIDTH, Kind, Regression, fit, listen, mlp
@@ -131,8 +131,8 @@ def memory_order(folder: Path) -> Facts:
             for _ in range(3):
                 made.step()
         else:
-            made.attached.load(path, stamp)
-        sync = made.attached.sync
+            made.session.load(path, stamp)
+        sync = made.session.sync
         for name in ("0.weight", "2.weight"):
             spec, values = sync.specs[name], sync.export_unsent(name)
             out, inner, height, width = spec.shape
@@ -140,7 +140,7 @@ def memory_order(folder: Path) -> Facts:
             if memory_format == torch.channels_last:
                 in_order = values.view(out, height, width, inner).permute(0, 3, 1, 2)
             unsent.append((spec.memory_order, in_order))
-        stamp = made.attached.save(path).stamp
+        stamp = made.session.save(path).stamp
     return {"orders": [order for order, _ in unsent[::2]], "unsent": [values for _, values in unsent]}
 
 
@@ -188,8 +188,8 @@ def torn_down(folder: Path) -> Facts:
     loop.step()
     dist.barrier()
     dist.destroy_process_group()
-    errors = [raised(loop.attached.close), raised(loop.attached.close)]
-    return {"errors": errors, "step_index": loop.attached.sync.step_index}
+    errors = [raised(loop.session.close), raised(loop.session.close)]
+    return {"errors": errors, "step_index": loop.session.sync.step_index}
 
 
 @scenarios(torn_down)

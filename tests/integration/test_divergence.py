@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
+from lowbit_strategy.attach.digest import ParameterDigest
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.fabric import LowBitDDPStrategy
-from lowbit_strategy.hooks.digest import ParameterDigest
-from lowbit_strategy.hooks.sync_options import SyncOptions
 from tests.accelerated import make, prepared
 from tests.accelerated import train as train_job
 from tests.ddp_loop import Loop
@@ -156,9 +156,9 @@ def agreed(folder: Path) -> Facts:
     sent = []
     with _comparisons() as steps:
         for _ in range(3):
-            before = loop.attached.sync.comm.sent_nbytes
+            before = loop.session.sync.comm.sent_nbytes
             loop.step()
-            sent.append(loop.attached.sync.comm.sent_nbytes - before)
+            sent.append(loop.session.sync.comm.sent_nbytes - before)
     off = Loop(mlp(), options=SyncOptions(check_digest=False))
     with torch.no_grad():
         off.net[0].weight += dist.get_rank()

@@ -67,7 +67,7 @@ def by_name(folder: Path, kind: Kind) -> Facts:
     net = mlp()
     model, optimizer = setup(made, net)
     losses = train(made, model, optimizer, 3 * batches(made.global_rank))
-    sync = made.strategy.attachments[0].sync
+    sync = made.strategy.sessions[0].sync
     return {"losses": losses, "print": fingerprint(net), "sent": sync.comm.sent_nbytes, "steps": sync.step_index}
 
 
@@ -117,7 +117,7 @@ def accumulation(folder: Path, kind: Kind) -> Facts:
                 optimizer.step()
                 optimizer.zero_grad()
             calls.append(len(sizes))
-    return {"calls": calls, "print": fingerprint(net), "steps": made.strategy.attachments[0].sync.step_index}
+    return {"calls": calls, "print": fingerprint(net), "steps": made.strategy.sessions[0].sync.step_index}
 
 
 @scenarios(accumulation, kind=KINDS)
@@ -235,7 +235,7 @@ def two_models(folder: Path, kind: Kind) -> Facts:
     for i, (model, optimizer) in enumerate(pairs):  # FSDP2 saves one model in a checkpoint
         made.save(folder / f"{i}.ckpt", {"model": model, "optimizer": optimizer})
     expected = step(pairs, batches(rank, 4, 8))
-    steps = [attached.sync.step_index for attached in made.strategy.attachments]
+    steps = [session.sync.step_index for session in made.strategy.sessions]
 
     made = fabric(kind)
     nets = [mlp(), nn.Linear(16, 128)]
@@ -295,12 +295,12 @@ def unfreezing(folder: Path, kind: Kind) -> Facts:
         error = raised(lambda: train(made, model, optimizer, batches(made.global_rank, 2, 4)))
         model, optimizer = setup(made, net)
     train(made, model, optimizer, batches(made.global_rank, 2, 4))
-    attachments = made.strategy.attachments
+    sessions = made.strategy.sessions
     return {
         "error": error,
         "moved": not torch.equal(full_parameters(net)["0.weight"], before),
-        "served": ["0.weight" in attached.sync.specs for attached in attachments],
-        "steps": [attached.sync.step_index for attached in attachments],
+        "served": ["0.weight" in session.sync.specs for session in sessions],
+        "steps": [session.sync.step_index for session in sessions],
         "print": fingerprint(net),
     }
 

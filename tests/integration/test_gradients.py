@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import Exact, LoCo
-from lowbit_strategy.hooks.attach import attach_ddp, attach_fsdp, prepare
-from lowbit_strategy.hooks.attached import Attached
-from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.attach.session import Session
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
 from tests.scenarios import Facts, scenarios
 from tests.training import KINDS, MIN_SHARD_NUMEL, WIDTH, Kind, full, full_parameters, mlp
@@ -41,16 +41,16 @@ class Bench:
         # gradients of the very parameters that the copy has
         settings = SyncOptions(weights=Exact() if kind == "fsdp" else None)
         prepared = prepare(net, compressor, settings, scatter=kind == "fsdp")
-        self.attached: Attached
+        self.session: Session
         if kind == "ddp":
             self.model: nn.Module = DistributedDataParallel(net, bucket_cap_mb=0.01, **options)
-            self.attached = attach_ddp(self.model, prepared, device=CPU, has_scaler=scaler)
+            self.session = attach_ddp(self.model, prepared, device=CPU, has_scaler=scaler)
         else:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             shard_module(net, mesh, ShardPolicy(min_numel=MIN_SHARD_NUMEL))
             self.model = net
-            self.attached = attach_fsdp(net, prepared, device=CPU, has_scaler=scaler)
-        self.sync = self.attached.sync
+            self.session = attach_fsdp(net, prepared, device=CPU, has_scaler=scaler)
+        self.sync = self.session.sync
 
     def own_grads(self, loss: Callable[[nn.Module], Tensor]) -> Grads:
         """This rank's gradient at the present parameters, nothing synchronised."""
@@ -189,7 +189,7 @@ def conservation(folder: Path, kind: Kind, net: str, scales: Literal["blocks", "
         loss(bench.model).backward()
         add_(sent, bench.grads())
         optimizer.step()
-        bench.attached.end_step()
+        bench.session.end_step()
         prints.append({name: value.tolist() for name, value in bench.grads().items()})
     without = worst(sent, came)
     add_(sent, bench.carryover())
@@ -248,14 +248,14 @@ def loss_scaling(folder: Path, kind: Kind, what: str) -> Facts:
         own = bench.own_grads(loss)
         before = ([p.detach().clone() for p in bench.net.parameters()], [t.clone() for t in bench.sync.state_tensors()])
         optimizer.zero_grad()
-        bench.attached.set_loss_scale(scaler)
+        bench.session.set_loss_scale(scaler)
         scale = scaler.get_scale()
         is_source = bad and dist.get_rank() == dist.get_world_size() - 1
         scaler.scale((_poison(loss, what) if is_source else loss)(bench.model)).backward()
         grads = bench.grads()
         scaler.step(optimizer)
         scaler.update()
-        counted = bench.attached.end_step()
+        counted = bench.session.end_step()
         scales.append(scaler.get_scale())
         if counted:
             add_(came, {name: mean(grad) for name, grad in own.items()})

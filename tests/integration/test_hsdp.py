@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from lowbit_strategy import DiLoCo, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
+from lowbit_strategy.attach.attach import attach_fsdp, prepare
+from lowbit_strategy.attach.digest import ParameterDigest
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
-from lowbit_strategy.hooks.attach import attach_fsdp, prepare
-from lowbit_strategy.hooks.digest import ParameterDigest
-from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
@@ -287,7 +287,7 @@ def with_fabric(folder: Path) -> Facts:
                 made.clip_gradients(model, optimizer, max_norm=1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-        sync = made.strategy.attachments[0].sync
+        sync = made.strategy.sessions[0].sync
     return {
         "losses": [loss.item() for loss in losses],
         "print": fingerprint(net),
@@ -418,7 +418,7 @@ class AnchorsInBetween(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step in (3, 8):
-            with trainer.strategy.attached.anchored(), torch.no_grad():  # type: ignore[attr-defined]
+            with trainer.strategy.session.anchored(), torch.no_grad():  # type: ignore[attr-defined]
                 pl_module(dataset()[:4][0])
 
 

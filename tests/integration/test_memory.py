@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lowbit_strategy import Exact, LoCo, as_weights
-from lowbit_strategy.hooks.attach import attach_fsdp, prepare
-from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.attach.attach import attach_fsdp, prepare
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.telemetry.observe import Observer
 from lowbit_strategy.telemetry.startup_report import build_report
 from tests.scenarios import Facts, scenarios
@@ -30,15 +30,15 @@ def sharded(folder: Path) -> Facts:
     for module in net:
         fully_shard(module, mesh=mesh)
     fully_shard(net, mesh=mesh)
-    attached = attach_fsdp(net, prepared, device=torch.device("cpu"))
-    sync = attached.sync
+    session = attach_fsdp(net, prepared, device=torch.device("cpu"))
+    sync = session.sync
     announced = build_report(sync)
     observer = Observer(sync, wants=lambda step: True)
     for _ in range(3):
         net(torch.randn(4, WIDTH)).square().mean().backward()
-        attached.end_step()
+        session.end_step()
     held = sync.buffers.nbytes
-    attached.close()
+    session.close()
     assert observer.last is not None
     return {
         "held": held,
@@ -75,20 +75,20 @@ def beyond_fsdp(folder: Path, weights: str) -> Facts:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for module in (*net, net):
             fully_shard(module, mesh=mesh)
-        attached = None if prepared is None else attach_fsdp(net, prepared, device=torch.device("cpu"))
+        session = None if prepared is None else attach_fsdp(net, prepared, device=torch.device("cpu"))
         for _ in range(2):
             net(torch.randn(4, 8 * WIDTH)).square().mean().backward()
             net.zero_grad()
-            if attached is not None:
-                attached.end_step()
+            if session is not None:
+                session.end_step()
         held[name] = _held_nbytes() - before
-        if attached is not None:
-            report = build_report(attached.sync)
+        if session is not None:
+            report = build_report(session.sync)
             assert report.weights is not None
             kept = report.weights.used.kept_nbytes
             announced = report.residual_nbytes + report.buffer_nbytes + kept
-            attached.close()
-        del net, module, prepared, attached
+            session.close()
+        del net, module, prepared, session
     return {"measured": held[weights] - held["stock"], "announced": announced, "kept": kept}
 
 

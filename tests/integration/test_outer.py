@@ -321,10 +321,10 @@ def through_fabric(folder: Path) -> Facts:
             train(made, model, optimizer, batches(made.global_rank, 0, 5))
             made.save(path, state)
         train(made, model, optimizer, batches(made.global_rank, 5, 11))
-        attached = made.strategy.attachments[0]
-        with attached.anchored():
+        session = made.strategy.sessions[0]
+        with session.anchored():
             prints.append(fingerprint(net))
-        attached.finish()
+        session.finish()
         prints.append(fingerprint(net))
     saved = torch.load(path, weights_only=True)["model"]
     return {"prints": prints, "saved": float(sum(value.sum() for value in saved.values()))}
@@ -409,7 +409,7 @@ def other_world(folder: Path) -> Facts:
     model = ByStep()
     fresh = trainer(outer_strategy(STREAMING), max_steps=1)
     fresh.fit(model, loader())
-    local, sync = fresh.strategy.attached.local, fresh.strategy.sync
+    local, sync = fresh.strategy.session.local, fresh.strategy.sync
     restore(sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
     local.resume()
     anchors = local.outer.anchors

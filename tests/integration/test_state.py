@@ -286,29 +286,29 @@ def test_a_damaged_residual_file_is_an_error_on_all_ranks_or_a_fresh_start_on_al
 def stamps(folder: Path, kind: Kind) -> Facts:
     """Machines whose checkpoints are not the same; a checkpoint of another version; one of no compression at all."""
     made = fit(kind, ByStep(), max_steps=3)
-    attached, path = made.strategy.attached, folder / "some.ckpt"
-    stamp = attached.save(path).stamp
+    session, path = made.strategy.session, folder / "some.ckpt"
+    stamp = session.save(path).stamp
     first = torch.distributed.get_rank() == 0
     folders = [folder / "complete", folder / "without"]
     for each in folders:
         each.mkdir(exist_ok=True)
-    checkpoint_folder.save(str(folders[0]), [attached], writes_stamp=first)
+    checkpoint_folder.save(str(folders[0]), [session], writes_stamp=first)
     mine = str(folders[0 if first else 1])
     errors = {
-        "one machine has none": raised(lambda: attached.load(path, stamp if first else None)),
-        "another step": raised(lambda: attached.load(path, stamp if first else stamp | {"step_index": 4})),
-        "another version": raised(lambda: attached.load(path, {"step_index": 3, "world_size": 2, "parameters": []})),
-        "a folder": raised(lambda: checkpoint_folder.load(mine, [attached])),
-        "a folder known to be compressed": raised(lambda: checkpoint_folder.load(mine, [attached], compressed=True)),
+        "one machine has none": raised(lambda: session.load(path, stamp if first else None)),
+        "another step": raised(lambda: session.load(path, stamp if first else stamp | {"step_index": 4})),
+        "another version": raised(lambda: session.load(path, {"step_index": 3, "world_size": 2, "parameters": []})),
+        "a folder": raised(lambda: checkpoint_folder.load(mine, [session])),
+        "a folder known to be compressed": raised(lambda: checkpoint_folder.load(mine, [session], compressed=True)),
     }
     torch.distributed.barrier()
     if first:
         (folders[0] / "residuals.lowbit" / "stamp.json").write_text('{"step_index": 3, ')
     torch.distributed.barrier()
-    errors["damaged"] = raised(lambda: checkpoint_folder.load(str(folders[0]), [attached]))
+    errors["damaged"] = raised(lambda: checkpoint_folder.load(str(folders[0]), [session]))
     torch.distributed.barrier()
-    steps = attached.sync.step_index
-    patient = fit(kind, ByStep(), options={"on_missing_residual": "reset"}, max_steps=3).strategy.attached
+    steps = session.sync.step_index
+    patient = fit(kind, ByStep(), options={"on_missing_residual": "reset"}, max_steps=3).strategy.session
     with listen() as lines:
         checkpoint_folder.load(mine, [patient], compressed=True)
     same_path = {case: error.replace(str(folders[1]), str(folders[0])) for case, error in errors.items()}
@@ -365,7 +365,7 @@ def second_run(folder: Path, kind: Kind) -> Facts:
     made = fit(kind, ByStep(), max_steps=3)
     made.save_checkpoint(path)
     other = fit(kind, ByStep(lr=0.1), max_steps=3)
-    other.strategy.attached.save(path)
+    other.strategy.session.save(path)
     between = len(_files(folder))
     model = ByStep()
     trainer(strategy(kind), max_steps=5).fit(model, loader(), ckpt_path=path)

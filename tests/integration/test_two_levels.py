@@ -164,7 +164,7 @@ def with_fabric() -> Any:
         made.backward(F.mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
-    return fingerprint(net), made.strategy.attachments[0].sync.comm.world_size
+    return fingerprint(net), made.strategy.sessions[0].sync.comm.world_size
 
 
 def with_accelerate() -> Any:

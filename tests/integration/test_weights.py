@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lowbit_strategy import Exact, LoCo, WeightCode, WeightDelta
-from lowbit_strategy.custom_loop import Attached, SyncOptions, attach_fsdp, prepare
+from lowbit_strategy.custom_loop import Session, SyncOptions, attach_fsdp, prepare
 from lowbit_strategy.methods.weights.base import WeightCoding
 from tests.ddp_loop import CPU, Loop
 from tests.scenarios import Facts, raised, scenarios
@@ -64,15 +64,15 @@ class Run:
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
-        self.attached: Attached = attach_fsdp(self.model, prepared, device=CPU)
+        self.session: Session = attach_fsdp(self.model, prepared, device=CPU)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], 1e-2)
         self.generator = torch.Generator().manual_seed(dist.get_rank())
         self.losses: list[float] = []
 
     @property
     def sent(self) -> list[int]:
-        assert self.attached.sync.weights is not None
-        return [module.gather.num_sent for module in self.attached.sync.weights.modules.values()]
+        assert self.session.sync.weights is not None
+        return [module.gather.num_sent for module in self.session.sync.weights.modules.values()]
 
     def loss(self) -> Tensor:
         tokens = torch.randint(40, (4, 9), generator=self.generator)
@@ -87,7 +87,7 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         if ends:
-            self.attached.end_step()
+            self.session.end_step()
 
 
 # -- what is sent when ------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def once_per_step(folder: Path, coding: WeightCoding, reshard: bool | None) -> F
             run.model.set_requires_gradient_sync(last)  # type: ignore[operator]
             run.backward()
         run.step()
-    return {"sent": run.sent, "losses": run.losses, "step": run.attached.sync.weights.nbytes}
+    return {"sent": run.sent, "losses": run.losses, "step": run.session.sync.weights.nbytes}
 
 
 @scenarios(once_per_step, coding=(WeightCode(), WeightDelta(), Exact(keep="replica")), reshard=(True, False))
@@ -117,7 +117,7 @@ def reduced_each_time(folder: Path, tells: bool) -> Facts:
     for _ in range(2):
         for _ in range(2):
             if tells:
-                run.attached.sync.weights.unchanged()
+                run.session.sync.weights.unchanged()
             run.backward()
         run.step()
     return {"sent": run.sent, "tells": tells}
@@ -180,7 +180,7 @@ def announced_change(folder: Path) -> Facts:
     with torch.no_grad():
         run.loss()
         run.model.blocks[0][0].weight.mul_(2.0)
-    run.attached.weights_changed()
+    run.session.weights_changed()
     run.backward()
     return {"sent": run.sent}
 

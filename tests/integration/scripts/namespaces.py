@@ -68,7 +68,7 @@ def with_fabric(framework: str, kind: str) -> None:
     fabric.backward(model(torch.ones(2, 16)).sum())
     optimizer.step()
     strategy = type(fabric.strategy)
-    print(framework, kind, f"{strategy.__module__}.{strategy.__name__}", fabric.strategy.attachments[0].sync.step_index)
+    print(framework, kind, f"{strategy.__module__}.{strategy.__name__}", fabric.strategy.sessions[0].sync.step_index)
 
 
 if __name__ == "__main__":

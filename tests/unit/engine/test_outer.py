@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from lowbit_strategy import OUTER_RULES, Dense, DiLoCo, ExDyna, LocalSGD, LoCo, OuterRule, OverlapLocalSGD
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.control.base import Controller, Decision, Telemetry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.fragment import cut_into
 from lowbit_strategy.engine.outer import OuterSync
-from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

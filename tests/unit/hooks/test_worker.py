@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks import attach
+from lowbit_strategy.attach import attach
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.methods.quantization.loco import LoCo

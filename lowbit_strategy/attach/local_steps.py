@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lowbit_strategy.attach.digest import ParameterDigest
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.outer import Courier, OuterSync
-from lowbit_strategy.hooks.digest import ParameterDigest
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.parameters import canonical_name, trainable_parameters

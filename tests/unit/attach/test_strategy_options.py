@@ -11,9 +11,9 @@ import torch
 
 from lowbit_strategy import LoCo, TopK, WarmUp, fabric, lightning, lightning_fabric, preset, pytorch_lightning
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.hooks.optimizer_checks import is_sparse
-from lowbit_strategy.hooks.strategy_options import default_bucket_cap_mb
-from lowbit_strategy.hooks.sync_options import SyncOptions
+from lowbit_strategy.attach.optimizer_checks import is_sparse
+from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
+from lowbit_strategy.attach.sync_options import SyncOptions
 
 NAMESPACES = (lightning, pytorch_lightning, fabric, lightning_fabric)
 DDP = [namespace.LowBitDDPStrategy for namespace in NAMESPACES]

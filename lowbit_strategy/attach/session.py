@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.attach.digest import ParameterDigest
+from lowbit_strategy.attach.local_steps import LocalSteps
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.checkpoint.resume import resume
@@ -20,9 +23,6 @@ from lowbit_strategy.checkpoint.save import SavedResiduals, save_residuals
 from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
-from lowbit_strategy.hooks.digest import ParameterDigest
-from lowbit_strategy.hooks.local_steps import LocalSteps
-from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, trainable_parameters
 from lowbit_strategy.model.rank_groups import RankGroups
@@ -40,7 +40,7 @@ class Hook(Protocol):
         """End its thread. Returns whether nothing of it runs any more."""
 
 
-class Attached:
+class Session:
     """Compression at work on one model: the interface for the framework's adapter.
 
     Args:
@@ -223,7 +223,7 @@ class Attached:
         if self.sync.everyone.rank == 0:
             _log.warning("%s", text)
 
-    def adopt(self, earlier: Attached) -> None:
+    def adopt(self, earlier: Session) -> None:
         """Continue with the state of an earlier attachment of the same model (a second fit)."""
         self.sync.extend(self._describe_frozen(earlier.sync.specs))
         if self.local is not None and earlier.local is not None:
@@ -266,7 +266,7 @@ class Attached:
         """Whether `module` is this model, whatever wraps it."""
         return any(id(param) in self._params for param in module.parameters())
 
-    def shares_parameters(self, other: Attached) -> bool:
+    def shares_parameters(self, other: Session) -> bool:
         """Whether both are of the same model, set up twice."""
         return not self._params.isdisjoint(other._params)
 

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB, check_ddp_options, unknown_option
-from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
 from lowbit_strategy.methods.outer.rule import OuterRule

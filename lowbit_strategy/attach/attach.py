@@ -2,8 +2,8 @@
 
 1. `prepare` before the model is wrapped: validates, and all ranks compare their settings
 2. wrap the model (DDP or FSDP2), then `attach_ddp` or `attach_fsdp`
-3. `Attached.set_loss_scale` before backward (fp16), `Attached.end_step` after every optimizer step
-4. `Attached.save`, `load`, `remove` with the framework's checkpoints; `Attached.close` at the end
+3. `Session.set_loss_scale` before backward (fp16), `Session.end_step` after every optimizer step
+4. `Session.save`, `load`, `remove` with the framework's checkpoints; `Session.close` at the end
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.attach.digest import ParameterDigest
+from lowbit_strategy.attach.local_steps import local_steps
+from lowbit_strategy.attach.session import Session
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import announce_inside
 from lowbit_strategy.hooks import fsdp
-from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
-from lowbit_strategy.hooks.digest import ParameterDigest
-from lowbit_strategy.hooks.local_steps import local_steps
-from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.hooks.weights import install_weights
 from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
@@ -145,7 +145,7 @@ def warn_of_one_rank() -> None:
 
 def attach_ddp(
     model: DistributedDataParallel, prepared: Prepared, *, device: torch.device, has_scaler: bool = False
-) -> Attached:
+) -> Session:
     """Register the hook, unless there is one rank only.
 
     On CPU, and for local steps, a group of its own, as patient as DDP's, keeps its collectives apart from DDP's.
@@ -163,7 +163,7 @@ def attach_ddp(
     alone = sync.comm.world_size == 1
     hook = None if alone or (rule is not None and rule.synchronous_steps == 0) else DDPHook(model, sync)
     compares = prepared.options.check_digest and not alone
-    attached = Attached(
+    session = Session(
         sync,
         model.module,
         prepared.options,
@@ -173,9 +173,9 @@ def attach_ddp(
         digest=ParameterDigest(_replicated(model), sync.everyone, device) if compares else None,
         local=None if rule is None else local_steps(model.module, sync, rule, check_digest=compares, ddp=model),
     )
-    attached.close_with(model)
+    session.close_with(model)
     _report(sync)
-    return attached
+    return session
 
 
 def _replicated(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
@@ -191,7 +191,7 @@ def attach_fsdp(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     has_scaler: bool = False,
-) -> Attached:
+) -> Session:
     """Give every FSDP2 module under `module` its compressed reduce-scatter.
 
     Raises:
@@ -208,7 +208,7 @@ def attach_fsdp(
     coding, gathering = weights_of(prepared, groups)
     install_weights(module, coding, sync, gathering)
     _report(sync)
-    return Attached(sync, module, prepared.options, group=group, groups=groups)
+    return Session(sync, module, prepared.options, group=group, groups=groups)
 
 
 def _attach_hsdp(
@@ -218,7 +218,7 @@ def _attach_hsdp(
     device: torch.device,
     group: dist.ProcessGroup | None,
     has_scaler: bool,
-) -> Attached:
+) -> Session:
     """Sharded over `shard_size` ranks, the engine between the replicas; the first replica's weights for all."""
     groups = group_ranks(group, prepared.topology, shard_size, device, scatter=False)
     assert groups.inside is not None
@@ -239,7 +239,7 @@ def _attach_hsdp(
     rule = prepared.options.outer if sync.comm.world_size > 1 else None
     local = None if rule is None else local_steps(module, sync, rule, check_digest=compares)
     _report(sync)
-    return Attached(sync, module, prepared.options, group=group, hook=side, groups=groups, digest=digest, local=local)
+    return Session(sync, module, prepared.options, group=group, hook=side, groups=groups, digest=digest, local=local)
 
 
 def weights_of(prepared: Prepared, groups: RankGroups) -> tuple[WeightCoding, Gathering]:
