@@ -3,9 +3,8 @@
 1. `prepare` before the model is wrapped, then `attach_ddp` or `attach_fsdp` after it, which return a `Session`
 2. `adapt` for a controller, `monitor` for observation and a record; both take ``session.sync``
 3. ``session.load`` of a checkpoint, if there is one
-4. in every step ``session.set_loss_scale`` before backward (with a loss scaler only) and ``session.end_step`` after
-   the optimizer
-5. ``session.save`` before each checkpoint, ``session.close`` at the end
+4. ``session.begin_step`` before every backward pass, ``session.end_step`` after every optimizer step
+5. ``with session.save(path) as stamp:`` around the writing of each checkpoint, ``session.close`` at the end
 """
 
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, prepare

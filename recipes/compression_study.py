@@ -138,6 +138,7 @@ class Worker:
 
     def _reduce(self, bucket: Tensor) -> None:
         start, waiting = time.perf_counter(), 0.0
+        self.sync.begin_step()
         for pending in self.sync.reduce(self.layout, bucket, bucket):
             if pending is not None:
                 before = time.perf_counter()

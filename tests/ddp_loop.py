@@ -37,9 +37,13 @@ class Loop:
         self.optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
         self._shape = shape
 
-    def step(self) -> None:
+    def backward(self) -> None:
         x = torch.randn(4, *self._shape, generator=torch.Generator().manual_seed(dist.get_rank()))
         self.optimizer.zero_grad()
         self.model(x).square().mean().backward()
+
+    def step(self) -> None:
+        self.session.begin_step()
+        self.backward()
         self.optimizer.step()
         self.session.end_step()

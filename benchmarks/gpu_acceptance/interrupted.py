@@ -50,7 +50,8 @@ def three_ways(rank: int, world_size: int, folder: str, options: dict[str, Any])
     waiting = sum(name in training.sync.carryover for name in training.sync.specs)
     path = Path(folder) / "checkpoint"
     assert training.session is not None
-    stamp = training.session.save(path).stamp
+    with training.session.save(path) as stamp:
+        pass
     weights = [value.clone() for value in parameters(training)]
     optimizer = copy.deepcopy(training.optimizer.state_dict())
     first_fit = training.session

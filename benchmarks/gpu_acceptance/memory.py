@@ -72,7 +72,7 @@ def memory_of(kind: str, compressor: Any, device: torch.device) -> Figures:
             model.register_comm_hook(None, noop_hook)  # the fake group's all-reduce gives DDP no result
         for step in range(4):
             if session is not None:
-                session.sync.begin_step()
+                session.begin_step()
             next_token_loss(model, batch(step, 0, device)).backward()
             model.zero_grad()
             if session is not None:

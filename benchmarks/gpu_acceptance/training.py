@@ -163,7 +163,7 @@ class Training:
             torch.cuda._sleep(self.sleep)
         start = time.perf_counter()
         if self.session is not None:
-            self.session.set_loss_scale(self.scaler)
+            self.session.begin_step(self.scaler)
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self.host_ms.append(1e3 * (time.perf_counter() - start))
         if self.scaler is None:
@@ -172,8 +172,7 @@ class Training:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         if self.session is not None:
-            self.session.follow_scaler(self.scaler)
-            self.session.end_step()
+            self.session.end_step(scaler=self.scaler)
         if debug_sync:
             torch.cuda.set_sync_debug_mode("default")
         return loss.detach()
@@ -234,8 +233,7 @@ def one_rank_matches(device: torch.device, dtype: str, options: dict[str, bool])
     for step in range(3):
         x = torch.randn(16, 96, generator=torch.Generator().manual_seed(step)).to(device, getattr(torch, dtype))
         for sync in (hooked, alone):
-            sync.set_loss_scale(scale)
-            sync.begin_step()
+            sync.begin_step(scale)
         for module in (model, plain):
             module.zero_grad(set_to_none=not options.get("gradient_as_bucket_view"))
             (module(x).float().square().mean() * scale).backward()
@@ -255,6 +253,7 @@ def _reduce(sync: GradientSync, model: nn.Module) -> list[Tensor]:
         entries.append(Entry(name, at))
         at += gradient.numel()
     x = torch.cat(gradients)
+    sync.begin_step()
     for pending in sync.reduce(BucketLayout(tuple(entries)), x, x):
         if pending is not None:
             pending.wait()

@@ -41,6 +41,7 @@ def compressed(name: str, x: Tensor, out: Tensor, *, scatter: bool) -> Callable[
     layout = BucketLayout((Entry(spec.name, 0),), row_numel=row_numel if scatter else None)
 
     def run() -> None:
+        sync.begin_step()
         for pending in sync.reduce(layout, x, out if scatter else x):
             if pending is not None:
                 pending.wait()

@@ -45,6 +45,7 @@ def measure(variant: str, numel: int, steps: int) -> dict[str, float]:
             dist.barrier()
             before, read_before = comm.sent_nbytes, counters.read()
         x = torch.randn(row_numel * world_size, generator=generator)
+        sync.begin_step()
         for pending in sync.reduce(layout, x, out):
             if pending is not None:
                 pending.wait()

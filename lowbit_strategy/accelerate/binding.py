@@ -126,8 +126,7 @@ class Binding:
         """Called by the prepared optimizers."""
         for session in self.sessions:
             if (session.sync.in_step or session.trains_locally) and session.owns(optimizer):
-                session.follow_scaler(self.accelerator.scaler)
-                session.end_step(optimizer)
+                session.end_step(optimizer, self.accelerator.scaler)
                 self.adaptive.after_step()
 
     def finish(self) -> None:
@@ -139,11 +138,11 @@ class Binding:
             session.finish()
 
     @contextlib.contextmanager
-    def anchored(self) -> Iterator[None]:
+    def shared_weights(self) -> Iterator[None]:
         """Inside, models have what all ranks share, and not a rank's own weights: to evaluate between local steps."""
         with contextlib.ExitStack() as models:
             for session in self.sessions:
-                models.enter_context(session.anchored())
+                models.enter_context(session.shared_weights())
             yield
 
     def resume(self) -> None:
@@ -223,8 +222,7 @@ class Binding:
         module.__dict__[_SLOT] = _OnModule(session)  # lives as long as the module
         self._modules.add(module)
         self._numbers[session] = len(self._numbers)
-        if session.local is not None:
-            session.local.own = functools.partial(self._rank_parts, session)
+        session.bind(lambda: self.accelerator._optimizers, lambda: self.accelerator.scaler)
         self.adaptive.attach(session, self._numbers[session], alone=not self.sessions)
         if isinstance(module, DistributedDataParallel):
             weakref.finalize(module, session.close)  # its thread ends with it
@@ -282,20 +280,8 @@ class Binding:
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
         self.adaptive.before_backward(loss, self.sessions)
         for session in self.sessions:
-            if session.newly_trainable():
-                self._on_unfrozen(session)
-            session.set_loss_scale(self.accelerator.scaler)
+            session.begin_step(self.accelerator.scaler)
         return original(loss, **kwargs)
-
-    def _on_unfrozen(self, session: Session) -> None:
-        if session.sync.scatter or session.trains_locally:
-            session.cover()
-            return
-        raise RuntimeError(
-            f"{session.newly_trainable()[0]} was frozen when the model was prepared and is trained now, which DDP does"
-            " not see: call accelerator.prepare again after unfreezing (with the model itself, not with what prepare"
-            " returned)"
-        )
 
     def _init_trackers(self, original: Callable[..., Any], name: str, config: Any = None, **kwargs: Any) -> Any:
         return original(name, {**(config or {}), **self.plugin.hyper_parameters()}, **kwargs)
@@ -305,7 +291,7 @@ class Binding:
         return original(*objects)
 
     def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.anchored():
+        with self.shared_weights():
             state = original(*args, **kwargs)
             return {key: each.clone() if isinstance(each, Tensor) else each for key, each in state.items()}
 
@@ -317,13 +303,6 @@ class Binding:
     def _end_training(self, original: Callable[..., Any]) -> Any:
         self.finish()
         return original()
-
-    def _rank_parts(self, session: Session) -> dict[str, Any]:
-        """What each rank has for itself of one model beside its weights."""
-        owned = [each for each in self.accelerator._optimizers if session.owns(each)]
-        parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(owned)}
-        scaler = self.accelerator.scaler
-        return parts if scaler is None else parts | {"scaler": scaler}
 
     def _on_save(self, models: Any, weights: Any, folder: str) -> None:
         self.save(folder)

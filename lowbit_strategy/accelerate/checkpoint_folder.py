@@ -34,11 +34,10 @@ def save(folder: str, sessions: Sequence[Session], *, writes_stamp: bool) -> Non
     """
     for index, session in enumerate(sessions):
         path = _path(folder, index)
-        written = session.save(path)
-        problem = _write(path, written.stamp) if writes_stamp else None
-        if (message := first_problem(gather(problem, session.group))) is not None:
-            raise ResidualFileError(message)
-        written.remove_replaced()
+        with session.save(path) as stamp:
+            problem = _write(path, stamp) if writes_stamp else None
+            if (message := first_problem(gather(problem, session.group))) is not None:
+                raise ResidualFileError(message)
 
 
 def load(folder: str, sessions: Sequence[Session], *, compressed: bool = False) -> None:

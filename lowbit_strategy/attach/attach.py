@@ -2,8 +2,8 @@
 
 1. `prepare` before the model is wrapped: validates, and all ranks compare their settings
 2. wrap the model (DDP or FSDP2), then `attach_ddp` or `attach_fsdp`
-3. `Session.set_loss_scale` before backward (fp16), `Session.end_step` after every optimizer step
-4. `Session.save`, `load`, `remove` with the framework's checkpoints; `Session.close` at the end
+3. `Session.begin_step` before every backward pass, `Session.end_step` after every optimizer step
+4. `Session.save`, `load` and `resume` with the framework's checkpoints; `Session.finish` and `Session.close` at the end
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def attach_fsdp(
     coding, gathering = weights_of(prepared, groups)
     install_weights(module, coding, sync, gathering)
     _report(sync)
-    return Session(sync, module, prepared.options, group=group, groups=groups)
+    return Session(sync, module, prepared.options, group=group, groups=groups, shards=True)
 
 
 def _attach_hsdp(
@@ -239,7 +239,17 @@ def _attach_hsdp(
     rule = prepared.options.outer if sync.comm.world_size > 1 else None
     local = None if rule is None else local_steps(module, sync, rule, check_digest=compares)
     _report(sync)
-    return Session(sync, module, prepared.options, group=group, hook=side, groups=groups, digest=digest, local=local)
+    return Session(
+        sync,
+        module,
+        prepared.options,
+        group=group,
+        hook=side,
+        groups=groups,
+        digest=digest,
+        local=local,
+        shards=True,
+    )
 
 
 def weights_of(prepared: Prepared, groups: RankGroups) -> tuple[WeightCoding, Gathering]:

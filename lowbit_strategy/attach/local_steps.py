@@ -73,10 +73,6 @@ class LocalSteps:
 
     def _start(self) -> None:
         """Steps are local from now on. What is left of gradients is in other units than weights."""
-        sync = self.sync
-        if sync.step_index > 0:
-            sync.forget()
-        sync.rollback, sync.loss_scale = False, None
         self.outer = self._make_outer()
         if self._model is not None:
             self._model.require_backward_grad_sync = False
@@ -97,7 +93,7 @@ class LocalSteps:
             self.outer.land()
             state = self.outer.state_dict()
             self.outer = self._make_outer()
-            self.outer.load_state_dict(state)
+            self.outer.load_state_dict(state | {"weights": {}})  # the model has them, and may be about to run backward
 
     def after_optimizer(self, optimizer: Optimizer | None) -> None:
         """An optimizer has stepped, or a scaler has skipped its step. Several optimizers take their steps together.
@@ -128,12 +124,12 @@ class LocalSteps:
             self.outer.finish()
 
     @contextlib.contextmanager
-    def anchored(self) -> Iterator[None]:
+    def shared_weights(self) -> Iterator[None]:
         """The model has the anchors inside."""
         if self.outer is None:
             yield
             return
-        with self.outer.anchored():
+        with self.outer.shared_weights():
             yield
 
     # -- saving -----------------------------------------------------------------------------------------------------

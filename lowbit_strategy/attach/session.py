@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.digest import ParameterDigest
 from lowbit_strategy.attach.local_steps import LocalSteps
+from lowbit_strategy.attach.optimizer_steps import forget_optimizers, watch_optimizers
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.checkpoint.resume import resume
-from lowbit_strategy.checkpoint.save import SavedResiduals, save_residuals
-from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp
+from lowbit_strategy.checkpoint.save import save_residuals
+from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp, gather
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -52,6 +53,7 @@ class Session:
         groups: The engine's. `close` destroys those that were made for it alone.
         digest: Compares parameters, if they are to be compared.
         local: Local steps, if ranks train by themselves.
+        shards: FSDP2 shards the model, and asks for what it has to synchronise in every step.
     """
 
     def __init__(
@@ -65,61 +67,94 @@ class Session:
         groups: RankGroups | None = None,
         digest: ParameterDigest | None = None,
         local: LocalSteps | None = None,
+        shards: bool = False,
     ) -> None:
         self.sync = sync
         self.options = options
         self.group = group
         self.local = local
+        self.shards = shards
         self._groups = groups
         self._digest = digest
         self._finalizer: weakref.finalize[[], DistributedDataParallel] | None = None
         self._module = module
         self._hook = hook
         self._warned = False
-        self._has_scale = False
+        self._scale: float | None = None
+        self._has_scale = False  # it has been read for the step to come
         self._params = {id(param) for param in module.parameters()}
         self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
+        watch_optimizers(self)
 
     @property
     def trains_locally(self) -> bool:
         """Whether gradients stay on this rank; False in the synchronous part of a rule that has one."""
         return self.local is not None and self.local.outer is not None
 
-    def set_loss_scale(self, scaler: Any) -> None:
-        """Before backward: take over what the coming gradients are multiplied by (None: nothing).
+    def bind(self, optimizers: Callable[[], Iterable[torch.optim.Optimizer]], scaler: Callable[[], Any]) -> None:
+        """Name what each rank has for itself where steps are local, to be saved with its weights.
 
-        The step begins here, on the thread and stream of training: controllers decide, parameters are regrouped. The
-        scaler is read before the first backward pass of a step, and not at all where `follow_scaler` has read it.
+        Args:
+            optimizers: Gives the optimizers; those that step no parameter of this model are left out.
+            scaler: Gives the gradient scaler, or None.
         """
-        if self.trains_locally:
+        if self.local is None:
+            return
+
+        def own() -> dict[str, Any]:
+            owned = [each for each in optimizers() if self.owns(each)]
+            parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(owned)}
+            return parts if scaler() is None else parts | {"scaler": scaler()}
+
+        self.local.own = own
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self, scaler: Any = None) -> None:
+        """Before every backward pass, on the thread and stream of training; on all ranks.
+
+        1. parameters that have been unfrozen are served from now on
+        2. the first of a step: controllers decide, parameters whose method changes are regrouped, and residuals follow
+           the loss scale, which is read here unless `end_step` has read it
+
+        Args:
+            scaler: What the loss is multiplied by, a ``GradScaler`` or None.
+
+        Raises:
+            RuntimeError: An optimizer has stepped and `end_step` has not been called since; or DDP does not know a
+                parameter that is trained now.
+        """
+        if self.newly_trainable():
+            self._serve_unfrozen()
+        if self.trains_locally or self.sync.comm.world_size == 1:
+            self.sync.check_ended()
             return
         if not (self._has_scale or self.sync.has_begun):
-            self.follow_scaler(scaler)
+            self._read_scale(scaler)
         self._has_scale = False  # it holds for the step that begins
-        if self.sync.comm.world_size > 1:
-            self.sync.begin_step()
+        self.sync.begin_step(self._scale)
 
-    def follow_scaler(self, scaler: Any) -> None:
-        """After ``scaler.update()``, before `end_step`: the scale changes there alone, and reading it before backward
-        would make the host wait for the device.
-        """
-        if scaler is not None and scaler.is_enabled() and not self.trains_locally:
-            self._has_scale = True
-            self.sync.set_loss_scale(float(scaler.get_scale()))
-
-    def end_step(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
-        """After every optimizer step, skipped ones too. Returns whether the step counted.
+    def end_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
+        """After every optimizer step, also one that a loss scaler has skipped, and after ``scaler.update()``.
 
         Args:
             optimizer: Which one has stepped, for local steps; None: the only one.
+            scaler: As for `begin_step`. Reading its scale here, where it changes, keeps the host from waiting for the
+                device before backward.
+
+        Returns:
+            Whether the step counted.
 
         Raises:
             DivergenceError: On every rank, if parameters were compared after this step and differ.
         """
+        self.sync.acknowledge_step()
         if self.trains_locally:
             assert self.local is not None
             self.local.after_optimizer(optimizer)
             return True
+        if scaler is not None:
+            self._has_scale = self._read_scale(scaler)
         comm = self.sync.comm
         if not self._warned and comm.sent_nbytes == 0 and comm.world_size > 1:
             self._warned = True
@@ -131,6 +166,13 @@ class Session:
         if self.local is not None and synchronised:
             self.local.after_optimizer(optimizer)
         return counted
+
+    def _read_scale(self, scaler: Any) -> bool:
+        """Returns whether there is one."""
+        has_scale = scaler is not None and scaler.is_enabled()
+        if has_scale:
+            self._scale = float(scaler.get_scale())
+        return has_scale
 
     def _why_nothing_was_sent(self) -> str:
         params = [
@@ -148,18 +190,25 @@ class Session:
             " purpose, backward does not reach what was set up"
         )
 
-    def save(self, path: Any) -> SavedResiduals:
-        """Write this rank's residuals beside the checkpoint `path`; call on all ranks *before* the checkpoint.
+    # -- checkpoints ----------------------------------------------------------------------------------------------
 
-        When it returns, all ranks have written theirs. Its ``stamp`` goes into the checkpoint, under `CHECKPOINT_KEY`;
-        its ``remove_replaced`` is to be called when the checkpoint is complete.
+    @contextlib.contextmanager
+    def save(self, path: Any) -> Iterator[Stamp]:
+        """Around the writing of the checkpoint `path`, on all ranks.
+
+        1. every rank writes its residuals beside it; when the block is entered all have written theirs
+        2. the block writes the checkpoint, which has to contain what the block is given, under `CHECKPOINT_KEY`
+        3. when all ranks have left the block, residuals of a checkpoint that was replaced are removed
 
         Raises:
-            ResidualFileError: On every rank, if one of them cannot write its file.
+            ResidualFileError: On every rank, before anything is replaced, if one of them cannot write its file.
         """
         if self.local is not None:
             self.local.arrive()
-        return save_residuals(self.sync, path, group=self.group)
+        written = save_residuals(self.sync, path, group=self.group)
+        yield written.stamp
+        gather(None, self.group)
+        written.remove_replaced()
 
     def load(self, path: Any, stamp: Stamp | ResidualFileError | None) -> None:
         """Restore what `save` wrote, on all ranks together.
@@ -207,6 +256,7 @@ class Session:
 
     def resume(self) -> None:
         """The framework has loaded all that it saves, after `load`, or training begins; for local steps."""
+        self.sync.acknowledge_step()  # torch steps an optimizer to make the state that it loads into
         if self.local is not None:
             self.local.resume()
 
@@ -215,9 +265,9 @@ class Session:
         if self.local is not None:
             self.local.finish()
 
-    def anchored(self) -> contextlib.AbstractContextManager[None]:
+    def shared_weights(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the model has what all ranks share, and not this rank's own weights: to validate, to save."""
-        return contextlib.nullcontext() if self.local is None else self.local.anchored()
+        return contextlib.nullcontext() if self.local is None else self.local.shared_weights()
 
     def _warn(self, text: str) -> None:
         if self.sync.everyone.rank == 0:
@@ -240,7 +290,17 @@ class Session:
         """Parameters that were frozen when compression was attached and are not any more."""
         return [name for name, param in self._frozen.items() if param.requires_grad]
 
-    def cover(self, model: DistributedDataParallel | None = None) -> None:
+    def _serve_unfrozen(self) -> None:
+        if self.shards or self.trains_locally:
+            self.extend()
+            return
+        raise RuntimeError(
+            f"{self.newly_trainable()[0]} was frozen when the model was set up and is trained now, which DDP does not"
+            " see: set the model up again after unfreezing, by fabric.setup(module, optimizer) or"
+            " accelerator.prepare(module), with the module itself and not with what these returned"
+        )
+
+    def extend(self, model: DistributedDataParallel | None = None) -> None:
         """Serve the newly trainable parameters too, between steps, on all ranks together.
 
         Args:
@@ -262,6 +322,11 @@ class Session:
         """Whether `optimizer` steps a parameter of this model."""
         return any(id(param) in self._params for group in optimizer.param_groups for param in group["params"])
 
+    def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer of the process has stepped."""
+        if self.owns(optimizer):
+            self.sync.optimizer_stepped()
+
     def serves(self, module: nn.Module) -> bool:
         """Whether `module` is this model, whatever wraps it."""
         return any(id(param) in self._params for param in module.parameters())
@@ -276,6 +341,7 @@ class Session:
         If the thread has not ended, as after an error on another rank, it may still wait in a collective: then the
         groups stay.
         """
+        forget_optimizers(self)
         has_ended = self._hook is None or self._hook.close()
         if self.local is not None:
             has_ended = self.local.close() and has_ended

@@ -118,9 +118,9 @@ def restore(
     if saved.get("format") != FORMAT:
         raise ValueError(f"saved state has format {saved.get('format')!r}, this version reads {FORMAT}")
     _check_model(sync, saved)
-    sync.step_index, sync.num_skipped = saved["step_index"], saved["num_skipped"]
-    sync.loss_scale = saved["loss_scale"]
-    sync.follow_phase()
+    sync.restore_progress(
+        step_index=saved["step_index"], num_skipped=saved["num_skipped"], loss_scale=saved["loss_scale"]
+    )
     for name, part in sync.extra_state.items():
         if name in saved["extra"]:
             part.load_state_dict(saved["extra"][name])

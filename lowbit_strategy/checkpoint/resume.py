@@ -104,9 +104,9 @@ def _start_from_zero(
     if sources:
         shared = [_shared(sync)]
         dist.broadcast_object_list(shared, group_src=sources[0], group=group)
-    sync.step_index = stamp["step_index"]
-    sync.num_skipped, sync.loss_scale = shared[0].num_skipped, shared[0].loss_scale
-    sync.follow_phase()
+    sync.restore_progress(
+        step_index=stamp["step_index"], num_skipped=shared[0].num_skipped, loss_scale=shared[0].loss_scale
+    )
     if sync.everyone.rank not in sources:
         for name, part in sync.extra_state.items():
             part.load_state_dict(shared[0].extra[name])

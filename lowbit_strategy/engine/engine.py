@@ -110,8 +110,8 @@ class GradientSync:
         self._placement = Placement(comm.rank, comm.world_size, device, scatter)
         self._flags = StepFlags(device)
         self._listeners = Listeners()
-        self._asked_scale: float | None = None
         self._begun = False
+        self._stepped = False  # an optimizer has, since the step began
         self._entered: set[BucketLayout] = set()  # in the backward pass under way
         self._num_passes = 0  # of the step, with this one
         self._observers: list[BucketObserver] = []
@@ -268,21 +268,28 @@ class GradientSync:
         """Whether this bucket has come in the backward pass under way."""
         return layout in self._entered
 
-    def set_loss_scale(self, scale: float) -> None:
-        """The factor that the coming gradients are multiplied by; residuals follow when it changes."""
-        self._asked_scale = scale
+    def begin_step(self, loss_scale: float | None = None, *, stride: int = 1) -> None:
+        """Before the first backward pass of a step, on all ranks; further calls until `end_step` do nothing.
 
-    def begin_step(self) -> None:
-        """Before the first backward pass of a step, on all ranks; further calls until `end_step` do nothing."""
+        Args:
+            loss_scale: The factor that the coming gradients are multiplied by; residuals follow when it changes. None:
+                as it was.
+            stride: Optimizer steps since the reduction before: 1 unless steps are local.
+
+        Raises:
+            RuntimeError: An optimizer has stepped since the step began, and `end_step` has not been called.
+        """
+        self.check_ended()
         if self._begun:
             return
         self._begun = True
+        self.stride = stride
         probes = self._listeners.begin_step(StepPhase.DECIDE)
         self.follow_phase()
-        if self._asked_scale is not None:
-            if self.loss_scale is not None and self._asked_scale != self.loss_scale:
-                self._rescale_(self._asked_scale / self.loss_scale)
-            self.loss_scale = self._asked_scale
+        if loss_scale is not None:
+            if self.loss_scale is not None and loss_scale != self.loss_scale:
+                self._rescale_(loss_scale / self.loss_scale)
+            self.loss_scale = loss_scale
         # Monitors are innermost: what probes do for controllers is none of the methods' time.
         self._observers = self._listeners.begin_step(StepPhase.OBSERVE) + probes
         self._listeners.begin_step(StepPhase.RECORD)
@@ -292,12 +299,39 @@ class GradientSync:
                 self._backup = [torch.empty_like(tensor) for tensor in tensors]
             torch._foreach_copy_(self._backup, tensors)
 
+    def optimizer_stepped(self) -> None:
+        """An optimizer has stepped on what this step has reduced, or on local gradients: `end_step` is to follow.
+
+        Raises:
+            RuntimeError: It has not followed the step before.
+        """
+        self.check_ended()
+        self._stepped = self._num_passes > 0 or self.outer is not None
+
+    def acknowledge_step(self) -> None:
+        """The loop knows that the optimizer has stepped."""
+        self._stepped = False
+
+    def check_ended(self) -> None:
+        """Raises:
+        RuntimeError: An optimizer has stepped and `end_step` has not been called since.
+        """
+        if self._stepped:
+            raise RuntimeError(
+                "an optimizer has stepped and nothing has ended the step since: call session.end_step(optimizer) after"
+                " every optimizer step. In Lightning's manual optimization step what self.optimizers() gives, in Fabric"
+                " and Accelerate the optimizer that setup or prepare has returned"
+            )
+
     def reduce(self, layout: BucketLayout, x: Tensor, out: Tensor) -> Stages:
         """Reduce one bucket: a generator that yields while bytes travel (None: waiting for the pass's other buckets).
 
-        All ranks run the same buckets and advance them in the same order. A step that has not begun begins here.
+        All ranks run the same buckets and advance them in the same order.
+
+        Raises:
+            RuntimeError: The step has not begun, or the one before has not ended.
         """
-        self.begin_step()
+        self._check_begun()
         if not self._entered or layout in self._entered:  # one comes again: another backward pass of the same step
             self._entered.clear()
             self._num_passes += 1
@@ -308,6 +342,15 @@ class GradientSync:
         bucket = self._bucket(layout)
         self.byte_check.expect(bucket)
         return bucket.run(x, out, self.step_context(), self._observers)
+
+    def _check_begun(self) -> None:
+        self.check_ended()
+        if not self._begun:
+            raise RuntimeError(
+                "gradients arrived before the step had begun: call session.begin_step() before every backward pass. In"
+                " Lightning's manual optimization call self.manual_backward(loss), in Fabric fabric.backward(loss), in"
+                " Accelerate accelerator.backward(loss), instead of loss.backward()"
+            )
 
     def _bucket(self, layout: BucketLayout) -> Bucket:
         if layout not in self._plans:
@@ -345,6 +388,7 @@ class GradientSync:
                     torch._foreach_copy_(self.state_tensors(), self._backup)
         self._flags.raise_if_broken(self.everyone.rank)
         self.carryover.end_step(counted=counted)
+        self.acknowledge_step()
         if self.outer is None and (entered or self.comm.world_size == 1):  # a second optimizer may have stepped
             self.step_index += counted
         self._entered.clear()
@@ -354,6 +398,26 @@ class GradientSync:
         if entered:
             self._listeners.end_step(counted=counted)
         return counted
+
+    def train_locally(self, outer: LocalTraining) -> None:
+        """Steps are local from now on: what is reduced are the movements of weights, in other units than gradients."""
+        if self.outer is None and self.step_index > 0:
+            self.forget()
+        self.outer, self.rollback, self.loss_scale = outer, False, None
+
+    def count_local_step(self) -> None:
+        """An optimizer step that nothing is reduced for."""
+        self.step_index += 1
+
+    def serve_weights(self, weights: WeightSync) -> None:
+        """FSDP2's weights travel through `weights`: its steps are the engine's, its state is saved with it."""
+        self.weights = weights
+        self.extra_state["weights"] = weights
+
+    def restore_progress(self, *, step_index: int, num_skipped: int, loss_scale: float | None) -> None:
+        """A checkpoint's; the compressor's phase follows."""
+        self.step_index, self.num_skipped, self.loss_scale = step_index, num_skipped, loss_scale
+        self.follow_phase()
 
     def _rescale_(self, factor: float) -> None:
         for store in self.stores.values():

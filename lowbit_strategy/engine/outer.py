@@ -69,7 +69,7 @@ class OuterSync:
         self._every = rule.round_length(sync.step_index, None)
         self._finished = False  # since the last step: the model is the user's, who may have loaded other weights
         self._spread: Tensor | None = None
-        sync.outer = self
+        sync.train_locally(self)
 
     @property
     def anchors(self) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ class OuterSync:
         Returns:
             Whether an anchor has moved.
         """
-        self.sync.step_index += 1
+        self.sync.count_local_step()
         self._since += 1
         moved = self._finished = False
         if self._flight is not None:
@@ -157,9 +157,9 @@ class OuterSync:
         facts = torch.stack([torch.full((), float(done), device=x_N.device), torch.dot(sample, sample)])
         with_buffers = self._turn == len(self.fragments) - 1
         header = torch.cat([facts, sample, *(self._buffers.changes() if with_buffers else ())])
-        sync.stride = max(1, self._since)
+        sync.begin_step(stride=max(1, self._since))  # where controllers decide
         reduced = [(layout, x_N[part]) for layout, part in fragment.buckets]
-        stages = [sync.reduce(layout, x, x) for layout, x in reduced]  # where controllers decide
+        stages = [sync.reduce(layout, x, x) for layout, x in reduced]
         stages[0] = self._with_header(stages[0], header)
         sent, self._turn, self._since = self._turn, (self._turn + 1) % len(self.fragments), 0
         if self._turn == 0:
@@ -253,7 +253,7 @@ class OuterSync:
         self._weights_changed()
 
     @contextlib.contextmanager
-    def anchored(self) -> Iterator[None]:
+    def shared_weights(self) -> Iterator[None]:
         """The model has the anchors inside; may be nested."""
         changed = self.use_anchors()
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +45,7 @@ class LowBitFabricMixin(_Base):
 
     def attach(self, session: Session) -> None:
         """Take over a new attachment, in the place of an earlier one of the same module if there is one."""
-        if session.local is not None:
-            session.local.own = functools.partial(self._rank_parts, session)
+        session.bind(self._alive_optimizers, lambda: self.loss_scaler)
         for index, earlier in enumerate(self.sessions):
             if earlier.shares_parameters(session):
                 session.adopt(earlier)
@@ -57,15 +55,9 @@ class LowBitFabricMixin(_Base):
                 return
         self.sessions.append(session)
 
-    def on_unfrozen(self, session: Session) -> None:
-        """Parameters have been unfrozen since set-up, on all ranks: synchronise them from now on."""
-        session.cover()
-
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         for session in self.sessions:
-            session.set_loss_scale(self.loss_scaler)
-            if session.newly_trainable():
-                self.on_unfrozen(session)
+            session.begin_step(self.loss_scaler)
             if (control := ModelControl.of(session.sync)) is not None and (module is None or session.serves(module)):
                 control.loss = tensor.detach()
         super().backward(tensor, module, *args, **kwargs)
@@ -74,8 +66,7 @@ class LowBitFabricMixin(_Base):
         output = super().optimizer_step(optimizer, **kwargs)
         for session in self.sessions:
             if session.owns(optimizer):
-                session.follow_scaler(self.loss_scaler)
-                session.end_step(optimizer)
+                session.end_step(optimizer, self.loss_scaler)
         return output
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,25 +87,17 @@ class LowBitFabricMixin(_Base):
         self._optimizers.append(weakref.ref(optimizer))
         return super().setup_optimizer(optimizer)
 
-    def _rank_parts(self, session: Session) -> dict[str, Any]:
-        """What each rank has for itself of one model beside its weights."""
-        alive = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
-        owned = [optimizer for optimizer in alive if session.owns(optimizer)]
-        parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(owned)}
-        return parts if self.loss_scaler is None else parts | {"scaler": self.loss_scaler}
+    def _alive_optimizers(self) -> list[Any]:
+        return [optimizer for each in self._optimizers if (optimizer := each()) is not None]
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         path = self.broadcast(path)
         sessions = self._sessions_of(state)
-        written = [session.save(self._sidecar_path(path, i)) for i, session in enumerate(sessions)]
-        stamps = [each.stamp for each in written]
-        with contextlib.ExitStack() as shared:
+        with contextlib.ExitStack() as saving:
+            stamps = [saving.enter_context(each.save(self._sidecar_path(path, i))) for i, each in enumerate(sessions)]
             for session in sessions:
-                shared.enter_context(session.anchored())
+                saving.enter_context(session.shared_weights())
             super().save_checkpoint(path, {**state, CHECKPOINT_KEY: stamps}, *args, **kwargs)
-        self.barrier()
-        for each in written:
-            each.remove_replaced()
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         remainder = super().load_checkpoint(path, state, *args, **kwargs)

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.attach import attach_ddp, prepare
-from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import DDPConstructor
 from lowbit_strategy.fabric.base_strategy import LowBitFabricMixin
 
@@ -30,16 +29,6 @@ class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, _Base):
         wrapped = super().setup_module(module)
         self.attach(attach_ddp(wrapped, prepared, device=self.root_device, has_scaler=self.loss_scaler is not None))
         return wrapped
-
-    def on_unfrozen(self, session: Session) -> None:
-        if session.trains_locally:  # DDP synchronises nothing
-            session.cover()
-            return
-        raise RuntimeError(
-            f"{session.newly_trainable()[0]} was frozen when the model was set up and is trained now, which DDP does"
-            " not see: call fabric.setup(module, optimizer) again after unfreezing (with the module itself, not with"
-            " what setup returned)"
-        )
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

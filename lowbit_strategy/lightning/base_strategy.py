@@ -85,24 +85,22 @@ class LowBitMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.session is not None and self.session.newly_trainable():
-            self.on_unfrozen()
+            self.on_unfrozen(self.session)
         return super().training_step(*args, **kwargs)
 
-    def on_unfrozen(self) -> None:
+    def on_unfrozen(self, session: Session) -> None:
         """Parameters have been unfrozen since set-up, on all ranks: synchronise them from now on."""
-        assert self.session is not None
-        self.session.cover()
+        session.extend()
 
     def pre_backward(self, closure_loss: Any) -> None:
         super().pre_backward(closure_loss)
         if self.session is not None:
-            self.session.set_loss_scale(self.loss_scaler)
+            self.session.begin_step(self.loss_scaler)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.session is not None:
-            self.session.follow_scaler(self.loss_scaler)
-            self.session.end_step(optimizer)
+            self.session.end_step(optimizer, self.loss_scaler)
         return output
 
     # -- local steps --------------------------------------------------------------------------------------------------
@@ -111,24 +109,19 @@ class LowBitMixin(_Base):
         """All that a checkpoint holds has been loaded, and callbacks are complete."""
         if session.local is None:
             return
-        session.local.own = self._rank_parts
+        session.bind(lambda: self.optimizers, lambda: self.loss_scaler)
         session.resume()
         add_local_callbacks(trainer, session)
-
-    def _rank_parts(self) -> dict[str, Any]:
-        """What each rank has for itself beside its weights."""
-        parts: dict[str, Any] = {f"optimizer {at}": each for at, each in enumerate(self.optimizers)}
-        return parts if self.loss_scaler is None else parts | {"scaler": self.loss_scaler}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.session is None or not self.session.trains_locally or not self._in_fit:
             return super().lightning_module_state_dict()
-        with self.session.anchored():
+        with self.session.shared_weights():
             return copied(super().lightning_module_state_dict())
 
     def on_validation_start(self) -> None:
         if self.session is not None and self._in_fit:
-            self._validates.enter_context(self.session.anchored())
+            self._validates.enter_context(self.session.shared_weights())
         super().on_validation_start()
 
     def on_validation_end(self) -> None:
@@ -143,12 +136,9 @@ class LowBitMixin(_Base):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         filepath = self.broadcast(filepath)
-        written = self.session.save(filepath)  # on all ranks: no checkpoint without all of its residual files
-        checkpoint[CHECKPOINT_KEY] = written.stamp
-        with self.session.anchored():
+        with self.session.save(filepath) as stamp, self.session.shared_weights():
+            checkpoint[CHECKPOINT_KEY] = stamp
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        self.barrier()
-        written.remove_replaced()
 
     def _warn_of_lost_residuals(self) -> None:
         """Processes that were spawned or forked for a fit have ended with it, and their residuals with them."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.attach import Prepared, attach_ddp, prepare
+from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import DDPConstructor
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
 
@@ -37,19 +38,18 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, _Base):
         )
         self.on_attached(session)
 
-    def on_unfrozen(self) -> None:
+    def on_unfrozen(self, session: Session) -> None:
         """DDP synchronises what was trainable when it wrapped, so the module is wrapped anew; stock DDP would let the
         ranks drift apart silently.
         """
-        assert self.session is not None
+        if session.trains_locally:  # DDP synchronises nothing
+            session.extend()
+            return
         assert self.lightning_module is not None
         assert isinstance(self.model, DistributedDataParallel)
-        if self.session.trains_locally:  # DDP synchronises nothing
-            self.session.cover()
-            return
         self.model._remove_autograd_hooks()
         wrapped = self._setup_model(self.lightning_module)
-        self.session.cover(wrapped)  # before the old wrapper goes, which would take the process group with it
+        session.extend(wrapped)  # before the old wrapper goes, which would take the process group with it
         self.model = wrapped
 
     def on_exception(self, exception: BaseException) -> None:

@@ -55,6 +55,7 @@ def try_level(
     out = torch.empty_like(x)
     for _ in range(_WARM_ROUNDS if _starts_warm(sync) else 1):
         _forget_residuals_(sync)
+        sync.begin_step()
         for pending in sync.reduce(layout, x.clone(), out):
             if pending is not None:
                 pending.wait()

@@ -36,6 +36,7 @@ def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch
         entries = tuple(Entry(spec.name, at) for spec, at in zip(specs, offsets, strict=True))
         x = torch.ones(total * world_size if scatter else total, dtype=dtype, device=device)
         out = torch.empty(total, dtype=dtype, device=device) if scatter else x
+        sync.begin_step()
         for pending in sync.reduce(BucketLayout(entries, total if scatter else None), x, out):
             if pending is not None:
                 pending.wait()

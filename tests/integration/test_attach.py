@@ -14,7 +14,7 @@ from torch.distributed.algorithms import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lowbit_strategy import LoCo
+from lowbit_strategy import DiLoCo, LoCo
 from lowbit_strategy.attach.attach import attach_fsdp, prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from tests.ddp_loop import CPU, Loop
@@ -112,6 +112,31 @@ def test_a_pattern_that_matches_nothing_is_reported_once(facts: list[Facts]) -> 
     assert facts[1]["lines"] == []
 
 
+# -- loops of one's own that forget something -------------------------------------------------------------------------
+
+
+def forgetful(folder: Path, forgets: str, outer: Any) -> Facts:
+    loop = Loop(mlp(), shape=(WIDTH,), options=SyncOptions(outer=outer))
+    errors = []
+    for _ in range(3):
+        if forgets != "begin_step":
+            errors.append(raised(loop.session.begin_step))
+        errors.append(raised(loop.backward))
+        errors.append(raised(loop.optimizer.step))
+        if forgets != "end_step":
+            loop.session.end_step(loop.optimizer)
+    return {"errors": [error for error in errors if error], "forgets": forgets, "local": outer is not None}
+
+
+@scenarios(forgetful, forgets=("begin_step", "end_step"), outer=(None, DiLoCo(every=2)))
+def test_a_step_that_is_not_begun_or_not_ended_is_an_error(facts: list[Facts]) -> None:
+    for rank in facts:
+        if rank["forgets"] == "end_step":
+            assert "nothing has ended the step since: call session.end_step(optimizer)" in rank["errors"][0]
+        elif not rank["local"]:  # nothing is reduced in a local step
+            assert "gradients arrived before the step had begun" in rank["errors"][0]
+
+
 # -- memory order -----------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +165,8 @@ def memory_order(folder: Path) -> Facts:
             if memory_format == torch.channels_last:
                 in_order = values.view(out, height, width, inner).permute(0, 3, 1, 2)
             unsent.append((spec.memory_order, in_order))
-        stamp = made.session.save(path).stamp
+        with made.session.save(path) as stamp:
+            pass
     return {"orders": [order for order, _ in unsent[::2]], "unsent": [values for _, values in unsent]}
 
 

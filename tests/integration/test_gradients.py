@@ -115,6 +115,7 @@ def first_step(folder: Path, kind: Kind) -> Facts:
     bench = Bench(kind, mlp(), EVERYTHING)
     loss = regression(0)
     own = bench.own_grads(loss)
+    bench.session.begin_step()
     loss(bench.model).backward()
     excess, dense = {}, {}
     for name, grad in bench.grads().items():
@@ -186,6 +187,7 @@ def conservation(folder: Path, kind: Kind, net: str, scales: Literal["blocks", "
         loss = regression(step)
         add_(came, {name: mean(grad) for name, grad in bench.own_grads(loss).items()})
         optimizer.zero_grad()
+        bench.session.begin_step()
         loss(bench.model).backward()
         add_(sent, bench.grads())
         optimizer.step()
@@ -248,14 +250,14 @@ def loss_scaling(folder: Path, kind: Kind, what: str) -> Facts:
         own = bench.own_grads(loss)
         before = ([p.detach().clone() for p in bench.net.parameters()], [t.clone() for t in bench.sync.state_tensors()])
         optimizer.zero_grad()
-        bench.session.set_loss_scale(scaler)
+        bench.session.begin_step(scaler)
         scale = scaler.get_scale()
         is_source = bad and dist.get_rank() == dist.get_world_size() - 1
         scaler.scale((_poison(loss, what) if is_source else loss)(bench.model)).backward()
         grads = bench.grads()
         scaler.step(optimizer)
         scaler.update()
-        counted = bench.session.end_step()
+        counted = bench.session.end_step(scaler=scaler)
         scales.append(scaler.get_scale())
         if counted:
             add_(came, {name: mean(grad) for name, grad in own.items()})

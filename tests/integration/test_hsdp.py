@@ -418,7 +418,7 @@ class AnchorsInBetween(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step in (3, 8):
-            with trainer.strategy.session.anchored(), torch.no_grad():  # type: ignore[attr-defined]
+            with trainer.strategy.session.shared_weights(), torch.no_grad():  # type: ignore[attr-defined]
                 pl_module(dataset()[:4][0])
 
 

@@ -35,6 +35,7 @@ def sharded(folder: Path) -> Facts:
     announced = build_report(sync)
     observer = Observer(sync, wants=lambda step: True)
     for _ in range(3):
+        session.begin_step()
         net(torch.randn(4, WIDTH)).square().mean().backward()
         session.end_step()
     held = sync.buffers.nbytes
@@ -77,6 +78,8 @@ def beyond_fsdp(folder: Path, weights: str) -> Facts:
             fully_shard(module, mesh=mesh)
         session = None if prepared is None else attach_fsdp(net, prepared, device=torch.device("cpu"))
         for _ in range(2):
+            if session is not None:
+                session.begin_step()
             net(torch.randn(4, 8 * WIDTH)).square().mean().backward()
             net.zero_grad()
             if session is not None:

@@ -37,10 +37,15 @@ def _batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     return x, torch.tanh(x[:, :20] + x[:, 4:])
 
 
-def _train_step(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+def _train_step(
+    model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int, sync: GradientSync | None = None
+) -> None:
     x, y = _batch(rank, step)
     optimizer.zero_grad()
-    (model(x) - y).square().mean().backward()
+    loss = (model(x) - y).square().mean()
+    if sync is not None:
+        sync.begin_step()
+    loss.backward()
     optimizer.step()
 
 
@@ -79,7 +84,7 @@ def _with_our_hook(rank: int, rank_of_matrix: int, epsilon: float, order: list[s
         if step == START:
             sync.follow_phase()
             _same_start(sync, order)
-        _train_step(model, optimizer, rank, step)
+        _train_step(model, optimizer, rank, step, sync)
         sync.end_step()
     hook.close()
     return [p.detach().clone() for p in module.parameters()]
@@ -154,6 +159,7 @@ def _losses(model: Any, rank: int, sync: GradientSync) -> list[float]:
         x, y = _batch(rank, step)
         loss = (model(x) - y).square().mean()
         optimizer.zero_grad()
+        sync.begin_step()
         loss.backward()
         optimizer.step()
         sync.end_step()

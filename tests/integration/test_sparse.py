@@ -91,6 +91,7 @@ def _train(compressor: Compressor, layout: str, comm: Comm) -> Trained:
         x = torch.randn(32, 64, generator=data)
         loss = (model(x) - x @ target).square().mean()
         optimizer.zero_grad()
+        sync.begin_step()
         loss.backward()
         optimizer.step()
         sync.end_step()
@@ -150,6 +151,7 @@ def _reduce_all(compressor: Compressor, comm: Comm) -> tuple[list[dict[str, np.n
             entries.append(Entry(name, at))
             at += grad.numel()
         x = torch.cat(list(grads.values()))
+        sync.begin_step()
         for pending in sync.reduce(BucketLayout(tuple(entries)), x, x):
             assert pending is not None
             pending.wait()
@@ -353,6 +355,7 @@ def _follow_exdyna(rank: int, world_size: int, densities: tuple[float, ...]) -> 
             noise = torch.Generator().manual_seed(rank)
             for step in range(EXDYNA_STEPS):
                 x = torch.randn(numel, generator=noise).add_(shared, alpha=0.3).mul_(sizes).div_(1 + step / 200)
+                sync.begin_step()
                 for pending in sync.reduce(layout, x, x):
                     assert pending is not None
                     pending.wait()

@@ -81,6 +81,7 @@ class Run:
     def backward(self) -> None:
         loss = self.loss()
         self.losses.append(loss.item())
+        self.session.begin_step()
         loss.backward()
 
     def step(self, *, ends: bool = True) -> None:

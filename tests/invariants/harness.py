@@ -177,6 +177,7 @@ class InvariantHarness:
         stages, buffers = [], []
         for i, names in enumerate(buckets):
             layout, x = _ddp_bucket(names, grads, dtype, last=i == len(buckets) - 1)
+            sync.begin_step()
             stages.append(sync.reduce(layout, x, x))
             buffers.append((layout, x))
         _advance(stages)
@@ -198,6 +199,7 @@ class InvariantHarness:
             x[:, at : at + cut.row_numel] = padded.view(world_size, cut.row_numel)
             at += cut.row_numel
         out = torch.full((row_numel,), 3.0, dtype=dtype)
+        sync.begin_step()
         _advance([sync.reduce(BucketLayout(tuple(entries), row_numel), x.view(-1), out)])
         out /= world_size
         return {e.name: out[e.offset : e.offset + cuts[e.name].row_length(rank)] for e in entries}

@@ -131,6 +131,7 @@ class NodesWorld:
     def _ddp(self, rank: int, grads: Grads) -> dict[str, Tensor]:
         entries, parts = _entries((spec.name, grads[spec.name]) for spec in self.specs if spec.numel)
         x = torch.cat(parts)
+        self.syncs[rank].begin_step()
         _run(self._buckets[rank].reduce(BucketLayout(entries), x))
         means = {entry.name: x[entry.offset : entry.offset + grads[entry.name].numel()] for entry in entries}
         return {spec.name: means.get(spec.name, torch.empty(0)) for spec in self.specs}
@@ -149,6 +150,7 @@ class NodesWorld:
         _run(sum_rows(x_WN, out, self.inside[rank], alpha=1.0 / self.per_node))
         sync, index = self.syncs[rank], rank % self.per_node
         own = tuple(entry for entry in entries if sync.specs[entry.name].numel)
+        sync.begin_step()
         _run(sync.reduce(BucketLayout(own, alone=True, key=entries), out, out))
         return {e.name: out[e.offset : e.offset + cuts[e.name].row_length(index)] for e in entries}
 

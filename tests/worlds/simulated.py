@@ -83,6 +83,8 @@ class SimulatedWorld:
         self, syncs: Sequence[GradientSync], layout: BucketLayout, buffers: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> None:
         """Reduce every rank's bucket into its `outs`; ends the step."""
+        for sync in syncs:
+            sync.begin_step()
         stages = [sync.reduce(layout, x, out) for sync, x, out in zip(syncs, buffers, outs, strict=True)]
         for pending in itertools.zip_longest(*stages):
             for handle in pending:

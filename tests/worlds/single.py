@@ -37,6 +37,7 @@ def reduce_step(sync: GradientSync, grads: Mapping[str, Tensor], *, end: bool = 
         entries.append(Entry(name, at))
         at += values.numel()
     out = torch.empty_like(x) if sync.scatter else x
+    sync.begin_step()
     for pending in sync.reduce(BucketLayout(tuple(entries), at if sync.scatter else None), x, out):
         if pending is not None:
             pending.wait()

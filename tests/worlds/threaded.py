@@ -53,6 +53,7 @@ class ThreadedWorld(SimulatedWorld):
 
         def run(rank: int) -> None:
             try:
+                syncs[rank].begin_step()
                 for pending in syncs[rank].reduce(layout, buffers[rank], outs[rank]):
                     if pending is not None:
                         pending.wait()

@@ -157,6 +157,7 @@ def test_a_parameter_may_be_reduced_in_any_bucket(compressor: Compressor) -> Non
         wanted = reduce_step(together, {name: grad.clone() for name, grad in grads.items()})
         for i, name in enumerate(reversed(grads)):
             x = grads[name].clone()
+            apart.begin_step()
             for pending in apart.reduce(BucketLayout((Entry(name, 0),), last=i == len(grads) - 1), x, x):
                 if pending is not None:
                     pending.wait()
@@ -166,4 +167,5 @@ def test_a_parameter_may_be_reduced_in_any_bucket(compressor: Compressor) -> Non
 
 def test_a_bucket_without_parameters_is_no_error() -> None:
     sync = engine(EXACT, SPECS)
+    sync.begin_step()
     assert list(sync.reduce(BucketLayout(()), torch.zeros(0), torch.zeros(0))) == []

@@ -38,6 +38,7 @@ class Log:
 
 def one(sync: GradientSync, name: str, x: torch.Tensor, *, last: bool = True) -> torch.Tensor:
     """One bucket with one parameter; the mean."""
+    sync.begin_step()
     for pending in sync.reduce(BucketLayout((Entry(name, 0),), last=last), x, x):
         if pending is not None:
             pending.wait()
@@ -146,7 +147,7 @@ def test_an_overflow_puts_everything_back_and_is_not_counted() -> None:
 def test_residuals_follow_the_loss_scale() -> None:
     plain, scaled = engine(EXACT), engine(EXACT)
     for step, scale in enumerate((4.0, 4.0, 16.0, 2.0)):
-        scaled.set_loss_scale(scale)
+        scaled.begin_step(scale)
         wanted = reduce_step(plain, gradients(step))
         found = reduce_step(scaled, gradients(step, scale=scale))
         for name in wanted:  # powers of two: exact

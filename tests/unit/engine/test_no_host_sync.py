@@ -37,6 +37,7 @@ def bucket(*, scatter: bool) -> tuple[BucketLayout, int]:
 
 def step(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
     sync.begin_step()
+    sync.begin_step()
     for pending in sync.reduce(layout, x, out):
         if pending is not None:
             pending.wait()

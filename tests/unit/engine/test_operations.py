@@ -41,6 +41,7 @@ def operations_of_a_reduce(
     out = torch.empty(at) if scatter else x
     for step in range(2):
         with Operations() as operations:
+            sync.begin_step()
             for pending in sync.reduce(layout, x, out):
                 if pending is not None:
                     pending.wait()

@@ -179,7 +179,7 @@ def test_anchors_are_what_others_see() -> None:
     for seed in range(7):
         ranks.step(seed)
     own = ranks.weights(0)
-    with ranks.outers[0].anchored(), ranks.outers[0].anchored(), ranks.outers[1].anchored():
+    with ranks.outers[0].shared_weights(), ranks.outers[0].shared_weights(), ranks.outers[1].shared_weights():
         assert torch.equal(ranks.weights(0), ranks.weights(1))
         assert not torch.equal(ranks.weights(0), own)
         saved = ranks.outers[0].state_dict()["weights"]
@@ -188,7 +188,7 @@ def test_anchors_are_what_others_see() -> None:
     ranks.finish()
     with torch.no_grad():
         ranks.models[0][0].weight.zero_()  # type: ignore[index]
-    with ranks.outers[0].anchored():  # training has ended: the model is the user's
+    with ranks.outers[0].shared_weights():  # training has ended: the model is the user's
         assert not ranks.models[0][0].weight.any()  # type: ignore[index]
 
 

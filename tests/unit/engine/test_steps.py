@@ -138,6 +138,7 @@ def test_a_pass_that_failed_leaves_nothing_behind() -> None:
     specs = SPECS[:2]
     layout = BucketLayout((Entry(specs[0].name, 0),), last=False)
     x = torch.randn(specs[0].numel)
+    sync.begin_step()
     next(sync.reduce(layout, x, x))  # arrives, and waits for a last bucket that never comes
     sync.end_step()
     want, fresh = gradients(1), engine(ExDyna(density=0.1, exempt=("@vector",)))
@@ -157,6 +158,7 @@ def test_buffers_of_a_bucket_that_failed_come_back() -> None:
         x = torch.cat(list(grads.values()))
         offsets = (0, grads[WEIGHTS[0]].numel(), 2 * grads[WEIGHTS[0]].numel())
         entries = tuple(Entry(name, at) for name, at in zip(grads, offsets, strict=True))
+        sync.begin_step()
         next(sync.reduce(BucketLayout(entries), x, x))  # abandoned while its bytes travel
         sync.end_step()
     assert sync.buffers.nbytes <= held
@@ -167,6 +169,7 @@ def test_bucket_layouts_that_come_no_more_are_dropped() -> None:
     sync = engine(LoCo(bits=4))
     first = BucketLayout((Entry(WEIGHTS[0], 0),))
     x = torch.randn(SPECS[0].numel)
+    sync.begin_step()
     for pending in sync.reduce(first, x, x):
         pending.wait()
     bucket = weakref.ref(sync._bucket(first))

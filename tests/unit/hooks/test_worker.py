@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.attach import attach
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.attach import attach
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.methods.quantization.loco import LoCo
@@ -204,6 +204,7 @@ def _fail_in_backward(rank: int, world_size: int) -> list[str]:
 
     for step in range(3):
         sync.reduce = failing if step == 1 else reduce  # type: ignore[method-assign]
+        sync.begin_step()
         try:
             model(torch.ones(2, 64)).sum().backward()
             outcomes.append("reduced")

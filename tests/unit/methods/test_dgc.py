@@ -97,6 +97,7 @@ def _model(compressor: DGC, gradients: dict[str, torch.Tensor], steps: int) -> l
     means = []
     for _ in range(steps):
         x = torch.cat([g.reshape(-1) for g in gradients.values()])
+        sync.begin_step()
         for _pending in sync.reduce(BucketLayout(tuple(entries)), x, x):
             pass
         sync.end_step()

@@ -94,7 +94,7 @@ def test_norms_are_reported_without_the_loss_scale() -> None:
     for scale in (1.0, 1024.0):
         sync = engine(COMPRESSOR)
         observer = Observer(sync, wants=lambda step: True)
-        sync.set_loss_scale(scale)
+        sync.begin_step(scale)
         reduce_step(sync, gradients(0, scale=scale))
         assert observer.last is not None
         norms.append(observer.last.total.compensated_norm)

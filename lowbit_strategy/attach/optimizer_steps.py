@@ -1,0 +1,36 @@
+"""Which sessions learn that an optimizer has stepped: a loop that never ends its steps must not train on in silence."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class Watcher(Protocol):
+    """What is told of every step."""
+
+    def on_optimizer_step(self, optimizer: Optimizer) -> None: ...
+
+
+_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_handles: list[Any] = []  # torch's hook, once per process
+
+
+def watch_optimizers(watcher: Watcher) -> None:
+    """Tell `watcher`, as long as it lives, after every step of an optimizer of ``torch.optim``."""
+    if not _handles:
+        _handles.append(register_optimizer_step_post_hook(_on_step))
+    _watchers.add(watcher)
+
+
+def forget_optimizers(watcher: Watcher) -> None:
+    """Tell it no more."""
+    _watchers.discard(watcher)
+
+
+def _on_step(optimizer: Optimizer, *_: Any) -> None:
+    for watcher in list(_watchers):
+        watcher.on_optimizer_step(optimizer)
