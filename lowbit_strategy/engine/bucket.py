@@ -106,6 +106,7 @@ class Bucket:
     def __init__(self, context: BucketContext, layout: BucketLayout) -> None:
         self.context = context
         self.layout = layout
+        self.last_step = 0  # in which it came, of those so far
         self.slots = [self._slot(entry) for entry in layout.entries]
         by_method: dict[Method, list[Slot]] = {method: [] for method in context.stores if method.whole_model}
         for slot in self.slots:

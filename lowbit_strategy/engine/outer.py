@@ -142,7 +142,7 @@ class OuterSync:
         while not all_done:
             flight = self._launch(None, done=True)
             flight.wait()
-            all_done = int(flight.header[0]) == self.sync.comm.world_size
+            all_done = int(flight.header[0]) == self.sync.ranks.peers.world_size
             self.land(final=True, average=all_done)
         for _ in range(len(self.fragments) - 1):
             self._launch(None, done=True)
@@ -172,7 +172,7 @@ class OuterSync:
         return self._flight
 
     def _with_header(self, stages: Stages, header: Tensor) -> Stages:
-        comm = self.sync.comm
+        comm = self.sync.ranks.peers
         before = comm.sent_nbytes
         pending = comm.all_reduce(header)
         self.sync.byte_check.besides(comm.sent_nbytes - before)
@@ -199,7 +199,7 @@ class OuterSync:
         flight, self._flight = self._flight, None
         flight.wait()
         fragment, mean_N = self.fragments[flight.fragment], flight.x
-        means = flight.header[1:] / self.sync.comm.world_size
+        means = flight.header[1:] / self.sync.ranks.peers.world_size
         sample, changes = means[1:].split([fragment.sample_numel, means.numel() - 1 - fragment.sample_numel])
         self._spread = torch.stack([means[0], torch.dot(sample, sample)])
         self._move(fragment, mean_N, average=average)

@@ -25,7 +25,7 @@ from lowbit_strategy.hooks.local_steps import LocalSteps
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, trainable_parameters
-from lowbit_strategy.model.rank_groups import RankGroups
+from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.startup_report import build_report
 
 CHECKPOINT_KEY = "lowbit_strategy"
@@ -49,7 +49,7 @@ class Attached:
         options: As given to `prepare`.
         group: All ranks; for agreements between steps. Not the group of the engine, which is gone after `close`.
         hook: DDP's, or what reduces shards over replicas.
-        groups: The engine's. `close` destroys those that were made for it alone.
+        ranks: The engine's. `close` destroys the groups that were made for them alone.
         digest: Compares parameters, if they are to be compared.
         local: Local steps, if ranks train by themselves.
     """
@@ -62,7 +62,7 @@ class Attached:
         *,
         group: dist.ProcessGroup | None,
         hook: Hook | None = None,
-        groups: RankGroups | None = None,
+        ranks: Ranks | None = None,
         digest: ParameterDigest | None = None,
         local: LocalSteps | None = None,
     ) -> None:
@@ -70,7 +70,7 @@ class Attached:
         self.options = options
         self.group = group
         self.local = local
-        self._groups = groups
+        self._ranks = ranks
         self._digest = digest
         self._finalizer: weakref.finalize[[], DistributedDataParallel] | None = None
         self._module = module
@@ -96,7 +96,7 @@ class Attached:
         if not (self._has_scale or self.sync.has_begun):
             self.follow_scaler(scaler)
         self._has_scale = False  # it holds for the step that begins
-        if self.sync.comm.world_size > 1:
+        if self.sync.ranks.peers.world_size > 1:
             self.sync.begin_step()
 
     def follow_scaler(self, scaler: Any) -> None:
@@ -120,10 +120,10 @@ class Attached:
             assert self.local is not None
             self.local.after_optimizer(optimizer)
             return True
-        comm = self.sync.comm
+        comm = self.sync.ranks.peers
         if not self._warned and comm.sent_nbytes == 0 and comm.world_size > 1:
             self._warned = True
-            _log.warning("rank %d: %s", self.sync.everyone.rank, self._why_nothing_was_sent())
+            _log.warning("rank %d: %s", self.sync.ranks.rank, self._why_nothing_was_sent())
         synchronised = self.sync.in_step
         counted = self.sync.end_step()
         if self._digest is not None and synchronised and counted:
@@ -220,7 +220,7 @@ class Attached:
         return contextlib.nullcontext() if self.local is None else self.local.anchored()
 
     def _warn(self, text: str) -> None:
-        if self.sync.everyone.rank == 0:
+        if self.sync.ranks.rank == 0:
             _log.warning("%s", text)
 
     def adopt(self, earlier: Attached) -> None:
@@ -255,7 +255,7 @@ class Attached:
             self._hook.close()
             self._hook = DDPHook(model, self.sync)
             self.close_with(model)
-        if self.sync.everyone.rank == 0:
+        if self.sync.ranks.rank == 0:
             _log.info("%d more parameters are trained now\n%s", len(names), build_report(self.sync).render())
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -279,11 +279,11 @@ class Attached:
         has_ended = self._hook is None or self._hook.close()
         if self.local is not None:
             has_ended = self.local.close() and has_ended
-        groups, self._groups = self._groups, None
-        if groups is not None and has_ended:
-            groups.destroy()
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None and has_ended:
+            ranks.destroy()
             if self.sync.weights is not None:
-                self.sync.weights.comm.release(groups.own)
+                self.sync.weights.comm.release(ranks.own)
 
     def close_with(self, model: DistributedDataParallel) -> None:
         """Close when `model` is gone, in the place of the one it was so far."""

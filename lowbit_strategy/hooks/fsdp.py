@@ -37,7 +37,7 @@ def _row_nbytes(group: Any, world_size: int) -> int:
 
 def _largest_nbytes(groups: Sequence[Any], sync: GradientSync) -> int:
     """Gradients of the largest module: modules are reduced one after the other."""
-    num_rows = sync.everyone.world_size if sync.scatter else sync.everyone.world_size // sync.comm.world_size
+    num_rows = sync.ranks.world_size if sync.scatter else sync.ranks.world_size // sync.ranks.peers.world_size
     return max((num_rows * _row_nbytes(group, num_rows) for group in groups), default=0)
 
 
@@ -63,7 +63,7 @@ def install(module: nn.Module, sync: GradientSync) -> int:
         groups.append(group)
         layouts.append(rows.now().layout)
     sync.expect(layouts)
-    if sync.share is not None:
+    if sync.ranks.share is not None:
         dtypes = {
             names[id(param.sharded_param)]: reduce_dtype(group).itemsize
             for group in groups
@@ -82,7 +82,7 @@ def install_replicas(module: nn.Module, sync: GradientSync, inside: Comm, side: 
         groups.append(group)
         child.set_custom_reduce_scatter(ExactReduceScatter(inside))
         child.set_gradient_divide_factor(1.0)
-        if sync.comm.world_size > 1:
+        if sync.ranks.peers.world_size > 1:
             child.set_all_reduce_hook(
                 ReplicaAllReduce(sync, group, GradientRows(group, names, sync), side), stream=side.stream
             )

@@ -19,8 +19,8 @@ from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
-from lowbit_strategy.model.rank_groups import RankGroups, num_near, share_of
-from lowbit_strategy.model.topology import Topology
+from lowbit_strategy.ranks.ranks import Ranks, num_near, share_of
+from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.telemetry.startup_report import Report, build_report
 
 _META = torch.device("meta")
@@ -94,31 +94,32 @@ def plan(
     """
     specs = checked_specs(module, compressor, options, scatter=planned.scatter)
     prepared = prepared_for(planned.topology, compressor, options, specs, scatter=planned.scatter)
-    groups = _groups(prepared)
-    sync = make_engine(prepared, groups, _META, has_scaler=False)
+    ranks = _ranks(prepared)
+    sync = make_engine(prepared, ranks, _META, has_scaler=False)
     _announce_inside(sync, prepared, {canonical_name(name): p.element_size() for name, p in module.named_parameters()})
     if planned.scatter:
-        coding, gathering = weights_of(prepared, groups)
+        coding, gathering = weights_of(prepared, ranks)
         sync.weights = WeightSync(coding, _layouts(module), gathering, _META)
-    if options.outer is not None and sync.comm.world_size > 1:
+    if options.outer is not None and sync.ranks.peers.world_size > 1:
         OuterSync(
             sync, {name: torch.empty(spec.shape, device=_META) for name, spec in sync.specs.items()}, options.outer
         )
     return build_report(sync, device)
 
 
-def _groups(prepared: Prepared) -> RankGroups:
+def _ranks(prepared: Prepared) -> Ranks:
     """The first rank's."""
     topology, size = prepared.topology, prepared.shard_size or prepared.node_size
-    everyone = _comm(range(topology.world_size), topology)
+    world = _comm(range(topology.world_size), topology)
     if size is None:
-        return RankGroups(everyone, everyone)
+        return Ranks.flat(world, topology)
     scatter = prepared.scatter and prepared.shard_size is None
-    return RankGroups(
-        comm=_comm(range(0, topology.world_size, size), topology),
-        everyone=everyone,
-        inside=_comm(range(size), topology),
+    return Ranks(
+        world=world,
+        peers=_comm(range(0, topology.world_size, size), topology),
+        intra_node=_comm(range(size), topology),
         share=share_of(0, size, topology.world_size, scatter=scatter),
+        topology=topology,
     )
 
 
@@ -130,12 +131,12 @@ def _comm(members: Sequence[int], topology: Topology) -> LocalComm:
 
 def _announce_inside(sync: GradientSync, prepared: Prepared, itemsizes: Mapping[str, int]) -> None:
     """Exact sums inside nodes: bytes, and memory for messages as if all parameters were reduced as one."""
-    if sync.share is None:
+    if sync.ranks.share is None:
         return
     if not prepared.scatter:
         announce_inside(sync, itemsizes)
         return
-    num_rows = prepared.shard_size or sync.everyone.world_size
+    num_rows = prepared.shard_size or sync.ranks.world_size
     rows = {spec.name: dim0_cut(spec.shape, num_rows).row_numel for spec in prepared.specs}
     row_nbytes = sum(numel * itemsizes[name] for name, numel in rows.items())
     if prepared.shard_size is not None:

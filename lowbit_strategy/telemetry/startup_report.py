@@ -189,7 +189,7 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
         group.num_tensors += 1
         group.numel += sync.specs[name].whole.numel
         group.sent_nbytes += sync.sent_nbytes(name)
-    world_size, topology = sync.comm.world_size, sync.topology
+    world_size, topology = sync.ranks.peers.world_size, sync.ranks.topology
     numel = sum(spec.numel for spec in sync.specs.values())
     sent_nbytes = sum(group.sent_nbytes for group in groups.values())
     nodes = topology if topology is not None and topology.num_nodes != 1 else None
@@ -205,9 +205,9 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
         + (0 if sync.weights is None else sync.weights.buffer_nbytes),
         weights=None if sync.weights is None else _weight_report(sync.weights, several_nodes=nodes is not None),
         ranks=describe_ranks(sync),
-        between_nbytes=sync.comm.between_nodes(sent_nbytes) if nodes is not None else None,
+        between_nbytes=sync.ranks.peers.between_nodes(sent_nbytes) if nodes is not None else None,
         inside_nbytes=sync.inside_nbytes,
-        one_level=(nodes.obstacle or "two_level=False") if nodes is not None and sync.share is None else None,
+        one_level=(nodes.obstacle or "two_level=False") if nodes is not None and sync.ranks.share is None else None,
         kernels=backends.describe(device or sync.device),
         world_size=world_size,
         scatter=sync.scatter,
@@ -220,9 +220,9 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
 
 def describe_ranks(sync: GradientSync) -> str:
     """Which ranks reduce what together."""
-    if sync.share is None:
-        return f"{sync.comm.world_size} ranks"
-    return f"{sync.comm.world_size} groups of {sync.share.count} ranks, exact inside a group"
+    if sync.ranks.share is None:
+        return f"{sync.ranks.peers.world_size} ranks"
+    return f"{sync.ranks.peers.world_size} groups of {sync.ranks.share.count} ranks, exact inside a group"
 
 
 def _next_phase(compressor: Compressor, step_index: int) -> int | None:

@@ -175,4 +175,4 @@ def test_bucket_layouts_that_come_no_more_are_dropped() -> None:
         reduce_step(sync, gradients(step))
     gc.collect()
     assert bucket() is None
-    assert len(sync._plans) == 1
+    assert len(sync._buckets) == 1
