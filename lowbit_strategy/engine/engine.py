@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
-from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Entry, Stages
+from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Stages
 from lowbit_strategy.engine.byte_check import ByteCheck
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.interfaces import LocalTraining, RankState, Stateful
@@ -22,6 +21,8 @@ from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.plan.gradients import Layout, Reduced, promised_nbytes
+from lowbit_strategy.plan.plan import Plan, make_plan
 from lowbit_strategy.ranks.ranks import Ranks
 
 _KEPT_STEPS = 16  # a bucket layout that has not come for so many steps (DDP has rebuilt its buckets) is dropped
@@ -51,7 +52,6 @@ class GradientSync:
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
-        inside_nbytes, inside_buffer_nbytes: Two levels: sent inside the node per step, memory for it.
         extra_state, rank_state: What is saved beside the methods' own state, by name; what differs between ranks.
         stride: Optimizer steps since the reduction before: 1 unless steps are local.
         outer: Reduces weights' movements where steps are local, and counts them; None: gradients are reduced.
@@ -77,7 +77,6 @@ class GradientSync:
         self.step_index = 0
         self.num_skipped = 0
         self.weights: WeightSync | None = None
-        self.inside_nbytes = self.inside_buffer_nbytes = 0
         self.loss_scale: float | None = None
         self.carryover = CarryOver(device)
         self.extra_state: dict[str, Stateful] = {}
@@ -95,7 +94,7 @@ class GradientSync:
         self._entered: set[BucketLayout] = set()  # in the backward pass under way
         self._num_passes = 0  # of the step, with this one
         self._observers: list[BucketObserver] = []
-        self._expected: tuple[BucketLayout, ...] = ()
+        self._expected: tuple[Reduced, ...] = ()
         self._replaced: list[MethodStore] = []  # kept until the step is over: a stream may still read them
         self._backup: list[Tensor] = []
         self.use(compressor)
@@ -366,31 +365,32 @@ class GradientSync:
         """Bytes of all state on this rank."""
         return sum(store.nbytes for store in self.stores.values())
 
-    def expect(self, layouts: Sequence[BucketLayout]) -> None:
-        """The buckets that will come, one after the other, as far as they are known: for `buffer_nbytes`."""
-        self._expected = tuple(layouts)
+    def expect(self, reduced: Sequence[Reduced]) -> None:
+        """What will be reduced as one, in the order of backward: for `plan`."""
+        self._expected = tuple(reduced)
 
-    @property
-    def buffer_nbytes(self) -> int:
-        """Bytes for messages on this rank, at most.
-
-        FSDP2's modules take turns, so it is the largest one that counts. DDP's buckets may all be under way at once.
-        """
-        if self._expected:
-            return max(self._exchange_nbytes(layout) for layout in self._expected)
-        offsets = itertools.accumulate((spec.numel for spec in self.specs.values()), initial=0)
-        entries = tuple(map(Entry, self.specs, offsets))
-        row_numel = sum(self._placement.cut(spec, 1).row_numel for spec in self.specs.values())
-        return self._exchange_nbytes(BucketLayout(entries, row_numel if self.scatter else None))
-
-    def _exchange_nbytes(self, layout: BucketLayout) -> int:
-        exchange = Bucket(self._context, layout).exchange
-        return 0 if exchange is None else exchange.buffer_nbytes
+    def plan(self) -> Plan:
+        """What a step sends and what is kept, as numbers."""
+        weights, outer = self.weights, self.outer
+        layout: Layout = "fsdp" if self.scatter else "ddp" if weights is None else "hsdp"
+        known = {name for each in self._expected for name in each.names}
+        later = tuple(name for name in reversed(self.specs) if name not in known)
+        return make_plan(
+            list(self.specs.values()),
+            self.assignments,
+            self.ranks.shape,
+            layout,
+            reduced=[*self._expected, *([Reduced(later)] if later else ())],
+            coding=None if weights is None else weights.coding,
+            modules=None if weights is None else weights.layouts,
+            outer=None if outer is None else outer.rule,
+            every=None if outer is None else outer.round_length,
+        )
 
     def sent_nbytes(self, name: str) -> int:
         """Bytes this rank sends to others for one reduction of a parameter, headers and padding aside."""
         method, spec = self.assignments[name].method, self.specs[name]
-        return method.wire_nbytes(spec, self.ranks.peers.world_size, scatter=self.scatter)
+        return promised_nbytes(method, spec, self.ranks.peers.world_size, scatter=self.scatter)
 
 
 def _copy_where_equal(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:

@@ -13,8 +13,9 @@ from lowbit_strategy.engine.averaged_buffers import AveragedBuffers
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.flight import Courier, Flight, Inline
-from lowbit_strategy.engine.fragment import SAMPLE_NUMEL, Fragment, cut_into
+from lowbit_strategy.engine.fragment import Fragment
 from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.plan.rounds import SAMPLE_NUMEL, cut_into
 
 
 class OuterSync:
@@ -79,11 +80,6 @@ class OuterSync:
     @property
     def params(self) -> dict[str, Tensor]:
         return {name: param for fragment in self.fragments for name, param in fragment.params.items()}
-
-    @property
-    def label(self) -> str:
-        """The rule in a few words, for reports."""
-        return self.rule.label
 
     @property
     def turn_length(self) -> int:
@@ -349,18 +345,6 @@ class OuterSync:
         self._flight, self._since, self._turn = None, 0, 0
         for fragment in self.fragments:
             fragment.pull_(0.0)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of anchors, of the outer optimizer's state once it has stepped, and of a pseudo-gradient."""
-        anchors = sum(anchor.nbytes for anchor in self.anchors.values())
-        moments = sum(
-            value.nbytes
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
-        return anchors + moments + 4 * max(fragment.numel for fragment in self.fragments)
 
 
 def _like(value: Any, anchor: Tensor) -> Any:

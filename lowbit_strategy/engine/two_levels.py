@@ -12,7 +12,6 @@ the same index, and each of them ends with its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -124,22 +123,3 @@ def scatter_over_two_levels(
     yield from sum_rows(rows_LN, mean_N, intra_node, alpha=1.0 / num_inside)
     yield from between
     out.mul_(num_inside)  # FSDP2 divides by the number of all ranks
-
-
-def inside_nbytes(sync: GradientSync, itemsizes: Mapping[str, int]) -> int:
-    """Bytes that a rank sends inside its node for one reduction of all gradients, which have so many bytes each."""
-    assert sync.ranks.share is not None
-    total = 0
-    for name, spec in sync.wholes.items():
-        first = spec.shared(replace(sync.ranks.share, index=0)).part  # the longest
-        assert first is not None
-        numel = first.ranges[0][1] if first.row_numel is None else sync.ranks.peers.world_size * first.row_numel
-        total += numel * itemsizes[name]
-    return (1 if sync.scatter else 2) * (sync.ranks.share.count - 1) * total
-
-
-def announce_inside(sync: GradientSync, itemsizes: Mapping[str, int]) -> None:
-    """DDP: what the levels inside nodes send, and their memory for messages, sent and received."""
-    assert sync.ranks.share is not None
-    sync.inside_nbytes = inside_nbytes(sync, itemsizes)
-    sync.inside_buffer_nbytes = sync.inside_nbytes * sync.ranks.share.count // (sync.ranks.share.count - 1)

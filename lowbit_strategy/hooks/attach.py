@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.two_levels import announce_inside
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.attached import Attached
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
@@ -39,7 +38,9 @@ from lowbit_strategy.model.fsdp_sharding import broadcast_shards, check_process_
 from lowbit_strategy.model.handshake import facts, handshake, plain
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, refuse_sparse_gradients
 from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
+from lowbit_strategy.plan.gradients import Reduced, ddp_buckets
 from lowbit_strategy.ranks.ranks import Ranks, make_ranks
+from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology, find_topology, resolve_shard_size
 from lowbit_strategy.telemetry.startup_report import build_report
 
@@ -157,9 +158,7 @@ def attach_ddp(
     own_world = device.type == "cpu" or rule is not None
     ranks = make_ranks(group, prepared.topology, prepared.node_size, device, scatter=False, own_world=own_world)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    if sync.ranks.share is not None:
-        itemsizes = {canonical_name(name): param.element_size() for name, param in model.module.named_parameters()}
-        announce_inside(sync, itemsizes)
+    sync.expect(_ddp_buckets(model, sync))
     hook = None if ranks.alone or (rule is not None and rule.synchronous_steps == 0) else DDPHook(model, sync)
     compares = prepared.options.check_digest and not ranks.alone
     attached = Attached(
@@ -175,6 +174,13 @@ def attach_ddp(
     attached.close_with(model)
     _report(sync)
     return attached
+
+
+def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync) -> list[Reduced]:
+    """What DDP will put together once it knows the order of gradients."""
+    params = [(canonical_name(name), param) for name, param in model.module.named_parameters()]
+    trained = [(name, param.numel(), param.element_size()) for name, param in params if name in sync.specs]
+    return ddp_buckets(trained, model.bucket_bytes_cap)
 
 
 def _replicated(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
@@ -204,8 +210,7 @@ def attach_fsdp(
     check_process_groups(module, group, replicated=False)
     if fsdp.install(module, sync) == 0:
         raise ValueError(_NOT_SHARDED)
-    coding, gathering = weights_of(prepared, ranks)
-    install_weights(module, coding, sync, gathering)
+    install_weights(module, weight_coding(prepared), sync, gathering_of(prepared, ranks))
     _report(sync)
     return Attached(sync, module, prepared.options, group=group, ranks=ranks)
 
@@ -230,8 +235,7 @@ def _attach_hsdp(
     side = BackwardSide(_with_index(device))
     if fsdp.install_replicas(module, sync, ranks.intra_node, side) == 0:
         raise ValueError(_NOT_SHARDED)
-    coding, gathering = weights_of(prepared, ranks)
-    install_weights(module, coding, sync, gathering)
+    install_weights(module, weight_coding(prepared), sync, gathering_of(prepared, ranks))
     compares = prepared.options.check_digest and not ranks.alone
     shards = {canonical_name(name): param for name, param in module.named_parameters()}
     digest = ParameterDigest(shards, ranks.peers, device) if compares else None
@@ -241,16 +245,22 @@ def _attach_hsdp(
     return Attached(sync, module, prepared.options, group=group, hook=side, ranks=ranks, digest=digest, local=local)
 
 
-def weights_of(prepared: Prepared, ranks: Ranks) -> tuple[WeightCoding, Gathering]:
-    """How weights are coded, and how they travel to the ranks that share them: to each other node once."""
-    chosen, intra_node = prepared.options.weights, copy.copy(ranks.intra_node)  # a copy counts bytes of its own
-    if prepared.shard_size is not None:
-        assert intra_node is not None
-        return chosen or Exact(), FlatGathering(intra_node)  # inside a node links are fast
-    coding = chosen or default_weights(prepared.compressor)
+def weight_coding(prepared: Prepared) -> WeightCoding:
+    """How weights are coded: exactly where they stay inside a node, whose links are fast, unless chosen otherwise."""
+    unchosen = Exact() if prepared.shard_size is not None else default_weights(prepared.compressor)
+    return prepared.options.weights or unchosen
+
+
+def gathering_of(prepared: Prepared, ranks: Ranks) -> Gathering:
+    """How weights travel to the ranks that share them: to each other node once."""
+    intra_node = copy.copy(ranks.intra_node)  # a copy counts bytes of its own
     if intra_node is None:
-        return coding, FlatGathering(copy.copy(ranks.world))
-    return coding, NodeGathering(copy.copy(ranks.peers), intra_node)
+        return FlatGathering(copy.copy(ranks.world))
+    return (
+        FlatGathering(intra_node)
+        if prepared.shard_size is not None
+        else NodeGathering(copy.copy(ranks.peers), intra_node)
+    )
 
 
 _NOT_SHARDED = "no module is sharded with fully_shard: nothing to compress"
@@ -266,6 +276,11 @@ def _refuse_join(**options: Any) -> Any:
         "torch.distributed.algorithms.Join does not work with compressed gradients: a rank that has no more batches"
         " misses exchanges between the others. Give every rank the same number of batches (DistributedSampler does)"
     )
+
+
+def used_compressor(prepared: Prepared, shape: Shape) -> Compressor:
+    """One rank alone keeps no residuals, save what a checkpoint brings along."""
+    return Dense() if shape.num_peers == 1 else prepared.compressor
 
 
 def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_scaler: bool) -> GradientSync:

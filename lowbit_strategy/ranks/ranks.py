@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.collectives.layout import Share
+from lowbit_strategy.ranks.shape import Shape, num_near
 from lowbit_strategy.ranks.topology import Topology
 
 
@@ -57,6 +58,11 @@ class Ranks:
     @property
     def world_size(self) -> int:
         return self.world.world_size
+
+    @property
+    def shape(self) -> Shape:
+        """The same as numbers."""
+        return Shape(self.world.world_size, self.world.rank, self.share, self.topology)
 
     @property
     def alone(self) -> bool:
@@ -135,12 +141,6 @@ def _comm(group: dist.ProcessGroup | None, members: Iterable[int], topology: Top
     comm = GroupComm(group)
     comm.num_near = num_near(members, topology, rank)
     return comm
-
-
-def num_near(members: Iterable[int], topology: Topology, rank: int) -> int:
-    """How many of `members` are on the node of `rank`, itself aside."""
-    near = topology.neighbours(rank)
-    return sum(member in near for member in members) - 1
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:

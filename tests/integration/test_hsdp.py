@@ -234,7 +234,7 @@ def in_step(folder: Path) -> Facts:
             made.fit(model, loader())
         sync = made.strategy.sync
         facts = {"at_once": list(at_once), "print": fingerprint(model), "log": lines, "steps": sync.step_index}
-        facts["inside"] = (sync.ranks.intra_node.sent_nbytes, sync.inside_nbytes)
+        facts["inside"] = (sync.ranks.intra_node.sent_nbytes, sync.plan().intra_node_nbytes)
         torch.manual_seed(dist.get_rank() // 2)  # every replica begins with weights of its own
         net = sharded_on_meta()
         facts["begins"] = fingerprint(net)

@@ -74,7 +74,7 @@ def test_what_came_in_has_come_out_or_is_in_a_residual(name: str, kind: Kind) ->
         for sync in world.syncs:
             assert sync.ranks.intra_node is not None
             if kind != "hsdp":
-                assert sync.ranks.intra_node.sent_nbytes == STEPS * sync.inside_nbytes
+                assert sync.ranks.intra_node.sent_nbytes == STEPS * sync.plan().intra_node_nbytes
         for spec in SPECS:
             method = world.syncs[0].assignments[spec.name].method
             if method.conserves(scatter=kind == "fsdp"):

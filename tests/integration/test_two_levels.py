@@ -57,7 +57,7 @@ def by_name(folder: Path, kind: Kind) -> Facts:
         "world": (sync.ranks.peers.world_size, sync.ranks.world_size),
         "sent": sync.ranks.peers.sent_nbytes,
         "accounted": 20 * sum(sync.sent_nbytes(name) for name in sync.specs),
-        "inside": (sync.ranks.intra_node.sent_nbytes, 20 * sync.inside_nbytes),
+        "inside": (sync.ranks.intra_node.sent_nbytes, 20 * sync.plan().intra_node_nbytes),
         "residual": sync.residual_nbytes,
         "numel": sum(spec.numel for spec in sync.wholes.values()),
         "log": lines,

@@ -19,7 +19,7 @@ from lowbit_strategy.collectives.layout import Share, dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.two_levels import TwoLevelBuckets, inside_nbytes, scatter_over_two_levels
+from lowbit_strategy.engine.two_levels import TwoLevelBuckets, scatter_over_two_levels
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.ranks.ranks import Ranks
@@ -71,9 +71,6 @@ class NodesWorld:
             )
             for r in range(self.size)
         ]
-        for sync in self.syncs:
-            if kind != "hsdp":
-                sync.inside_nbytes = inside_nbytes(sync, {spec.name: 4 for spec in specs})
         self._buckets = [TwoLevelBuckets(sync) for sync in self.syncs]
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="rank")
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lowbit_strategy import OUTER_RULES, Dense, DiLoCo, ExDyna, LocalSGD, LoCo, OuterRule, OverlapLocalSGD
 from lowbit_strategy.control.base import Controller, Decision, Telemetry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.fragment import cut_into
 from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.hooks.sync_options import SyncOptions
 from lowbit_strategy.launch.dry_run_report import Planned, plan
@@ -26,6 +25,7 @@ from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.registry import compressor_for
 from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.plan.rounds import cut_into
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from recipes.gpt import GPT
@@ -101,7 +101,7 @@ def test_local_sgd_takes_the_mean_of_weights_and_buffers(world_size: int) -> Non
 def test_how_many_buckets_a_fragment_has_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for bucket_numel in (2**21, 40):
-        monkeypatch.setattr("lowbit_strategy.engine.fragment.BUCKET_NUMEL", bucket_numel)
+        monkeypatch.setattr("lowbit_strategy.plan.rounds.BUCKET_NUMEL", bucket_numel)
         ranks = Replicas(OUTER_RULES[name], compressor_for(name))
         fragment = ranks.outers[0].fragments[0]
         parts = [part for _, part in fragment.buckets]
