@@ -30,6 +30,7 @@ from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.methods._base.tensor_spec import Role, TensorSpec
 from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
 from lowbit_strategy.methods.registry import as_compressor
+from lowbit_strategy.ranks.ranks import Ranks
 from recipes.text import standard_library
 from tests.worlds.threaded import ThreadedWorld
 
@@ -223,7 +224,7 @@ class Local:
         self.numel = sum(spec.numel for spec in specs)
         self.outers = []
         for rank, comm in enumerate(self.world.comms):
-            sync = GradientSync(compressor, specs, comm, torch.device("cpu"), scatter=False, seed=seed)
+            sync = GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=False, seed=seed)
             self.outers.append(OuterSync(sync, {name: param.data[rank] for name, param in params.items()}, rule))
         self.steps = 0
 

@@ -18,6 +18,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.registry import preset
+from lowbit_strategy.ranks.ranks import Ranks
 from slow_links import counters
 
 WARMUP_STEPS = 2  # not counted
@@ -34,7 +35,7 @@ def measure(variant: str, numel: int, steps: int) -> dict[str, float]:
     spec = TensorSpec("gradient", (rows, numel // rows))
     row_numel = spec.numel // world_size
     comm = GroupComm(dist.group.WORLD)
-    sync = GradientSync(preset(name), [spec], comm, torch.device("cpu"), scatter=scatter)
+    sync = GradientSync(preset(name), [spec], Ranks.flat(comm), torch.device("cpu"), scatter=scatter)
     sync.step_index = LATE
     sync.follow_phase()
     layout = BucketLayout((Entry(spec.name, 0),), row_numel=row_numel if scatter else None)

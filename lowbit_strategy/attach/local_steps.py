@@ -82,7 +82,7 @@ class LocalSteps:
     def _make_outer(self) -> OuterSync:
         outer = OuterSync(self.sync, self._params, self.rule, buffers=self._buffers, courier=self._courier)
         if self._check_digest:
-            digest = ParameterDigest(outer.anchors, self.sync.comm, self.sync.device)
+            digest = ParameterDigest(outer.anchors, self.sync.ranks.peers, self.sync.device)
             outer.on_turn = lambda: digest.after_step(self.sync.step_index)
         return outer
 

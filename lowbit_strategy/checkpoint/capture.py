@@ -33,8 +33,8 @@ def capture(sync: GradientSync) -> Saved:
     sync.follow_phase()  # a new phase begins with the next step, and that is where a restored engine begins
     return {
         "format": FORMAT,
-        "world_size": sync.everyone.world_size,
-        "rank": sync.everyone.rank,
+        "world_size": sync.ranks.world_size,
+        "rank": sync.ranks.rank,
         "topology": _topology(sync),
         "step_index": sync.step_index,
         "num_skipped": sync.num_skipped,
@@ -48,9 +48,9 @@ def capture(sync: GradientSync) -> Saved:
 
 def _topology(sync: GradientSync) -> list[int]:
     """Ranks in all; how many reduce the same part together; how many parts there are, and of which kind."""
-    share = sync.share
+    share = sync.ranks.share
     parts = [1, 0] if share is None else [share.count, int(share.num_nodes is not None)]
-    return [sync.everyone.world_size, sync.comm.world_size, *parts]
+    return [sync.ranks.world_size, sync.ranks.peers.world_size, *parts]
 
 
 def _saved_topology(saved: Saved) -> list[int]:
@@ -129,7 +129,7 @@ def restore(
             rank_part.load_state_dict(saved["own"][name], own=_saved_topology(saved) == _topology(sync))
     sync.forget()
     if saved.get("reduces", "gradients") != _reduced(sync):
-        if sync.everyone.rank == 0:
+        if sync.ranks.rank == 0:
             _log.warning(
                 "the checkpoint's residuals are of %s and this run reduces %s: residuals start from zero",
                 saved.get("reduces", "gradients"),
@@ -206,8 +206,8 @@ def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
 def _change_world_size(
     sync: GradientSync, saved: Saved, load_rank: Callable[[int], Saved], policy: OnWorldSizeChange
 ) -> None:
-    (old, num_together, *_), new = _saved_topology(saved), sync.everyone.world_size
-    if sync.everyone.rank == 0:
+    (old, num_together, *_), new = _saved_topology(saved), sync.ranks.world_size
+    if sync.ranks.rank == 0:
         what = "start from zero" if policy == "reset" else "are averaged over the old ranks"
         if old != new:
             _log.warning("the number of ranks changed from %d to %d: compression residuals %s", old, new, what)

@@ -125,18 +125,6 @@ class Exchange:
         layout = repr([(r.uplink.stateful, r.downlink.stateful, r.slots) for r in self.routes]).encode()
         self._header = layout_header(layout, device)
 
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes this rank puts on the wire for one reduction."""
-        row = self.uplink_nbytes + (0 if self.scatter else self.downlink_nbytes)
-        return row * (self.comm.world_size - 1)
-
-    @property
-    def buffer_nbytes(self) -> int:
-        """Memory for messages while this bucket is under way, at its largest: what is sent, received and summed up."""
-        rows = 2 * self.comm.world_size * self.uplink_nbytes
-        return rows if self.scatter else rows + 4 * self._shard_numel
-
     def run(self, x: Tensor, out: Tensor, step: StepContext, sent: Tensor | None = None) -> Iterator[Pending]:
         """Reduce `x` into `out`; yields whenever bytes travel, for the caller to wait or to start another bucket.
 

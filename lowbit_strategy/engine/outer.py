@@ -13,8 +13,9 @@ from lowbit_strategy.engine.averaged_buffers import AveragedBuffers
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.flight import Courier, Flight, Inline
-from lowbit_strategy.engine.fragment import SAMPLE_NUMEL, Fragment, cut_into
+from lowbit_strategy.engine.fragment import Fragment
 from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.plan.rounds import SAMPLE_NUMEL, cut_into
 
 
 class OuterSync:
@@ -81,11 +82,6 @@ class OuterSync:
         return {name: param for fragment in self.fragments for name, param in fragment.params.items()}
 
     @property
-    def label(self) -> str:
-        """The rule in a few words, for reports."""
-        return self.rule.label
-
-    @property
     def turn_length(self) -> int:
         """Optimizer steps from the last turn to the next."""
         count = len(self.fragments)
@@ -142,7 +138,7 @@ class OuterSync:
         while not all_done:
             flight = self._launch(None, done=True)
             flight.wait()
-            all_done = int(flight.header[0]) == self.sync.comm.world_size
+            all_done = int(flight.header[0]) == self.sync.ranks.peers.world_size
             self.land(final=True, average=all_done)
         for _ in range(len(self.fragments) - 1):
             self._launch(None, done=True)
@@ -172,7 +168,7 @@ class OuterSync:
         return self._flight
 
     def _with_header(self, stages: Stages, header: Tensor) -> Stages:
-        comm = self.sync.comm
+        comm = self.sync.ranks.peers
         before = comm.sent_nbytes
         pending = comm.all_reduce(header)
         self.sync.byte_check.besides(comm.sent_nbytes - before)
@@ -199,7 +195,7 @@ class OuterSync:
         flight, self._flight = self._flight, None
         flight.wait()
         fragment, mean_N = self.fragments[flight.fragment], flight.x
-        means = flight.header[1:] / self.sync.comm.world_size
+        means = flight.header[1:] / self.sync.ranks.peers.world_size
         sample, changes = means[1:].split([fragment.sample_numel, means.numel() - 1 - fragment.sample_numel])
         self._spread = torch.stack([means[0], torch.dot(sample, sample)])
         self._move(fragment, mean_N, average=average)
@@ -355,18 +351,6 @@ class OuterSync:
         self._flight, self._since, self._turn = None, 0, 0
         for fragment in self.fragments:
             fragment.pull_(0.0)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of anchors, of the outer optimizer's state once it has stepped, and of a pseudo-gradient."""
-        anchors = sum(anchor.nbytes for anchor in self.anchors.values())
-        moments = sum(
-            value.nbytes
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
-        return anchors + moments + 4 * max(fragment.numel for fragment in self.fragments)
 
 
 def _like(value: Any, anchor: Tensor) -> Any:

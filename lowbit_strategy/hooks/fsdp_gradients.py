@@ -78,9 +78,9 @@ class GradientRows:
     def _num_ranks(self) -> int:
         """That share the module."""
         if self._sync.scatter:
-            return self._sync.everyone.world_size
-        assert self._sync.share is not None
-        return self._sync.share.count
+            return self._sync.ranks.world_size
+        assert self._sync.ranks.share is not None
+        return self._sync.ranks.share.count
 
     def _row(self, names: tuple[str, ...], cuts: list[int]) -> GradientRow:
         entries, at = [], 0
@@ -125,10 +125,10 @@ class CompressedReduceScatter(_ReduceScatter):
                 f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?"
             )
         layout, sync = self._rows.of(output_tensor.numel()), self._sync
-        if sync.inside is None:
+        if sync.ranks.intra_node is None:
             stages = sync.reduce(layout, input_tensor, output_tensor)
         else:
-            stages = scatter_over_two_levels(sync, sync.inside, layout, input_tensor, output_tensor)
+            stages = scatter_over_two_levels(sync, layout, input_tensor, output_tensor)
         for pending in stages:
             if pending is not None:
                 pending.wait()

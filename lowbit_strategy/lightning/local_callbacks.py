@@ -38,9 +38,9 @@ def add_local_callbacks(trainer: Any, session: Session) -> None:
 
 def _stop_if_terminated(trainer: Any, sync: GradientSync) -> None:
     terminated = trainer.received_sigterm
-    if sync.inside is not None:
+    if sync.ranks.intra_node is not None:
         flag = torch.tensor([int(terminated)], device=sync.device)
-        sync.inside.all_reduce_max(flag).wait()
+        sync.ranks.intra_node.all_reduce_max(flag).wait()
         terminated = bool(flag)
     if terminated:
         raise import_module(type(trainer.fit_loop.epoch_loop).__module__).SIGTERMException  # of either namespace

@@ -112,7 +112,7 @@ class AdaptiveDriver:
         specs = list(self.sync.wholes.values())
         for level in self.controller.levels:
             level.check(specs)
-        return self.controller.init(self._judged(specs), self.sync.comm.world_size, scatter=self.sync.scatter)
+        return self.controller.init(self._judged(specs), self.sync.ranks.peers.world_size, scatter=self.sync.scatter)
 
     def _judged(self, specs: list[TensorSpec]) -> list[TensorSpec]:
         """Parameters that a decision makes a difference to: not those that every level exempts."""
@@ -126,7 +126,7 @@ class AdaptiveDriver:
             configuration = level.at(self.sync.step_index)
             rehearse(
                 configuration,
-                world_size=self.sync.comm.world_size,
+                world_size=self.sync.ranks.peers.world_size,
                 scatter=self.sync.scatter,
                 device=self.sync.device,
             )
@@ -160,7 +160,7 @@ class AdaptiveDriver:
         self._probe = decision.probe
         self.events += [Event(progress.step, progress.epoch, switch) for switch in decision.switches]
         self.warnings += decision.warnings
-        if self.sync.everyone.rank == 0:
+        if self.sync.ranks.rank == 0:
             for switch in decision.switches:
                 _log.info("step %d: %s: %s -> %s (%s)", progress.step, *switch)
             for warning in decision.warnings:
@@ -176,7 +176,7 @@ class AdaptiveDriver:
         if probe.levels:
             self._try_levels(bucket, x, out)
         if probe.end_to_end:
-            sample = MeanSample(views, sync.comm, sync.step_context().shared_seed)
+            sample = MeanSample(views, sync.ranks.peers, sync.step_context().shared_seed)
             yield from sample.exchange()
             yield from stages
             self._end_to_end |= sample.sums()
@@ -185,7 +185,7 @@ class AdaptiveDriver:
         if probe.accumulate == "mean":
             for view in views:
                 # Shards add up to the whole; whole means are W times the same, and it is squares that are added.
-                share = sync.comm.world_size if sync.scatter else sync.comm.world_size**0.5
+                share = sync.ranks.peers.world_size if sync.scatter else sync.ranks.peers.world_size**0.5
                 self._add_(view.spec.name, view.out, scale / share)
 
     def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
@@ -228,7 +228,7 @@ class AdaptiveDriver:
             name: torch.stack([values.square().sum(), self._squares.get(name, zero).to(values.dtype)])
             for name, values in self._sums.items()
         }
-        total = sum_over_ranks(table(squares, names, 2, self.sync.device), self.sync.everyone)
+        total = sum_over_ranks(table(squares, names, 2, self.sync.device), self.sync.ranks.world)
         shown: dict[str, Any] = {
             "accumulated_norm": dict(zip(names, total[:, 0].sqrt().tolist(), strict=True)),
             "accumulated_square": dict(zip(names, total[:, 1].tolist(), strict=True)) if self._squares else {},
@@ -240,7 +240,7 @@ class AdaptiveDriver:
         return shown
 
     def _summarize(self, now: float) -> dict[str, Any]:
-        probe, everyone = self._probe, self.sync.everyone
+        probe, everyone = self._probe, self.sync.ranks.world
         shown: dict[str, Any] = {}
         seconds = now - self._last_end if probe.seconds and self._last_end is not None else None
         if not (probe.levels or probe.end_to_end or seconds is not None):
@@ -295,7 +295,7 @@ class AdaptiveDriver:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["labels"] != list(self.labels) or state["controller"] != type(self.controller).__name__:
-            if self.sync.everyone.rank == 0:
+            if self.sync.ranks.rank == 0:
                 _log.warning(
                     "the checkpoint was written under another controller (%s of %s): this one starts anew",
                     state["controller"],

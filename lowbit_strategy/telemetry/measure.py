@@ -13,6 +13,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.ranks.ranks import Ranks
 
 NUM_ENERGIES = 4
 _WARM_ROUNDS = 3  # a method that starts warm (PowerSGD) is judged after it has seen the tensor before
@@ -46,7 +47,7 @@ def try_level(
     if not chosen:
         return {}
     x = torch.cat([values[spec.name] for spec in chosen])
-    sync = GradientSync(level, chosen, LocalComm(), x.device, scatter=True, seed=seed)
+    sync = GradientSync(level, chosen, Ranks.flat(LocalComm()), x.device, scatter=True, seed=seed)
     entries, at = [], 0
     for spec in chosen:
         entries.append(Entry(spec.name, at))

@@ -164,7 +164,7 @@ class ModelControl:
         self._reported, self._stepped, self._fresh = False, False, None
         self._record = None
         self.take_effect()
-        if self.folder is not None and self.sync.everyone.rank == 0:
+        if self.folder is not None and self.sync.ranks.rank == 0:
             self._record = RunRecord(Path(self.folder) / FILE_NAME)
             progress = self.clock(self.sync.step_index)
             every = self.options.every_n_steps if self.options is not None else 0
@@ -174,7 +174,7 @@ class ModelControl:
 
     def warn_without_audience(self, *, log: bool) -> None:
         """Warn if a monitor's figures go nowhere. `log`: the framework has a logger that takes them."""
-        if self.observer is None or log or self.folder is not None or self.sync.everyone.rank != 0:
+        if self.observer is None or log or self.folder is not None or self.sync.ranks.rank != 0:
             return
         _log.warning(
             "the compression monitor has no logger and no folder for its record, so its measurements are lost:"
@@ -270,7 +270,7 @@ class ModelControl:
         if not names:
             return []
         text = f"gradients are not finite: {', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
-        if self.sync.everyone.rank == 0:
+        if self.sync.ranks.rank == 0:
             _log.warning("step %d: %s", observation.step, text)
         return [text]
 
@@ -301,6 +301,6 @@ class ModelControl:
 
     def _announce(self, driver: AdaptiveDriver) -> None:
         """The start-up report again, for the levels that training starts at."""
-        if driver.levels and self.sync.everyone.rank == 0:
+        if driver.levels and self.sync.ranks.rank == 0:
             name = type(driver.controller).__name__
             _log.info("training starts at the levels that %s chose:\n%s", name, build_report(self.sync).render())

@@ -12,6 +12,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.ranks.ranks import Ranks
 
 # One parameter for each method that a configuration may give: compressed, high precision, exempt.
 _SPECS = (
@@ -30,7 +31,7 @@ def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch
     """
     specs = [spec for spec in _SPECS if isinstance(level.assign(spec).method, CodecPair)]
     for dtype in _DTYPES if specs else ():
-        sync = GradientSync(level, specs, LocalComm(world_size), device, scatter=scatter)
+        sync = GradientSync(level, specs, Ranks.flat(LocalComm(world_size)), device, scatter=scatter)
         widths = [sync.row_numel(spec.name) if scatter else spec.numel for spec in specs]
         *offsets, total = itertools.accumulate(widths, initial=0)
         entries = tuple(Entry(spec.name, at) for spec, at in zip(specs, offsets, strict=True))

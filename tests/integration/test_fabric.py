@@ -68,7 +68,7 @@ def by_name(folder: Path, kind: Kind) -> Facts:
     model, optimizer = setup(made, net)
     losses = train(made, model, optimizer, 3 * batches(made.global_rank))
     sync = made.strategy.sessions[0].sync
-    return {"losses": losses, "print": fingerprint(net), "sent": sync.comm.sent_nbytes, "steps": sync.step_index}
+    return {"losses": losses, "print": fingerprint(net), "sent": sync.ranks.peers.sent_nbytes, "steps": sync.step_index}
 
 
 @scenarios(by_name, kind=KINDS)

@@ -80,7 +80,7 @@ def facts_of(trained: Trainer) -> dict[str, Any]:
         "record": record_of(model),
         "type": type(model).__name__,
         "steps": sync.step_index,
-        "sent": sync.comm.sent_nbytes,
+        "sent": sync.ranks.peers.sent_nbytes,
         "account": sum(sync.sent_nbytes(name) for name in sync.specs),
         "bits": fingerprint(trained.model),
         "unused": getattr(model, "find_unused_parameters", None),

@@ -34,6 +34,7 @@ from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.wrappers.partition import Partition
 from lowbit_strategy.methods.wrappers.rotate import Rotate
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.ranks.ranks import Ranks
 
 LayoutName = Literal["ddp", "fsdp"]
 LAYOUTS: tuple[LayoutName, ...] = ("ddp", "fsdp")
@@ -154,7 +155,7 @@ class InvariantHarness:
         return GradientSync(
             self.compressor if compressor is None else compressor,
             SPECS,
-            self.comm,
+            Ranks.flat(self.comm),
             torch.device("cpu"),
             scatter=self.layout == "fsdp",
             seed=7,

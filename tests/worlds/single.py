@@ -13,6 +13,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.ranks.ranks import Ranks
 
 SPECS = (TensorSpec("blocks.0.weight", (48, 64)), TensorSpec("blocks.1.weight", (48, 64)), TensorSpec("bias", (37,)))
 Grads = dict[str, Tensor]
@@ -21,7 +22,7 @@ Grads = dict[str, Tensor]
 def engine(
     compressor: Compressor, specs: Sequence[TensorSpec] = SPECS, *, scatter: bool = False, **options: Any
 ) -> GradientSync:
-    return GradientSync(compressor, specs, LocalComm(), torch.device("cpu"), scatter=scatter, **options)
+    return GradientSync(compressor, specs, Ranks.flat(LocalComm()), torch.device("cpu"), scatter=scatter, **options)
 
 
 def gradients(step: int, specs: Sequence[TensorSpec] = SPECS, *, scale: float = 1.0) -> Grads:

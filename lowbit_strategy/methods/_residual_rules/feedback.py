@@ -169,6 +169,9 @@ class FeedbackReducer(Reducer):
     def rescale_(self, state: ReducerState, factor: float) -> None:
         self.inner.rescale_(state, factor)  # the residuals too: by default whatever bears that name is rescaled
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return self.inner.num_messages(specs, world_size, scatter=scatter)
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         return self.inner.wire_nbytes(spec, world_size, scatter=scatter)
 

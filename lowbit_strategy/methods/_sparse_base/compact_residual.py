@@ -118,6 +118,9 @@ class CompactResidualReducer(Reducer):
         }
         self.inner.rescale_(units, factor)
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return self.inner.num_messages(specs, world_size, scatter=scatter)
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         return self.inner.wire_nbytes(spec, world_size, scatter=scatter)
 

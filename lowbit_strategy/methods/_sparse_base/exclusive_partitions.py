@@ -168,6 +168,10 @@ class ExclusiveReducer(PositionSumReducer):
         else:
             _keep_sizes_(control, balanced(sizes, loads, max(1, model.grid.num_blocks // (4 * len(sizes)))))
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        """Once thresholds follow the trend; an estimate costs one more."""
+        return 2 + PositionSumReducer.num_messages(self, specs, world_size, scatter=scatter)
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         count = num_kept(self.density, spec.numel)
         positions = POSITION_NBYTES * -(-count // world_size) * (world_size - 1)

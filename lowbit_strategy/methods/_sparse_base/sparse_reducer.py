@@ -278,6 +278,9 @@ class SparseReducer(Reducer):
             return condition, first(self.num_kept(spec) if self.same_counts else 1, math.nan, device)
         return condition, first(self.num_kept(spec), 0.0, device) if self.same_counts else nothing(device)
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 1 if self.same_counts and not scatter else 2  # counts, entries
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         return entries_sum_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=scatter)
 

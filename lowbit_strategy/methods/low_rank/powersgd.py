@@ -110,6 +110,9 @@ class PowerSGDReducer(Reducer):
             error = (matrix - mean).reshape(-1)
             tensors["residual"].copy_(torch.where(error.isfinite(), error, tensors["residual"]))
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 4  # both factors, each summed and gathered
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         rows, columns = matrix_shape(spec)
         return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in (rows, columns))

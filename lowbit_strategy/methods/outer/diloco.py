@@ -64,6 +64,12 @@ class DiLoCo(OuterRule):
             )
         return found
 
+    @property
+    def moment_nbytes(self) -> float:
+        if self.optimizer_class != "SGD":
+            return super().moment_nbytes
+        return 4.0 if self.momentum else 0.0
+
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
         made: Optimizer
         if self.optimizer_class == "SGD":

@@ -50,5 +50,9 @@ class OverlapLocalSGD(OuterRule):
     def delay_of(self, turn_length: int) -> int:
         return turn_length
 
+    @property
+    def moment_nbytes(self) -> float:
+        return 4.0 if self.momentum else 0.0
+
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
         return SGD(anchors, lr=1.0, momentum=self.momentum)

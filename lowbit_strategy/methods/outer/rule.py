@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -13,6 +14,8 @@ from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.options.configuration import configuration
+
+_PROBE_NUMEL = 1024
 
 
 @configuration
@@ -100,6 +103,16 @@ class OuterRule(ABC):
     @abstractmethod
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
         """The outer optimizer of these tensors, whose gradients will be mean pseudo-gradients."""
+
+    @property
+    def moment_nbytes(self) -> float:
+        """Bytes that the outer optimizer keeps for each element once it has stepped, as a small anchor shows."""
+        anchor = torch.zeros(_PROBE_NUMEL)
+        optimizer = self.optimizer([anchor])
+        anchor.grad = torch.zeros_like(anchor)
+        optimizer.step()
+        kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return sum(value.nbytes for value in kept if value.numel() == _PROBE_NUMEL) / _PROBE_NUMEL
 
     @property
     def synchronous_steps(self) -> int:

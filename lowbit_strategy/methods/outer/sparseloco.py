@@ -46,6 +46,10 @@ class SparseLoCo(OuterRule):
         if not self.lr > 0.0:
             raise ValueError(f"lr must be above 0, got {self.lr!r}")
 
+    @property
+    def moment_nbytes(self) -> float:
+        return 0.0
+
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
         return SGD(anchors, lr=self.lr)
 

@@ -73,6 +73,9 @@ class MultiScaleReducer(Reducer):
         agreed = yield from all_of_bits(pack_bits(padded), shared.comm)
         return shared.unrows(unpack_bits(agreed)[:, :numel])
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 4 if scatter else 5  # norms; where the finer scale fits, twice; codes, on one hop or two
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         numel = row_numel(spec, world_size, scatter=scatter)
         bits = 2 * (world_size - 1) * -(-numel // 8)

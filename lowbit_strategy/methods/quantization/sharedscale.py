@@ -72,6 +72,9 @@ class SharedScaleReducer(Reducer):
         norm_K = clipped_absmax(h_KB, counts_K, self.clip_sigmas)
         return torch.where(h_KB.isfinite().all(-1), norm_K, torch.inf)
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 2 if scatter else 3  # norms; codes, on one hop or two
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         numel = row_numel(spec, world_size, scatter=scatter)
         codes = sum_nbytes(numel, self.limit, world_size, scatter=scatter)

@@ -180,6 +180,12 @@ class DGCReducer(SparseReducer):
         if self.momentum:  # factor masking: stale momentum of what has been sent must not push on
             tensors["momentum"].index_fill_(0, chosen.indices, 0.0)
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        whole = [spec for spec in specs if self.is_dense(spec)]
+        num_whole = _WHOLE.num_messages(whole, world_size, scatter=scatter) if whole else 0
+        sparse = SparseReducer.num_messages(self, specs, world_size, scatter=scatter)
+        return num_whole + (sparse if len(whole) < len(specs) else 0)
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         if self.is_dense(spec):
             return _WHOLE.wire_nbytes(spec, world_size, scatter=scatter)

@@ -98,6 +98,9 @@ class GTopKReducer(Reducer):
             mean.index_copy_(0, result[i].indices, result[i].values * (1.0 / comm.world_size))
             view.write_mean_(mean, comm.rank)
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return (world_size - 1).bit_length() + 1  # rounds of merges, and the broadcast
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         message = counts_nbytes(spec.numel) + entries_nbytes(num_kept(self.density, spec.numel), self.codec)
         return 2 * message * (world_size - 1) // world_size  # the mean over ranks: the first sends the most

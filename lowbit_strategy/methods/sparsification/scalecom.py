@@ -106,6 +106,9 @@ class ScaleComReducer(CommonPositionsReducer):
         tensors["residual"].index_copy_(0, chosen.indices, left)
         tensors["residual"].add_(view.flat(), alpha=self.beta - 1.0)
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 1 + CommonPositionsReducer.num_messages(self, specs, world_size, scatter=scatter)
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         count = self.num_kept(spec)
         broadcast = (counts_nbytes(spec.numel) + POSITION_NBYTES * count) * (world_size - 1) // world_size

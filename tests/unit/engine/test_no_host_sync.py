@@ -16,6 +16,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.worlds.echo import EchoComm, Operations
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -54,7 +55,7 @@ def step(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor) -> No
 def test_no_step_waits_for_the_device(compressor: Compressor, scatter: bool, dtype: torch.dtype) -> None:
     layout, numel = bucket(scatter=scatter)
     with on_cuda() as launched:
-        sync = GradientSync(compressor, SPECS, EchoComm(WORLD_SIZE), CUDA, scatter=scatter)
+        sync = GradientSync(compressor, SPECS, Ranks.flat(EchoComm(WORLD_SIZE)), CUDA, scatter=scatter)
         x = torch.empty(numel * WORLD_SIZE if scatter else numel, dtype=dtype, device=CUDA)
         out = torch.empty(numel, dtype=dtype, device=CUDA) if scatter else x
         step(sync, layout, x, out)  # makes tables and copies them to the device, once
@@ -76,7 +77,7 @@ def test_scales_of_rows_and_columns_need_no_look_at_the_device(
     even = LoCo(scales="rank1", rounding=rounding, residual_rounding=rounding, reset_steps=1)
     for compressor in (signs, even):
         with on_cuda():
-            sync = GradientSync(compressor, SPECS, EchoComm(WORLD_SIZE), CUDA, scatter=scatter)
+            sync = GradientSync(compressor, SPECS, Ranks.flat(EchoComm(WORLD_SIZE)), CUDA, scatter=scatter)
             x = torch.empty(numel * WORLD_SIZE if scatter else numel, device=CUDA)
             out = torch.empty(numel, device=CUDA) if scatter else x
             step(sync, layout, x, out)  # makes tables and copies them to the device, once
@@ -88,7 +89,7 @@ def test_scales_of_rows_and_columns_need_no_look_at_the_device(
 def test_a_step_on_cuda_takes_few_operations() -> None:
     layout, numel = bucket(scatter=False)
     with on_cuda() as launched:
-        sync = GradientSync(LoCo(), SPECS, EchoComm(64), CUDA, scatter=False)
+        sync = GradientSync(LoCo(), SPECS, Ranks.flat(EchoComm(64)), CUDA, scatter=False)
         x = torch.empty(numel, device=CUDA)
         step(sync, layout, x, x)
         launched.clear()

@@ -13,6 +13,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.worlds.echo import EchoComm, Operations
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="counts the calls of the C kernels")
@@ -31,7 +32,7 @@ def operations_of_a_reduce(
 ) -> list[str]:
     """Of the second step: the first makes tables and buffers."""
     comm = EchoComm(world_size)
-    sync = GradientSync(compressor, specs, comm, torch.device("cpu"), scatter=scatter, rollback=rollback)
+    sync = GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=scatter, rollback=rollback)
     entries, at = [], 0
     for spec in specs:
         entries.append(Entry(spec.name, at))

@@ -15,10 +15,11 @@ from lowbit_strategy import Exact, WeightCode, WeightDelta
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
+from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.plan.weights import ModuleLayout
 from tests.worlds.simulated import SimulatedWorld
 
 CPU = torch.device("cpu")
@@ -176,10 +177,11 @@ def test_kept_weights_are_sent_once_and_cost_what_is_announced(coding: WeightCod
         shards.end_step()
         assert sync.step_nbytes == sent
         if seed or not coding.sends_differences:
-            assert sync.planned_nbytes <= sent <= sync.planned_nbytes + sync.modules["net"].framing_nbytes
+            assert sync.planned_nbytes <= sent <= sync.planned_nbytes + sync.modules["net"].costs.framing_nbytes
         shards.step_(seed)
     kept = sync.modules["net"].gather.kept_nbytes
-    assert sync.kept_nbytes <= kept <= sync.kept_nbytes + 3 * sync.modules["net"].framing_nbytes
+    costs = sync.modules["net"].costs
+    assert costs.kept_nbytes <= kept <= costs.kept_nbytes + 3 * costs.framing_nbytes
 
 
 def test_without_keeping_every_gather_sends() -> None:

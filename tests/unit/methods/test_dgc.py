@@ -19,6 +19,7 @@ from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.methods.sparsification.dgc import DGC, select_by_sample
 from lowbit_strategy.methods.wrappers.partition import Partition
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.worlds.one_tensor import OneTensor, gaussian
 
 
@@ -89,7 +90,7 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
 def _model(compressor: DGC, gradients: dict[str, torch.Tensor], steps: int) -> list[dict[str, torch.Tensor]]:
     """Means of a model of several parameters on one rank, step by step."""
     specs = [TensorSpec(name, tuple(g.shape)) for name, g in gradients.items()]
-    sync = GradientSync(compressor, specs, LocalComm(), torch.device("cpu"), scatter=False)
+    sync = GradientSync(compressor, specs, Ranks.flat(LocalComm()), torch.device("cpu"), scatter=False)
     entries, at = [], 0
     for spec in specs:
         entries.append(Entry(spec.name, at))

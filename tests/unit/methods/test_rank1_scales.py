@@ -20,6 +20,7 @@ from lowbit_strategy.methods.quantization.loco import LoCo, LoCoCodec
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.methods.wrappers.ef21 import EF21
 from lowbit_strategy.methods.wrappers.rotate import Rotate
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.worlds.one_tensor import OneTensor, gaussian
 from tests.worlds.simulated import SimulatedWorld
 
@@ -111,7 +112,9 @@ def test_what_came_in_has_come_out_or_is_in_a_residual(
     """Over simulated ranks, uneven chunks and empty ones included; and the bytes are those of the account."""
     spec = TensorSpec("p", (rows, columns))
     world, device = SimulatedWorld(world_size), torch.device("cpu")
-    syncs = [GradientSync(RANK1.conserving(), [spec], comm, device, scatter=scatter) for comm in world.comms]
+    syncs = [
+        GradientSync(RANK1.conserving(), [spec], Ranks.flat(comm), device, scatter=scatter) for comm in world.comms
+    ]
     row = dim0_cut(spec.shape, world_size).row_numel
     layout = BucketLayout((Entry("p", 0),), row_numel=row if scatter else None)
     came, out = torch.zeros(spec.numel, dtype=torch.float64), torch.zeros(spec.numel, dtype=torch.float64)
