@@ -13,7 +13,6 @@ Backend = Literal["triton", "native", "torch"]
 # torch | native | triton: for tests and benchmarks, and to rule a kernel out when looking for a fault
 OVERRIDE = "LOWBIT_KERNELS"
 CACHE_ELEMENTS = 65536  # piece of the plain PyTorch path: small enough for a cache, large enough to hide call overhead
-LAUNCH_ELEMENTS = 2**22  # the same on a GPU: few launches, and temporary tensors of 16 MiB
 
 
 def triton_available() -> bool:
@@ -57,11 +56,6 @@ def choose(device: torch.device) -> Backend:
             )
         return "triton"
     raise RuntimeError(f"no kernels for device type {device.type!r}: use CPU or CUDA")
-
-
-def piece_elements(device: torch.device) -> int:
-    """How many elements plain PyTorch works on at a time."""
-    return CACHE_ELEMENTS if device.type == "cpu" else LAUNCH_ELEMENTS
 
 
 def is_native(device: torch.device) -> bool:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.blocks import check_buffers
-from lowbit_strategy.kernels.format import Rank1Format, ScaledFormat
+from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.reference import loco as reference
-from lowbit_strategy.kernels.reference import rank1
 from lowbit_strategy.kernels.segments import Segments
 
 
@@ -21,7 +20,7 @@ def loco_encode_(
     residual_scale: Tensor | None,
     wire: Tensor,
     segments: Segments,
-    fmt: ScaledFormat,
+    fmt: BlockFormat,
     *,
     beta: float,
     flag: Tensor,
@@ -47,7 +46,7 @@ def loco_encode_(
         residual_scale: bfloat16, one per block of `residual`. Updated in place.
         wire: uint8, 1-D contiguous; written at each segment's ``wire_offset``.
         segments: Which pieces.
-        fmt: Codebook or uniform grid, scale rule, and what shares a scale. Rows are blocks in matrices.
+        fmt: Codebook or uniform grid, scale rule and block size.
         beta: Weight of the old error, in [0, 1). 0 is classic error feedback.
         flag: int32 [1], set to 1 if any block is not finite.
         reset: Forget the residual before this step.
@@ -78,9 +77,6 @@ def loco_encode_(
             from lowbit_strategy.kernels.native import loco as native_loco
 
             native_loco.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options)
-        case _ if isinstance(fmt, Rank1Format):
-            limit = backends.piece_elements(x.device)
-            rank1.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options, max_elements=limit)
         case "triton":
             from lowbit_strategy.kernels.triton import loco as triton_loco
 

@@ -23,7 +23,6 @@ NAMES = (
     "dense",
     "loco",
     "LoCo, 1 bit after two steps",
-    "LoCo, rows times columns",
     "qsgd",
     "terngrad",
     "sharedscale",

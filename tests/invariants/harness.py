@@ -66,7 +66,6 @@ CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, 
     "LoCo, 2 bits up, 4 down": LoCo(
         bits=2, codebook="ternary", return_bits=4, return_codebook="uniform", return_beta=0.8
     ),
-    "LoCo, rows times columns": LoCo(bits=2, codebook="unit_gain", scales="rank1", block_size=64, return_beta=0.8),
     "qsgd, L2 norm": QSGD(norm="l2", bits=6),
     "natural, 4 bits": NaturalCompression(bits=4),
     "feedback in 8 bits": ErrorFeedback(compressor=QSGD(bits=4), residual="int8"),

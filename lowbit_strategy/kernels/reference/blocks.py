@@ -30,13 +30,7 @@ def round_up_bfloat16(x: Tensor) -> Tensor:
 
 
 def tree_sum(x_KB: Tensor) -> Tensor:
-    """Sum over the last dim by adding halves, so that every backend adds in the same order.
-
-    Zeros fill it up to a power of two.
-    """
-    length = x_KB.shape[-1]
-    if length & (length - 1):
-        x_KB = torch.nn.functional.pad(x_KB, (0, (1 << length.bit_length()) - length))
+    """Sum over the last dim by adding halves, so that every backend adds in the same order."""
     while x_KB.shape[-1] > 1:
         half = x_KB.shape[-1] // 2
         x_KB = x_KB[..., :half] + x_KB[..., half:]

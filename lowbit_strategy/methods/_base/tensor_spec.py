@@ -43,15 +43,6 @@ class TensorSpec:
         return len(self.shape)
 
     @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of the matrix that its elements are in memory: dims are split where both together are
-        fewest. One row for fewer than two dims.
-        """
-        dims = self.shape if self.memory_order is None else tuple(self.shape[dim] for dim in self.memory_order)
-        splits = [(math.prod(dims[:at]), math.prod(dims[at:])) for at in range(1, self.ndim)]
-        return min(splits, key=sum, default=(1, self.numel))
-
-    @property
     def whole(self) -> TensorSpec:
         """The parameter that this is a part of, or itself."""
         return self if self.part is None else replace(self, shape=self.part.shape, part=None)

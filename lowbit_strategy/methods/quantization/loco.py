@@ -14,7 +14,7 @@ from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, Sta
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_
 from lowbit_strategy.kernels.codebooks import fitted, gaussian_codebook, ternary, unit_gain
-from lowbit_strategy.kernels.format import SCALE_NBYTES, BlockFormat, Rank1Format, ScaledFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.codec_pair import CodecPair
@@ -25,8 +25,6 @@ from lowbit_strategy.options.configuration import configuration
 
 ResidualDtype = Literal["int8", "float32"]
 Codebook = Literal["uniform", "fitted", "ternary", "unit_gain", "ternary_unit_gain"]
-Scales = Literal["blocks", "rank1"]
-_PACKED = 128  # elements of a matrix that are packed together: as few as fill a word with single bits
 _Make = Callable[[int, int], BlockFormat]
 _FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # bits that there are, and the format of bits and block size
     "uniform": (range(2, 9), uniform),
@@ -41,7 +39,7 @@ _FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # bits that there are, and
 class LoCoCodec(StatefulCodec):
     """Codes with LoCo's residual: the fused kernel and its arenas. Fields as in `LoCo`."""
 
-    fmt: ScaledFormat
+    fmt: BlockFormat
     beta: float
     reset_steps: int | None
     residual: ResidualDtype
@@ -50,11 +48,11 @@ class LoCoCodec(StatefulCodec):
 
     @property
     def label(self) -> str:
-        codes = self.fmt.codes
-        kind = "ternary" if codes.is_ternary else f"{codes.bits}-bit"
-        if codes.codebook is not None and codes.scale_rule == "rms":
-            kind += " fitted" if codes.codebook == gaussian_codebook(len(codes.codebook)) else " of unit gain"
-        return f"loco {kind}, {self.fmt.scales_label}"
+        fmt = self.fmt
+        kind = "ternary" if fmt.is_ternary else f"{fmt.bits}-bit"
+        if fmt.codebook is not None and fmt.scale_rule == "rms":
+            kind += " fitted" if fmt.codebook == gaussian_codebook(len(fmt.codebook)) else " of unit gain"
+        return f"loco {kind}, blocks of {fmt.block_size}"
 
     @property
     def block_size(self) -> int:
@@ -113,12 +111,6 @@ class LoCo(Compressor):
     average in step 3 supplies the rest, ``1 / ((1 - beta) * 0.64)`` steps late. ``unit_gain`` and
     ``ternary_unit_gain`` are the fitted values divided by that share: all of a gradient is sent at once, with more
     noise, and the average holds noise alone, so that it can be short.
-    ``scales="rank1"`` gives a matrix a scale for each row i and each column j in the place of blocks. Of every message,
-    which is whole rows, ``c_j = sum_i |h_ij| / max_j sum_i |h_ij|``; row i of ``h_ij / c_j`` is then a block with a
-    scale r_i by the codebook's rule, and a code stands for its value times ``r_i c_j``. With R rows and C columns in a
-    message these are ``16 (1 / R + 1 / C)`` bits per element, and R is the matrix's over the number of ranks.
-    Magnitudes that are a product of rows and columns keep their proportions exactly; in a uniform codebook nothing is
-    clipped. Parameters of fewer than two dims, and matrices where this would cost more than one bit, keep blocks.
     At 1 bit none of them is a contraction for every block: of a block of 64 with a single element that is not zero the
     error has more energy than the block. The average in step 3 absorbs this; plain feedback would not.
 
@@ -126,15 +118,12 @@ class LoCo(Compressor):
         bits: Of a code: 2 to 8 uniform, 1 to 4 fitted or of unit gain, 2 ternary. Fewer bits: fewer bytes, more error
             to feed back.
         codebook: Values that codes stand for: ``uniform``: step 2 above; the others as just described.
-        scales: ``blocks``: one per `block_size` elements; ``rank1``: of rows times columns, where a parameter is a
-            matrix. Fewer bytes than blocks from some hundred rows and columns in a message, and less error where rows
-            and columns differ in size; more bytes where a rank has few rows.
         block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size bits more.
         beta: Weight of the old error in the residual, in [0, 1). 0 is classic error feedback; larger smooths the
             quantisation noise and answers more slowly.
         reset_steps: The residual is forgotten every so many optimizer steps, None for never. What it holds is lost
             then, below 4 bits the sum of three to four gradients: use None there.
-        residual: ``int8``, with a scale per block or row, costs 1 byte per parameter on every rank; ``float32`` costs 4
+        residual: ``int8``, with a scale per block, costs 1 byte per parameter on every rank; ``float32`` costs 4
             and stores the average exactly.
         rounding: Of codes. ``nearest``: least error; ``stochastic``: unbiased, more noise.
         residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured as good; ``stochastic``:
@@ -156,7 +145,7 @@ class LoCo(Compressor):
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,
         equations of sections 3 and 4. Codebook: Lloyd, 1957/1982; Max, 1960; ternary threshold: Li et al., 2016,
-        arXiv 1605.04711. Rows times columns: Shazeer, Stern, "Adafactor", 2018, arXiv 1804.04235, section 3.
+        arXiv 1605.04711.
     """
 
     name: ClassVar[str] = "loco"
@@ -164,7 +153,6 @@ class LoCo(Compressor):
 
     bits: int = 4
     codebook: Codebook = "uniform"
-    scales: Scales = "blocks"
     block_size: int = 128
     beta: float = 0.8
     reset_steps: int | None = 512
@@ -255,28 +243,19 @@ class LoCo(Compressor):
     def conserving(self) -> LoCo:
         return replace(self, residual="float32", reset_steps=None)
 
-    def _scaled(self, codes: BlockFormat, spec: TensorSpec) -> ScaledFormat:
-        """The format of a parameter: `codes` in blocks, or with scales of rows and columns where those pay."""
-        rows, columns = spec.matrix_shape
-        affordable = 8 * SCALE_NBYTES * (rows + columns) <= spec.numel
-        if self.scales == "blocks" or not affordable:
-            return codes
-        return Rank1Format(codes=replace(codes, block_size=_PACKED), columns=columns)
-
-    def _codecs(self, codes: BlockFormat, spec: TensorSpec) -> CodecPair:
+    def _codecs(self, uplink_format: BlockFormat) -> CodecPair:
         uplink = LoCoCodec(
-            fmt=self._scaled(codes, spec),
+            fmt=uplink_format,
             beta=self.beta,
             reset_steps=self.reset_steps,
             residual=self.residual,
             rounding=self.rounding,
             residual_rounding=self.residual_rounding,
         )
-        downlink = self._scaled(self._return_format(codes), spec)
-        return CodecPair(uplink, replace(uplink, fmt=downlink, beta=self.return_beta))
+        return CodecPair(uplink, replace(uplink, fmt=self._return_format(uplink_format), beta=self.return_beta))
 
     def method(self, spec: TensorSpec) -> CodecPair:
-        return self._codecs(self.fmt, spec)
+        return self._codecs(self.fmt)
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        return self._codecs(uniform(max(self.bits, self.high_precision_bits), self.block_size), spec)
+        return self._codecs(uniform(max(self.bits, self.high_precision_bits), self.block_size))
