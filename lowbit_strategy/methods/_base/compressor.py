@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from lowbit_strategy.methods._base.optimizer_checks import check_momentum
 from lowbit_strategy.methods._base.parameter_selectors import Selector, describe, matching, validate_selectors
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.options.configuration import configuration, former_option
+from lowbit_strategy.options.configuration import configuration
 
 AssignmentKind = Literal["compressed", "high_precision", "exempt"]
 
@@ -44,7 +44,6 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     approaches_mean: ClassVar[bool] = True  # results for one gradient, averaged over many steps, approach the true mean
-    renamed_options: ClassVar[Mapping[str, str]] = {"milder": "high_precision", "milder_bits": "high_precision_bits"}
 
     exempt: tuple[Selector, ...] = ("@vector", "@small")
     high_precision: tuple[Selector, ...] = ("@embedding", "@head")
@@ -52,11 +51,6 @@ class Compressor(ABC):
     def __post_init__(self) -> None:
         validate_selectors("exempt", self.exempt)
         validate_selectors("high_precision", self.high_precision)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            return former_option(self, name)
 
     @abstractmethod
     def method(self, spec: TensorSpec) -> Method:

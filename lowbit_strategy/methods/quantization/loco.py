@@ -149,7 +149,6 @@ class LoCo(Compressor):
     """
 
     name: ClassVar[str] = "loco"
-    renamed_options: ClassVar[Mapping[str, str]] = {**Compressor.renamed_options, "levels": "codebook"}
 
     bits: int = 4
     codebook: Codebook = "uniform"
