@@ -131,12 +131,9 @@ class LoCo(Compressor):
         return_beta: As `beta`, for the owner's residual on the downlink.
         return_bits, return_codebook, return_block_size: As `bits`, `codebook` and `block_size`, for codes on the
             downlink; None for the same. At least `bits`; where the uplink has more bits than these (parameters of high
-            precision, the warm-up) the downlink has the uplink's codes. What is lost on the downlink is lost for all
+            precision) the downlink has the uplink's codes. What is lost on the downlink is lost for all
             ranks alike: no other rank's noise evens it out.
         high_precision_bits: Of embeddings and output heads, which carry most of the error.
-        warmup_steps: For so many optimizer steps `warmup_bits`, whose residual then goes on: at the start of training
-            gradients turn fastest, and what fitted values owe comes late. Codebooks of unit gain need none.
-        warmup_bits: Of a code during the warm-up; below 4 with the fitted codebook, else with the uniform one.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -163,14 +160,11 @@ class LoCo(Compressor):
     return_codebook: Codebook | None = None
     return_block_size: int | None = None
     high_precision_bits: int = 8
-    warmup_steps: int = 0
-    warmup_bits: int = 4
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         self._check_codebook("codebook", self.codebook, self.bits)
         check_bits("high_precision_bits", self.high_precision_bits)
-        check_bits("warmup_bits", self.warmup_bits)
         bits, codebook, _ = self._downlink
         self._check_codebook("return_codebook", codebook, bits)
         if bits < self.bits:
@@ -178,8 +172,6 @@ class LoCo(Compressor):
                 f"return_bits must be at least bits, {self.bits}, got {bits}: the mean would come back "
                 "in a coarser code than the gradients are sent in"
             )
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be 0 (no warm-up) or more, got {self.warmup_steps!r}")
         for field in ("beta", "return_beta"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)!r}")
@@ -221,23 +213,6 @@ class LoCo(Compressor):
             return codes
         _, make = _FORMATS[codebook]
         return make(bits, block_size)
-
-    def at(self, step_index: int) -> LoCo:
-        if not self.warmup_steps:
-            return self
-        if step_index >= self.warmup_steps:
-            return replace(self, warmup_steps=0)
-        codebook: Codebook = "fitted" if self.warmup_bits < 4 else "uniform"
-        same = self._downlink[0] <= self.warmup_bits  # codes both ways
-        return replace(
-            self,
-            bits=self.warmup_bits,
-            codebook=codebook,
-            return_bits=None if same else self.return_bits,
-            return_codebook=None if same else self.return_codebook,
-            return_block_size=None if same else self.return_block_size,
-            warmup_steps=0,
-        )
 
     def conserving(self) -> LoCo:
         return replace(self, residual="float32", reset_steps=None)

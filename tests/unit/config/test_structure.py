@@ -22,7 +22,6 @@ from lowbit_strategy.control import (
     Phase,
     Schedule,
     Static,
-    dgc_warmup,
 )
 from lowbit_strategy.options.conversion import convert
 
@@ -52,10 +51,6 @@ EIGHT = LoCo(bits=8)
         (
             "{name: schedule, phases: [{compressor: loco}, {compressor: loco2, start: 0.5, unit: fraction}]}",
             Schedule([Phase(compressor=LoCo()), Phase(compressor=LOCO2, start=0.5, unit="fraction")]),
-        ),
-        (
-            "{name: dgc_warmup, compressor: dgc, unit: step, every: 100}",
-            dgc_warmup(PRESETS["dgc"], unit="step", every=100),
         ),
     ],
 )

@@ -273,13 +273,3 @@ def test_residuals_of_the_warm_up_go_on() -> None:
     assert before is not None
     assert after is not None
     assert torch.allclose(after[1024:], before[1024:], atol=1e-6)  # the first half also takes the owner's residual
-
-
-def test_loco_has_a_warm_up_of_its_own() -> None:
-    compressor = LoCo(bits=1, codebook="fitted", warmup_steps=3, warmup_bits=5)
-    assert compressor.at(0) == compressor.at(2) == LoCo(bits=5, warmup_bits=5)
-    assert compressor.at(3) == LoCo(bits=1, codebook="fitted", warmup_bits=5)
-    assert (
-        LoCo(bits=1, codebook="fitted", warmup_steps=3, warmup_bits=3).at(0).fmt == LoCo(bits=3, codebook="fitted").fmt
-    )
-    assert LoCo().at(0) == LoCo()
