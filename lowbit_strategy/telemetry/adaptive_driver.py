@@ -21,7 +21,7 @@ from lowbit_strategy.control.base import (
     Switch,
     Telemetry,
 )
-from lowbit_strategy.control.levels import PerParameter, labels
+from lowbit_strategy.control.levels import labels, per_parameter
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
@@ -152,7 +152,7 @@ class AdaptiveDriver:
         self._decided_step = progress.step
         if decision.levels and decision.levels != self.levels:
             self.levels = dict(decision.levels)
-            self.sync.use(PerParameter.of(self.controller.levels, self.levels))
+            self.sync.use(per_parameter(self.controller.levels, self.levels))
         self.accumulation = decision.accumulation
         self.learning_rate_factor = decision.learning_rate_factor
         if self.sync.outer is not None:
@@ -320,7 +320,7 @@ class AdaptiveDriver:
         self._summed_steps = state.get("summed_steps", 0)
         self.levels = dict(state["levels"])
         if self.levels:
-            self.sync.use(PerParameter.of(self.controller.levels, self.levels))
+            self.sync.use(per_parameter(self.controller.levels, self.levels))
 
 
 def _extended(fresh: Any, old: Any) -> Any:
