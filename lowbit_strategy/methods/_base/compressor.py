@@ -43,6 +43,7 @@ class Compressor(ABC):
     """
 
     name: ClassVar[str]
+    is_sparse: ClassVar[bool] = False  # chosen elements are sent, for some parameters or phases
     approaches_mean: ClassVar[bool] = True  # results for one gradient, averaged over many steps, approach the true mean
 
     exempt: tuple[Selector, ...] = ("@vector", "@small")

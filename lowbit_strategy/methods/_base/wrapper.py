@@ -37,6 +37,10 @@ class Wrapper(Compressor):
         self.method(REFERENCE)  # what cannot be wrapped is refused now, not when training starts
 
     @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return self.compressor.is_sparse
+
+    @property
     def approaches_mean(self) -> bool:  # type: ignore[override]
         return self.compressor.approaches_mean
 

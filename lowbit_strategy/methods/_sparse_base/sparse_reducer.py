@@ -294,6 +294,7 @@ class SparseCompressor(Compressor):
             elements. The smaller ones round at random: what they add on average is nothing, but noise.
     """
 
+    is_sparse: ClassVar[bool] = True
     approaches_mean: ClassVar[bool] = False  # not in as few steps as the shared tests take
 
     density: float = 0.01

@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.block import Rounding
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.block import BlockCodec, Rounding
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_
@@ -61,6 +62,9 @@ class LoCoCodec(StatefulCodec):
     @property
     def residual_gain(self) -> float:
         return 1.0 - self.beta
+
+    def stateless(self) -> Codec:
+        return BlockCodec(self.fmt, self.rounding)
 
     def arenas(self) -> dict[str, Arena]:
         if self.residual == "float32":

@@ -103,6 +103,7 @@ class AdaComp(Compressor):
     """
 
     name: ClassVar[str] = "adacomp"
+    is_sparse: ClassVar[bool] = True
     approaches_mean: ClassVar[bool] = False
 
     bin_size: int = 500

@@ -44,6 +44,10 @@ class Partition(Compressor):
         validate_selectors("rules", [selector for selector, _ in self.rules])
 
     @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return self.default.is_sparse or any(compressor.is_sparse for _, compressor in self.rules)
+
+    @property
     def approaches_mean(self) -> bool:  # type: ignore[override]
         return self.default.approaches_mean and all(compressor.approaches_mean for _, compressor in self.rules)
 

@@ -13,7 +13,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.wrapper import Wrapper
-from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec, codec_of
+from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec
 from lowbit_strategy.methods._residual_rules.markov import MarkovCodec
 from lowbit_strategy.methods.quantization.loco import LoCoCodec
 from lowbit_strategy.methods.quantization.qsgd import QSGD
@@ -54,7 +54,7 @@ class Rotate(Wrapper):
     def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec:
         if isinstance(stateful, LoCoCodec):
             return FeedbackCodec(
-                codec=self._rotated(codec_of(stateful)), beta=stateful.beta, residual=stateful.residual
+                codec=self._rotated(stateful.stateless()), beta=stateful.beta, residual=stateful.residual
             )
         if isinstance(stateful, (PlainCodec, FeedbackCodec, MarkovCodec)):
             return replace(stateful, codec=self._rotated(stateful.codec))

@@ -46,6 +46,10 @@ class WarmUp(Compressor):
         check_positive("steps", self.steps)
 
     @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return self.first.is_sparse or self.compressor.is_sparse
+
+    @property
     def approaches_mean(self) -> bool:  # type: ignore[override]
         return self.compressor.approaches_mean
 
