@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.contraction import contracts
 from lowbit_strategy.codecs.packed import Packed, pack_segments
-from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.comm import Comm, Pending, wait_for_all
 from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
@@ -214,8 +214,7 @@ def _contracts_alone(reducer: Reducer) -> bool:
         result = torch.zeros_like(x)
         view = View(spec, flat_cut(size, 1, 1), x.clone(), torch.zeros_like(x), False, sent=result)
         state = reducer.init([spec], x.device)
-        for pending in reducer.reduce([view], state, comm, StepContext(0, 0, 0)):
-            pending.wait()
+        wait_for_all(reducer.reduce([view], state, comm, StepContext(0, 0, 0)))
         return result
 
     return contracts(sent, size)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
@@ -37,9 +38,7 @@ def bucket(*, scatter: bool) -> tuple[BucketLayout, int]:
 def step(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
     sync.begin_step()
     sync.begin_step()
-    for pending in sync.reduce(layout, x, out):
-        if pending is not None:
-            pending.wait()
+    wait_for_all(sync.reduce(layout, x, out))
     sync.end_step()
 
 

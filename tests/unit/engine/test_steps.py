@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy import Dense, ExDyna, LoCo
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.listeners import StepPhase
@@ -171,8 +172,7 @@ def test_bucket_layouts_that_come_no_more_are_dropped() -> None:
     first = BucketLayout((Entry(WEIGHTS[0], 0),))
     x = torch.randn(SPECS[0].numel)
     sync.begin_step()
-    for pending in sync.reduce(first, x, x):
-        pending.wait()
+    wait_for_all(sync.reduce(first, x, x))
     bucket = weakref.ref(sync._bucket(first))
     sync.end_step()
     for step in range(40):
