@@ -41,6 +41,7 @@ from lowbit_strategy.model.parameters import canonical_name, describe_parameters
 from lowbit_strategy.model.rank_groups import RankGroups, group_ranks
 from lowbit_strategy.model.topology import Topology, find_topology, resolve_shard_size
 from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
+from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.startup_report import build_report
 
 _log = logging.getLogger("lowbit_strategy")
@@ -305,7 +306,7 @@ def make_engine(prepared: Prepared, groups: RankGroups, device: torch.device, *,
 def _report(sync: GradientSync) -> None:
     """Called when everything is attached: only then the memory for messages is known."""
     if sync.everyone.rank == 0 and sync.comm.world_size > 1:
-        _log.info("%s", build_report(sync).render())
+        inform("%s", build_report(sync).render())
 
 
 def _with_index(device: torch.device) -> torch.device:

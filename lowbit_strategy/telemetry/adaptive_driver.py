@@ -27,6 +27,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.telemetry.end_to_end import NUM_SUMS, MeanSample
+from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.measure import sum_over_ranks, table, try_level
 from lowbit_strategy.telemetry.rehearse import rehearse
 
@@ -162,7 +163,7 @@ class AdaptiveDriver:
         self.warnings += decision.warnings
         if self.sync.everyone.rank == 0:
             for switch in decision.switches:
-                _log.info("step %d: %s: %s -> %s (%s)", progress.step, *switch)
+                inform("step %d: %s: %s -> %s (%s)", progress.step, *switch)
             for warning in decision.warnings:
                 _log.warning("step %d: %s", progress.step, warning)
 

@@ -32,6 +32,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.bounds import BoundsObserver
+from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.metric_format import (
     level_fields,
     level_metrics,
@@ -303,4 +304,4 @@ class ModelControl:
         """The start-up report again, for the levels that training starts at."""
         if driver.levels and self.sync.everyone.rank == 0:
             name = type(driver.controller).__name__
-            _log.info("training starts at the levels that %s chose:\n%s", name, build_report(self.sync).render())
+            inform("training starts at the levels that %s chose:\n%s", name, build_report(self.sync).render())
