@@ -128,9 +128,23 @@ def left(path: str, text: str) -> list[str]:
     return found
 
 
+def unexplained() -> list[str]:
+    """Suffixes of tensors whose letters the legend in docs/architecture.md lacks."""
+    page = (ROOT / "docs/architecture.md").read_text().partition("### Suffixes of tensors")[2].partition("\n#")[0]
+    legend = set(re.findall(r"`([A-Z])`", "".join(re.findall(r"^\|.*?\|.*?\|", page, re.MULTILINE))))
+    found = []
+    for path in (ROOT / "lowbit_strategy").rglob("*.py"):
+        for line, name in names_of(path.read_text()):
+            suffix = re.fullmatch(r"[a-z]\w*_([A-Z]{1,3})", name)
+            if suffix and not set(suffix[1]) <= legend:
+                found.append(f"{path.relative_to(ROOT)}:{line}  {name}: explain its suffix in docs/architecture.md")
+    return found
+
+
 def main() -> None:
     """Ends with the list of what is found, and status 1 if there is any."""
-    found = [each for path in tracked() if (ROOT / path).is_file() for each in left(path, (ROOT / path).read_text())]
+    found = unexplained()
+    found += [each for path in tracked() if (ROOT / path).is_file() for each in left(path, (ROOT / path).read_text())]
     sys.exit("\n".join(found) or 0)
 
 

@@ -19,7 +19,7 @@ class Arena(NamedTuple):
     """One state tensor of a stateful codec, for all its parameters together.
 
     Args:
-        dtype: Of the elements.
+        dtype: What its elements are.
         extent: ``sender``: as many elements as are encoded; ``receiver``: as many as are decoded.
         per_block: One entry per block instead of one per element.
     """

@@ -21,10 +21,10 @@ class Phase:
     """One compressor for a while.
 
     Args:
-        compressor: In force.
+        compressor: Reduces gradients in this phase.
         start: First optimizer step or epoch, or share of the whole run, that the phase covers.
         end: First one that it does not cover; None: until the next phase starts, or for ever.
-        unit: Of `start` and `end`.
+        unit: What `start` and `end` count.
 
     Raises:
         ValueError: It covers nothing.
@@ -87,7 +87,7 @@ class Schedule(Controller):
         ])
 
     Args:
-        phases: In the order of their starts; the first starts at 0, and there are no gaps.
+        phases: They follow each other in the order of their starts; the first starts at 0, and there are no gaps.
 
     Raises:
         ValueError: Phases overlap, leave a gap or are out of order; where units differ, when training starts.

@@ -42,7 +42,7 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseForm
         wire_WB: uint8 [W, B], one row per source, rows contiguous.
         out: float32, bfloat16 or float16, 1-D contiguous; only the segments' elements are written.
         segments: Which pieces; ``x_offset`` is the place in `out`.
-        fmt: As the sources were encoded.
+        fmt: What the sources were encoded with.
         alpha: Factor applied to the float32 sum before the cast to `out`'s dtype; 1/W makes it a mean.
     """
     check_buffers(out, wire_WB)

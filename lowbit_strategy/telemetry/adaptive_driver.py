@@ -124,7 +124,7 @@ class AdaptiveDriver:
 
     def _compile_kernels(self) -> None:
         for level in self.controller.levels:
-            configuration = level.at(self.sync.step_index)
+            configuration = level.phase(self.sync.step_index)
             rehearse(
                 configuration,
                 world_size=self.sync.comm.world_size,
@@ -200,7 +200,7 @@ class AdaptiveDriver:
             if residual is not None:
                 self._residuals[slot.name] = torch.dot(residual, residual)
         for level in self._probe.levels:
-            configuration = self.controller.levels[level].at(sync.step_index)
+            configuration = self.controller.levels[level].phase(sync.step_index)
             self._measured[level] |= try_level(configuration, values, sync.specs, sync.step_context().seed)
 
     def _add_(self, name: str, gradient: Tensor, factor: float) -> None:

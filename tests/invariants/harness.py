@@ -126,7 +126,7 @@ class Subject(NamedTuple):
         return everything(self.preset)
 
     def assignments(self, compressor: Compressor) -> Mapping[str, Assignment]:
-        return assign_all(compressor.at(LAST_STEP), SPECS)
+        return assign_all(compressor.phase(LAST_STEP), SPECS)
 
     def lawful(self, compressor: Compressor) -> list[str]:
         """Parameters of which everything that came in has come out or is in a residual."""

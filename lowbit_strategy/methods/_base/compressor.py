@@ -68,8 +68,9 @@ class Compressor(ABC):
 
     @property
     def momenta(self) -> frozenset[float]:
-        """Momentum that the method applies, over all its parameters and phases; more than one: the optimizer has none
-        that would fit them all.
+        """Every momentum that the methods of some parameter or phase apply.
+
+        If there is more than one, no momentum of the optimizer suits all parameters.
         """
         return frozenset({0.0})
 
@@ -81,7 +82,7 @@ class Compressor(ABC):
         """
         check_momentum(self.momenta, optimizer)
 
-    def at(self, step_index: int) -> Compressor:
+    def phase(self, step_index: int) -> Compressor:
         """The configuration in force after `step_index` optimizer steps: itself, unless it has phases."""
         return self
 

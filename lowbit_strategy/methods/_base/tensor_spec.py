@@ -20,7 +20,7 @@ class TensorSpec:
     """One parameter: its name in the model, unsharded shape, what it is for, and how its elements lie in memory.
 
     Args:
-        name: In the model.
+        name: What the model calls it.
         shape: Unsharded.
         role: What it is for.
         memory_order: Dims from the outermost in memory to the innermost, as of ``channels_last``; None: in order. Flat

@@ -60,8 +60,8 @@ class Wrapper(Compressor):
     def check(self, specs: Sequence[TensorSpec]) -> None:
         self.compressor.check(specs)
 
-    def at(self, step_index: int) -> Compressor:
-        inner = self.compressor.at(step_index)
+    def phase(self, step_index: int) -> Compressor:
+        inner = self.compressor.phase(step_index)
         return self if inner == self.compressor else replace(self, compressor=inner)
 
     def conserving(self) -> Compressor:

@@ -120,7 +120,7 @@ class FeedbackReducer(Reducer):
 
     Args:
         inner: Fills ``View.sent``.
-        decay: As in `FeedbackCodec`.
+        decay: See `FeedbackCodec`.
     """
 
     inner: Reducer

@@ -128,7 +128,7 @@ def round_to_bfloat16(x: Tensor, first: int, key: int) -> Tensor:
     Args:
         x: float32 [N], finite; what would become infinite saturates.
         first: Index of its first element in the stream of random numbers.
-        key: Of the stream.
+        key: Which stream of random numbers it is.
     """
     noise = ((dither(first, x.numel(), key, x.device) + 0.5) * 65536.0).to(torch.int32)
     bits = x.contiguous().view(torch.int32) + noise

@@ -119,8 +119,8 @@ class LoCo(Compressor):
     error has more energy than the block. The average in step 3 absorbs this; plain feedback would not.
 
     Args:
-        bits: Of a code: 2 to 8 uniform, 1 to 4 fitted or of unit gain, 2 ternary. Fewer bits: fewer bytes, more error
-            to feed back.
+        bits: A code has so many: 2 to 8 uniform, 1 to 4 fitted or of unit gain, 2 ternary. Fewer bits: fewer bytes,
+            more error to feed back.
         codebook: Values that codes stand for: ``uniform``: step 2 above; the others as just described.
         block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size bits more.
         beta: Weight of the old error in the residual, in [0, 1). 0 is classic error feedback; larger smooths the
@@ -129,15 +129,15 @@ class LoCo(Compressor):
             then, below 4 bits the sum of three to four gradients: use None there.
         residual: ``int8``, with a scale per block, costs 1 byte per parameter on every rank; ``float32`` costs 4
             and stores the average exactly.
-        rounding: Of codes. ``nearest``: least error; ``stochastic``: unbiased, more noise.
-        residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured as good; ``stochastic``:
-            increments below half a step are kept on average.
-        return_beta: As `beta`, for the owner's residual on the downlink.
-        return_bits, return_codebook, return_block_size: As `bits`, `codebook` and `block_size`, for codes on the
+        rounding: How codes are rounded. ``nearest``: least error; ``stochastic``: unbiased, more noise.
+        residual_rounding: How the int8 residual is rounded. ``nearest``: a fifth faster, and measured as good;
+            ``stochastic``: increments below half a step are kept on average.
+        return_beta: What `beta` is for the uplink, this is for the owner's residual on the downlink.
+        return_bits, return_codebook, return_block_size: What `bits`, `codebook` and `block_size` are for codes on the
             downlink; None for the same. At least `bits`; where the uplink has more bits than these (parameters of high
             precision) the downlink has the uplink's codes. What is lost on the downlink is lost for all
             ranks alike: no other rank's noise evens it out.
-        high_precision_bits: Of embeddings and output heads, which carry most of the error.
+        high_precision_bits: Codes of embeddings and output heads, which carry most of the error, have so many.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

@@ -24,7 +24,7 @@ class Partition(Compressor):
 
     Args:
         rules: Pairs of a selector (a name with wildcards, a predicate, a function; see `Compressor`) and a compressor.
-        default: For everything else.
+        default: Serves everything else.
         exempt: Parameters that are exempt whatever the rules are.
         high_precision: Not used: the chosen compressor decides.
 
@@ -74,9 +74,9 @@ class Partition(Compressor):
     def method(self, spec: TensorSpec) -> Method:
         return self.assign(spec).method
 
-    def at(self, step_index: int) -> Compressor:
-        rules = tuple((selector, compressor.at(step_index)) for selector, compressor in self.rules)
-        default = self.default.at(step_index)
+    def phase(self, step_index: int) -> Compressor:
+        rules = tuple((selector, compressor.phase(step_index)) for selector, compressor in self.rules)
+        default = self.default.phase(step_index)
         return self if (rules, default) == (self.rules, self.default) else replace(self, rules=rules, default=default)
 
     def conserving(self) -> Partition:

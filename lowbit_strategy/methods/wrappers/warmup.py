@@ -61,10 +61,10 @@ class WarmUp(Compressor):
         self.first.check(specs)
         self.compressor.check(specs)
 
-    def at(self, step_index: int) -> Compressor:
+    def phase(self, step_index: int) -> Compressor:
         if step_index < self.steps:
-            return self.first.at(step_index)
-        return self.compressor.at(step_index - self.steps)
+            return self.first.phase(step_index)
+        return self.compressor.phase(step_index - self.steps)
 
     def assign(self, spec: TensorSpec) -> Assignment:
         return self.compressor.assign(spec)

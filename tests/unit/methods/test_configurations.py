@@ -129,7 +129,7 @@ def test_powersgd_starts_dense() -> None:
     compressor = PowerSGD(rank=2, start_step=3)
     ranks = OneTensor(compressor, (64, 64), 1)
     sync: GradientSync = ranks.syncs[0]
-    assert isinstance(compressor.at(2), Dense)
+    assert isinstance(compressor.phase(2), Dense)
     assert sync.assignments["p"].method == Dense().method(sync.specs["p"])
 
 

@@ -252,14 +252,14 @@ def test_partition_takes_the_first_rule_that_matches() -> None:
 
 def test_partition_follows_the_phases_of_its_compressors() -> None:
     partition = Partition(rules=(("layer.*", WarmUp(compressor=QSGD(), steps=10)),))
-    assert partition.at(0).method(MATRIX) == Dense().method(MATRIX)
-    assert partition.at(10).method(MATRIX) == QSGD().method(MATRIX)
-    assert partition.at(0) == partition.at(5)
+    assert partition.phase(0).method(MATRIX) == Dense().method(MATRIX)
+    assert partition.phase(10).method(MATRIX) == QSGD().method(MATRIX)
+    assert partition.phase(0) == partition.phase(5)
 
 
 def test_warm_up_is_followed_by_the_compressor_and_its_phases() -> None:
     warm_up = WarmUp(compressor=WarmUp(compressor=QSGD(), steps=5, first=LoCo()), steps=10)
-    assert [type(warm_up.at(step)) for step in (0, 9, 10, 14, 15, 1000)] == [Dense, Dense, LoCo, LoCo, QSGD, QSGD]
+    assert [type(warm_up.phase(step)) for step in (0, 9, 10, 14, 15, 1000)] == [Dense, Dense, LoCo, LoCo, QSGD, QSGD]
 
 
 def test_residuals_of_the_warm_up_go_on() -> None:
