@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.format import BlockFormat
-from lowbit_strategy.kernels.reference import blocks as reference
 from lowbit_strategy.kernels.segments import Segments
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,26 +50,9 @@ def encode_(
     check_buffers(x, wire)
     if stochastic and not fmt.is_uniform:
         raise ValueError("stochastic rounding needs the uniform grid: leave codebook unset or use rounding='nearest'")
-    match backends.choose(x.device):
-        case "native":
-            from lowbit_strategy.kernels.native import blocks as native_blocks
-
-            native_blocks.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag)
-        case "triton":
-            from lowbit_strategy.kernels.triton import blocks as triton_blocks
-
-            triton_blocks.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag)
-        case "torch":
-            reference.encode_(
-                x,
-                wire,
-                segments,
-                fmt,
-                stochastic=stochastic,
-                seed=seed,
-                flag=flag,
-                max_elements=backends.CACHE_ELEMENTS,
-            )
+    backends.implementation("blocks", x.device).encode_(
+        x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag
+    )
 
 
 def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat, *, alpha: float = 1.0) -> None:
@@ -84,14 +66,4 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockForm
         alpha: Factor applied to the float32 sum before the cast to `out`'s dtype; 1/W makes it a mean.
     """
     check_buffers(out, wire_WB)
-    match backends.choose(out.device):
-        case "native":
-            from lowbit_strategy.kernels.native import blocks as native_blocks
-
-            native_blocks.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
-        case "triton":
-            from lowbit_strategy.kernels.triton import blocks as triton_blocks
-
-            triton_blocks.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
-        case "torch":
-            reference.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha, max_elements=backends.CACHE_ELEMENTS)
+    backends.implementation("blocks", out.device).decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)

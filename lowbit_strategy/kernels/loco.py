@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.blocks import check_buffers
 from lowbit_strategy.kernels.format import BlockFormat
-from lowbit_strategy.kernels.reference import loco as reference
 from lowbit_strategy.kernels.segments import Segments
 
 
@@ -64,31 +61,17 @@ def loco_encode_(
         raise TypeError("an int8 residual needs a residual_scale, a float32 residual has none")
     if stochastic and not fmt.is_uniform:
         raise ValueError("stochastic rounding of codes needs the uniform grid: use rounding='nearest'")
-    options: dict[str, Any] = {
-        "beta": beta,
-        "reset": reset,
-        "stochastic": stochastic,
-        "stochastic_residual": stochastic_residual,
-        "seed": seed,
-        "flag": flag,
-    }
-    match backends.choose(x.device):
-        case "native":
-            from lowbit_strategy.kernels.native import loco as native_loco
-
-            native_loco.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options)
-        case "triton":
-            from lowbit_strategy.kernels.triton import loco as triton_loco
-
-            triton_loco.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options)
-        case "torch":
-            reference.loco_encode_(
-                x,
-                residual,
-                residual_scale,
-                wire,
-                segments,
-                fmt,
-                **options,
-                max_elements=backends.CACHE_ELEMENTS,
-            )
+    backends.implementation("loco", x.device).loco_encode_(
+        x,
+        residual,
+        residual_scale,
+        wire,
+        segments,
+        fmt,
+        beta=beta,
+        reset=reset,
+        stochastic=stochastic,
+        stochastic_residual=stochastic_residual,
+        seed=seed,
+        flag=flag,
+    )
