@@ -314,11 +314,11 @@ class AdaptiveDriver:
                 for level, by_name in self._shown["energy"].items()
             }
         self._sums = {name: values.to(self.sync.device) for name, values in state["sums"].items()}
-        squares = state.get("squares", {}).items()
+        squares = state["squares"].items()
         self._squares = {
             name: torch.tensor(square, dtype=torch.float32).to(self.sync.device) for name, square in squares
         }
-        self._summed_steps = state.get("summed_steps", 0)
+        self._summed_steps = state["summed_steps"]
         self.levels = dict(state["levels"])
         if self.levels:
             self.sync.use(per_parameter(self.controller.levels, self.levels))

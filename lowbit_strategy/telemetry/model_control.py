@@ -148,11 +148,6 @@ class ModelControl:
         self._bounds = BoundsObserver(self.sync, options.bounds) if options.bounds is not None else None
         return self.observer
 
-    def load_bounds(self, state: Mapping[str, Any]) -> None:
-        """Take over what a monitor's bounds have counted, from a checkpoint that kept it apart from the residuals."""
-        if self._bounds is not None:
-            self._bounds.load_state_dict(dict(state))
-
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def begin(self, **fields: Any) -> None:
