@@ -21,7 +21,7 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.collectives.comm import GroupComm
+from lowbit_strategy.collectives.comm import GroupComm, wait_for_all
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.custom_loop import LoopClock, adapt
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Entry, Stages
@@ -255,8 +255,6 @@ def _reduce(sync: GradientSync, model: nn.Module) -> list[Tensor]:
         at += gradient.numel()
     x = torch.cat(gradients)
     sync.begin_step()
-    for pending in sync.reduce(BucketLayout(tuple(entries)), x, x):
-        if pending is not None:
-            pending.wait()
+    wait_for_all(sync.reduce(BucketLayout(tuple(entries)), x, x))
     sync.end_step()
     return list(x.split([gradient.numel() for gradient in gradients]))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import GroupComm
+from lowbit_strategy.collectives.comm import GroupComm, wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -45,9 +45,7 @@ def compressed(name: str, x: Tensor, out: Tensor, *, scatter: bool) -> Callable[
 
     def run() -> None:
         sync.begin_step()
-        for pending in sync.reduce(layout, x, out if scatter else x):
-            if pending is not None:
-                pending.wait()
+        wait_for_all(sync.reduce(layout, x, out if scatter else x))
         sync.end_step()
 
     return run

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lowbit_strategy.collectives.comm import GroupComm
+from lowbit_strategy.collectives.comm import GroupComm, wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -47,9 +47,7 @@ def measure(variant: str, numel: int, steps: int) -> dict[str, float]:
             before, read_before = comm.sent_nbytes, counters.read()
         x = torch.randn(row_numel * world_size, generator=generator)
         sync.begin_step()
-        for pending in sync.reduce(layout, x, out):
-            if pending is not None:
-                pending.wait()
+        wait_for_all(sync.reduce(layout, x, out))
         sync.end_step()
     accounted = comm.sent_nbytes - before
     dist.barrier()  # nothing is on its way any more

@@ -42,6 +42,7 @@ from lowbit_strategy.plan.gradients import Reduced, ddp_buckets
 from lowbit_strategy.ranks.ranks import Ranks, make_ranks
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology, find_topology, resolve_shard_size
+from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.startup_report import build_report
 
 _log = logging.getLogger("lowbit_strategy")
@@ -317,7 +318,7 @@ def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_s
 def _report(sync: GradientSync) -> None:
     """Called when everything is attached: only then the memory for messages is known."""
     if sync.ranks.rank == 0 and not sync.ranks.alone:
-        _log.info("%s", build_report(sync).render())
+        inform("%s", build_report(sync).render())
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -27,6 +27,7 @@ from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, trainable_parameters
 from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.startup_report import build_report
 
 CHECKPOINT_KEY = "lowbit_strategy"
@@ -316,7 +317,7 @@ class Session:
             self._hook = DDPHook(model, self.sync)
             self.close_with(model)
         if self.sync.ranks.rank == 0:
-            _log.info("%d more parameters are trained now\n%s", len(names), build_report(self.sync).render())
+            inform("%d more parameters are trained now\n%s", len(names), build_report(self.sync).render())
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer` steps a parameter of this model."""

@@ -53,12 +53,6 @@ def _topology(sync: GradientSync) -> list[int]:
     return [sync.ranks.world_size, sync.ranks.peers.world_size, *parts]
 
 
-def _saved_topology(saved: Saved) -> list[int]:
-    """Ranks in all and how many reduce together, as `_topology`; before there were parts these were the same."""
-    topology: list[int] = saved.get("topology", [saved["world_size"], saved["world_size"], 1, 0])
-    return topology
-
-
 def _reduced(sync: GradientSync) -> str:
     """What residuals are in units of."""
     return "gradients" if sync.outer is None else "weights"
@@ -125,18 +119,18 @@ def restore(
         if name in saved["extra"]:
             part.load_state_dict(saved["extra"][name])
     for name, rank_part in sync.rank_state.items():
-        if name in saved.get("own", {}):
-            rank_part.load_state_dict(saved["own"][name], own=_saved_topology(saved) == _topology(sync))
+        if name in saved["own"]:
+            rank_part.load_state_dict(saved["own"][name], own=saved["topology"] == _topology(sync))
     sync.forget()
-    if saved.get("reduces", "gradients") != _reduced(sync):
+    if saved["reduces"] != _reduced(sync):
         if sync.ranks.rank == 0:
             _log.warning(
                 "the checkpoint's residuals are of %s and this run reduces %s: residuals start from zero",
-                saved.get("reduces", "gradients"),
+                saved["reduces"],
                 _reduced(sync),
             )
         return
-    if _saved_topology(saved) != _topology(sync):
+    if saved["topology"] != _topology(sync):
         _change_world_size(sync, saved, load_rank, on_world_size_change)
         return
     for name, entry in saved["parameters"].items():
@@ -197,7 +191,7 @@ def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
         unsent = unsent + leftover
     if unsent is None:
         return None
-    if (ranges := entry.get("ranges")) is not None:
+    if (ranges := entry["ranges"]) is not None:
         part, unsent = unsent, torch.zeros(math.prod(entry["shape"]), dtype=torch.float32)
         add_ranges_(unsent, ranges, part)
     return in_memory_order(unsent, entry["shape"], entry["memory_order"], memory_order)
@@ -206,7 +200,7 @@ def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
 def _change_world_size(
     sync: GradientSync, saved: Saved, load_rank: Callable[[int], Saved], policy: OnWorldSizeChange
 ) -> None:
-    (old, num_together, *_), new = _saved_topology(saved), sync.ranks.world_size
+    (old, num_together, *_), new = saved["topology"], sync.ranks.world_size
     if sync.ranks.rank == 0:
         what = "start from zero" if policy == "reset" else "are averaged over the old ranks"
         if old != new:

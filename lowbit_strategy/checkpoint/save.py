@@ -18,7 +18,7 @@ class SavedResiduals:
     """What `save_residuals` has written.
 
     Args:
-        stamp: To be put into the checkpoint.
+        stamp: Goes into the checkpoint.
         replaced: This rank's files of a checkpoint that the new one replaces.
     """
 

@@ -24,7 +24,7 @@ class RotatedCodec(Codec):
     as well. The rotation keeps lengths: the error is the inner codec's error of a block that looks Gaussian.
 
     Args:
-        codec: Of the rotated blocks.
+        codec: Encodes the rotated blocks.
         size: Elements rotated together, a power of two that divides the codec's block size; None takes the block size.
 
     Raises:

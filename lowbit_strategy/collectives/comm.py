@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -28,6 +28,13 @@ class Pending(Protocol):
     """What a method yields while its bytes travel."""
 
     def wait(self) -> object: ...
+
+
+def wait_for_all(stages: Iterable[Pending | None]) -> None:
+    """Go through all stages of a reduction, waiting for each; None is a stage of which nothing travels."""
+    for pending in stages:
+        if pending is not None:
+            pending.wait()
 
 
 class Comm(ABC):

@@ -109,12 +109,12 @@ class GradientSync:
         """Give every parameter its method anew. Residuals are carried over; between steps only."""
         compressor.check(list(self.wholes.values()))
         self.compressor = compressor
-        self._phase = compressor.at(self.step_index)
+        self._phase = compressor.phase(self.step_index)
         self.assign(assign_all(self._phase, list(self.specs.values())))
 
     def follow_phase(self) -> None:
         """Regroup if the compressor has another configuration for this step."""
-        phase = self.compressor.at(self.step_index)
+        phase = self.compressor.phase(self.step_index)
         if phase != self._phase:
             self._phase = phase
             self.assign(assign_all(phase, list(self.specs.values())))

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import Stages
 
 
@@ -32,9 +33,7 @@ class Inline:
     """A courier that has arrived when `submit` returns."""
 
     def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival:
-        for pending in stages:
-            if pending is not None:
-                pending.wait()
+        wait_for_all(stages)
         return Arrived()
 
 

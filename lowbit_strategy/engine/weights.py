@@ -12,7 +12,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import Slot, dim0_cut
 from lowbit_strategy.collectives.step_flags import StepFlags
-from lowbit_strategy.collectives.weight_gather import Part, WeightGather
+from lowbit_strategy.collectives.weight_gather import CodecSlots, WeightGather
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.plan.weights import ModuleLayout, has_codes, module_weights
@@ -55,7 +55,7 @@ class ModuleWeights:
             flags=flags,
         )
 
-    def _parts(self, coding: WeightCoding, cuts: Sequence[Any]) -> list[Part] | None:
+    def _parts(self, coding: WeightCoding, cuts: Sequence[Any]) -> list[CodecSlots] | None:
         if not has_codes(coding, self.layout):
             return None
         slots: dict[Codec | None, list[Slot]] = {}
@@ -63,7 +63,7 @@ class ModuleWeights:
         for spec, cut in zip(self.layout.specs, cuts, strict=True):
             slots.setdefault(coding.codec(spec), []).append(Slot(spec.name, at, self.row_numel, cut))
             at += cut.row_numel
-        return [Part(codec, tuple(members)) for codec, members in slots.items()]
+        return [CodecSlots(codec, tuple(members)) for codec, members in slots.items()]
 
     def gradients_reduced(self) -> None:
         """Its gradients have been reduced: whatever steps on them, the next forward pass has other weights.

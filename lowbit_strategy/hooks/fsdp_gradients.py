@@ -18,7 +18,7 @@ import torch.distributed.fsdp
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import Comm, wait_for_all
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
@@ -129,9 +129,7 @@ class CompressedReduceScatter(_ReduceScatter):
             stages = sync.reduce(layout, input_tensor, output_tensor)
         else:
             stages = scatter_over_two_levels(sync, layout, input_tensor, output_tensor)
-        for pending in stages:
-            if pending is not None:
-                pending.wait()
+        wait_for_all(stages)
         self.on_reduced()
 
 
@@ -154,8 +152,7 @@ class ExactReduceScatter(_ReduceScatter):
         async_op: bool = False,
     ) -> None:
         x_WN = input_tensor.view(self._comm.world_size, -1)
-        for pending in sum_rows(x_WN, output_tensor, self._comm, alpha=1.0 / self._comm.world_size):
-            pending.wait()
+        wait_for_all(sum_rows(x_WN, output_tensor, self._comm, alpha=1.0 / self._comm.world_size))
         self.on_reduced()
 
 

@@ -107,7 +107,7 @@ def plan_of(module: nn.Module, prepared: Prepared) -> Plan:
         reduced = _as_one(prepared, itemsizes)
     return make_plan(
         parts,
-        assign_all(chosen.at(0), parts),
+        assign_all(chosen.phase(0), parts),
         shape,
         layout,
         reduced=reduced,

@@ -21,12 +21,13 @@ from lowbit_strategy.control.base import (
     Switch,
     Telemetry,
 )
-from lowbit_strategy.control.levels import PerParameter, labels
+from lowbit_strategy.control.levels import labels, per_parameter
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.telemetry.end_to_end import NUM_SUMS, MeanSample
+from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.measure import sum_over_ranks, table, try_level
 from lowbit_strategy.telemetry.rehearse import rehearse
 
@@ -123,7 +124,7 @@ class AdaptiveDriver:
 
     def _compile_kernels(self) -> None:
         for level in self.controller.levels:
-            configuration = level.at(self.sync.step_index)
+            configuration = level.phase(self.sync.step_index)
             rehearse(
                 configuration,
                 world_size=self.sync.ranks.peers.world_size,
@@ -152,7 +153,7 @@ class AdaptiveDriver:
         self._decided_step = progress.step
         if decision.levels and decision.levels != self.levels:
             self.levels = dict(decision.levels)
-            self.sync.use(PerParameter.of(self.controller.levels, self.levels))
+            self.sync.use(per_parameter(self.controller.levels, self.levels))
         self.accumulation = decision.accumulation
         self.learning_rate_factor = decision.learning_rate_factor
         if self.sync.outer is not None:
@@ -162,7 +163,7 @@ class AdaptiveDriver:
         self.warnings += decision.warnings
         if self.sync.ranks.rank == 0:
             for switch in decision.switches:
-                _log.info("step %d: %s: %s -> %s (%s)", progress.step, *switch)
+                inform("step %d: %s: %s -> %s (%s)", progress.step, *switch)
             for warning in decision.warnings:
                 _log.warning("step %d: %s", progress.step, warning)
 
@@ -199,7 +200,7 @@ class AdaptiveDriver:
             if residual is not None:
                 self._residuals[slot.name] = torch.dot(residual, residual)
         for level in self._probe.levels:
-            configuration = self.controller.levels[level].at(sync.step_index)
+            configuration = self.controller.levels[level].phase(sync.step_index)
             self._measured[level] |= try_level(configuration, values, sync.specs, sync.step_context().seed)
 
     def _add_(self, name: str, gradient: Tensor, factor: float) -> None:
@@ -313,14 +314,14 @@ class AdaptiveDriver:
                 for level, by_name in self._shown["energy"].items()
             }
         self._sums = {name: values.to(self.sync.device) for name, values in state["sums"].items()}
-        squares = state.get("squares", {}).items()
+        squares = state["squares"].items()
         self._squares = {
             name: torch.tensor(square, dtype=torch.float32).to(self.sync.device) for name, square in squares
         }
-        self._summed_steps = state.get("summed_steps", 0)
+        self._summed_steps = state["summed_steps"]
         self.levels = dict(state["levels"])
         if self.levels:
-            self.sync.use(PerParameter.of(self.controller.levels, self.levels))
+            self.sync.use(per_parameter(self.controller.levels, self.levels))
 
 
 def _extended(fresh: Any, old: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import Comm, wait_for_all
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
@@ -57,9 +57,7 @@ def try_level(
     for _ in range(_WARM_ROUNDS if _starts_warm(sync) else 1):
         _forget_residuals_(sync)
         sync.begin_step()
-        for pending in sync.reduce(layout, x.clone(), out):
-            if pending is not None:
-                pending.wait()
+        wait_for_all(sync.reduce(layout, x.clone(), out))
         sync.end_step()
     pairs = zip(chosen, out.split([spec.numel for spec in chosen]), strict=True)
     return {spec.name: energies(values[spec.name], sent) for spec, sent in pairs}

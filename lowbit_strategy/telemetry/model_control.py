@@ -32,6 +32,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.bounds import BoundsObserver
+from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.metric_format import (
     level_fields,
     level_metrics,
@@ -146,11 +147,6 @@ class ModelControl:
         )
         self._bounds = BoundsObserver(self.sync, options.bounds) if options.bounds is not None else None
         return self.observer
-
-    def load_bounds(self, state: Mapping[str, Any]) -> None:
-        """Take over what a monitor's bounds have counted, from a checkpoint that kept it apart from the residuals."""
-        if self._bounds is not None:
-            self._bounds.load_state_dict(dict(state))
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
@@ -303,4 +299,4 @@ class ModelControl:
         """The start-up report again, for the levels that training starts at."""
         if driver.levels and self.sync.ranks.rank == 0:
             name = type(driver.controller).__name__
-            _log.info("training starts at the levels that %s chose:\n%s", name, build_report(self.sync).render())
+            inform("training starts at the levels that %s chose:\n%s", name, build_report(self.sync).render())

@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
@@ -38,7 +39,5 @@ def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch
         x = torch.ones(total * world_size if scatter else total, dtype=dtype, device=device)
         out = torch.empty(total, dtype=dtype, device=device) if scatter else x
         sync.begin_step()
-        for pending in sync.reduce(BucketLayout(entries, total if scatter else None), x, out):
-            if pending is not None:
-                pending.wait()
+        wait_for_all(sync.reduce(BucketLayout(entries, total if scatter else None), x, out))
         sync.end_step()

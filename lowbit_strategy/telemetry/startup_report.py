@@ -229,9 +229,9 @@ def describe_ranks(shape: Shape) -> str:
 
 def _next_phase(compressor: Compressor, step_index: int) -> int | None:
     """The first step with another configuration, if there is one among the next million."""
-    now = compressor.at(step_index)
+    now = compressor.phase(step_index)
     lengths = range(1, _LONGEST_PHASE)
-    at = bisect.bisect_left(lengths, True, key=lambda length: compressor.at(step_index + length) != now)
+    at = bisect.bisect_left(lengths, True, key=lambda length: compressor.phase(step_index + length) != now)
     return step_index + lengths[at] if at < len(lengths) else None
 
 

@@ -67,7 +67,7 @@ def training(model: nn.Module, session: Any) -> Any:
 
     def step() -> None:
         optimizer.zero_grad()
-        session.set_loss_scale(None)
+        session.begin_step()
         model(torch.randn(4, WIDTH)).square().mean().backward()
         optimizer.step()
         session.end_step(optimizer)

@@ -24,7 +24,6 @@ NAMES = (
     "dense",
     "loco",
     "LoCo, 1 bit after two steps",
-    "LoCo, rows times columns",
     "qsgd",
     "terngrad",
     "sharedscale",

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import Comm, wait_for_all
 from lowbit_strategy.collectives.layout import Share, dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
@@ -177,6 +177,4 @@ def _entries(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[Entry, ...], li
 
 
 def _run(stages: Iterable[Any]) -> None:
-    for pending in stages:
-        if pending is not None:
-            pending.wait()
+    wait_for_all(stages)

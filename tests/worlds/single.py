@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
@@ -39,9 +40,7 @@ def reduce_step(sync: GradientSync, grads: Mapping[str, Tensor], *, end: bool = 
         at += values.numel()
     out = torch.empty_like(x) if sync.scatter else x
     sync.begin_step()
-    for pending in sync.reduce(BucketLayout(tuple(entries), at if sync.scatter else None), x, out):
-        if pending is not None:
-            pending.wait()
+    wait_for_all(sync.reduce(BucketLayout(tuple(entries), at if sync.scatter else None), x, out))
     if end:
         sync.end_step()
     return {e.name: out[e.offset : e.offset + grads[e.name].numel()].clone() for e in entries}

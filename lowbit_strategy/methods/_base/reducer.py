@@ -114,7 +114,7 @@ class ReducerStore(MethodStore):
     """State of all parameters that one reducer serves.
 
     Attributes:
-        state: As the reducer made it, for `Reducer.reduce`.
+        state: What the reducer has made, as `Reducer.reduce` gets it.
     """
 
     def __init__(self, method: Reducer, specs: Mapping[str, TensorSpec], placement: Placement) -> None:

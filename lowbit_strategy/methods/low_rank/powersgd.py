@@ -189,7 +189,7 @@ class PowerSGD(Compressor):
         if not self.epsilon >= 0:
             raise ValueError(f"epsilon must not be negative, got {self.epsilon!r}")
 
-    def at(self, step_index: int) -> Compressor:
+    def phase(self, step_index: int) -> Compressor:
         return Dense() if step_index < self.start_step else self
 
     def pays(self, spec: TensorSpec) -> bool:

@@ -32,7 +32,7 @@ class Quadratic(Interval):
     Args:
         alpha: The learning rate at which rounds would have one step. Larger: longer rounds.
         minimum: Optimizer steps of the shortest round.
-        maximum: Of the longest.
+        maximum: No interval is longer.
 
     Raises:
         ValueError: A field is out of range.

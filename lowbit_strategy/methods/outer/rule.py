@@ -136,6 +136,6 @@ class OuterRule(ABC):
 
         Args:
             step: Optimizer steps completed.
-            learning_rate: Of the inner optimizer's first parameter group; None if it is not known.
+            learning_rate: What the inner optimizer's first parameter group has; None if it is not known.
         """
         return self.every if isinstance(self.every, int) else self.every.at(step, learning_rate)

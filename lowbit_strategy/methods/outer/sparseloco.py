@@ -27,7 +27,7 @@ class SparseLoCo(OuterRule):
 
     Args:
         every: Optimizer steps of a round; see `OuterRule`.
-        lr: Of the outer SGD.
+        lr: The outer SGD steps with it.
         fragments, delay, mix: See `OuterRule`.
 
     Raises:

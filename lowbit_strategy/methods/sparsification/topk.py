@@ -79,9 +79,9 @@ class TopK(SparseCompressor):
         selection: ``exact``: the k largest of the parameter; ``chunk``: of every 4,096 elements. Coarser, for
             gradients differ between rows, but faster, and without pauses of a GPU; ``group``: one of every
             ``1 / density``, the same again with the shortest positions.
-        return_density: With ``chunk`` under DDP, the share of the means that the owner sends back; None: as `density`.
+        return_density: With ``chunk`` under DDP the owner sends this share of the means back; None takes `density`.
             The ranks together send up to W times `density`, so more returns what they chose sooner.
-        decay: With ``chunk`` and ``group``, what is left of the residual in the next step, in (0, 1].
+        decay: With ``chunk`` and ``group`` this share of the residual is left in the next step, in (0, 1].
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
@@ -40,9 +41,7 @@ class Log:
 def one(sync: GradientSync, name: str, x: torch.Tensor, *, last: bool = True) -> torch.Tensor:
     """One bucket with one parameter; the mean."""
     sync.begin_step()
-    for pending in sync.reduce(BucketLayout((Entry(name, 0),), last=last), x, x):
-        if pending is not None:
-            pending.wait()
+    wait_for_all(sync.reduce(BucketLayout((Entry(name, 0),), last=last), x, x))
     return x
 
 

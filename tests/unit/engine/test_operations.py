@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
@@ -43,9 +44,7 @@ def operations_of_a_reduce(
     for step in range(2):
         with Operations() as operations:
             sync.begin_step()
-            for pending in sync.reduce(layout, x, out):
-                if pending is not None:
-                    pending.wait()
+            wait_for_all(sync.reduce(layout, x, out))
         assert out.isfinite().all(), step
         sync.end_step()
     return operations.names
