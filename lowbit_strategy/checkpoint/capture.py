@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lowbit_strategy.checkpoint.reshard import shared_state
 from lowbit_strategy.collectives.layout import add_ranges_
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.fragment import local_part
@@ -126,7 +127,12 @@ def restore(
             part.load_state_dict(saved["extra"][name])
     for name, rank_part in sync.rank_state.items():
         if name in saved.get("own", {}):
-            rank_part.load_state_dict(saved["own"][name], own=_saved_topology(saved) == _topology(sync))
+            own = _saved_topology(saved) == _topology(sync)
+            num_shards = 1 if _saved_topology(saved)[3] else _saved_topology(saved)[2]
+            mine = saved["own"][name]
+            rank_part.load_state_dict(
+                mine if own else shared_state(sync, name, num_shards=num_shards, load_rank=load_rank), own=own
+            )
     sync.forget()
     if saved.get("reduces", "gradients") != _reduced(sync):
         if sync.everyone.rank == 0:
