@@ -285,6 +285,8 @@ def make_engine(prepared: Prepared, groups: RankGroups, device: torch.device, *,
         everyone=groups.everyone,
     )
     sync.inside, sync.topology = groups.inside, prepared.topology
+    if groups.inside is not None:
+        groups.inside.place = sync.comm.place
     if groups.everyone.world_size == 1:
         warn_of_one_rank()
     elif alone and groups.everyone.rank == 0:

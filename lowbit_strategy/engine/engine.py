@@ -118,6 +118,7 @@ class GradientSync:
         self._expected: tuple[BucketLayout, ...] = ()
         self._replaced: list[MethodStore] = []  # kept until the step is over: a stream may still read them
         self._backup: list[Tensor] = []
+        comm.place = self.everyone.place = self._place
         self.use(compressor)
 
     # -- methods ------------------------------------------------------------------------------------------------
@@ -267,6 +268,11 @@ class GradientSync:
     def has_entered(self, layout: BucketLayout) -> bool:
         """Whether this bucket has come in the backward pass under way."""
         return layout in self._entered
+
+    def _place(self) -> str:
+        """Which step this is, for errors."""
+        place = f"optimizer step {self.step_index + 1}"
+        return f"{place}, backward pass {self._num_passes}" if self._num_passes > 1 else place
 
     def set_loss_scale(self, scale: float) -> None:
         """The factor that the coming gradients are multiplied by; residuals follow when it changes."""

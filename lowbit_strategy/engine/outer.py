@@ -393,12 +393,14 @@ class OuterSync:
         if not own:
             self.land(final=True)
             self.use_shared()
+            self._weights_changed()
             return
         self._every, self._turn, self._since = state["every"], state["turn"] % len(self.fragments), state["since"]
         self.num_turns, self.every = state["num_turns"], state["wanted"]
         for name, param in self.params.items():
             if name in state["weights"]:
                 param.copy_(state["weights"][name])
+        self._weights_changed()
 
     def _revived(self, saved: Mapping[str, Any] | None) -> Flight | None:
         """What was under way; None if nothing was, or the model is cut otherwise: other parameters are trained."""

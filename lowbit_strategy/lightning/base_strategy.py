@@ -16,6 +16,7 @@ from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.lightning.local_callbacks import add_local_callbacks, copied
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.model.handshake import handshake
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -23,6 +24,16 @@ else:
     _Base = object
 
 _log = logging.getLogger("lowbit_strategy")
+
+# Where they differ, ranks gather weights or reduce gradients at different times, and wait for each other in vain.
+_SAME_ON_ALL_RANKS = (
+    "accumulate_grad_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "limit_val_batches",
+    "num_sanity_val_steps",
+    "enable_validation",
+)
 
 
 class LowBitMixin(_Base):
@@ -55,6 +66,8 @@ class LowBitMixin(_Base):
     def on_attached(self, session: Session) -> None:
         """Take over a new attachment: state of an earlier fit, or of a checkpoint that is waiting, goes in."""
         module = self.lightning_module
+        trainer = module.trainer if module is not None else None
+        handshake({f"Trainer({name}=...)": repr(getattr(trainer, name, None)) for name in _SAME_ON_ALL_RANKS})
         while self.on_sync:  # first, so that their state is restored with the rest
             self.on_sync.pop(0)(session.sync)
         if self.session is not None:
