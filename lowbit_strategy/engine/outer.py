@@ -47,6 +47,8 @@ class OuterSync:
         every: Optimizer steps of each coming round in the place of the rule's; None: as the rule has it.
         num_turns: Turns completed by this rank.
         on_turn: Called after each turn, on all ranks, when nothing is under way; it may be collective.
+        asks: Whether this rank wants all ranks to do something together after a turn.
+        asked: Whether a rank had asked in a turn that is over; the same on all ranks.
         on_left_out: Called after a turn in which this rank was left out, with the anchors in the model.
     """
 
@@ -64,6 +66,8 @@ class OuterSync:
         self.every: int | None = None
         self.num_turns = 0
         self.on_turn: Callable[[], None] = lambda: None
+        self.asks: Callable[[], bool] = bool
+        self.asked = False
         self.on_left_out: Callable[[], None] = lambda: None
         self._courier = courier if courier is not None else Inline()
         self._buffers = AveragedBuffers(buffers)
@@ -168,6 +172,7 @@ class OuterSync:
             x_N[:: fragment.stride][:SAMPLE_NUMEL],
             [change.masked_fill_(finite == 0, 0.0) for change in self._buffers.changes()] if with_buffers else (),
             done=done,
+            asks=self.asks(),
             finite=finite,
             rank=sync.comm.rank,
             world_size=sync.comm.world_size,
@@ -225,6 +230,7 @@ class OuterSync:
         flight.wait()
         fragment, mean_N = self.fragments[flight.fragment], flight.x
         left_out = flight.header.left_out
+        self.asked |= flight.header.asked
         num_ranks = flight.header.world_size - len(left_out)
         square, sample, changes = flight.header.means(num_ranks)
         self._spread = torch.stack([square, torch.dot(sample, sample)])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class TurnHeader:
-    """``[no more steps?, ||s||^2, has finite weights? of each rank, s, changes of buffers]``, summed over the ranks.
+    """``[no more steps?, asks?, ||s||^2, has finite weights? of each rank, s, changes of buffers]``, summed over ranks.
 
     Args:
         flat: float32; `comm.all_reduce` may be under way on it.
@@ -21,23 +21,36 @@ class TurnHeader:
     def __init__(self, flat: Tensor, world_size: int, sample_numel: int) -> None:
         self.flat = flat
         self.world_size = world_size
-        self._sizes = (2, world_size, sample_numel, flat.numel() - 2 - world_size - sample_numel)
+        self._sizes = (3, world_size, sample_numel, flat.numel() - 3 - world_size - sample_numel)
 
     @classmethod
     def of(
-        cls, sample: Tensor, changes: Sequence[Tensor], *, done: bool, finite: Tensor, rank: int, world_size: int
+        cls,
+        sample: Tensor,
+        changes: Sequence[Tensor],
+        *,
+        done: bool,
+        asks: bool,
+        finite: Tensor,
+        rank: int,
+        world_size: int,
     ) -> TurnHeader:
-        """This rank's. `finite`: 1 or 0; the sample and the changes of a rank that is left out must be zeros."""
-        facts = torch.zeros(2 + world_size, device=sample.device)
-        facts[0] = float(done)
-        facts[1] = torch.dot(sample, sample)
-        facts[2 + rank] = finite
+        """This rank's. `asks`: whether all ranks are to do something together after this turn. `finite`: 1 or 0; the sample and the changes of a rank that is left out must be zeros."""
+        facts = torch.zeros(3 + world_size, device=sample.device)
+        facts[0], facts[1] = float(done), float(asks)
+        facts[2] = torch.dot(sample, sample)
+        facts[3 + rank] = finite
         return cls(torch.cat([facts, sample, *changes]), world_size, sample.numel())
 
     @property
     def num_done(self) -> int:
         """Ranks that train no more. Waits for the device."""
         return int(self.flat[0])
+
+    @property
+    def asked(self) -> bool:
+        """Whether any rank has asked. Waits for the device."""
+        return bool(self.flat[1])
 
     @property
     def left_out(self) -> list[int]:
@@ -48,7 +61,7 @@ class TurnHeader:
     def means(self, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of ``||s||^2``, of ``s`` and of the changes of buffers, over the `num_ranks` ranks that took part."""
         facts, _, sample, changes = (self.flat / max(1, num_ranks)).split(self._sizes)
-        return facts[1], sample, changes
+        return facts[2], sample, changes
 
     def state_dict(self) -> dict[str, Any]:
         return {"flat": self.flat, "world_size": self.world_size, "sample_numel": self._sizes[2]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.lightning.local_callbacks import add_local_callbacks, copied
+from lowbit_strategy.lightning.signals import DeferredSignals
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.handshake import handshake
 
@@ -52,6 +54,7 @@ class LowBitMixin(_Base):
         self._in_fit = False  # what is attached serves the fit under way, and not only an earlier one
         self.on_sync: list[Callable[[GradientSync], None]] = []  # callbacks that wait for the next fit's engine
         self._resume: tuple[Any, Stamp | None] | None = None
+        self._signals: DeferredSignals | None = None
         self._validates = contextlib.ExitStack()  # the model has the anchors, where steps are local
 
     @property
@@ -88,13 +91,24 @@ class LowBitMixin(_Base):
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         if trainer is None or self.session is None:
             return
+        signals = self._defer_signals(trainer)
         check_optimizers(self.compressor, self.optimizers)
         warning = ClippingWarning(self.compressor, speaks=self.global_rank == 0)
         warning.clipped(trainer.gradient_clip_val, "gradient_clip_val")
-        self._begin_local_steps(self.session, trainer)
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop._broadcast_sigterm_tensor = functools.partial(
+            signals.agree, type(loop)._broadcast_sigterm_tensor.__get__(loop)
+        )
+        self._begin_local_steps(self.session, trainer, signals)
         for logger in trainer.loggers:
             configuration = {"lowbit/strategy": type(self).__name__, "lowbit/compressor": describe(self.compressor)}
             logger.log_hyperparams(configuration)
+
+    def _defer_signals(self, trainer: Any) -> DeferredSignals:
+        if self._signals is None or self._signals.trainer is not trainer:
+            self._signals = DeferredSignals(trainer)
+        self._signals.install()
+        return self._signals
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.session is not None and self.session.newly_trainable():
@@ -120,13 +134,13 @@ class LowBitMixin(_Base):
 
     # -- local steps --------------------------------------------------------------------------------------------------
 
-    def _begin_local_steps(self, session: Session, trainer: Any) -> None:
+    def _begin_local_steps(self, session: Session, trainer: Any, signals: DeferredSignals) -> None:
         """All that a checkpoint holds has been loaded, and callbacks are complete."""
         if session.local is None:
             return
         session.local.own = self._rank_parts
         session.resume()
-        add_local_callbacks(trainer, session)
+        add_local_callbacks(trainer, session, signals)
 
     def _rank_parts(self) -> dict[str, Any]:
         """What each rank has for itself beside its weights."""
@@ -140,6 +154,8 @@ class LowBitMixin(_Base):
             return copied(super().lightning_module_state_dict())
 
     def on_validation_start(self) -> None:
+        if self.session is not None and self._in_fit and self.lightning_module is not None:
+            self._defer_signals(self.lightning_module.trainer)
         if self.session is not None and self._in_fit:
             self._validates.enter_context(self.session.anchored())
         super().on_validation_start()
