@@ -236,7 +236,8 @@ class Binding:
 
     def _agree(self, model: nn.Module, *, scatter: bool) -> Prepared:
         prepared = prepare(model, self.plugin.compressor, self._options, scatter=scatter)
-        handshake(plain("controller", self.plugin.controller) | plain("monitor", self.plugin.monitor))
+        accumulation = {"gradient_accumulation_steps": self.accelerator.gradient_accumulation_steps}
+        handshake(plain("controller", self.plugin.controller) | plain("monitor", self.plugin.monitor) | accumulation)
         if (controller := self.plugin.controller) is not None and self.accelerator.is_main_process:
             chosen = ", ".join(labels(controller.levels)) or "no compressor"
             inform("%s chooses among: %s", type(controller).__name__, chosen)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lowbit_strategy.checkpoint.reshard import shared_state
 from lowbit_strategy.collectives.layout import add_ranges_
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.fragment import local_part
@@ -120,7 +121,12 @@ def restore(
             part.load_state_dict(saved["extra"][name])
     for name, rank_part in sync.rank_state.items():
         if name in saved["own"]:
-            rank_part.load_state_dict(saved["own"][name], own=saved["topology"] == _topology(sync))
+            own, (_, _, count, interleaved) = saved["topology"] == _topology(sync), saved["topology"]
+            mine = saved["own"][name]
+            num_shards = 1 if interleaved else count
+            rank_part.load_state_dict(
+                mine if own else shared_state(sync, name, num_shards=num_shards, load_rank=load_rank), own=own
+            )
     sync.forget()
     if saved["reduces"] != _reduced(sync):
         if sync.ranks.rank == 0:

@@ -152,6 +152,9 @@ class GradientSync:
 
     def _meet(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        for comm in (ranks.peers, ranks.world, ranks.intra_node):
+            if comm is not None:
+                comm.place = self._place
         self.byte_check = ByteCheck(ranks.peers)
         self._placement = Placement(ranks.peers.rank, ranks.peers.world_size, self.device, self.scatter)
 
@@ -268,6 +271,11 @@ class GradientSync:
     def has_entered(self, layout: BucketLayout) -> bool:
         """Whether this bucket has come in the backward pass under way."""
         return layout in self._entered
+
+    def _place(self) -> str:
+        """Which step this is, for errors."""
+        place = f"optimizer step {self.step_index + 1}"
+        return f"{place}, backward pass {self._num_passes}" if self._num_passes > 1 else place
 
     def begin_step(self, loss_scale: float | None = None, *, stride: int = 1) -> None:
         """Before the first backward pass of a step, on all ranks; further calls until `end_step` do nothing.

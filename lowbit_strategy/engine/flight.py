@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import Stages
+from lowbit_strategy.engine.turn_header import TurnHeader
 
 
 class Arrival(Protocol):
@@ -44,7 +45,7 @@ class Flight:
     Args:
         fragment: Its index.
         x: The pseudo-gradient; once it has arrived, the mean.
-        header: See `OuterSync`.
+        header: What travels with it.
         arrivals: Of its buckets; the first one's is the header's too.
         delay: Optimizer steps after which it lands.
         age: Optimizer steps since it was sent.
@@ -52,7 +53,7 @@ class Flight:
 
     fragment: int
     x: Tensor
-    header: Tensor
+    header: TurnHeader
     arrivals: Sequence[Arrival]
     delay: int
     age: int = 0

@@ -132,6 +132,17 @@ def test_codes_are_those_of_every_shard_by_itself(
         shards.step_(seed)
 
 
+@pytest.mark.parametrize(("bits", "least"), [(8, 1.5e-36), (4, 8.3e-38)])
+def test_blocks_without_an_element_above_the_documented_bound_are_zeros(bits: int, least: float) -> None:
+    assert str(least) in (WeightCode.__doc__ or "")
+    codec = WeightCode(bits=bits).codec(TensorSpec("w", (64, 64)))
+    assert codec is not None
+    for largest, decoded in ((least, least), (least / 1.1, 0.0)):
+        values = torch.full((128,), largest)
+        found = codec.decode_sum(codec.encode(values, seed=0)[None], 128)
+        torch.testing.assert_close(found, torch.full((128,), decoded), rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("coding", [WeightCode(), WeightDelta(), WeightDelta(bits=2), Exact(keep="replica")])
 def test_types(coding: WeightCoding, dtype: torch.dtype) -> None:
