@@ -35,7 +35,17 @@ class TurnHeader:
         rank: int,
         world_size: int,
     ) -> TurnHeader:
-        """This rank's. `asks`: whether all ranks are to do something together after this turn. `finite`: 1 or 0; the sample and the changes of a rank that is left out must be zeros."""
+        """This rank's.
+
+        Args:
+            sample: Of its pseudo-gradient; zeros if the rank is left out.
+            changes: Of its buffers; likewise.
+            done: It has no more steps.
+            asks: All ranks are to do something together after this turn.
+            finite: 1 or 0; 0 leaves the rank out.
+            rank: This rank.
+            world_size: Ranks that take the turn.
+        """
         facts = torch.zeros(3 + world_size, device=sample.device)
         facts[0], facts[1] = float(done), float(asks)
         facts[2] = torch.dot(sample, sample)

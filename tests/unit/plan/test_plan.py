@@ -181,7 +181,7 @@ def test_what_is_exempt_is_in_the_plan() -> None:
 @pytest.mark.parametrize("compressor", [LoCo(), TopK(), *(PRESETS[name] for name in ("powersgd", "gtopk"))])
 def test_nothing_travels_on_one_rank(compressor: Any) -> None:
     specs = [TensorSpec("weight", (512, 512))]
-    plan = make_plan(specs, assign_all(compressor.at(10**6), specs), Shape(1), "ddp")
+    plan = make_plan(specs, assign_all(compressor.phase(10**6), specs), Shape(1), "ddp")
     assert plan.sent_nbytes == plan.in_series == 0
 
 
