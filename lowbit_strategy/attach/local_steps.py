@@ -67,7 +67,7 @@ class LocalSteps:
         self._num_steps: dict[int, int] = {}  # of each optimizer, in this process
         self._loaded: tuple[Mapping[str, Any], bool] | None = None
         self.outer: OuterSync | None = None
-        sync.rank_state[STATE_KEY] = self
+        sync.save_per_rank(STATE_KEY, self)
         if rule.synchronous_steps == 0:
             self._start()
 

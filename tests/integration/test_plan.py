@@ -56,7 +56,7 @@ def measure(session: Any, step: Any, steps: int = 1) -> Facts:
         "promised": plan.sent_nbytes,
         "series": plan.in_series,
         "buckets": len(plan.gradients),
-        "residuals": (sync.residual_nbytes, plan.memory.residuals),
+        "residuals": (sync.state.nbytes, plan.memory.residuals),
     }
     session.close()
     return facts
