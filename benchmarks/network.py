@@ -222,7 +222,7 @@ def rows_of(reports: Sequence[Any], rate: str, options: argparse.Namespace) -> l
                 communication_s=communication,
                 speedup=speedup,
                 step_speedup=seconds_of(reports, baseline) / seconds,
-                limit_s=limit_of(rate, sent, alone, options.delay) if sent else None,
+                limit_s=None if variant in (NO_SYNC, INSIDE_HOST) else limit_of(rate, sent, alone, options.delay),
                 sent_nbytes=sent,
                 bits_per_element_hop=8 * sent / elements,
             )
@@ -277,7 +277,8 @@ def show_links(links: Mapping[str, Any]) -> None:
     for rate, link in links.items():
         probed, packets = link["probe"], link["packets"]
         print(
-            f"{rate}: ping {1e3 * probed['ping_s']:.1f} ms, one TCP stream {probed['stream_bps'] / 1e6:.0f} Mbit/s in"
+            f"{rate}: ping {1e3 * probed['ping_s']:.1f} ms, 1.2 MB after a second of silence and an answer"
+            f" {1e3 * probed['message_s']:.0f} ms, one TCP stream {probed['stream_bps'] / 1e6:.0f} Mbit/s in"
             f" 5 s, {probed['settled_bps'] / 1e6:.0f} in the second half. Of {packets['packets']} packets"
             f" {packets['dropped']} found a queue full, {packets['lost']} were lost; late by"
             f" {1e3 * packets['latest_s']:.1f} ms at most"

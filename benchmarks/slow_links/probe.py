@@ -1,4 +1,5 @@
-"""What a link gives without any of our programs: the time of a byte to the other host and back, and one TCP stream.
+"""What a link gives without any of our programs: a byte to the other host and back, messages as steps send them, one
+TCP stream.
 
 Run on two hosts: ``probe.py serve ADDRESS``, then ``probe.py ask ADDRESS SECONDS``, which prints JSON.
 """
@@ -13,6 +14,11 @@ import time
 
 _PORT = 7213
 _PINGS = 5
+_MESSAGES, _MESSAGE_NBYTES, _SILENCE_S = (
+    6,
+    1_200_000,
+    1.0,
+)  # 4 hosts, 9.6 million elements at 4 bits; a step between two
 _CHUNK = 1 << 18
 
 
@@ -23,6 +29,11 @@ def serve(address: str) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for _ in range(_PINGS):
                 connection.sendall(connection.recv(1))
+            for _ in range(_MESSAGES):
+                left = _MESSAGE_NBYTES
+                while left:
+                    left -= len(connection.recv(min(left, _CHUNK)))
+                connection.sendall(b".")
             arrived, start, room = [], time.perf_counter(), bytearray(_CHUNK)
             while length := connection.recv_into(room):
                 arrived.append((time.perf_counter() - start, length))
@@ -51,12 +62,19 @@ def ask(address: str, seconds: float) -> dict[str, float]:
             connection.sendall(b".")
             connection.recv(1)
             times.append(time.perf_counter() - start)
+        messages = []
+        for _ in range(_MESSAGES):
+            time.sleep(_SILENCE_S)
+            start = time.perf_counter()
+            connection.sendall(bytes(_MESSAGE_NBYTES))
+            connection.recv(1)
+            messages.append(time.perf_counter() - start)
         chunk, end = bytes(_CHUNK), time.perf_counter() + seconds
         while time.perf_counter() < end:
             connection.sendall(chunk)
         connection.shutdown(socket.SHUT_WR)
         measured: dict[str, float] = json.loads(connection.recv(4096))
-    return {"ping_s": statistics.median(times), **measured}
+    return {"ping_s": statistics.median(times), "message_s": statistics.median(messages[2:]), **measured}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Links with a delay: the program beside this file, which holds packets between the hosts, and how it is told so."""
+"""Links with a delay: the program beside this file, which holds packets between the hosts, and its settings."""
 
 from __future__ import annotations
 
