@@ -17,7 +17,7 @@ from lowbit_strategy.hooks.fsdp_gradients import (
     ReplicaAllReduce,
 )
 from lowbit_strategy.hooks.worker import BackwardSide
-from lowbit_strategy.model.fsdp_sharding import sharded_groups
+from lowbit_strategy.model.fsdp_sharding import reduce_unused, sharded_groups
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import Reduced
 
@@ -80,8 +80,7 @@ def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, 
                 name = names[id(param.sharded_param)]
                 raise ValueError(f"{name} is sharded along dim {param.fsdp_placement.dim}: compress only Shard(0)")
         child.set_force_sum_reduction_for_comms(True)
-        if hasattr(child, "set_reduce_scatter_unused_params"):
-            child.set_reduce_scatter_unused_params(True, recurse=False)
+        reduce_unused(child, group)
         found.append((child, group))
     if found and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
         raise ValueError(

@@ -181,11 +181,45 @@ def check_process_groups(module: nn.Module, shard_group: dist.ProcessGroup | Non
 
 
 def take_over_replication(module: nn.Module) -> None:
-    """From now on FSDP2 does not reduce over the replicas of a mesh of two dims (HSDP); whoever calls does."""
+    """From now on FSDP2 does not reduce over the replicas of a mesh of two dims (HSDP); whoever calls does.
+
+    What FSDP2 shards to after a forward pass is replaced with what it shards to otherwise: it takes two unlike objects
+    for two meshes, clones a shard of what it has gathered, and gathers that in backward.
+    """
     for _, param_group in _param_groups(module):
         info: Any = param_group.mesh_info
-        if isinstance(info, HSDPMeshInfo):
-            param_group.mesh_info = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+        if not isinstance(info, HSDPMeshInfo):
+            continue
+        param_group.mesh_info = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+        for place in (param_group, *param_group.fsdp_params):
+            if place.post_forward_mesh_info is info:
+                place.post_forward_mesh_info = param_group.mesh_info
+
+
+def reduce_unused(module: FSDPModule, param_group: Any) -> None:
+    """From now on parameters that got no gradient are reduced as zeros: all ranks reduce the same ones in every step.
+
+    torch 2.13 has a setting for it. With an older one, what a module does after backward begins with the zeros.
+    """
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+    else:
+        fill_unused(param_group)
+
+
+def fill_unused(param_group: Any) -> None:
+    """Give trainable parameters without a gradient zeros, whenever the group is about to reduce."""
+    post_backward = param_group.post_backward
+
+    def filled_post_backward(*unused: Any) -> Any:
+        for param in param_group.fsdp_params if param_group.reduce_grads else ():
+            full: Any = getattr(param, "_unsharded_param", None)
+            has_gradient = full is None or full.grad is not None or param.unsharded_accumulated_grad is not None
+            if not has_gradient and full.requires_grad:
+                full.grad = torch.zeros_like(full)
+        return post_backward(*unused)
+
+    param_group.post_backward = filled_post_backward
 
 
 def _param_groups(module: nn.Module) -> Iterator[tuple[str, Any]]:
