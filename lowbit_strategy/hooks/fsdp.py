@@ -29,6 +29,32 @@ def reduce_dtype(group: Any) -> torch.dtype:
     return dtype
 
 
+def accumulated_nbytes(module: nn.Module) -> int:
+    """Memory on this rank for gradients of all parameters that wait, unsharded, for the next micro-batch."""
+    return sum(
+        param.sharded_param.numel() * reduce_dtype(each.param_group).itemsize
+        for each in sharded_groups(module)
+        for param in each.param_group.fsdp_params
+        if param.sharded_param.requires_grad
+    )
+
+
+def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -> str | None:
+    """In words, for `num_batches` micro-batches per step; None: there is one."""
+    if num_batches < 2:
+        return None
+    if accumulate == "reduce":
+        return (
+            f"gradients are reduced {num_batches} times per step, and weights gathered as often, because"
+            f' accumulate="reduce" keeps none of {num_batches} micro-batches unsharded'
+        )
+    gib = accumulated_nbytes(module) / 2**30
+    return (
+        f"accumulation over {num_batches} micro-batches keeps unsharded gradients, {gib:.2f} GiB on every rank;"
+        f' accumulate="reduce" keeps none and sends {num_batches} times as many bytes'
+    )
+
+
 def install(module: nn.Module, sync: GradientSync) -> int:
     """Give every FSDP2 module under `module` a compressed reduce-scatter. Returns how many were given one.
 

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
+from lowbit_strategy.model.mixed_precision import needs_own_type
 from lowbit_strategy.model.parameters import canonical_name
 
 DEFAULT_MIN_SHARD_NUMEL = 500_000
@@ -107,11 +108,13 @@ class ShardPolicy:
         forward_methods: Methods that gather parameters as ``forward`` does.
         by_child: Shard the module's children and not the module itself. FSDP2 reduces gradients of what has returned
             from its forward; a module that runs backward inside its forward never does.
+        mp_policy: Types of gathered weights and of reduced gradients.
     """
 
     min_numel: int = DEFAULT_MIN_SHARD_NUMEL
     forward_methods: tuple[str, ...] = ()
     by_child: bool = False
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 (frozen)
 
 
 def shard_any(module: nn.Module, mesh: DeviceMesh, device: torch.device, policy: ShardPolicy) -> None:
@@ -139,13 +142,18 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> No
     if policy.by_child:
         _check_children(module, wholes)
     whole_ids = {id(whole) for whole in wholes}
+    if policy.mp_policy.param_dtype is not None:
+        for child in module.modules():
+            if needs_own_type(child) and id(child) not in whole_ids:
+                fully_shard(child, mesh=mesh)
     for block in blocks_to_shard(module, policy.min_numel):
         if id(block) not in whole_ids:
-            fully_shard(block, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=policy.mp_policy)
     # A child that runs while frozen must not stay gathered: FSDP2 looks at requires_grad when it gathers.
     reshard = True if policy.by_child else None
     for whole in wholes:
-        fully_shard(whole, mesh=mesh, reshard_after_forward=reshard)
+        mp_policy = MixedPrecisionPolicy() if needs_own_type(whole) else policy.mp_policy
+        fully_shard(whole, mesh=mesh, reshard_after_forward=reshard, mp_policy=mp_policy)
         for method in policy.forward_methods:
             if hasattr(whole, method):
                 register_fsdp_forward_method(whole, method)

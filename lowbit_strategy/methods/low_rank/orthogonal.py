@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lowbit_strategy.kernels.reference.blocks import tree_sum
+
 _ONE_PASS_COLUMNS = 2  # more lose orthogonality to rounding, and are made orthogonal once more
 _CACHE_ELEMENTS = 1 << 16  # of a product on the CPU at a time
 
@@ -45,25 +47,21 @@ def orthogonalize(matrix_BNR: Tensor, epsilon: float) -> Tensor:
 
 
 def _gram_schmidt(columns_BRN: Tensor, epsilon: float) -> Tensor:
-    norm_B1 = tree_sum(tree_sum(columns_BRN * columns_BRN)[..., 0]).sqrt()
-    smallest_B11 = (norm_B1 * epsilon + torch.finfo(torch.float32).tiny)[..., None]
+    square_BR = tree_sum(columns_BRN * columns_BRN)
+    smallest_B11 = (_root(tree_sum(square_BR)) * epsilon + torch.finfo(torch.float32).tiny)[..., None, None]
     done, rest_BRN = [], columns_BRN
     for _ in range(columns_BRN.shape[-2]):
         column_B1N, rest_BRN = rest_BRN[..., :1, :], rest_BRN[..., 1:, :]
-        length_B11 = tree_sum(column_B1N * column_B1N).sqrt()
+        length_B11 = _root(tree_sum(column_B1N * column_B1N))[..., None]
         column_B1N = column_B1N / (length_B11 + smallest_B11)
-        rest_BRN = rest_BRN - tree_sum(rest_BRN * column_B1N) * column_B1N
+        rest_BRN = rest_BRN - tree_sum(rest_BRN * column_B1N)[..., None] * column_B1N
         done.append(column_B1N)
     return torch.cat(done, -2)
 
 
-def tree_sum(x_BN: Tensor) -> Tensor:
-    """[..., 1]: the sum over the last dim, halves added to each other until one element is left."""
-    numel = x_BN.shape[-1]
-    x_BN = torch.nn.functional.pad(x_BN, (0, (1 << (numel - 1).bit_length()) - numel))
-    while (half := x_BN.shape[-1] // 2) > 0:
-        x_BN = x_BN[..., :half] + x_BN[..., half:]
-    return x_BN
+def _root(x: Tensor) -> Tensor:
+    """Rounded once, which the square root of float32 is not on every device."""
+    return x.double().sqrt().float()
 
 
 def product(p_NR: Tensor, q_MR: Tensor) -> Tensor:
