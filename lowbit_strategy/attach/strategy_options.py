@@ -154,7 +154,7 @@ class FSDPConstructor(_Options):
         self.on_configured()
 
     def policy_of(self, plugin: Any) -> MixedPrecisionPolicy:
-        """FSDP2's types: as the user has said, or as the framework's `plugin` for precision stands for."""
+        """FSDP2's types: the user's own, or what the framework's `plugin` for precision stands for."""
         return policy_of(getattr(plugin, "precision", "")) if self.mp_policy is None else self.mp_policy
 
     def stock_options(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, _Base):
     def on_configured(self) -> None:
         super().on_configured()
         if self.accumulate == "reduce":
-            self._backward_sync_control = _ReducesAlways()
+            self._backward_sync_control = _ReducesAlways()  # type: ignore[assignment]
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if not any(param.requires_grad for param in module.parameters()):

@@ -39,7 +39,7 @@ class MeanSample:
             for view, start, stride in zip(views, self._starts, self._strides, strict=True)
         ]
         self._lengths = [part.numel() for part in picked]
-        self._sample = torch.cat(picked) if picked else torch.empty(0, device=device)
+        self._sample = torch.cat(picked) if picked else torch.empty(0, dtype=torch.float32, device=device)
 
     @property
     def sent_nbytes(self) -> int:
