@@ -76,6 +76,7 @@ class DDPConstructor(_Options):
         check_digest: bool = True,
         two_level: bool | None = None,
         outer: OuterRule | str | None = None,
+        memory: float | None = None,
         **kwargs: Any,
     ) -> None:
         for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
@@ -94,6 +95,7 @@ class DDPConstructor(_Options):
             check_digest=check_digest,
             two_level=two_level,
             outer=rule,
+            memory=memory,
         )
         self.on_configured()
 
@@ -120,6 +122,7 @@ class FSDPConstructor(_Options):
         shard_size: int | Literal["node"] | None = None,
         weights: WeightCoding | str | None = None,
         outer: OuterRule | str | None = None,
+        memory: float | None = None,
         min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
         mp_policy: MixedPrecisionPolicy | None = None,
         accumulate: Accumulate = "local",
@@ -150,6 +153,7 @@ class FSDPConstructor(_Options):
             shard_size=shard_size,
             weights=None if weights is None else as_weights(weights),
             outer=rule,
+            memory=memory,
         )
         self.on_configured()
 
@@ -224,6 +228,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
         "seed",
         "shard_size",
         "two_level",
+        "memory",
     )
     for name in options:
         if name in _FSDP1_REMEDIES:

@@ -54,6 +54,7 @@ class LowBitFSDPStrategy(LowBitFSDPMixin, ModelParallelStrategy):
         two_level: As for `LowBitDDPStrategy`.
         shard_size: Shard over so many ranks of a node, ``"node"`` for all of them, and compress between the replicas
             (HSDP; the names ``loco_hsdp`` and so on). None: shard over all ranks.
+        memory: GB per rank that compression may keep, see `SyncOptions`.
         min_shard_numel: Smallest block that is gathered and reduced by itself. Smaller: less memory, more messages.
         mp_policy: FSDP2's types. None: as the trainer's ``precision`` says. With ``bf16-mixed`` weights are gathered,
             and computed with, in bfloat16, float inputs of modules are cast to it, and gradients are reduced in

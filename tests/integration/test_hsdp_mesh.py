@@ -33,6 +33,7 @@ def gathers(folder: Path, dims: int) -> Facts:
         states = set()
         losses = []
         for step in range(2):
+            attached.begin_step()
             generator = torch.Generator().manual_seed(4 * step + torch.distributed.get_rank())
             x = net(torch.randn(4, 32, generator=generator))
             for layer in net:

@@ -204,6 +204,7 @@ def _inside_autocast(rank: int, world_size: int) -> dict[bool, list[float]]:
         for step in range(5):
             x, y = _batch(rank, step)
             optimizer.zero_grad()
+            sync.begin_step()
             with torch.autocast("cpu", torch.bfloat16):
                 loss = (model(x) - y).square().mean()
                 if inside:

@@ -50,6 +50,7 @@ def _train(rank: int, world_size: int) -> dict[str, list[Tensor]]:
         assert group.reduce_scatter_unused_params == (name == "newer")
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(5):
+            attached.begin_step()
             generator = torch.Generator().manual_seed(10 * step + rank)
             x = torch.randn(4, 16, generator=generator)
             for micro in range(2):  # the first is accumulated
