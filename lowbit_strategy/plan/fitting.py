@@ -105,7 +105,7 @@ def choice(compressor: Compressor, weights: WeightCoding | None, setup: Setup, d
     ]
     plan = make_plan(
         parts,
-        assign_all(compressor.at(0), parts),
+        assign_all(compressor.phase(0), parts),
         replace(setup.shape, rank=0, share=share),
         setup.layout,
         reduced=[each for each in reduced if each.names] if reduced else None,

@@ -36,7 +36,7 @@ def limited(folder: Path) -> Facts:
             "losses": model.losses,
             "print": fingerprint(model),
             "residual": sync.residual_nbytes / numel,
-            "kept": sync.weights.kept_nbytes / numel,
+            "kept": sync.plan().memory.weights / numel,
             "log": [line for line in lines if "to fit into" in line],
         }
     small = LowBitDDPStrategy(LoCo(), memory=1e-6)

@@ -195,7 +195,11 @@ def _inside_autocast(rank: int, world_size: int) -> dict[bool, list[float]]:
         module = _model()
         compressor = PowerSGD(rank=4, exempt=("@vector",))
         sync = GradientSync(
-            compressor, describe_parameters(module), GroupComm(dist.new_group()), torch.device("cpu"), scatter=True
+            compressor,
+            describe_parameters(module),
+            Ranks.flat(GroupComm(dist.new_group())),
+            torch.device("cpu"),
+            scatter=True,
         )
         model = fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
         install(module, sync)

@@ -47,16 +47,22 @@ def orthogonalize(matrix_BNR: Tensor, epsilon: float) -> Tensor:
 
 
 def _gram_schmidt(columns_BRN: Tensor, epsilon: float) -> Tensor:
-    square_BR = tree_sum(columns_BRN * columns_BRN)
-    smallest_B11 = (_root(tree_sum(square_BR)) * epsilon + torch.finfo(torch.float32).tiny)[..., None, None]
+    square_BR = _sum(columns_BRN * columns_BRN)
+    smallest_B11 = (_root(_sum(square_BR)) * epsilon + torch.finfo(torch.float32).tiny)[..., None, None]
     done, rest_BRN = [], columns_BRN
     for _ in range(columns_BRN.shape[-2]):
         column_B1N, rest_BRN = rest_BRN[..., :1, :], rest_BRN[..., 1:, :]
-        length_B11 = _root(tree_sum(column_B1N * column_B1N))[..., None]
+        length_B11 = _root(_sum(column_B1N * column_B1N))[..., None]
         column_B1N = column_B1N / (length_B11 + smallest_B11)
-        rest_BRN = rest_BRN - tree_sum(rest_BRN * column_B1N)[..., None] * column_B1N
+        rest_BRN = rest_BRN - _sum(rest_BRN * column_B1N)[..., None] * column_B1N
         done.append(column_B1N)
     return torch.cat(done, -2)
+
+
+def _sum(x_BN: Tensor) -> Tensor:
+    """Over the last dim, halves added to each other until one element is left; zeros make it a power of two."""
+    numel = x_BN.shape[-1]
+    return tree_sum(torch.nn.functional.pad(x_BN, (0, (1 << (numel - 1).bit_length()) - numel)))
 
 
 def _root(x: Tensor) -> Tensor:
