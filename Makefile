@@ -6,7 +6,7 @@
 #   make test-oldest the same as make test with the oldest versions that pyproject.toml claims (constraints-oldest.txt)
 #   make check       formatter, linter, type checker, layer contract, vocabulary, documentation
 #   make docs        the documentation as a web site, build/docs/index.html; a warning is an error
-#   make gpu-acceptance  does it work on this machine's GPU? three parts of under ten minutes; without one, what a CPU shows
+#   make gpu-acceptance  does it work on this machine's GPUs? parts of under eight minutes; without one, what a CPU shows
 #   make bench-X     benchmarks/X.py, options in ARGS:  make bench-network ARGS="--rate 1gbit"  (as root)
 #   make clean       remove .venv and everything built
 

@@ -1,19 +1,20 @@
-"""What an acceptance run consists of: named checks, each with its figures, and the page about them."""
+"""What an acceptance run consists of: named checks, each with its figures, written down as soon as it has ended."""
 
 from __future__ import annotations
 
-import json
-import platform
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from gpu_acceptance.machine import device_here
+from gpu_acceptance.record import Record
+
 Figures = dict[str, Any]
+DONE = ("passed", "left out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,77 +23,73 @@ class Check:
 
     Args:
         name: A few words.
-        run: Gives figures; raises where it does not hold. Takes the device.
+        run: Gives figures; raises where it does not hold, `LeftOut` where it cannot be tried. Takes the device.
         gpu_only: Why a CPU cannot show it; None where it can.
+        min_gpus: Where the device is a GPU, so many must be there.
     """
 
     name: str
     run: Callable[[torch.device], Figures]
     gpu_only: str | None = None
+    min_gpus: int = 1
+
+
+class LeftOut(Exception):
+    """A check cannot be tried on this machine, which is no fault."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
     name: str
-    status: str  # passed | failed | left out
+    status: str  # running | passed | failed | left out | not run
     why: str = ""
     seconds: float = 0.0
     figures: Figures = field(default_factory=dict)
 
 
-def device_here() -> torch.device:
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+def run_checks(
+    checks: Sequence[Check], only: str = "", record: Record | None = None, *, continued: bool = False
+) -> list[Outcome]:
+    """All of them, whatever fails; prints a line for each, and writes `record` before and after each.
 
-
-def run_checks(checks: Sequence[Check], only: str = "") -> list[Outcome]:
-    """All of them, whatever fails; prints a line for each."""
-    device, outcomes = device_here(), []
-    for check in checks:
-        if only not in check.name:
+    Args:
+        checks: In order.
+        only: A part of the names of those that are wanted.
+        record: Where they are written to.
+        continued: Leave out what `record` has as passed.
+    """
+    outcomes = []
+    for check in [each for each in checks if only in each.name]:
+        earlier = record.get(check.name) if record is not None and continued else None
+        if earlier is not None and earlier["status"] in DONE:
+            outcomes.append(Outcome(**earlier))
             continue
-        outcome = Outcome(name=check.name, status="passed")
+        outcome = Outcome(name=check.name, status="running")
+        if record is not None:
+            record.put(asdict(outcome))
         start = time.perf_counter()
-        if check.gpu_only is not None and device.type != "cuda":
-            outcome.status, outcome.why = "left out", check.gpu_only
-        else:
-            try:
-                outcome.figures = check.run(device)
-            except Exception as error:  # one failure must not hide the others
-                outcome.status, outcome.why = "failed", f"{type(error).__name__}: {error}"[-2000:]
-                traceback.print_exc()
+        _try(check, outcome)
         outcome.seconds = round(time.perf_counter() - start, 1)
         outcomes.append(outcome)
+        if record is not None:
+            record.put(asdict(outcome))
         print(f"{outcome.status:8} {outcome.seconds:7.1f} s  {outcome.name}  {outcome.why[:100]}", flush=True)
     return outcomes
 
 
-def machine() -> Figures:
+def _try(check: Check, outcome: Outcome) -> None:
     device = device_here()
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
-    return {"device": name, "kind": device.type, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def write(outcomes: Sequence[Outcome], part: str, folder: Path) -> None:
-    """``part.json``, and the page ``results.md`` of all parts that are there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    record = {"machine": machine(), "checks": [asdict(outcome) for outcome in outcomes]}
-    (folder / f"{part}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-    (folder / "results.md").write_text(page(folder))
-
-
-def page(folder: Path) -> str:
-    lines = ["# GPU acceptance", ""]
-    for path in sorted(folder.glob("*.json")):
-        record = json.loads(path.read_text())
-        where = ", ".join(f"{key} {value}" for key, value in record["machine"].items())
-        lines += [f"## {path.stem}", "", where, "", "| check | outcome | seconds | figures |", "|---|---|---|---|"]
-        for check in record["checks"]:
-            figures = ", ".join(f"{key} {_short(value)}" for key, value in check["figures"].items())
-            outcome = (figures or check["why"]).replace("|", "/").replace("\n", " ")[-600:]
-            lines.append(f"| {check['name']} | {check['status']} | {check['seconds']} | {outcome} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    outcome.status = "left out"
+    if check.gpu_only is not None and device.type != "cuda":
+        outcome.why = check.gpu_only
+    elif device.type == "cuda" and torch.cuda.device_count() < check.min_gpus:
+        outcome.why = f"needs {check.min_gpus} GPUs, and here are {torch.cuda.device_count()}"
+    else:
+        try:
+            outcome.figures = check.run(device)
+            outcome.status = "passed"
+        except LeftOut as why:
+            outcome.why = str(why)
+        except Exception as error:  # one failure must not hide the others
+            outcome.status, outcome.why = "failed", f"{type(error).__name__}: {error}"[-2000:]
+            traceback.print_exc()

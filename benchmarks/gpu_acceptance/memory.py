@@ -1,4 +1,4 @@
-"""Part 3: memory of large models beside ranks that are not there; interruptions; longer trainings."""
+"""Memory of large models beside ranks that are not there; longer trainings."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpu_acceptance.checks import Check, Figures
-from gpu_acceptance.interrupted import continued, overflow
 from gpu_acceptance.training import SmallGPT, batch, next_token_loss, wrap
 from gpu_acceptance.two_ranks import agree, trained
 from lowbit_strategy import LoCo, preset
+from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.collectives.comm import GroupComm, Pending
 from lowbit_strategy.control import Accordion
+from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.telemetry.startup_report import build_report
 
 WORLD_SIZE = 8
 SIZES = {"cuda": {"fsdp": (4096, 32), "ddp": (2048, 24)}, "cpu": {"fsdp": (256, 4), "ddp": (128, 4)}}  # width, layers
+PEAK_SLACK = 1.05
 METHODS = ("loco", "loco2", "topk", "powersgd")
 
 
@@ -62,15 +65,15 @@ def memory_of(kind: str, compressor: Any, device: torch.device) -> Figures:
     """Four steps: across DDP's rebuild of its buckets, and the end of a warm-up after two."""
     width, layers = SIZES[device.type][kind]
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     with fake_world():
         with torch.device(device):
             net = SmallGPT(width, layers)
-        model, session = wrap(kind, net, compressor, device)
+        model, session = wrap(kind, net, compressor, device, bucket_cap_mb=default_bucket_cap_mb(device))
         if session is None and isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, noop_hook)  # the fake group's all-reduce gives DDP no result
+        if device.type == "cuda":  # now: what the model took whole, before it was sharded, is no step's
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         for step in range(4):
             if session is not None:
                 session.begin_step()
@@ -84,6 +87,7 @@ def memory_of(kind: str, compressor: Any, device: torch.device) -> Figures:
         if session is not None:
             figures["residual_nbytes"] = session.sync.state.nbytes
             figures["wire_nbytes"] = session.sync.buffers.nbytes
+            figures["announced_gb"] = announced_nbytes(session.sync) / 1e9
             session.close()
     return figures
 
@@ -99,9 +103,27 @@ def memory(device: torch.device) -> Figures:
         figures[f"{kind}_wire_bytes_per_parameter"] = ours["wire_nbytes"] / count
         if "peak_gb" in ours:
             figures |= {f"{kind}_peak_gb": ours["peak_gb"], f"{kind}_plain_peak_gb": plain["peak_gb"]}
+            no_more_than_announced(kind, ours, plain)
         if not ours["residual_nbytes"] <= 1.3 * count:
             raise AssertionError(f"{kind}: residuals of {ours['residual_nbytes']} bytes for {count} parameters")
     return figures
+
+
+def announced_nbytes(sync: GradientSync) -> int:
+    """What the start-up report says compression takes: residuals, messages, weights that are kept."""
+    report = build_report(sync)
+    kept = 0 if report.weights is None else report.weights.used.kept_nbytes
+    return report.residual_nbytes + report.buffer_nbytes + kept
+
+
+def no_more_than_announced(kind: str, ours: Figures, plain: Figures) -> None:
+    """Raises:
+    AssertionError: The peak beyond the uncompressed run's is more than was announced.
+    """
+    beyond = ours["peak_gb"] - plain["peak_gb"]
+    if beyond > PEAK_SLACK * ours["announced_gb"] + 0.05:
+        announced = f"{ours['announced_gb']:.2f} GB were announced"
+        raise AssertionError(f"{kind}: the peak is {beyond:.2f} GB beyond the uncompressed run's, {announced}")
 
 
 def methods_train(device: torch.device) -> Figures:
@@ -124,9 +146,4 @@ def methods_train(device: torch.device) -> Figures:
     return figures
 
 
-CHECKS = (
-    Check(name="memory of large models", run=memory),
-    Check(name="resume and second fit with residuals carried over", run=continued),
-    Check(name="fp16 overflow", run=overflow),
-    Check(name="methods and a controller train beside uncompressed DDP", run=methods_train),
-)
+CHECKS = (Check(name="memory of large models", run=memory),)

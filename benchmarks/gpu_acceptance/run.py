@@ -1,58 +1,81 @@
-"""Three parts of under ten minutes each, after which whoever has one GPU knows whether this package works on it.
+"""Parts of under eight minutes each, after which whoever has GPUs knows whether this package works on them.
 
-    python benchmarks/gpu_acceptance/run.py                 # all parts; JSON and results.md in gpu_acceptance_results/
-    python benchmarks/gpu_acceptance/run.py --part kernels  # or two_ranks, memory
+    python benchmarks/gpu_acceptance/run.py                 # all parts; results.html and results.json in --folder
+    python benchmarks/gpu_acceptance/run.py --part kernels  # one; the names are below
+    python benchmarks/gpu_acceptance/run.py --continue      # what has not passed yet
 
-Without a GPU it runs what a CPU can show and says what it left out.
+Every check is written down when it has ended. A part that takes longer than its limit is ended with all that it has
+started; what was under way has failed, and `--continue` goes on behind it. Without a GPU the same command shows what a
+CPU can show and tells what it left out; a machine with a driver that torch does not use is an error.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
 
-from gpu_acceptance.checks import run_checks, write  # noqa: E402
+from gpu_acceptance import machine  # noqa: E402
+from gpu_acceptance.checks import DONE, run_checks  # noqa: E402
+from gpu_acceptance.processes import supervise  # noqa: E402
+from gpu_acceptance.record import Record, write_page  # noqa: E402
 
-PARTS = ("kernels", "two_ranks", "memory")
-LIMIT_S = 600
-
-
-def run_part(part: str, folder: Path, only: str) -> int:
-    checks = importlib.import_module(f"gpu_acceptance.{part}").CHECKS
-    outcomes = run_checks(checks, only)
-    write(outcomes, f"{PARTS.index(part) + 1}_{part}", folder)
-    return sum(outcome.status == "failed" for outcome in outcomes)
+PARTS = ("kernels", "speed", "two_ranks", "interruptions", "memory", "methods", "ranks", "ranks_more")
+LIMIT_S = 480.0
 
 
-def run_all(folder: Path, only: str) -> int:
-    """Each part in a process of its own, so that none takes the others along."""
-    failed = 0
-    for part in PARTS:
-        print(f"-- {part}", flush=True)
-        command = [sys.executable, __file__, "--part", part, "--only", only, "--folder", str(folder)]
-        try:
-            failed += subprocess.run(command, timeout=LIMIT_S).returncode != 0
-        except subprocess.TimeoutExpired:
-            print(f"{part} took more than {LIMIT_S} s", file=sys.stderr)
-            failed += 1
-    return failed
+def name_of(part: str) -> str:
+    return f"{PARTS.index(part) + 1 if part in PARTS else 9}_{part}"
+
+
+def run_here(part: str, folder: Path, only: str, *, continued: bool) -> int:
+    """One part in this process. Returns how many checks have not passed."""
+    checks = importlib.import_module(f"gpu_acceptance.{part}" if part in PARTS else part).CHECKS
+    outcomes = run_checks(checks, only, Record(folder, name_of(part), fresh=not continued), continued=continued)
+    return sum(outcome.status not in DONE for outcome in outcomes)
+
+
+def run_apart(part: str, folder: Path, only: str, *, continued: bool, limit_s: float) -> int:
+    """One part in a session of its own, so that none takes the others along. Returns how many checks have failed."""
+    print(f"-- {part}", flush=True)
+    command = [sys.executable, __file__, "--here", part, "--only", only, "--folder", str(folder)]
+    ended = supervise([*command, *(["--continue"] if continued else [])], limit_s)
+    record = Record(folder, name_of(part), fresh=False)
+    limit = f"the part took more than {limit_s:.0f} s" if ended.returncode is None else f"status {ended.returncode}"
+    for name in record.fail_unfinished(f"its process ended before it ({limit}); go on behind it with --continue"):
+        print(f"failed   {name}: {limit}", file=sys.stderr)
+    if ended.left and ended.returncode is not None:
+        why = f"processes were left and have been ended: {'; '.join(ended.left)}"
+        record.put({"name": "nothing is left running", "status": "failed", "why": why, "seconds": 0.0, "figures": {}})
+        print(f"failed   {why}", file=sys.stderr)
+    failed = sum(check["status"] not in DONE for check in record.checks.values())
+    return max(failed, ended.returncode != 0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=PARTS, help="one part; without it all, one after the other")
+    parser.add_argument("--part", action="append", help=f"one of {', '.join(PARTS)}; repeat; without it all of them")
     parser.add_argument("--only", default="", help="checks whose name holds this text")
+    parser.add_argument("--continue", dest="continued", action="store_true", help="leave out what has passed")
     parser.add_argument("--folder", type=Path, default=Path("gpu_acceptance_results"), help="for JSON and the page")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds per part")
+    parser.add_argument("--here", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.part:
-        sys.exit(run_part(arguments.part, arguments.folder, arguments.only) > 0)
-    sys.exit(run_all(arguments.folder, arguments.only) > 0)
+    if (why := machine.unused_driver()) is not None:
+        sys.exit(f"failed: {why}")
+    folder, only, continued = arguments.folder.resolve(), arguments.only, arguments.continued
+    if arguments.here:
+        sys.exit(run_here(arguments.here, folder, only, continued=continued) > 0)
+    failed = 0
+    for part in arguments.part or PARTS:
+        failed += run_apart(part, folder, only, continued=continued, limit_s=arguments.limit)
+        found = write_page(folder)
+    print(f"{folder / 'results.html'}, results.json beside it\n{found['line']}")
+    sys.exit(failed > 0)
 
 
 if __name__ == "__main__":

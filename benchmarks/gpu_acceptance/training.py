@@ -79,7 +79,14 @@ def open_group(backend: str, rank: int, world_size: int, folder: str) -> None:
 
 
 def wrap(
-    kind: str, net: nn.Module, compressor: Compressor | None, device: torch.device, *, has_scaler: bool = False
+    kind: str,
+    net: nn.Module,
+    compressor: Compressor | None,
+    device: torch.device,
+    *,
+    has_scaler: bool = False,
+    check_digest: bool = True,
+    bucket_cap_mb: float = 0.1,
 ) -> tuple[nn.Module, Session | None]:
     """DDP, or FSDP2 in place; without a compressor nothing is attached.
 
@@ -88,9 +95,10 @@ def wrap(
     prepared = None
     if compressor is not None:
         scatter = kind == "fsdp"
-        prepared = prepare(net, compressor, SyncOptions(weights=WeightCode() if scatter else None), scatter=scatter)
+        sync_options = SyncOptions(weights=WeightCode() if scatter else None, check_digest=check_digest)
+        prepared = prepare(net, compressor, sync_options, scatter=scatter)
     if kind == "ddp":
-        model = DistributedDataParallel(net, bucket_cap_mb=0.1)
+        model = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb)
         return model, prepared and attach_ddp(model, prepared, device=device, has_scaler=has_scaler)
     if not isinstance(net, FSDPModule):
         shard_module(net, init_device_mesh(device.type, (dist.get_world_size(),)), ShardPolicy(min_numel=1))
@@ -140,7 +148,12 @@ class Training:
         torch.manual_seed(0)
         self.net = SmallGPT().to(self.device)
         self.model, self.session = wrap(
-            options["kind"], self.net, options["compressor"], self.device, has_scaler=self.scaler is not None
+            options["kind"],
+            self.net,
+            options["compressor"],
+            self.device,
+            has_scaler=self.scaler is not None,
+            check_digest=options.get("check_digest", True),
         )
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=3e-3, foreach=True)
         self.buckets = BucketCount(self.device, options.get("late", 0))

@@ -42,6 +42,7 @@ class PluginOptions:
     shard_size: int | Literal["node"] | None = None
     weights: WeightCoding | None = None
     outer: OuterRule | None = None
+    memory: float | None = None
     controller: Controller | None = None
     monitor: MonitorOptions | None = None
     record: bool | str | Path = True

@@ -26,6 +26,7 @@ class LowBitPlugin(PluginOptions):
             None: codes of 8 bits with LoCo, exactly with other compressors.
         outer: Local steps with an outer optimizer between synchronisations, such as ``DiLoCo(every=30)``; see
             `SyncOptions`.
+        memory: GB per rank that compression may keep, see `SyncOptions`.
         controller: One of `lowbit_strategy.control`: chooses compressors in the place of `compressor`.
         monitor: Logs what compression does through `Accelerator.log`, or the HF Trainer's.
         record: Folder of the record that `lowbit report` draws. True: the accelerator's logging folder (its

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.digest import ParameterDigest
+from lowbit_strategy.attach.fit import fitted
 from lowbit_strategy.attach.local_steps import local_steps
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
@@ -26,7 +27,7 @@ from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, Node
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
-from lowbit_strategy.hooks.weights import install_weights
+from lowbit_strategy.hooks.weights import install_weights, module_layouts
 from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -158,6 +159,7 @@ def attach_ddp(
     rule = prepared.options.outer if dist.get_world_size(group) > 1 else None
     own_world = device.type == "cpu" or rule is not None
     ranks = make_ranks(group, prepared.topology, prepared.node_size, device, scatter=False, own_world=own_world)
+    prepared = fitted(prepared, None, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     sync.expect(_ddp_buckets(model, sync))
     hook = None if ranks.alone or (rule is not None and rule.synchronous_steps == 0) else DDPHook(model, sync)
@@ -207,6 +209,7 @@ def attach_fsdp(
     if prepared.shard_size is not None:
         return _attach_hsdp(module, prepared, prepared.shard_size, device, group, has_scaler)
     ranks = make_ranks(group, prepared.topology, prepared.node_size, device, scatter=True)
+    prepared = fitted(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     check_process_groups(module, group, replicated=False)
     if fsdp.install(module, sync) == 0:
@@ -232,6 +235,7 @@ def _attach_hsdp(
     same = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if not ParameterDigest(same, ranks.peers, device).agree():
         broadcast_shards(module, ranks.peers.group)
+    prepared = fitted(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     side = BackwardSide(_with_index(device))
     if fsdp.install_replicas(module, sync, ranks.intra_node, side) == 0:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
@@ -26,17 +27,20 @@ from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.registry import as_weights, check_weights
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
+from lowbit_strategy.model.mixed_precision import policy_of
 from lowbit_strategy.ranks.topology import find_topology, hybrid_mesh, resolve_shard_size
 
 # On CUDA each bucket costs a fixed time on the host, so fewer and larger ones than DDP's 25 MiB.
 CUDA_BUCKET_CAP_MB = 128
+
+Accumulate = Literal["local", "reduce"]
 
 # Options of FSDP1, for those who come from it.
 _FSDP1_REMEDIES = {
     "cpu_offload": "parameters stay on the device: shard smaller blocks (min_shard_numel) to save memory",
     "sharding_strategy": "parameters are sharded over all ranks, or over those of a node with shard_size='node'",
     "auto_wrap_policy": "blocks are chosen by min_shard_numel, or call fully_shard in configure_model",
-    "mixed_precision": "give the trainer precision='bf16-mixed' or 'bf16-true'",
+    "mixed_precision": "give the trainer precision='bf16-mixed' or 'bf16-true', or this strategy an mp_policy",
     "state_dict_type": "use save_distributed_checkpoint=True for a folder of shards",
     "activation_checkpointing_policy": "apply activation checkpointing in configure_model",
 }
@@ -72,6 +76,7 @@ class DDPConstructor(_Options):
         check_digest: bool = True,
         two_level: bool | None = None,
         outer: OuterRule | str | None = None,
+        memory: float | None = None,
         **kwargs: Any,
     ) -> None:
         for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
@@ -90,6 +95,7 @@ class DDPConstructor(_Options):
             check_digest=check_digest,
             two_level=two_level,
             outer=rule,
+            memory=memory,
         )
         self.on_configured()
 
@@ -116,7 +122,10 @@ class FSDPConstructor(_Options):
         shard_size: int | Literal["node"] | None = None,
         weights: WeightCoding | str | None = None,
         outer: OuterRule | str | None = None,
+        memory: float | None = None,
         min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        accumulate: Accumulate = "local",
         save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -131,6 +140,8 @@ class FSDPConstructor(_Options):
             timeout=timeout,
         )
         self.min_shard_numel = _positive("min_shard_numel", min_shard_numel)
+        self.mp_policy = _policy(mp_policy)
+        self.accumulate = _accumulate(accumulate)
         rule = None if outer is None else as_outer(outer)
         self.compressor = _compressor(compressor, rule)
         self.options = SyncOptions(
@@ -142,8 +153,13 @@ class FSDPConstructor(_Options):
             shard_size=shard_size,
             weights=None if weights is None else as_weights(weights),
             outer=rule,
+            memory=memory,
         )
         self.on_configured()
+
+    def policy_of(self, plugin: Any) -> MixedPrecisionPolicy:
+        """FSDP2's types: the user's own, or what the framework's `plugin` for precision stands for."""
+        return policy_of(getattr(plugin, "precision", "")) if self.mp_policy is None else self.mp_policy
 
     def stock_options(self) -> dict[str, Any]:
         """More arguments of the framework's strategy."""
@@ -186,18 +202,33 @@ def _positive(name: str, value: object) -> int:
     return value
 
 
+def _policy(value: object) -> MixedPrecisionPolicy | None:
+    if value is not None and not isinstance(value, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy or None, got {value!r}")
+    return value
+
+
+def _accumulate(value: object) -> Accumulate:
+    if value not in get_args(Accumulate):
+        raise ValueError(f'accumulate must be "local" or "reduce", got {value!r}')
+    return value  # type: ignore[return-value]
+
+
 def _refuse(options: Mapping[str, Any]) -> None:
     """Raises:
     TypeError: There is an option.
     """
     known = (
         "min_shard_numel",
+        "mp_policy",
+        "accumulate",
         "save_distributed_checkpoint",
         "process_group_backend",
         "timeout",
         "seed",
         "shard_size",
         "two_level",
+        "memory",
     )
     for name in options:
         if name in _FSDP1_REMEDIES:

@@ -36,6 +36,10 @@ class SyncOptions:
             None: as `default_weights` chooses for the compressor.
         outer: Local steps with an outer optimizer between synchronisations: a rule such as ``DiLoCo(every=30)`` or its
             name. None: gradients are synchronised in every step.
+        memory: GB (10^9 bytes) per rank that compression may keep: residuals, weights between gathers, messages of a
+            module. What was asked for gives way in this order: weights are gathered again in backward instead of kept
+            as codes, unless `weights` is given; LoCo's residuals have 4 bits instead of 8; there are none. None: an
+            eighth of the smallest GPU's memory, residuals are never given up; on CPUs nothing is limited.
     """
 
     seed: int = 0
@@ -47,8 +51,11 @@ class SyncOptions:
     shard_size: int | Literal["node"] | None = None
     weights: WeightCoding | None = None
     outer: OuterRule | None = None
+    memory: float | None = None
 
     def __post_init__(self) -> None:
+        if self.memory is not None and not self.memory > 0:
+            raise ValueError(f"memory must be a positive number of GB or None, got {self.memory!r}")
         if isinstance(self.shard_size, int) and self.shard_size < 1:
             raise ValueError(f'shard_size must be a positive number of ranks, "node" or None, got {self.shard_size}')
         if self.shard_size is not None and self.two_level is not None:

@@ -62,7 +62,7 @@ def _reduced(sync: GradientSync) -> str:
 def _on_cpu(value: Any) -> Any:
     """A copy of nested plain data; of a sharded tensor, this rank's part."""
     if isinstance(value, Tensor):
-        return local_part(value.detach()).cpu().clone()
+        return on_host(local_part(value.detach()))
     if isinstance(value, Mapping):
         return {key: _on_cpu(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -71,7 +71,13 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.detach().cpu().clone() for key, value in tensors.items()}
+    return {key: on_host(value) for key, value in tensors.items()}
+
+
+def on_host(value: Tensor) -> Tensor:
+    """A copy in the CPU's memory, one and not two: of a large model there is room for one beside the weights'."""
+    value = value.detach()
+    return value.clone() if value.device.type == "cpu" else value.cpu()
 
 
 def _capture_parameter(sync: GradientSync, name: str) -> Saved:
@@ -82,7 +88,7 @@ def _capture_parameter(sync: GradientSync, name: str) -> Saved:
         "memory_order": spec.memory_order,
         "tensors": _copy(sync.state.tensors(name)),
         "numbers": sync.state.store(name).numbers(name),
-        "carryover": None if leftover is None else leftover.cpu().clone(),
+        "carryover": None if leftover is None else on_host(leftover),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ class Codec(ABC):
     the segments of a bucket have defaults that loop over them. Codecs with bucket-wide kernels override those, and one
     tensor is to them a bucket of one segment: `encode_alone`, `decode_sum_alone`.
     """
+
+    in_one_pass: ClassVar[bool] = False  # a kernel's, without temporary memory per element; else parts take turns
 
     @property
     def block_size(self) -> int:

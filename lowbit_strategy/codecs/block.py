@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class BlockCodec(Codec):
         fmt: Bits, block size, scale rule, codebook.
         rounding: ``nearest``: least error; ``stochastic``: unbiased, twice the variance (uniform grids only).
     """
+
+    in_one_pass: ClassVar[bool] = True
 
     fmt: BlockFormat
     rounding: Rounding = "nearest"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @dataclass(frozen=True, slots=True)
 class DenseCodec(Codec):
     """Floats as they are, or cast to bfloat16 on the wire; always summed in float32."""
+
+    in_one_pass: ClassVar[bool] = True
 
     dtype: Literal["float32", "bfloat16"] = "float32"
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.reference.rng import dither_at, stream_keys
-from lowbit_strategy.kernels.segments import Segments, pieces_of
+from lowbit_strategy.kernels.segments import Segment, Segments, pieces_of
+
+_PART_NUMEL = {False: 1 << 18, True: 1 << 22}  # of a part: what a CPU's cache holds; enough work for a GPU's launches
+_HASHED_AT_ONCE = 1 << 20  # elements
 
 
 class _Blocks(NamedTuple):
@@ -93,11 +96,21 @@ class Packed:
         return (busy_S == 0)[piece_K].repeat_interleave(self.block_size, output_size=self.numel)
 
     def noise(self, seed: int, stream: int, device: torch.device) -> Tensor:
-        """float32 [num_blocks, block_size] in [-0.5, 0.5): each piece's own numbers, whatever the bucket."""
+        """float32 [num_blocks, block_size] in [-0.5, 0.5): each piece's own numbers, whatever the bucket.
+
+        By runs of blocks: a hash takes several int64 of memory per element.
+        """
         blocks = self._blocks(device)
         first_K = torch.arange(self.num_blocks, device=device) - blocks.first_S[blocks.piece_K]
-        index_KB = first_K[:, None] * self.block_size + torch.arange(self.block_size, device=device)
-        return dither_at(index_KB, stream_keys(seed, blocks.salt_S, stream)[blocks.piece_K][:, None])
+        key_K = stream_keys(seed, blocks.salt_S, stream)[blocks.piece_K]
+        inside_B = torch.arange(self.block_size, device=device)
+        noise_KB = torch.empty(self.num_blocks, self.block_size, dtype=torch.float32, device=device)
+        num_blocks = max(1, _HASHED_AT_ONCE // self.block_size)
+        for first in range(0, self.num_blocks, num_blocks):
+            run = slice(first, first + num_blocks)
+            index_KB = first_K[run, None] * self.block_size + inside_B
+            noise_KB[run] = dither_at(index_KB, key_K[run, None])
+        return noise_KB
 
     def _blocks(self, device: torch.device) -> _Blocks:
         if device not in self._on_device:
@@ -128,6 +141,28 @@ def pack_segments(segments: Segments, block_size: int) -> Packed:
     if not isinstance(packed, Packed):
         packed = segments.cache[key] = Packed(segments, block_size)
     return packed
+
+
+def parts_of(segments: Segments, device: torch.device) -> tuple[Segments, ...]:
+    """The pieces in runs of at most some millions of elements, or of one piece that has more; made once per table.
+
+    What plain PyTorch does on each of them in turn takes temporary memory for one of them.
+    """
+    limit = _PART_NUMEL[device.type == "cuda"]
+    key = ("parts", limit)
+    parts = segments.cache.get(key)
+    if not isinstance(parts, tuple):
+        runs: list[list[Segment]] = []
+        room = 0
+        for row in segments.rows:
+            if not runs or row.numel > room:
+                runs.append([])
+                room = limit
+            runs[-1].append(row)
+            room -= row.numel
+        parts = (segments,) if len(runs) <= 1 else tuple(map(Segments, runs))
+        segments.cache[key] = parts
+    return parts
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 
 _GRACE_S = 0.05
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name that torch 2.13 deprecates
 
 # gloo's threads need the GIL to let go of a collective that backward started (PyTorch 2.13). One that asks for it when
 # the interpreter is already going down aborts the process, after all has been trained and saved. Asleep, this thread
@@ -118,7 +119,7 @@ class GroupComm(Comm):
             copies = x_B.reshape(1, -1).expand(self.world_size, -1).contiguous()
             return self._begin("all-gather", x_B, dist.all_to_all_single, out_WB, copies)
         # flat: some backends take a stacked output only where it has one more dim than the input
-        return self._begin("all-gather", x_B, dist.all_gather_into_tensor, out_WB.view(-1), x_B.reshape(-1))
+        return self._begin("all-gather", x_B, _all_gather, out_WB.view(-1), x_B.reshape(-1))
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         self.sent_nbytes += 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size

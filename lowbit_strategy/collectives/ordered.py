@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.kernels.dense import decode_sum_
+from lowbit_strategy.kernels.format import DenseFormat
+from lowbit_strategy.kernels.segments import Segment, Segments
+
+_FORMATS = {torch.float32: DenseFormat("float32"), torch.bfloat16: DenseFormat("bfloat16")}  # that kernels know
+
+
+@functools.lru_cache(maxsize=256)
+def _whole(numel: int) -> Segments:
+    """Kept, because a table that is made anew is copied to the device anew."""
+    return Segments([Segment(0, numel, 0, 0)])
 
 
 def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
@@ -29,9 +41,8 @@ def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
     rows_WN = padded_N.view(world_size, padded_N.numel() // world_size)
     received_WN = torch.empty_like(rows_WN)
     yield comm.all_to_all(received_WN, rows_WN)
-    total_N, *others_N = received_WN.unbind()  # the received row itself, which nobody else needs
-    for row_N in others_N:
-        total_N += row_N
+    total_N = torch.empty_like(received_WN[0])
+    add_rows_(received_WN, total_N)
     gathered_WN = torch.empty_like(rows_WN)
     yield comm.all_gather(gathered_WN, total_N)
     return gathered_WN.view(-1)[:numel]
@@ -51,8 +62,22 @@ def sum_rows(
     """
     received_WN = torch.empty_like(x_WN) if received_WN is None else received_WN
     yield comm.all_to_all(received_WN, x_WN)
-    total_N = received_WN[0].to(torch.float32)  # in float32 the received row itself, which nobody else needs
-    for row_N in received_WN[1:]:
+    add_rows_(received_WN, out_N, alpha=alpha)
+
+
+def add_rows_(x_WN: Tensor, out_N: Tensor, *, alpha: float = 1.0) -> None:
+    """``out = alpha * (x[0] + x[1] + ...)``, added in float32 in this order: one pass over all rows, by a kernel.
+
+    Args:
+        x_WN: float32, bfloat16 or float16; float32 rows may be overwritten.
+        out_N: Of the same type.
+        alpha: Factor.
+    """
+    if x_WN.dtype in _FORMATS and x_WN.numel():
+        decode_sum_(x_WN.view(torch.uint8), out_N, _whole(out_N.numel()), _FORMATS[x_WN.dtype], alpha=alpha)
+        return
+    total_N = x_WN[0].to(torch.float32)  # in float32 the row itself, which nobody else needs
+    for row_N in x_WN[1:]:
         total_N += row_N
     out_N.copy_(total_N.mul_(alpha))
 

@@ -22,11 +22,17 @@ class Arena(NamedTuple):
         dtype: What its elements are.
         extent: ``sender``: as many elements as are encoded; ``receiver``: as many as are decoded.
         per_block: One entry per block instead of one per element.
+        packed: Elements per entry, where it is not per block: 2 of 4 bits in a byte.
     """
 
     dtype: torch.dtype
     extent: Literal["sender", "receiver"] = "sender"
     per_block: bool = False
+    packed: int = 1
+
+    def unit(self, block_size: int) -> int:
+        """Elements per entry."""
+        return block_size if self.per_block else self.packed
 
 
 class StatefulCodec(ABC):
@@ -66,7 +72,9 @@ class StatefulCodec(ABC):
 
     @abstractmethod
     def arenas(self) -> dict[str, Arena]:
-        """State by name. ``residual`` (int8: with ``residual_scale``) is carried over when the codec changes."""
+        """State by name. ``residual`` is carried over when the codec changes: floats, or int8, or uint8 with two codes
+        of 4 bits in a byte, these with a ``residual_scale``.
+        """
 
     @abstractmethod
     def wire_nbytes(self, numel: int) -> int:

@@ -13,7 +13,8 @@ class StepFlags:
 
     On CPU a broken layout is an error at once. On CUDA looking would make the host wait for the device: the first rank
     that sent something unexpected is noted there, and copied to the host without waiting. `raise_if_broken` looks at
-    the copy that the step before has made.
+    the last copy that has arrived; while one is under way no other is begun, since a host that runs steps ahead of its
+    device would else never see one arrive.
 
     Attributes:
         overflow: int32 [1], 1 once this rank has put in inf or NaN, or owns a mean that is.
@@ -25,7 +26,7 @@ class StepFlags:
             1, dtype=torch.int32, device=device
         )  # 1 + the rank that sent another layout, or _CHANGED
         self._on_host: Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None  # recorded behind the copy that is under way
 
     def check_layout(self, received_WB: Tensor, header: Tensor, rank: int) -> None:
         """Every rank has sent the header that this rank would have sent.
@@ -63,19 +64,20 @@ class StepFlags:
         self.overflow.zero_()
 
     def raise_if_broken(self, rank: int) -> None:
-        """Once per step, on CUDA: look at the last step's copy if it has arrived, and start another one.
+        """Once per step, on CUDA: look at the last copy if it has arrived, and only then start another one.
 
         Raises:
             RuntimeError: A rank has sent a message of another layout.
         """
         if not self._broken.is_cuda:
             return
-        if self._on_host is None:
+        if self._on_host is None or self._copied is None:
             self._on_host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
             self._copied = torch.cuda.Event()
-        elif self._copied is not None and self._copied.query() and (number := int(self._on_host)):
+        elif not self._copied.query():
+            return
+        elif number := int(self._on_host):
             raise RuntimeError(changed_weights("a module") if number == _CHANGED else _message(number - 1, rank))
-        assert self._copied is not None
         self._on_host.copy_(self._broken, non_blocking=True)
         self._copied.record()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
+from lowbit_strategy.engine.autocast import without_autocast
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Stages
 from lowbit_strategy.engine.byte_check import ByteCheck
 from lowbit_strategy.engine.interfaces import LocalTraining, RankState, Stateful
@@ -274,7 +275,7 @@ class GradientSync:
         self._collector.announce(last=layout.last)
         bucket = self._bucket(layout)
         self.byte_check.expect(bucket)
-        return bucket.run(x, out, self.step_context(), self._observers)
+        return without_autocast(bucket.run(x, out, self.step_context(), self._observers), self.device.type)
 
     def _check_begun(self) -> None:
         self.check_ended()

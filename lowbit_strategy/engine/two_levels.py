@@ -113,13 +113,19 @@ _KEPT_PLANS = 256  # DDP rebuilds its buckets once or twice
 def scatter_over_two_levels(
     sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor
 ) -> Iterator[Pending | None]:
-    """FSDP2's reduce-scatter over all ranks: row r of `x` is for rank r, `out` is the sum of the own row."""
+    """FSDP2's reduce-scatter over all ranks: row r of `x` is for rank r, `out` is the sum of the own row.
+
+    A module's rows are as large as its gradients: they are borrowed, so that all modules share their memory.
+    """
     intra_node = sync.ranks.intra_node
     assert intra_node is not None
     num_inside = intra_node.world_size
-    rows_LN = x.view(-1, num_inside, out.numel()).transpose(0, 1).reshape(num_inside, -1)
-    mean_N = torch.empty(rows_LN.shape[1], dtype=x.dtype, device=x.device)
+    mean_N = torch.empty(x.numel() // num_inside, dtype=x.dtype, device=x.device)
     between = sync.reduce(layout, mean_N, out)
-    yield from sum_rows(rows_LN, mean_N, intra_node, alpha=1.0 / num_inside)
+    sent, received = (sync.buffers.borrow(num_inside, mean_N.nbytes) for _ in range(2))
+    rows_LN = sent.view(x.dtype)
+    rows_LN.view(num_inside, -1, out.numel()).copy_(x.view(-1, num_inside, out.numel()).transpose(0, 1))
+    yield from sum_rows(rows_LN, mean_N, intra_node, alpha=1.0 / num_inside, received_WN=received.view(x.dtype))
+    sync.buffers.give_back(sent, received)
     yield from between
     out.mul_(num_inside)  # FSDP2 divides by the number of all ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,6 +24,13 @@ else:
 _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
+class _ReducesAlways:
+    """In the place of Fabric's own: every micro-batch is reduced, whatever ``no_backward_sync`` asks for."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, _Base):
     """See `lowbit_strategy.fabric.LowBitFSDPStrategy`."""
 
@@ -30,9 +38,18 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, _Base):
         return {"parallelize_fn": self._shard}
 
     def _shard(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        policy = ShardPolicy(min_numel=self.min_shard_numel, forward_methods=_FORWARD_METHODS)
+        policy = ShardPolicy(
+            min_numel=self.min_shard_numel,
+            forward_methods=_FORWARD_METHODS,
+            mp_policy=self.policy_of(self.precision),
+        )
         shard_any(module, device_mesh["data_parallel"], self.root_device, policy)
         return module
+
+    def on_configured(self) -> None:
+        super().on_configured()
+        if self.accumulate == "reduce":
+            self._backward_sync_control = _ReducesAlways()  # type: ignore[assignment]
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if not any(param.requires_grad for param in module.parameters()):

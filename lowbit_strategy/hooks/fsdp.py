@@ -17,7 +17,7 @@ from lowbit_strategy.hooks.fsdp_gradients import (
     ReplicaAllReduce,
 )
 from lowbit_strategy.hooks.worker import BackwardSide
-from lowbit_strategy.model.fsdp_sharding import sharded_groups
+from lowbit_strategy.model.fsdp_sharding import reduce_unused, sharded_groups
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import Reduced
 
@@ -27,6 +27,32 @@ def reduce_dtype(group: Any) -> torch.dtype:
     policy = group.mp_policy
     dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
     return dtype
+
+
+def accumulated_nbytes(module: nn.Module) -> int:
+    """Memory on this rank for gradients of all parameters that wait, unsharded, for the next micro-batch."""
+    return sum(
+        param.sharded_param.numel() * reduce_dtype(each.param_group).itemsize
+        for each in sharded_groups(module)
+        for param in each.param_group.fsdp_params
+        if param.sharded_param.requires_grad
+    )
+
+
+def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -> str | None:
+    """In words, for `num_batches` micro-batches per step; None: there is one."""
+    if num_batches < 2:
+        return None
+    if accumulate == "reduce":
+        return (
+            f"gradients are reduced {num_batches} times per step, and weights gathered as often, because"
+            f' accumulate="reduce" keeps none of {num_batches} micro-batches unsharded'
+        )
+    gib = accumulated_nbytes(module) / 2**30
+    return (
+        f"accumulation over {num_batches} micro-batches keeps unsharded gradients, {gib:.2f} GiB on every rank;"
+        f' accumulate="reduce" keeps none and sends {num_batches} times as many bytes'
+    )
 
 
 def install(module: nn.Module, sync: GradientSync) -> int:
@@ -80,8 +106,7 @@ def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, 
                 name = names[id(param.sharded_param)]
                 raise ValueError(f"{name} is sharded along dim {param.fsdp_placement.dim}: compress only Shard(0)")
         child.set_force_sum_reduction_for_comms(True)
-        if hasattr(child, "set_reduce_scatter_unused_params"):
-            child.set_reduce_scatter_unused_params(True, recurse=False)
+        reduce_unused(child, group)
         found.append((child, group))
     if found and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
         raise ValueError(

@@ -68,9 +68,8 @@ class GradientRows:
         row = self.now()
         if row.numel != numel:
             raise RuntimeError(
-                f"FSDP2 reduces {numel} elements per rank where the trainable parameters have {row.numel}: some"
-                " got no gradient. torch >= 2.13 reduces zeros for them; with an older one every parameter of a sharded"
-                " module must be used in every step"
+                f"FSDP2 reduces {numel} elements per rank where the trainable parameters have {row.numel}: were"
+                " parameters frozen or unfrozen in the middle of a step? Do that between steps"
             )
         return row.layout
 

@@ -128,10 +128,7 @@ def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync,
         comm: How messages travel to the ranks that share the weights.
     """
     groups = {each.name: each for each in sharded_groups(module)}
-    specs = _specs(module)
-    names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
-    layouts = {name: _layout(each, names, specs) for name, each in groups.items()}
-    weights = WeightSync(coding, layouts, comm, sync.device)
+    weights = WeightSync(coding, module_layouts(module), comm, sync.device)
     order = _StreamOrder(sync.device)
     gathers = [CodedAllGather(weights, name, each, module, order) for name, each in groups.items()]
     for gather, each in zip(gathers, groups.values(), strict=True):
@@ -141,6 +138,13 @@ def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync,
         each.param_group._reduce_scatter_comm.on_reduced = weights.modules[each.name].gradients_reduced
     _forget_on_load(module, weights)
     sync.serve_weights(weights)
+
+
+def module_layouts(module: nn.Module) -> dict[str, ModuleLayout]:
+    """What FSDP2 gathers as one, by the names of modules."""
+    specs = _specs(module)
+    names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
+    return {each.name: _layout(each, names, specs) for each in sharded_groups(module)}
 
 
 def _specs(module: nn.Module) -> Mapping[str, TensorSpec]:

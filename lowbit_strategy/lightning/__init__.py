@@ -54,7 +54,14 @@ class LowBitFSDPStrategy(LowBitFSDPMixin, ModelParallelStrategy):
         two_level: As for `LowBitDDPStrategy`.
         shard_size: Shard over so many ranks of a node, ``"node"`` for all of them, and compress between the replicas
             (HSDP; the names ``loco_hsdp`` and so on). None: shard over all ranks.
+        memory: GB per rank that compression may keep, see `SyncOptions`.
         min_shard_numel: Smallest block that is gathered and reduced by itself. Smaller: less memory, more messages.
+        mp_policy: FSDP2's types. None: as the trainer's ``precision`` says. With ``bf16-mixed`` weights are gathered,
+            and computed with, in bfloat16, float inputs of modules are cast to it, and gradients are reduced in
+            float32; batch norms keep the parameters' type.
+        accumulate: With ``accumulate_grad_batches``. ``local``: unsharded gradients are kept on every rank until the
+            last micro-batch, and compressed once per step; ``reduce``: every micro-batch is reduced, as the stock
+            strategy does, which keeps none and sends as many times the bytes.
         save_distributed_checkpoint: True: a folder of shards; False: one full file, which ``load_from_checkpoint``
             reads.
         process_group_backend, timeout: As for ``ModelParallelStrategy``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from lowbit_strategy.attach.attach import attach_fsdp, prepare
 from lowbit_strategy.attach.strategy_options import FSDPConstructor
 from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
 from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
+from lowbit_strategy.hooks.fsdp import cost_of_accumulation
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 
@@ -21,6 +23,7 @@ else:
     _Base = object
 
 _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+_log = logging.getLogger("lowbit_strategy")
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # Lightning's callbacks that copy the module
 
 
@@ -43,6 +46,7 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, _Base):
             min_numel=self.min_shard_numel,
             forward_methods=_FORWARD_METHODS,
             by_child=not self.lightning_module.automatic_optimization,  # backward runs inside of training_step
+            mp_policy=self.policy_of(self.precision_plugin),
         )
         shard_any(self.model, self.device_mesh["data_parallel"], self.root_device, policy)
         self.barrier()
@@ -60,6 +64,14 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, _Base):
         if fitting:
             self._move_optimizers()
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if self.model is None or trainer is None or self.global_rank > 0:
+            return
+        if sentence := cost_of_accumulation(self.model, trainer.accumulate_grad_batches, self.accumulate):
+            _log.info("%s", sentence)
+
     def _move_optimizers(self) -> None:
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
@@ -69,9 +81,13 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, _Base):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Gradient accumulation: FSDP2 keeps unsharded gradients, nothing is sent. Stock Lightning knows DDP only."""
+        """Gradient accumulation. Stock Lightning knows DDP only, and lets FSDP2 reduce every micro-batch.
+
+        ``local``: FSDP2 keeps unsharded gradients, nothing is sent before the last micro-batch.
+        """
         assert self.model is not None
-        sharded = [child for child in self.model.modules() if isinstance(child, FSDPModule)]
+        modules = self.model.modules() if self.accumulate == "local" else ()
+        sharded = [child for child in modules if isinstance(child, FSDPModule)]
         for child in sharded:
             child.set_requires_gradient_sync(False, recurse=False)
         try:

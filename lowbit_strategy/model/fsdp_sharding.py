@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
+from lowbit_strategy.model.mixed_precision import needs_own_type
 from lowbit_strategy.model.parameters import canonical_name
 
 DEFAULT_MIN_SHARD_NUMEL = 500_000
@@ -107,11 +108,13 @@ class ShardPolicy:
         forward_methods: Methods that gather parameters as ``forward`` does.
         by_child: Shard the module's children and not the module itself. FSDP2 reduces gradients of what has returned
             from its forward; a module that runs backward inside its forward never does.
+        mp_policy: Types of gathered weights and of reduced gradients.
     """
 
     min_numel: int = DEFAULT_MIN_SHARD_NUMEL
     forward_methods: tuple[str, ...] = ()
     by_child: bool = False
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 (frozen)
 
 
 def shard_any(module: nn.Module, mesh: DeviceMesh, device: torch.device, policy: ShardPolicy) -> None:
@@ -139,13 +142,18 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> No
     if policy.by_child:
         _check_children(module, wholes)
     whole_ids = {id(whole) for whole in wholes}
+    if policy.mp_policy.param_dtype is not None:
+        for child in module.modules():
+            if needs_own_type(child) and id(child) not in whole_ids:
+                fully_shard(child, mesh=mesh)
     for block in blocks_to_shard(module, policy.min_numel):
         if id(block) not in whole_ids:
-            fully_shard(block, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=policy.mp_policy)
     # A child that runs while frozen must not stay gathered: FSDP2 looks at requires_grad when it gathers.
     reshard = True if policy.by_child else None
     for whole in wholes:
-        fully_shard(whole, mesh=mesh, reshard_after_forward=reshard)
+        mp_policy = MixedPrecisionPolicy() if needs_own_type(whole) else policy.mp_policy
+        fully_shard(whole, mesh=mesh, reshard_after_forward=reshard, mp_policy=mp_policy)
         for method in policy.forward_methods:
             if hasattr(whole, method):
                 register_fsdp_forward_method(whole, method)
@@ -181,11 +189,45 @@ def check_process_groups(module: nn.Module, shard_group: dist.ProcessGroup | Non
 
 
 def take_over_replication(module: nn.Module) -> None:
-    """From now on FSDP2 does not reduce over the replicas of a mesh of two dims (HSDP); whoever calls does."""
+    """From now on FSDP2 does not reduce over the replicas of a mesh of two dims (HSDP); whoever calls does.
+
+    What FSDP2 shards to after a forward pass is replaced with what it shards to otherwise: it takes two unlike objects
+    for two meshes, clones a shard of what it has gathered, and gathers that in backward.
+    """
     for _, param_group in _param_groups(module):
         info: Any = param_group.mesh_info
-        if isinstance(info, HSDPMeshInfo):
-            param_group.mesh_info = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+        if not isinstance(info, HSDPMeshInfo):
+            continue
+        param_group.mesh_info = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+        for place in (param_group, *param_group.fsdp_params):
+            if place.post_forward_mesh_info is info:
+                place.post_forward_mesh_info = param_group.mesh_info
+
+
+def reduce_unused(module: FSDPModule, param_group: Any) -> None:
+    """From now on parameters that got no gradient are reduced as zeros: all ranks reduce the same ones in every step.
+
+    torch 2.13 has a setting for it. With an older one, what a module does after backward begins with the zeros.
+    """
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+    else:
+        fill_unused(param_group)
+
+
+def fill_unused(param_group: Any) -> None:
+    """Give trainable parameters without a gradient zeros, whenever the group is about to reduce."""
+    post_backward = param_group.post_backward
+
+    def filled_post_backward(*unused: Any) -> Any:
+        for param in param_group.fsdp_params if param_group.reduce_grads else ():
+            full: Any = getattr(param, "_unsharded_param", None)
+            has_gradient = full is None or full.grad is not None or param.unsharded_accumulated_grad is not None
+            if not has_gradient and full.requires_grad:
+                full.grad = torch.zeros_like(full)
+        return post_backward(*unused)
+
+    param_group.post_backward = filled_post_backward
 
 
 def _param_groups(module: nn.Module) -> Iterator[tuple[str, Any]]:

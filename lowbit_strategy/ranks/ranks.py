@@ -103,6 +103,8 @@ def make_ranks(
     rank, timeout = dist.get_rank(group), timeout_of(group, device)
     own = [_connected(dist.new_group(members, timeout=timeout), device)] if own_world else []
     world = _comm(own[0] if own_world else group, range(len(members)), topology, rank)
+    if device.type != "cpu":
+        _connected(group, device)  # FSDP2 has not used it yet where a model is on the meta device
     if size is None:
         return Ranks(world, world, topology=topology, own=tuple(own))
     blocks = [members[at : at + size] for at in range(0, len(members), size)]
@@ -128,12 +130,19 @@ def share_of(index: int, size: int, world_size: int, *, scatter: bool) -> Share:
     return Share(index, size, world_size // size if scatter else None)
 
 
-def _connected(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Wait until all ranks are in it, which gloo does not: a rank that leaves at once, because of an error in what
-    follows, would break the others' connecting, and their error would hide its own.
+def _connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    """`group`, once all its ranks are connected.
+
+    On CPU a rank that leaves at once, because of an error in what follows, would break the others' connecting, and
+    their error would hide its own. NCCL connects when a group is used first: inside a step several groups would do so
+    at the same time, in an order that differs between ranks. A collective now, which the host waits for, does it here.
     """
     if device.type == "cpu":
         dist.barrier(group)
+    else:
+        number = torch.zeros(1, device=device)
+        dist.all_reduce(number, group=group)
+        number.cpu()
     return group
 
 

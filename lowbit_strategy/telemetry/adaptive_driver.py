@@ -177,7 +177,7 @@ class AdaptiveDriver:
         if probe.levels:
             self._try_levels(bucket, x, out)
         if probe.end_to_end:
-            sample = MeanSample(views, sync.ranks.peers, sync.step_context().shared_seed)
+            sample = MeanSample(views, sync.ranks.peers, sync.step_context().shared_seed, sync.device)
             yield from sample.exchange()
             yield from stages
             self._end_to_end |= sample.sums()

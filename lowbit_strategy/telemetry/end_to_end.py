@@ -26,9 +26,10 @@ class MeanSample:
         views: The bucket's parameters.
         comm: To form the true mean over.
         seed: The same on all ranks.
+        device: Of gradients; a bucket may have no views.
     """
 
-    def __init__(self, views: Sequence[View], comm: Comm, seed: int) -> None:
+    def __init__(self, views: Sequence[View], comm: Comm, seed: int, device: torch.device) -> None:
         self._views = views
         self._comm = comm
         self._strides = [-(-view.spec.numel // _SAMPLE) or 1 for view in views]
@@ -38,7 +39,7 @@ class MeanSample:
             for view, start, stride in zip(views, self._starts, self._strides, strict=True)
         ]
         self._lengths = [part.numel() for part in picked]
-        self._sample = torch.cat(picked) if picked else torch.empty(0)
+        self._sample = torch.cat(picked) if picked else torch.empty(0, dtype=torch.float32, device=device)
 
     @property
     def sent_nbytes(self) -> int:

@@ -201,7 +201,7 @@ class Observer:
             self._residuals[slot.name] = (
                 torch.zeros(1, device=sync.device) if residual is None else torch.dot(residual, residual).view(1)
             )
-        sample = MeanSample(views, sync.ranks.peers, sync.step_context().shared_seed)
+        sample = MeanSample(views, sync.ranks.peers, sync.step_context().shared_seed, sync.device)
         self.sampling_nbytes += sample.sent_nbytes
         yield from sample.exchange()
         yield from self._timed(stages)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor
+from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
+from lowbit_strategy.methods.quantization.loco import LoCoCodec
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import CHOICES
@@ -210,7 +215,7 @@ def report_of(plan: Plan, compressor: Compressor, *, device: torch.device, step_
         between_nbytes=plan.between_nbytes if shape.has_nodes else None,
         inside_nbytes=plan.intra_node_nbytes,
         one_level=(obstacle or "two_level=False") if shape.has_nodes and shape.share is None else None,
-        kernels=backends.describe(device),
+        kernels=_kernels(plan.assignments, device),
         world_size=shape.num_peers,
         scatter=plan.scatter,
         outer="" if plan.outer is None else plan.outer.label,
@@ -218,6 +223,22 @@ def report_of(plan: Plan, compressor: Compressor, *, device: torch.device, step_
         outer_nbytes=plan.memory.anchors,
         next_phase=_next_phase(compressor, step_index),
     )
+
+
+def _kernels(assignments: Mapping[str, Assignment], device: torch.device) -> str:
+    """Which implementation serves; on a GPU also which methods no kernel was written for."""
+    compressed = [each.method for each in assignments.values() if each.kind == "compressed"]
+    plain = sorted({method.label for method in compressed if not has_kernels(method)})
+    names = backends.describe(device)
+    return f"{names}; plain PyTorch for {', '.join(plain)}" if plain and device.type == "cuda" else names
+
+
+def has_kernels(method: Method) -> bool:
+    """Whether a GPU codes with kernels, and not with operations of PyTorch."""
+    if not isinstance(method, CodecPair):
+        return False
+    hops = (method.uplink, method.downlink)
+    return all(isinstance(hop, LoCoCodec) or (isinstance(hop, PlainCodec) and hop.codec.in_one_pass) for hop in hops)
 
 
 def describe_ranks(shape: Shape) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lowbit_strategy.collectives.comm import GroupComm
 from tests.distributed import run_ranks
@@ -35,3 +37,13 @@ def test_all_gather_by_the_backend_of_the_tensors_device(backend: str | None, tm
         assert nbytes == 5
     if backend is None:
         assert results[0][0] != "gloo"
+
+
+def test_no_collective_that_torch_deprecates() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            GroupComm().all_gather(torch.empty(2, 5), torch.empty(5)).wait()
+    finally:
+        dist.destroy_process_group()

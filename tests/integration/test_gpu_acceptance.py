@@ -1,54 +1,210 @@
-"""The acceptance run for GPUs, on the parts that a CPU can show: every check passes or says why it was left out."""
+"""The acceptance run for GPUs, on the parts that a CPU can show; and each of its checks broken on purpose."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import psutil
 import pytest
+import torch
+from torch import Tensor
 
 from tests.scripts import REPOSITORY, run_script
+
+RUN = REPOSITORY / "benchmarks" / "gpu_acceptance" / "run.py"
+CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "only"),
     [
-        ("kernels", "hook"),
-        ("kernels", "speed"),
+        ("kernels", ""),
+        ("speed", "speed"),
         ("two_ranks", "launches"),
         ("two_ranks", "host wait"),
-        ("memory", "memory of"),
-        ("memory", "resume"),
-        ("memory", "fp16"),
+        ("interruptions", "resume"),
+        ("interruptions", "fp16"),
+        ("memory", ""),
+        ("ranks", "loco_fsdp, bf16-mixed"),
+        ("ranks_more", "mesh of one's own"),
     ],
 )
 def test_a_part_passes_and_writes_its_page(part: str, only: str, tmp_path: Path) -> None:
-    script = REPOSITORY / "benchmarks" / "gpu_acceptance" / "run.py"
-    run_script([script, "--part", part, "--only", only, "--folder", tmp_path], timeout=280)
-    (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
+    run_script([RUN, "--part", part, "--only", only, "--folder", tmp_path], timeout=400)
+    found = json.loads((tmp_path / "results.json").read_text())
+    ((_, record),) = found["parts"].items()
     assert record["checks"]
     for check in record["checks"]:
         assert check["status"] == "passed" or (check["status"] == "left out" and check["why"]), check
-        assert check["name"] in (tmp_path / "results.md").read_text()
+        assert check["name"].replace("'", "&#x27;") in (tmp_path / "results.html").read_text()
 
 
-def test_a_check_that_fails_is_reported_and_does_not_hide_the_others(tmp_path: Path) -> None:
-    import torch
+def failed(check: Any) -> str:
+    """Why a check failed, as the run reports it."""
+    from gpu_acceptance.checks import run_checks
 
-    from gpu_acceptance.checks import Check, run_checks, write
+    (outcome,) = run_checks([check])
+    assert outcome.status == "failed", outcome
+    return outcome.why
 
-    def fails(device: torch.device) -> dict[str, object]:
-        raise AssertionError("ranks differ")
 
-    checks = (Check(name="bad", run=fails), Check(name="good", run=lambda device: {"ms": 1.23456}))
-    outcomes = run_checks(checks)
-    assert [outcome.status for outcome in outcomes] == ["failed", "passed"]
-    write(outcomes, "part", tmp_path)
-    page = (tmp_path / "results.md").read_text()
-    assert "| bad | failed |" in page
+def test_a_wrong_byte_is_reported() -> None:
+    from gpu_acceptance import kernels
+    from lowbit_strategy.collectives.comm import GroupComm
+
+    original = GroupComm.all_to_all
+
+    def flipped(self: GroupComm, out_WB: Tensor, x_WB: Tensor) -> Any:
+        pending = original(self, out_WB, x_WB)
+        pending.wait()
+        out_WB.view(-1)[-3] ^= 0x10
+        return pending
+
+    (check,) = (each for each in kernels.CHECKS if "hook" in each.name)
+    with mock.patch.object(GroupComm, "all_to_all", flipped):
+        assert "differs" in failed(check)
+
+
+def test_a_look_at_the_device_is_reported() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from gpu_acceptance import two_ranks
+    from lowbit_strategy.collectives.step_flags import StepFlags
+
+    (check,) = (each for each in two_ranks.CHECKS if "host wait" in each.name)
+    with mock.patch.object(StepFlags, "check_layout", lambda self, received, *_: received.cpu()):
+        assert "HostWaits" in failed(check)
+
+
+def test_kernels_and_steps_that_are_too_slow_are_reported() -> None:
+    from gpu_acceptance.checks import Check
+    from gpu_acceptance.ranks import compared
+    from gpu_acceptance.speed import fast_enough
+
+    figures = {"copy_gb_per_s": 3000.0, "rows": [{"name": "loco uniform4 float32", "share_of_copy": 0.41}]}
+    assert "0.41" in failed(Check(name="speed", run=lambda device: fast_enough(figures)))
+    stock = {"losses": [2.0, 1.0], "step_s": 1.0, "peak_nbytes": 0}
+    slow, bad = {**stock, "step_s": 1.3}, {**stock, "losses": [2.0, 1.5]}
+    assert "1.30 of stock's time" in failed(Check(name="step", run=lambda device: compared(slow, stock, timed=True)))
+    assert "stock's at 1.0" in failed(Check(name="loss", run=lambda device: compared(bad, stock, timed=True)))
+    compared(slow, stock, timed=False)
+
+
+def test_more_memory_than_announced_is_reported() -> None:
+    from gpu_acceptance.checks import Check
+    from gpu_acceptance.memory import no_more_than_announced
+
+    def run(device: torch.device) -> dict[str, Any]:
+        no_more_than_announced("fsdp", {"peak_gb": 12.0, "announced_gb": 1.0}, {"peak_gb": 9.0})
+        return {}
+
+    assert "3.00 GB beyond the uncompressed run's, 1.00 GB were announced" in failed(Check(name="memory", run=run))
+
+
+PART = """
+import subprocess, sys, time
+from gpu_acceptance.checks import Check, LeftOut
+
+def fine(device):
+    return {"ms": 1.23456}
+
+def leaks(device):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(sys.argv[sys.argv.index("--folder") + 1] + "/leaked", "w").write(str(child.pid))
+    return {}
+
+def hangs(device):
+    leaks(device)
+    time.sleep(600)
+
+def fails(device):
+    raise AssertionError("ranks differ")
+
+def cannot(device):
+    raise LeftOut("no tool")
+
+NAMES = {"fine": fine, "leaks": leaks, "hangs": hangs, "fails": fails, "cannot": cannot}
+"""
+
+
+def run_part(folder: Path, *names: str, arguments: tuple[str, ...] = ()) -> tuple[int, dict[str, dict[str, Any]], str]:
+    """A part with these checks, by the real command."""
+    checks = ", ".join(f"Check(name={name!r}, run=NAMES[{name!r}])" for name in names)
+    (folder / "made_up.py").write_text(f"{PART}\nCHECKS = ({checks},)\n")
+    done = subprocess.run(
+        [sys.executable, RUN, "--part", "made_up", "--folder", folder, *arguments],
+        env={**os.environ, "PYTHONPATH": f"{folder}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    found = json.loads((folder / "results.json").read_text())
+    return done.returncode, {each["name"]: each for each in found["parts"]["9_made_up"]["checks"]}, done.stdout
+
+
+def is_gone(folder: Path) -> bool:
+    pid, until = int((folder / "leaked").read_text()), time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_failure_hides_no_other_check_and_a_missing_tool_is_no_fault(tmp_path: Path) -> None:
+    status, checks, output = run_part(tmp_path, "fails", "fine", "cannot")
+    assert status == 1
+    assert [check["status"] for check in checks.values()] == ["failed", "passed", "left out"]
+    page = (tmp_path / "results.html").read_text()
     assert "ranks differ" in page
     assert "ms 1.235" in page
+    assert output.strip().splitlines()[-1].startswith("| ")  # the row for docs/benchmarks.md
+    assert run_part(tmp_path, "fine", "cannot")[0] == 0
+
+
+def test_a_process_that_is_left_is_reported_and_ended(tmp_path: Path) -> None:
+    status, checks, _ = run_part(tmp_path, "leaks", "fine")
+    assert status == 1
+    assert checks["leaks"]["status"] == checks["fine"]["status"] == "passed"
+    assert "processes were left" in checks["nothing is left running"]["why"]
+    assert is_gone(tmp_path)
+
+
+def test_a_part_that_hangs_loses_nothing_and_is_continued(tmp_path: Path) -> None:
+    status, checks, _ = run_part(tmp_path, "fine", "hangs", "cannot", arguments=("--limit", "25"))
+    assert status == 1
+    assert checks["fine"]["status"] == "passed"
+    assert "more than 25 s" in checks["hangs"]["why"]
+    assert "cannot" not in checks
+    assert is_gone(tmp_path)
+    seconds = checks["fine"]["seconds"]
+    status, checks, output = run_part(tmp_path, "fine", "cannot", arguments=("--continue",))
+    assert checks["fine"]["seconds"] == seconds
+    assert "fine" not in output.partition("results.html")[0].replace("made_up", "")
+    assert checks["cannot"]["status"] == "left out"
+
+
+def test_a_driver_that_is_not_used_is_an_error(tmp_path: Path) -> None:
+    from gpu_acceptance import machine
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine's driver is used")
+    with mock.patch.object(machine, "ROOT", tmp_path):
+        assert machine.unused_driver() is None
+        path = tmp_path / "proc" / "driver" / "nvidia" / "version"
+        path.parent.mkdir(parents=True)
+        path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.1\n")
+        sentence = machine.unused_driver()
+    assert sentence is not None
+    assert "470.1" in sentence
+    assert "does not use it" in sentence
 
 
 def test_operations_inside_of_another_are_no_launches_of_their_own() -> None:

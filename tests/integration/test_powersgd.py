@@ -105,7 +105,7 @@ def _same_start(sync: GradientSync, order: list[str]) -> None:
 
 def _compare(rank: int, world_size: int) -> dict[tuple[int, float], float]:
     differences = {}
-    for rank_of_matrix, epsilon in ((1, 0.0), (2, 1e-8), (4, 1e-8)):  # the last one by QR
+    for rank_of_matrix, epsilon in ((1, 0.0), (2, 1e-8), (4, 1e-8)):  # theirs does the last one by QR
         order, expected = _with_their_hook(rank, rank_of_matrix, epsilon)
         actual = _with_our_hook(rank, rank_of_matrix, epsilon, order)
         difference = max(float((a - e).abs().max()) for a, e in zip(actual, expected, strict=True))
@@ -186,3 +186,41 @@ def test_many_buckets_on_gloo_and_fsdp2(world_size: int) -> None:
         assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
     # The same gradients, the same factors, the same sums: only how rows are cut differs.
     assert results[0][0]["losses"] == pytest.approx(results[0][1]["losses"], rel=1e-3)
+
+
+def _inside_autocast(rank: int, world_size: int) -> dict[bool, list[float]]:
+    """A loop of one's own that calls backward inside the autocast region, as many do."""
+    losses: dict[bool, list[float]] = {}
+    for inside in (False, True):
+        module = _model()
+        compressor = PowerSGD(rank=4, exempt=("@vector",))
+        sync = GradientSync(
+            compressor,
+            describe_parameters(module),
+            Ranks.flat(GroupComm(dist.new_group())),
+            torch.device("cpu"),
+            scatter=True,
+        )
+        model = fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
+        install(module, sync)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        losses[inside] = []
+        for step in range(5):
+            x, y = _batch(rank, step)
+            optimizer.zero_grad()
+            sync.begin_step()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (model(x) - y).square().mean()
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            optimizer.step()
+            sync.end_step()
+            losses[inside].append(loss.item())
+    return losses
+
+
+def test_backward_inside_of_autocast_reduces_in_float32() -> None:
+    for losses in run_ranks(_inside_autocast, 2):
+        assert losses[True] == losses[False]

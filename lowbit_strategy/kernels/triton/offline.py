@@ -51,6 +51,23 @@ class Resources:
         """Machine instructions of all paths together."""
         return len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+\S", self.sass, re.MULTILINE))
 
+    @property
+    def num_spills(self) -> int:
+        """Instructions that read or write local memory. A stack that none of them touches costs nothing."""
+        return len(re.findall(r"\b(?:STL|LDL)\b", self.sass))
+
+    @property
+    def wide_share(self) -> float:
+        """Of the bytes that all global loads and stores of the code move, each done once, what is moved by those of at
+        least 8 bytes per thread. Tiles with a tail have a path of their own, which is narrow.
+        """
+        accesses = re.findall(r"\b(?:LDG|STG)\.([A-Z0-9.]*)", self.sass)
+        sizes = [next((size for name, size in _WIDTHS if name in access.split(".")), 4) for access in accesses]
+        return sum(size for size in sizes if size >= 8) / max(1, sum(sizes))
+
+
+_WIDTHS = (("128", 16), ("64", 8), ("U8", 1), ("S8", 1), ("U16", 2), ("S16", 2))  # bytes; else 4
+
 
 def encode_resources(fmt: BlockFormat, *, x: str, launch: Launch, arch: int, stochastic: bool = False) -> Resources:
     device = device_format(fmt)

@@ -89,7 +89,7 @@ class _HopArenas:
             sender = arena.extent == "sender"
             start = (self.offsets if sender else self.receiver_offsets)[name]
             length = (self.lengths if sender else self.receiver_lengths)[name]
-            unit = self.stateful.block_size if arena.per_block else 1
+            unit = arena.unit(self.stateful.block_size)
             views[key] = self.state[key][start // unit : (start + length) // unit]
         return views
 
@@ -181,6 +181,6 @@ def _arenas(stateful: StatefulCodec, sender: int, receiver: int, device: torch.d
     state: StateTensors = {}
     for key, arena in stateful.arenas().items():
         numel = sender if arena.extent == "sender" else receiver
-        unit = stateful.block_size if arena.per_block else 1
+        unit = arena.unit(stateful.block_size)
         state[key] = torch.zeros(numel // unit, dtype=arena.dtype, device=device)
     return state

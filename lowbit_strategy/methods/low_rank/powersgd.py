@@ -19,7 +19,7 @@ from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.parameter_selectors import Selector
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.low_rank.orthogonal import orthogonalize_all
+from lowbit_strategy.methods.low_rank.orthogonal import orthogonalize_all, product
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.options.configuration import configuration
 
@@ -77,7 +77,7 @@ class PowerSGDReducer(Reducer):
 
         ps = [m @ q for m, q in zip(matrices, qs, strict=True)]
         ps = _like(ps, (yield from sum_ordered(_flat(ps), comm)))
-        # A decomposition may refuse NaN: it gets zeros, and the result is made NaN again.
+        # Q must not become NaN, which would stay for ever: the matrix is taken to be zero, and the result is NaN.
         bad = [~p.isfinite().all() for p in ps]
         ps = orthogonalize_all([torch.where(b, 0.0, p) for p, b in zip(ps, bad, strict=True)], self.epsilon)
 
@@ -85,7 +85,7 @@ class PowerSGDReducer(Reducer):
         sums = _like(own_qs, (yield from sum_ordered(_flat(own_qs), comm)))
         for i, view in enumerate(views):
             mean_q = sums[i] / comm.world_size
-            mean = torch.where(bad[i], torch.nan, ps[i] @ mean_q.T)
+            mean = torch.where(bad[i], torch.nan, product(ps[i], mean_q))
             self._observe_(view, matrices[i], ps[i], own_qs[i])
             self._update_(state[view.spec.name], matrices[i], mean, mean_q)
             view.write_mean_(mean.reshape(-1), comm.rank)
@@ -145,9 +145,10 @@ class PowerSGD(Compressor):
     4. the result is ``P Q^T``, the same on all ranks
     5. ``e' = M - P Q^T``
 
-    Sums are formed in rank order, so that results depend neither on the buckets nor on the backend. Many buckets work
-    on gloo. Under FSDP2 every rank has the whole local gradient, so the same factors are reduced and each rank forms
-    its own rows.
+    Sums are formed in rank order, so that results depend neither on the buckets nor on the backend, and steps 2 and 4
+    take no decomposition or product from a library, so that ranks with GPUs of different types get the same bits. Many
+    buckets work on gloo. Under FSDP2 every rank has the whole local gradient, so the same factors are reduced and each
+    rank forms its own rows.
 
     Args:
         rank: Of the approximation. Bytes grow with it; 1 to 4 is usual.
@@ -155,8 +156,8 @@ class PowerSGD(Compressor):
         min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
         warm_start: Keep Q from step to step; otherwise one step of iteration starts from a random Q every time.
         feedback: Keep the error. Without it what a low rank cannot express is lost.
-        epsilon: Times the matrix's norm, added to norms in the orthonormalisation of one or two columns (Gram-Schmidt;
-            more: QR). Relative, so that the loss scale and the size of gradients make no difference.
+        epsilon: Times the matrix's norm, added to norms in the orthonormalisation (Gram-Schmidt, twice for
+            more than two columns). Relative, so that the loss scale and the size of gradients make no difference.
         exempt: Parameters that stay dense; see `Compressor`.
         high_precision: Not used: there is no method of higher precision.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec, Rounding
+from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_
@@ -21,10 +22,14 @@ from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec
 from lowbit_strategy.options.configuration import configuration
 
 ResidualDtype = Literal["int8", "float32"]
+ShortResidual = Literal["int4", "none"]
+ROTATED = 32  # elements where there is no residual, as in SDP4Bit
 Codebook = Literal["uniform", "fitted", "ternary", "unit_gain", "ternary_unit_gain"]
 _Make = Callable[[int, int], BlockFormat]
 _FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # bits that there are, and the format of bits and block size
@@ -128,10 +133,12 @@ class LoCo(Compressor):
         reset_steps: The residual is forgotten every so many optimizer steps, None for never. What it holds is lost
             then, below 4 bits the sum of three to four gradients: use None there.
         residual: ``int8``, with a scale per block, costs 1 byte per parameter on every rank; ``float32`` costs 4
-            and stores the average exactly.
+            and stores the average exactly. ``int4``, rounded at random, costs half a byte; ``none`` costs nothing:
+            codes are then rounded at random and blocks are rotated by a Hadamard matrix, so that errors cancel over
+            steps and ranks instead of being fed back. Both run in plain PyTorch beside the kernels, and are slower.
         rounding: How codes are rounded. ``nearest``: least error; ``stochastic``: unbiased, more noise.
-        residual_rounding: How the int8 residual is rounded. ``nearest``: a fifth faster, and measured as good;
-            ``stochastic``: increments below half a step are kept on average.
+        residual_rounding: How the int8 residual is rounded; ``int4`` always at random. ``nearest``: a fifth faster, and
+            measured as good; ``stochastic``: increments below half a step are kept on average.
         return_beta: What `beta` is for the uplink, this is for the owner's residual on the downlink.
         return_bits, return_codebook, return_block_size: What `bits`, `codebook` and `block_size` are for codes on the
             downlink; None for the same. At least `bits`; where the uplink has more bits than these (parameters of high
@@ -146,7 +153,7 @@ class LoCo(Compressor):
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,
         equations of sections 3 and 4. Codebook: Lloyd, 1957/1982; Max, 1960; ternary threshold: Li et al., 2016,
-        arXiv 1605.04711.
+        arXiv 1605.04711. Without a residual: SDP4Bit, 2024, arXiv 2410.15526, section 3.3.
     """
 
     name: ClassVar[str] = "loco"
@@ -156,7 +163,7 @@ class LoCo(Compressor):
     block_size: int = 128
     beta: float = 0.8
     reset_steps: int | None = 512
-    residual: ResidualDtype = "int8"
+    residual: ResidualDtype | ShortResidual = "int8"
     rounding: Rounding = "nearest"
     residual_rounding: Rounding = "nearest"
     return_beta: float = 0.0
@@ -176,6 +183,8 @@ class LoCo(Compressor):
                 f"return_bits must be at least bits, {self.bits}, got {bits}: the mean would come back "
                 "in a coarser code than the gradients are sent in"
             )
+        if self.residual == "none" and {self.codebook, codebook} != {"uniform"}:
+            raise ValueError("codebook must be 'uniform' with residual='none': others cannot be sent without bias")
         for field in ("beta", "return_beta"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)!r}")
@@ -222,15 +231,25 @@ class LoCo(Compressor):
         return replace(self, residual="float32", reset_steps=None)
 
     def _codecs(self, uplink_format: BlockFormat) -> CodecPair:
+        if self.residual in ("int4", "none"):
+            downlink = self._general(self._return_format(uplink_format), self.return_beta)
+            return CodecPair(self._general(uplink_format, self.beta), downlink)
         uplink = LoCoCodec(
             fmt=uplink_format,
             beta=self.beta,
             reset_steps=self.reset_steps,
-            residual=self.residual,
+            residual=self.residual,  # type: ignore[arg-type]  # of the other two there are no kernels
             rounding=self.rounding,
             residual_rounding=self.residual_rounding,
         )
         return CodecPair(uplink, replace(uplink, fmt=self._return_format(uplink_format), beta=self.return_beta))
+
+    def _general(self, codes: BlockFormat, beta: float) -> StatefulCodec:
+        """A hop whose residual no kernel knows."""
+        if self.residual == "none":
+            return PlainCodec(RotatedCodec(BlockCodec(codes, "stochastic"), ROTATED))
+        codec = BlockCodec(codes, self.rounding)
+        return FeedbackCodec(codec=codec, beta=beta, residual="int4", reset_steps=self.reset_steps)
 
     def method(self, spec: TensorSpec) -> CodecPair:
         return self._codecs(self.fmt)

@@ -10,7 +10,9 @@ import torch
 
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.telemetry import observe
+from lowbit_strategy.telemetry.end_to_end import MeanSample
 from lowbit_strategy.telemetry.observe import Observer
+from tests.worlds.echo import EchoComm
 from tests.worlds.single import engine, gradients, reduce_step
 
 COMPRESSOR = LoCo(bits=2, block_size=64, residual="float32", beta=0.0, reset_steps=None)
@@ -154,3 +156,9 @@ def test_the_end_to_end_error_is_that_of_the_result(scatter: bool) -> None:
     for name in WEIGHTS:
         want = float((result[name] - grads[name]).norm() / grads[name].norm())
         assert observer.last.groups[name].end_to_end_error == pytest.approx(want, rel=0.1)  # from a sample
+
+
+def test_an_empty_bucket_has_its_sample_on_the_device() -> None:
+    """NCCL refuses tensors of the CPU."""
+    device = torch.device("meta")
+    assert MeanSample([], EchoComm(2), 0, device)._sample.device == device

@@ -8,9 +8,12 @@ from torch import nn
 
 from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.telemetry.startup_report import report_of
+from tests.worlds.single import engine
 
 WARMED_UP = WarmUp(compressor=LoCo(bits=1, codebook="fitted"), first=LoCo(), steps=64)
 
@@ -38,3 +41,11 @@ def test_a_downlink_with_other_bits_is_reported(scatter: bool) -> None:
     report = plan(nn.Linear(256, 256), compressor, Planned(world_size=2, scatter=scatter), device=torch.device("cpu"))
     label = next(group.method for group in report.groups if group.kind == "compressed")
     assert label == "loco 2-bit fitted, blocks of 64" + ("" if scatter else "; downlink loco 4-bit, blocks of 64")
+
+
+def test_on_a_gpu_methods_without_kernels_are_named() -> None:
+    cuda = torch.device("cuda", 0)
+    for compressor, named in ((LoCo(), False), (LoCo(residual="int4"), True), (PowerSGD(), True)):
+        sync = engine(compressor, [TensorSpec("a.weight", (512, 512))])
+        report = report_of(sync.plan(), compressor, device=cuda)
+        assert ("plain PyTorch for" in report.kernels) == named, report.kernels

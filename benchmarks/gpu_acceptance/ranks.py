@@ -1,0 +1,115 @@
+"""One rank per GPU, all of them: strategies and precisions under the Trainer on a Llama-shaped model, beside stock."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from gpu_acceptance.checks import Check, Figures, LeftOut
+from gpu_acceptance.llama import llama
+from lowbit_strategy import DiLoCo, LoCo, WeightDelta
+from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
+from tests.distributed import run_ranks
+
+STEP_BAR = 1.1  # of stock's time
+LOSS_BAR = 1.1  # of stock's last losses
+BLOCK = 10_000  # elements from which a block is sharded by itself
+
+
+def ddp(**options: Any) -> Any:
+    return LowBitDDPStrategy(LoCo(), **options)
+
+
+def fsdp(**options: Any) -> Any:
+    return LowBitFSDPStrategy(LoCo(), **{"min_shard_numel": BLOCK} | options)
+
+
+def stock(kind: str) -> Any:
+    """What is compared with: DDP, or FSDP2 with nothing compressed and weights as they are."""
+    return DDPStrategy() if kind == "ddp" else LowBitFSDPStrategy("dense", weights="exact", min_shard_numel=BLOCK)
+
+
+def num_ranks(device: torch.device) -> int:
+    return torch.cuda.device_count() if device.type == "cuda" else 4
+
+
+def measured(device: torch.device, make: Callable[[], Any], **options: Any) -> dict[str, Any]:
+    """The first rank's figures, and the largest peak of all."""
+    cuda = device.type == "cuda"
+    given = {"kind": device.type, "strategy": make, "precision": "bf16-mixed", "steps": 100 if cuda else 6, **options}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_ranks(llama, num_ranks(device), folder, given, timeout=200, process_group=None)
+    return {**ranks[0], "peak_nbytes": max(rank["peak_nbytes"] for rank in ranks)}
+
+
+@functools.cache
+def stock_of(device: torch.device, kind: str, options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return measured(device, functools.partial(stock, kind), **dict(options))
+
+
+def beside_stock(device: torch.device, kind: str, make: Callable[[], Any], **options: Any) -> Figures:
+    """100 steps: loss, peak memory, time.
+
+    Raises:
+        AssertionError: It does not learn as stock does, or a step takes too long.
+    """
+    shared = {key: value for key, value in options.items() if key in ("precision", "steps", "accumulate", "recompute")}
+    theirs = stock_of(device, kind, tuple(sorted(shared.items())))
+    ours = measured(device, make, **options)
+    return compared(ours, theirs, timed=device.type == "cuda")
+
+
+def compared(ours: dict[str, Any], theirs: dict[str, Any], *, timed: bool) -> Figures:
+    tail = max(1, len(theirs["losses"]) // 5)
+    losses = [sum(run["losses"][-tail:]) / tail for run in (ours, theirs)]
+    figures = {"loss": losses[0], "loss_of_stock": losses[1], "step_of_stock": ours["step_s"] / theirs["step_s"]}
+    if theirs["peak_nbytes"]:
+        figures |= {"peak_gb": ours["peak_nbytes"] / 1e9, "peak_of_stock": ours["peak_nbytes"] / theirs["peak_nbytes"]}
+    if not losses[0] < LOSS_BAR * losses[1]:
+        raise AssertionError(f"the loss ends at {losses[0]:.4f}, stock's at {losses[1]:.4f}")
+    if timed and figures["step_of_stock"] > STEP_BAR:
+        raise AssertionError(f"a step takes {figures['step_of_stock']:.2f} of stock's time, at most {STEP_BAR}")
+    return figures
+
+
+def levels(device: torch.device) -> int:
+    """Ranks per node, as if there were two nodes."""
+    if num_ranks(device) < 4 or num_ranks(device) % 2:
+        raise LeftOut(f"two nodes of several ranks need an even number of at least 4, and here are {num_ranks(device)}")
+    return num_ranks(device) // 2
+
+
+def check(name: str, kind: str, make: Callable[..., Any], *, nodes: bool = False, **options: Any) -> Check:
+    def run(device: torch.device) -> Figures:
+        given = dict(options)
+        if nodes:
+            given["per_node"] = levels(device)
+        if given.pop("own_mesh", False):
+            given["mesh_of"] = levels(device)
+            return beside_stock(device, kind, functools.partial(make, shard_size=levels(device)), **given)
+        return beside_stock(device, kind, make, **given)
+
+    return Check(name=name, run=run, min_gpus=2)
+
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+CHECKS = (
+    *(check(f"loco_fsdp, {precision}", "fsdp", fsdp, precision=precision) for precision in PRECISIONS),
+    *(check(f"loco_ddp, {precision}", "ddp", ddp, precision=precision) for precision in PRECISIONS),
+)
+MORE = (
+    check("loco_fsdp, micro-batches kept", "fsdp", fsdp, accumulate=2),
+    check("loco_fsdp, micro-batches reduced", "fsdp", functools.partial(fsdp, accumulate="reduce"), accumulate=2),
+    check("loco_fsdp, activation checkpointing", "fsdp", fsdp, recompute=True),
+    check("loco_fsdp, differences of weights", "fsdp", functools.partial(fsdp, weights=WeightDelta())),
+    check("loco_ddp, two levels", "ddp", ddp, nodes=True),
+    check("loco_fsdp, two levels", "fsdp", fsdp, nodes=True),
+    check("loco_hsdp", "fsdp", functools.partial(fsdp, shard_size="node"), nodes=True),
+    check("loco_hsdp on a mesh of one's own", "fsdp", fsdp, nodes=True, own_mesh=True),
+    check("outer steps", "ddp", functools.partial(LowBitDDPStrategy, outer=DiLoCo(every=2))),
+)

@@ -1,0 +1,66 @@
+"""How much memory compression may keep on this machine's devices, and what is chosen for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.plan.fitting import SHARE_OF_DEVICE, Setup, choices, choose
+from lowbit_strategy.plan.gradients import Layout
+from lowbit_strategy.plan.weights import ModuleLayout
+from lowbit_strategy.ranks.ranks import Ranks
+
+if TYPE_CHECKING:
+    from lowbit_strategy.attach.attach import Prepared
+
+_log = logging.getLogger("lowbit_strategy")
+
+
+def fitted(
+    prepared: Prepared,
+    weights: WeightCoding | None,
+    ranks: Ranks,
+    device: torch.device,
+    modules: Mapping[str, ModuleLayout] | None = None,
+) -> Prepared:
+    """`prepared` with what fits, on all ranks alike; as it is where nothing limits the memory.
+
+    Raises:
+        ValueError: Nothing fits.
+    """
+    room, limit = _room(prepared.options.memory, device, ranks)
+    if room is None or ranks.alone:
+        return prepared
+    layout: Layout = "ddp" if not prepared.scatter else "fsdp" if prepared.shard_size is None else "hsdp"
+    setup = Setup(specs=prepared.specs, shape=ranks.shape, layout=layout, modules=modules or {})
+    found = choices(
+        prepared.compressor,
+        weights,
+        setup,
+        may_recode=prepared.options.weights is None,
+        biased_only=prepared.options.memory is None,
+    )
+    chosen = choose(list(found), room, limit)
+    if chosen.differs and ranks.world.rank == 0:
+        _log.info("to fit into %.2f GB of memory, %s: %s", room / 1e9, chosen.differs, chosen.arithmetic())
+    options = prepared.options if chosen.weights == weights else replace(prepared.options, weights=chosen.weights)
+    return replace(prepared, compressor=chosen.compressor, options=options)
+
+
+def _room(memory: float | None, device: torch.device, ranks: Ranks) -> tuple[int | None, int]:
+    """Bytes that should be enough, and that must be, on the rank that has least; None: nothing limits them."""
+    if memory is not None:
+        return int(memory * 1e9), int(memory * 1e9)
+    if device.type != "cuda":
+        return None, 0
+    free, total = torch.cuda.mem_get_info(device)
+    least = torch.tensor([total // SHARE_OF_DEVICE, free], dtype=torch.int64, device=device)
+    ranks.world.all_reduce(least, dist.ReduceOp.MIN).wait()
+    room, limit = least.tolist()
+    return room, limit

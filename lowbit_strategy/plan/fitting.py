@@ -1,0 +1,138 @@
+"""What compression keeps on a rank has to fit: residuals and weights, chosen when a model is set up.
+
+Pure arithmetic on shapes, the same on all ranks: every rank computes what the first one would keep, which has most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lowbit_strategy.methods._base.compressor import Compressor, assign_all
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.plan.gradients import Layout, Reduced
+from lowbit_strategy.plan.plan import Memory, make_plan
+from lowbit_strategy.plan.weights import ModuleLayout
+from lowbit_strategy.ranks.shape import Shape
+
+SHARE_OF_DEVICE = 8  # compression may keep one part in so many of the smallest GPU's memory, unless told otherwise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What decides how much is kept.
+
+    Args:
+        specs: Whole parameters.
+        shape: The ranks.
+        layout: What wraps the model.
+        modules: What FSDP2 gathers as one; empty under DDP.
+    """
+
+    specs: Sequence[TensorSpec]
+    shape: Shape
+    layout: Layout
+    modules: Mapping[str, ModuleLayout]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One way, and what a rank keeps with it.
+
+    Args:
+        compressor, weights: The way.
+        memory: By purpose.
+        differs: How from what was asked for, in words; empty: not at all.
+    """
+
+    compressor: Compressor
+    weights: WeightCoding | None
+    memory: Memory
+    differs: str = ""
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return self.memory.total
+
+    def arithmetic(self) -> str:
+        memory = self.memory
+        purposes = (
+            ("residuals", memory.residuals),
+            ("weights between gathers", memory.weights),
+            ("messages", memory.messages),
+        )
+        parts = ", ".join(f"{_gb(nbytes)} for {what}" for what, nbytes in purposes if nbytes)
+        return f"{_gb(self.total)} ({parts})"
+
+
+def choices(
+    compressor: Compressor, weights: WeightCoding | None, setup: Setup, *, may_recode: bool, biased_only: bool
+) -> Iterator[Choice]:
+    """From what was asked for down to what keeps least.
+
+    Args:
+        compressor: Asked for.
+        weights: Asked for, or the default for it.
+        setup: See there.
+        may_recode: Nobody has chosen `weights`: what is kept of them may be gathered again.
+        biased_only: Not without any residual.
+    """
+    yield choice(compressor, weights, setup)
+    changes: list[str] = []
+    if may_recode and weights is not None and weights.keep == "codes" and setup.modules:
+        weights = replace(weights, keep="nothing")
+        changes.append("weights are gathered again in backward instead of kept as codes")
+        yield choice(compressor, weights, setup, "; ".join(changes))
+    if not isinstance(compressor, LoCo) or compressor.residual != "int8":
+        return
+    for residual, words in (("int4", "residuals have 4 bits instead of 8"), ("none", "no residual is kept")):
+        if residual == "none" and (biased_only or compressor.codebook != "uniform"):
+            return
+        fewer = replace(compressor, residual=residual)  # type: ignore[arg-type]
+        yield choice(fewer, weights, setup, "; ".join([*changes, words]))
+
+
+def choice(compressor: Compressor, weights: WeightCoding | None, setup: Setup, differs: str = "") -> Choice:
+    share = None if setup.shape.share is None else replace(setup.shape.share, index=0)
+    parts = [spec.shared(share) for spec in setup.specs]
+    trained = {spec.name for spec in parts}
+    reduced = [
+        Reduced(tuple(spec.name for spec in layout.specs if spec.name in trained), name=name)
+        for name, layout in setup.modules.items()
+    ]
+    plan = make_plan(
+        parts,
+        assign_all(compressor.phase(0), parts),
+        replace(setup.shape, rank=0, share=share),
+        setup.layout,
+        reduced=[each for each in reduced if each.names] if reduced else None,
+        coding=weights if setup.modules else None,
+        modules=setup.modules or None,
+    )
+    return Choice(compressor=compressor, weights=weights, memory=plan.memory, differs=differs)
+
+
+def choose(found: Sequence[Choice], room_nbytes: int, limit_nbytes: int) -> Choice:
+    """The first that fits into the room, or the smallest, if it is within the limit.
+
+    Raises:
+        ValueError: It is not.
+    """
+    for each in found:
+        if each.total <= room_nbytes:
+            return each
+    smallest = min(found, key=lambda each: each.total)
+    if smallest.total > limit_nbytes:
+        raise ValueError(
+            f"compression would keep {found[0].arithmetic()} on every rank, at least {smallest.arithmetic()}, and"
+            f" {_gb(limit_nbytes)} are allowed: use LoCo(residual='none'), weights='exact', HSDP"
+            " (shard_size='node') or nodes of several ranks, which divide residuals, or allow more with memory="
+        )
+    return smallest
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB"

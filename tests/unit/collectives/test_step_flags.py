@@ -1,0 +1,58 @@
+"""A broken layout is reported however far the host is ahead of the device."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from lowbit_strategy.collectives.step_flags import StepFlags
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tests.unit.engine.cuda_host_code import CUDA, on_cuda
+
+
+class _LateEvent:
+    """Of a device that is `BEHIND` steps late: what has been recorded happens after so many looks."""
+
+    BEHIND = 3
+
+    def __init__(self) -> None:
+        self.records = 0
+        self._left = 0
+
+    def record(self) -> None:
+        self.records += 1
+        self._left = self.BEHIND
+
+    def query(self) -> bool:
+        self._left -= 1
+        return self._left <= 0
+
+
+def test_a_copy_that_is_under_way_is_waited_for_and_then_read() -> None:
+    with on_cuda(), patch("torch.cuda.Event", _LateEvent):
+        flags = StepFlags(CUDA)
+        flags.raise_if_broken(rank=0)
+        event = flags._copied
+        assert isinstance(event, _LateEvent)
+        for _ in range(_LateEvent.BEHIND - 1):
+            flags.raise_if_broken(rank=0)
+        assert event.records == 1
+        with pytest.raises(
+            DataDependentOutputException
+        ):  # here the host looks at the number, which a fake tensor lacks
+            flags.raise_if_broken(rank=0)
+
+
+def test_on_the_cpu_it_is_an_error_at_once() -> None:
+    flags = StepFlags(torch.device("cpu"))
+    header = torch.arange(16, dtype=torch.uint8)
+    received = header.expand(3, -1).clone()
+    flags.check_layout(received, header, rank=0)
+    received[2, 5] += 1
+    with pytest.raises(RuntimeError, match="rank 2 sent a message of another layout than rank 0"):
+        flags.check_layout(received, header, rank=0)

@@ -1,0 +1,121 @@
+"""What compression keeps fits: choices by arithmetic on the shapes of large models, without a process or a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit_strategy import EFSignSGD, Exact, LoCo, WeightCode, WeightDelta
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.plan.fitting import Setup, choice, choices, choose
+from lowbit_strategy.plan.weights import ModuleLayout
+from lowbit_strategy.ranks.ranks import share_of
+from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.topology import Topology
+
+GPU = 80 * 10**9
+
+
+def llama(width: int, hidden: int, layers: int, kv: int, vocabulary: int) -> list[TensorSpec]:
+    shapes = {
+        "q": (width, width),
+        "k": (kv, width),
+        "v": (kv, width),
+        "o": (width, width),
+        "gate": (hidden, width),
+        "up": (hidden, width),
+        "down": (width, hidden),
+        "norm": (width,),
+    }
+    specs = [TensorSpec("embed.weight", (vocabulary, width), role="embedding")]
+    specs += [TensorSpec(f"layers.{i}.{name}.weight", shape) for i in range(layers) for name, shape in shapes.items()]
+    return [*specs, TensorSpec("head.weight", (vocabulary, width), role="head")]
+
+
+LLAMA_70B = llama(8192, 28672, 80, 1024, 128256)
+LLAMA_13B = llama(5120, 13824, 40, 5120, 32000)
+
+
+def setup(specs: list[TensorSpec], nodes: int, per_node: int) -> Setup:
+    """FSDP2 over all ranks; two levels where there are several nodes."""
+    world_size = nodes * per_node
+    share = share_of(0, per_node, world_size, scatter=True) if nodes > 1 else None
+    modules: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
+        modules.setdefault(".".join(spec.name.split(".")[:2]) if "layers" in spec.name else "", []).append(spec)
+    layouts = {
+        name: ModuleLayout(specs=tuple(own), dtype=torch.bfloat16, num_gathers=2) for name, own in modules.items()
+    }
+    shape = Shape(world_size, 0, share, Topology((per_node,) * nodes, world_size))
+    return Setup(specs=specs, shape=shape, layout="fsdp", modules=layouts)
+
+
+def chosen(
+    specs: list[TensorSpec],
+    nodes: int,
+    *,
+    room: float = GPU / 8,
+    limit: float = GPU,
+    compressor: Compressor | None = None,
+    weights: WeightCoding | None = None,
+    biased_only: bool = True,
+) -> str:
+    where = setup(specs, nodes, 8)
+    asked = (compressor or LoCo(), weights or WeightCode())
+    found = list(choices(*asked, where, may_recode=weights is None, biased_only=biased_only))
+    best = choose(found, int(room), int(limit))
+    assert best.total <= room or best == min(found, key=lambda each: each.total)
+    return best.differs
+
+
+def total(specs: list[TensorSpec], nodes: int, compressor: Compressor, weights: WeightCoding) -> float:
+    return choice(compressor, weights, setup(specs, nodes, 8)).total / 1e9
+
+
+def test_llama_70b_on_8_nodes_of_8_keeps_less_than_12_gb_without_the_user() -> None:
+    assert sum(spec.numel for spec in LLAMA_70B) / 1e9 == pytest.approx(70.5, abs=0.2)
+    assert total(LLAMA_70B, 8, LoCo(), WeightCode()) > 70
+    differs = chosen(LLAMA_70B, 8)
+    assert "gathered again" in differs
+    smaller = LoCo(residual="int4") if "4 bits" in differs else LoCo()
+    assert total(LLAMA_70B, 8, smaller, WeightCode(keep="nothing")) < 12
+
+
+def test_llama_13b_on_one_node_keeps_less_than_10_gb_without_the_user() -> None:
+    assert sum(spec.numel for spec in LLAMA_13B) / 1e9 == pytest.approx(13.0, abs=0.1)
+    assert total(LLAMA_13B, 1, LoCo(), WeightCode()) > 26
+    assert chosen(LLAMA_13B, 1) == (
+        "weights are gathered again in backward instead of kept as codes; residuals have 4 bits instead of 8"
+    )
+    assert total(LLAMA_13B, 1, LoCo(residual="int4"), WeightCode(keep="nothing")) < 10
+
+
+def test_what_fits_is_left_as_it_was_asked_for() -> None:
+    small = llama(2048, 5632, 22, 256, 32000)  # 1.1 billion
+    assert chosen(small, 1) == ""
+    assert chosen(LLAMA_13B, 1, room=30e9) == ""
+
+
+def test_what_the_user_has_chosen_is_not_changed() -> None:
+    assert "gathered" not in chosen(LLAMA_13B, 1, weights=WeightCode())
+    assert "gathered" not in chosen(LLAMA_13B, 1, weights=WeightDelta())
+    assert chosen(LLAMA_13B, 1, weights=Exact(), compressor=LoCo(residual="float32")) == ""
+    assert chosen(LLAMA_13B, 1, weights=Exact(), compressor=EFSignSGD()) == ""
+
+
+def test_residuals_are_given_up_only_where_memory_was_given() -> None:
+    assert "no residual" not in chosen(LLAMA_13B, 1, room=1e9)
+    assert "no residual" in chosen(LLAMA_13B, 1, room=1e9, biased_only=False)
+    fitted = LoCo(bits=2, codebook="fitted")
+    assert "no residual" not in chosen(LLAMA_13B, 1, room=1e9, compressor=fitted, biased_only=False)
+
+
+def test_what_cannot_fit_is_an_error_with_the_arithmetic() -> None:
+    with pytest.raises(
+        ValueError, match=r"would keep 2\d\.\d\d GB \(13\.\d\d GB for residuals, .* are allowed"
+    ) as error:
+        chosen(LLAMA_13B, 1, room=2e9, limit=2e9)
+    assert "at least 7." in str(error.value)
+    assert "memory=" in str(error.value)
