@@ -35,7 +35,7 @@ def limited(folder: Path) -> Facts:
         facts[memory] = {
             "losses": model.losses,
             "print": fingerprint(model),
-            "residual": sync.residual_nbytes / numel,
+            "residual": sync.state.nbytes / numel,
             "kept": sync.plan().memory.weights / numel,
             "log": [line for line in lines if "to fit into" in line],
         }

@@ -48,7 +48,7 @@ def in_precision(folder: Path, precision: str) -> Facts:
         runs[name] = {
             "losses": model.losses,
             "weights_nbytes": sync.weights.step_nbytes,
-            "gradient_nbytes": sum(sync.sent_nbytes(spec) for spec in sync.specs),
+            "gradient_nbytes": sum(sync.state.sent_nbytes(spec) for spec in sync.specs),
             "gathered": {str(module.layout.dtype) for module in sync.weights.modules.values()},
             "computed": model.seen,
             "reduced": {str(each.param_group.mp_policy.reduce_dtype) for each in sharded_groups(model)},

@@ -24,7 +24,7 @@ SPECS = [TensorSpec("blocks.0.weight", (512, 384)), TensorSpec("blocks.1.weight"
 )
 def test_bytes_per_parameter(residual: Literal["int8", "int4", "none", "float32"], nbytes: float) -> None:
     sync = engine(LoCo(residual=residual), SPECS, scatter=True)
-    assert sync.residual_nbytes == nbytes * sum(spec.numel for spec in SPECS)
+    assert sync.state.nbytes == nbytes * sum(spec.numel for spec in SPECS)
 
 
 def test_a_residual_of_4_bits_is_read_as_written_to_half_a_step() -> None:
