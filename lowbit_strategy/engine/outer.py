@@ -13,7 +13,7 @@ from lowbit_strategy.engine.averaged_buffers import AveragedBuffers
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.flight import Courier, Flight, Inline
-from lowbit_strategy.engine.fragment import SAMPLE_NUMEL, Fragment, cut_into
+from lowbit_strategy.engine.fragment import Fragment, cut_into
 from lowbit_strategy.methods.outer.rule import OuterRule
 
 
@@ -153,7 +153,7 @@ class OuterSync:
         """Send the fragment whose turn it is."""
         fragment, sync = self.fragments[self._turn], self.sync
         x_N = fragment.pseudo_gradient()
-        sample = x_N[:: fragment.stride][:SAMPLE_NUMEL]
+        sample = x_N[fragment.sample]
         facts = torch.stack([torch.full((), float(done), device=x_N.device), torch.dot(sample, sample)])
         with_buffers = self._turn == len(self.fragments) - 1
         header = torch.cat([facts, sample, *(self._buffers.changes() if with_buffers else ())])
@@ -200,7 +200,7 @@ class OuterSync:
         flight.wait()
         fragment, mean_N = self.fragments[flight.fragment], flight.x
         means = flight.header[1:] / self.sync.comm.world_size
-        sample, changes = means[1:].split([fragment.sample_numel, means.numel() - 1 - fragment.sample_numel])
+        sample, changes = means[1:].tensor_split([fragment.sample.numel()])
         self._spread = torch.stack([means[0], torch.dot(sample, sample)])
         self._move(fragment, mean_N, average=average)
         mix = 0.0 if final else self.rule.mix

@@ -19,7 +19,7 @@ from lowbit_strategy import OUTER_RULES, Dense, DiLoCo, ExDyna, LocalSGD, LoCo, 
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.control.base import Controller, Decision, Telemetry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.fragment import cut_into
+from lowbit_strategy.engine.fragment import Fragment, cut_into
 from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
@@ -283,3 +283,10 @@ def test_a_controller_changes_the_length_of_rounds() -> None:
         turns.append(ranks.outers[0].num_turns)
     assert turns == [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
     ranks.world.close()
+
+
+def test_the_sample_of_the_drift_is_in_step_with_no_row() -> None:
+    """256 elements of a matrix whose rows have 64: a stride would take a few of its columns."""
+    specs = [TensorSpec("weight", (256, 64))]
+    fragment = Fragment(specs, {"weight": torch.zeros(256, 64)})
+    assert len(set((fragment.sample % 64).tolist())) > 48
