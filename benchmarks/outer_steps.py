@@ -77,9 +77,7 @@ TWO_BITS = FOUR_BITS | {"bits": 2, "codebook": "fitted", "block_size": 64, "high
 VARIANTS = {
     "dense": Variant(),
     "diloco": Variant(outer={"name": "diloco", "every": 30}, compressor=FOUR_BITS),
-    "streamingdiloco": Variant(
-        outer={"name": "streamingdiloco", "every": 30, "fragments": 4, "delay": 2, "mix": 0.5}, compressor=TWO_BITS
-    ),
+    "streamingdiloco": Variant(outer={"name": "streamingdiloco", "every": 30}),
     "sparseloco": Variant(outer={"name": "sparseloco", "every": 30}),
 }
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)

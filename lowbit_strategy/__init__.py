@@ -16,6 +16,7 @@ from lowbit_strategy.methods.outer.postlocalsgd import PostLocalSGD
 from lowbit_strategy.methods.outer.registry import OUTER_RULES
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.outer.sparseloco import SparseLoCo
+from lowbit_strategy.methods.outer.streamingdiloco import StreamingDiLoCo
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
@@ -83,6 +84,7 @@ __all__ = [
     "SignSGD",
     "SparseLoCo",
     "Stepwise",
+    "StreamingDiLoCo",
     "TernGrad",
     "TopK",
     "WarmUp",

@@ -67,6 +67,7 @@ class OuterSync:
         self._turn = 0  # of the round: the fragment that is sent next
         self._since = 0  # optimizer steps since the last turn
         self._every = rule.round_length(sync.step_index, None)
+        self._rates: tuple[float | None, float | None] = (None, None)  # learning rates of the last two steps
         self._finished = False  # since the last step: the model is the user's, who may have loaded other weights
         self._spread: Tensor | None = None
         sync.train_locally(self)
@@ -119,6 +120,7 @@ class OuterSync:
         """
         self.sync.count_local_step()
         self._since += 1
+        self._rates = (self._rates[1], learning_rate)
         moved = self._finished = False
         if self._flight is not None:
             self._flight.age += 1
@@ -163,13 +165,19 @@ class OuterSync:
         stages[0] = self._with_header(stages[0], header)
         sent, self._turn, self._since = self._turn, (self._turn + 1) % len(self.fragments), 0
         if self._turn == 0:
-            every = self.every if self.every is not None else self.rule.round_length(sync.step_index, learning_rate)
-            self._every = max(every, len(self.fragments))
+            self._every = max(self._next_round(learning_rate), len(self.fragments))
         arrivals = [
             self._courier.submit(each, x, last=layout.last) for each, (layout, x) in zip(stages, reduced, strict=True)
         ]
         self._flight = Flight(sent, x_N, header, arrivals, self.rule.delay_of(self.turn_length))
         return self._flight
+
+    def _next_round(self, learning_rate: float | None) -> int:
+        if self.every is not None:
+            return self.every
+        earlier, last = self._rates
+        rising = earlier is not None and last is not None and last > earlier
+        return self.rule.round_length(self.sync.step_index, learning_rate, rising=rising)
 
     def _with_header(self, stages: Stages, header: Tensor) -> Stages:
         comm = self.sync.comm
@@ -303,6 +311,7 @@ class OuterSync:
             "wanted": self.every,
             "turn": self._turn,
             "since": self._since,
+            "rates": list(self._rates),
             "num_turns": self.num_turns,
             "anchors": self.anchors,
             "optimizer": {name: dict(self._optimizer.state.get(anchor, {})) for name, anchor in self.anchors.items()},
@@ -339,6 +348,8 @@ class OuterSync:
             return
         self._every, self._turn, self._since = state["every"], state["turn"], state["since"]
         self.num_turns, self.every = state["num_turns"], state["wanted"]
+        earlier, last = state["rates"]
+        self._rates = (earlier, last)
         for name, param in self.params.items():
             if name in state["weights"]:
                 param.copy_(state["weights"][name])

@@ -118,11 +118,12 @@ class OuterRule(ABC):
         """What the publication compresses pseudo-gradients with; None: any compressor serves."""
         return None
 
-    def round_length(self, step: int, learning_rate: float | None) -> int:
+    def round_length(self, step: int, learning_rate: float | None, *, rising: bool = False) -> int:
         """Optimizer steps of the round that begins.
 
         Args:
             step: Optimizer steps completed.
             learning_rate: Of the inner optimizer's first parameter group; None if it is not known.
+            rising: Whether the step before had a lower one.
         """
-        return self.every if isinstance(self.every, int) else self.every.at(step, learning_rate)
+        return self.every if isinstance(self.every, int) else self.every.at(step, learning_rate, rising=rising)

@@ -13,10 +13,11 @@ from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.sums import Sum, top_k
 from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.gathered import GatheredReducer
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec
+from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec, FeedbackReducer
 from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     SparseCompressor,
@@ -81,6 +82,9 @@ class TopK(SparseCompressor):
             ``1 / density``, the same again with the shortest positions.
         return_density: With ``chunk`` under DDP, the share of the means that the owner sends back; None: as `density`.
             The ranks together send up to W times `density`, so more returns what they chose sooner.
+        gather: With ``chunk`` and ``group``, every rank's message goes to all ranks in the place of an owner's sum:
+            nothing is chosen or coded a second time, and traffic grows with W. Fewer bytes than through owners where few
+            elements are sent on few ranks.
         decay: With ``chunk`` and ``group``, what is left of the residual in the next step, in (0, 1].
         exempt, high_precision: Which parameters; see `Compressor`.
 
@@ -97,6 +101,7 @@ class TopK(SparseCompressor):
 
     selection: Selection = "exact"
     return_density: float | None = None
+    gather: bool = False
     decay: float = 1.0
 
     def __post_init__(self) -> None:
@@ -107,6 +112,12 @@ class TopK(SparseCompressor):
                 raise ValueError("return_density needs selection='chunk': the exact selection sends all that was sent")
             if self.selection == "group":
                 raise ValueError("return_density needs selection='chunk': groups are the same size both ways")
+        if self.gather and self.selection == "exact":
+            raise ValueError("gather=True needs selection='chunk' or 'group': the exact selection gathers anyway")
+        if self.gather and self.return_density is not None:
+            raise ValueError("return_density needs gather=False: what is gathered has no downlink")
+        if self.gather and self.residual != "float32":
+            raise ValueError(f"gather=True keeps its residual in float32, got residual={self.residual!r}")
         if self.selection != "exact" and self.residual == "bfloat16":
             raise ValueError(
                 f"selection={self.selection!r} keeps its residual in float32 or int8, got residual='bfloat16'"
@@ -121,10 +132,14 @@ class TopK(SparseCompressor):
     def method(self, spec: TensorSpec) -> Method:
         if self.selection == "exact":
             return compact(TopKReducer(density=self.density, codec=value_codec(self.values)), self.residual)
+        if self.gather:
+            return FeedbackReducer(inner=GatheredReducer(codec=self._codec(self.density)), decay=self.decay)
         return CodecPair(*(self._feedback(d) for d in (self.density, self.return_density or self.density)))
 
     def _feedback(self, density: float) -> FeedbackCodec:
         residual: Literal["float32", "int8"] = "int8" if self.residual == "int8" else "float32"
+        return FeedbackCodec(codec=self._codec(density), residual=residual, decay=self.decay)
+
+    def _codec(self, density: float) -> Codec:
         values = value_codec(self.values)
-        codec = GroupTop(round(1 / density), values) if self.selection == "group" else ChunkTopK(density, values)
-        return FeedbackCodec(codec=codec, residual=residual, decay=self.decay)
+        return GroupTop(round(1 / density), values) if self.selection == "group" else ChunkTopK(density, values)
