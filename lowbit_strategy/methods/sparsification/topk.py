@@ -83,8 +83,8 @@ class TopK(SparseCompressor):
         return_density: With ``chunk`` under DDP, the share of the means that the owner sends back; None: as `density`.
             The ranks together send up to W times `density`, so more returns what they chose sooner.
         gather: With ``chunk`` and ``group``, every rank's message goes to all ranks in the place of an owner's sum:
-            nothing is chosen or coded a second time, and traffic grows with W. Fewer bytes than through owners where few
-            elements are sent on few ranks.
+            nothing is chosen or coded a second time, and traffic grows with W. Fewer bytes than through owners where
+            few elements are sent on few ranks.
         decay: With ``chunk`` and ``group``, what is left of the residual in the next step, in (0, 1].
         exempt, high_precision: Which parameters; see `Compressor`.
 
