@@ -18,6 +18,7 @@ from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.outer.sparseloco import SparseLoCo
 from lowbit_strategy.methods.outer.streamingdiloco import StreamingDiLoCo
 from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.quantization.eden import EDEN
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.quantization.multiscale import MultiScale
@@ -51,6 +52,7 @@ from lowbit_strategy.version import __version__
 
 __all__ = [
     "DGC",
+    "EDEN",
     "EF21",
     "OUTER_RULES",
     "PRESETS",

@@ -71,7 +71,9 @@ class RotatedCodec(Codec):
         if not segments.rows:
             return
         packed = pack_segments(segments, self.block_size)
-        rotated = hadamard(packed.collect(x).view(-1, self.rotation_size) * self._signs(x.device)).view(-1)
+        rotated = hadamard(
+            packed.collect(x).view(-1, self.rotation_size) * rotation_signs(self.rotation_size, x.device)
+        ).view(-1)
         self.codec.encode_segments_(rotated, wire, packed.padded_segments, seed=seed, flag=flag)
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
@@ -80,10 +82,15 @@ class RotatedCodec(Codec):
         packed: Packed = pack_segments(segments, self.block_size)
         rotated = torch.empty(packed.numel, dtype=torch.float32, device=out.device)
         self.codec.decode_sum_segments_(wire_WB, rotated, packed.padded_segments, alpha=alpha)
-        packed.spread_((hadamard(rotated.view(-1, self.rotation_size)) * self._signs(out.device)).view(-1), out)
+        packed.spread_(
+            (hadamard(rotated.view(-1, self.rotation_size)) * rotation_signs(self.rotation_size, out.device)).view(-1),
+            out,
+        )
 
-    def _signs(self, device: torch.device) -> Tensor:
-        return dither(0, self.rotation_size, _SIGN_KEY, device).lt(0).float() * -2.0 + 1.0
+
+def rotation_signs(size: int, device: torch.device) -> Tensor:
+    """float32 [size] of 1 and -1: fixed, the same everywhere."""
+    return dither(0, size, _SIGN_KEY, device).lt(0).float() * -2.0 + 1.0
 
 
 def hadamard(x_KN: Tensor) -> Tensor:
