@@ -14,6 +14,7 @@ from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.flight import Courier, Flight, Inline
 from lowbit_strategy.engine.fragment import Fragment, cut_into
+from lowbit_strategy.engine.inner_state import InnerState, States
 from lowbit_strategy.methods.outer.rule import OuterRule
 
 
@@ -36,6 +37,7 @@ class OuterSync:
         rule: When, and by which optimizer.
         buffers: Gives those of the model, by name; those of floating point are averaged.
         courier: Brings fragments to the other ranks.
+        states: Gives what the inner optimizers keep of each parameter, by its name and their key.
 
     Attributes:
         every: Optimizer steps of each coming round in the place of the rule's; None: as the rule has it.
@@ -51,6 +53,7 @@ class OuterSync:
         *,
         buffers: Callable[[], Mapping[str, Tensor]] = dict,
         courier: Courier | None = None,
+        states: Callable[[], States] = dict,
     ) -> None:
         self.sync = sync
         self.rule = rule
@@ -59,6 +62,7 @@ class OuterSync:
         self.on_turn: Callable[[], None] = lambda: None
         self._courier = courier if courier is not None else Inline()
         self._buffers = AveragedBuffers(buffers)
+        self._inner = InnerState(sync, rule.average_state, states) if rule.average_state else None
         parts = cut_into(list(sync.specs.values()), rule.fragments)
         self.fragments = [Fragment(part, params) for part in parts]
         self._optimizer = rule.optimizer(list(self.anchors.values()))
@@ -216,6 +220,9 @@ class OuterSync:
         if changes.numel():
             self._buffers.take_(changes, mix)
         self.num_turns += 1
+        if self._inner is not None:
+            rounds = (self.num_turns - 1) // len(self.fragments) + 1
+            self._inner.average(fragment.params, rounds, last=average)
         self.sync.end_step()
         self.on_turn()
         return True

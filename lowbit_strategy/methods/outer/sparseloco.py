@@ -30,7 +30,7 @@ class SparseLoCo(OuterRule):
     Args:
         every: Optimizer steps of a round; see `OuterRule`.
         lr: Of the outer SGD.
-        fragments, delay, mix: See `OuterRule`.
+        fragments, delay, mix, average_state, synchronous, num_steps: See `OuterRule`.
 
     Raises:
         ValueError: A field is out of range.

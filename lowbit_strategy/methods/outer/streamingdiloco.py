@@ -15,7 +15,7 @@ class StreamingDiLoCo(DiLoCo):
     """`DiLoCo` with fragments, a delay and mixing; pseudo-gradients have 2 bits unless another compressor is given.
 
     Args:
-        fragments, delay, mix: See `OuterRule`.
+        fragments, delay, mix, average_state, synchronous, num_steps: See `OuterRule`.
         every, lr, momentum, nesterov, optimizer_class: See `DiLoCo`.
 
     Raises:
