@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """An outer rule with its compressor, as configuration files write them; None: synchronous AdamW, whose beta2 is given."""
+    """An outer rule with its compressor, as configuration files write them; None: synchronous AdamW."""
 
     outer: Any = None
     compressor: Any = None
