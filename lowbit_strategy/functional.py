@@ -185,8 +185,8 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ins, outs, codec, group, seed = ctx.options
-        back = all_to_all(grads[0], codec, output_splits=ins, input_splits=outs, group=group, seed=seed)
-        return back, None, None, None, None, None, None
+        gradient = all_to_all(grads[0], codec, output_splits=ins, input_splits=outs, group=group, seed=seed)
+        return gradient, None, None, None, None, None, None
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

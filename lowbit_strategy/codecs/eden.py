@@ -26,8 +26,8 @@ class EdenCodec(BlockwiseCodec):
     2. ``c_i``: the nearest of the 2**bits values fitted to a Gaussian, of ``sqrt(n) y_i / |y|``
     3. the scale ``S = |x|^2 / <y, c>``; the block decodes to ``S`` times c, rotated back
 
-    So what is decoded has the same product with x as x itself, for every x: a gain of one, where a codebook of unit
-    gain has it on Gaussian blocks only. The sum of what all ranks send is rotated back once.
+    So what is decoded has the same product with x as x itself, for every x; of a codebook of unit gain that
+    holds on Gaussian blocks only. The sum of what all ranks send is rotated back once.
 
     Args:
         bits: Of a code, 1 to 4. At one bit c is the sign, and ``S = |x|^2 / |y|_1``.

@@ -1,4 +1,4 @@
-"""EDEN's code: a gain of one on any block, contraction in its nearest form, sums rotated back once."""
+"""EDEN's code: all of any block arrives, contraction in its nearest form, sums rotated back once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def decoded(codec: EdenCodec | BlockCodec, x: Tensor) -> Tensor:
     return codec.decode_sum(codec.encode(x, seed=0)[None], x.numel())
 
 
-def gain_and_error(codec: EdenCodec | BlockCodec, x: Tensor) -> tuple[float, float]:
+def share_and_error(codec: EdenCodec | BlockCodec, x: Tensor) -> tuple[float, float]:
     sent = decoded(codec, x).double()
     return float(sent @ x.double() / x.double().square().sum()), float(
         (sent - x).square().sum() / x.double().square().sum()
@@ -36,15 +36,15 @@ def gain_and_error(codec: EdenCodec | BlockCodec, x: Tensor) -> tuple[float, flo
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_every_block_keeps_its_own_direction(bits: int) -> None:
     for block in [*hard_blocks(SIZE), *heavy(20).view(-1, SIZE)]:
-        gain, _ = gain_and_error(EdenCodec(bits, SIZE), block)
-        assert gain == pytest.approx(1.0, abs=2**-8)  # the scale has 8 bits
+        share, _ = share_and_error(EdenCodec(bits, SIZE), block)
+        assert share == pytest.approx(1.0, abs=2**-8)  # the scale has 8 bits
 
 
 def test_heavy_tails_where_a_codebook_of_unit_gain_fails() -> None:
     x = heavy(200)
-    gain, error = gain_and_error(EdenCodec(1, 32), x)
-    other_gain, other_error = gain_and_error(BlockCodec(unit_gain(2, 32)), x)
-    assert other_gain < 0.7 < 0.99 < gain
+    share, error = share_and_error(EdenCodec(1, 32), x)
+    other_share, other_error = share_and_error(BlockCodec(unit_gain(2, 32)), x)
+    assert other_share < 0.7 < 0.99 < share
     assert error < 0.5 < 1.0 < other_error
 
 
@@ -67,14 +67,14 @@ def test_the_nearest_form_shrinks_every_block(bits: int) -> None:
     worst = hadamard(torch.eye(SIZE)[:1]).view(-1) * rotation_signs(
         SIZE, torch.device("cpu")
     )  # rotated: a single element
-    assert gain_and_error(codec, worst)[1] > 1.0 or bits > 1
-    assert gain_and_error(codec.nearest(), worst)[1] < 1.0
+    assert share_and_error(codec, worst)[1] > 1.0 or bits > 1
+    assert share_and_error(codec.nearest(), worst)[1] < 1.0
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_squares_of_small_and_large_blocks(size: float) -> None:
-    gain, error = gain_and_error(EdenCodec(2, SIZE), heavy(3) * size)
-    assert gain == pytest.approx(1.0, abs=2**-8)
+    share, error = share_and_error(EdenCodec(2, SIZE), heavy(3) * size)
+    assert share == pytest.approx(1.0, abs=2**-8)
     assert error < 0.3
 
 
