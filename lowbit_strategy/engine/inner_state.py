@@ -44,6 +44,7 @@ class InnerState:
     def __init__(self, sync: GradientSync, every: AverageState, states: Callable[[], States]) -> None:
         self._sync = sync
         self._every = dict(ALL_STATE if every is True else every or ())
+        self._named = every is not True
         self._states = states
         specs = [
             replace(spec, name=_joined(key, name)) for key in sorted(self._every) for name, spec in sync.specs.items()
@@ -51,6 +52,17 @@ class InnerState:
         self._exchange = GradientSync(
             StateCode(), specs, sync.comm, sync.device, scatter=False, seed=sync.seed, everyone=sync.everyone
         )
+
+    @property
+    def round_nbytes(self) -> int:
+        """Bytes this rank sends in a round, in the mean over rounds, if its optimizers keep the keys that are named."""
+        if not self._named:
+            return 0
+        sent = dict.fromkeys(self._every, 0)
+        for spec in self._exchange.specs.values():
+            key = spec.name.rpartition("[")[2][:-1]
+            sent[key] += self._exchange.sent_nbytes(spec.name)
+        return sum(nbytes // self._every[key] for key, nbytes in sent.items())
 
     def average(self, names: Iterable[str], round_index: int, *, last: bool = False) -> None:
         """In the turn of a fragment, on all ranks.

@@ -41,3 +41,6 @@ class LocalTraining(Protocol):
     def drift(self) -> float | None: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes this rank sends for the inner optimizers' state in a round, in the mean, as far as keys are named."""

@@ -375,6 +375,11 @@ class OuterSync:
             fragment.pull_(0.0)
 
     @property
+    def state_nbytes(self) -> int:
+        """Bytes this rank sends for the inner optimizers' state in a round, in the mean."""
+        return 0 if self._inner is None else self._inner.round_nbytes
+
+    @property
     def nbytes(self) -> int:
         """Bytes of anchors, of the outer optimizer's state once it has stepped, and of a pseudo-gradient."""
         anchors = sum(anchor.nbytes for anchor in self.anchors.values())

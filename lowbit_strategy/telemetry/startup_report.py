@@ -192,6 +192,7 @@ def build_report(sync: GradientSync, device: torch.device | None = None) -> Repo
     world_size, topology = sync.comm.world_size, sync.topology
     numel = sum(spec.numel for spec in sync.specs.values())
     sent_nbytes = sum(group.sent_nbytes for group in groups.values())
+    sent_nbytes += 0 if sync.outer is None else sync.outer.state_nbytes
     nodes = topology if topology is not None and topology.num_nodes != 1 else None
     ring = (1 if sync.scatter else 2) * (world_size - 1) * numel // world_size
     return Report(

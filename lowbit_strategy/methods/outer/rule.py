@@ -140,7 +140,7 @@ class OuterRule(ABC):
         if self.delay:
             parts.append(f"{self.delay} steps later")
         if self.average_state is True:
-            parts.append("optimizer state averaged")
+            parts.append("the optimizer's state besides")
         elif self.average_state:
             parts += [f"{key} averaged every {every} rounds" for key, every in dict(self.average_state).items()]
         return ", ".join(parts)

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.codecs.group import GROUPS, GroupTop
+from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
@@ -82,6 +83,9 @@ class TopK(SparseCompressor):
             ``1 / density``, the same again with the shortest positions.
         return_density: With ``chunk`` under DDP, the share of the means that the owner sends back; None: as `density`.
             The ranks together send up to W times `density`, so more returns what they chose sooner.
+        cosines: With ``chunk``, the largest coefficients of a discrete cosine transform of so many consecutive
+            elements, a power of two, in the place of the largest elements; None: no transform. With `decay` and
+            `gather` it is DeMo, but for its two-dimensional transform and the sign that its optimizer takes.
         gather: With ``chunk`` and ``group``, every rank's message goes to all ranks in the place of an owner's sum:
             nothing is chosen or coded a second time, and traffic grows with W. Fewer bytes than through owners where
             few elements are sent on few ranks.
@@ -101,6 +105,7 @@ class TopK(SparseCompressor):
 
     selection: Selection = "exact"
     return_density: float | None = None
+    cosines: int | None = None
     gather: bool = False
     decay: float = 1.0
 
@@ -112,6 +117,10 @@ class TopK(SparseCompressor):
                 raise ValueError("return_density needs selection='chunk': the exact selection sends all that was sent")
             if self.selection == "group":
                 raise ValueError("return_density needs selection='chunk': groups are the same size both ways")
+        if self.cosines is not None and self.selection != "chunk":
+            raise ValueError(f"cosines need selection='chunk', got selection={self.selection!r}")
+        if self.cosines is not None:
+            self._codec(self.density)  # checks the size
         if self.gather and self.selection == "exact":
             raise ValueError("gather=True needs selection='chunk' or 'group': the exact selection gathers anyway")
         if self.gather and self.return_density is not None:
@@ -142,4 +151,7 @@ class TopK(SparseCompressor):
 
     def _codec(self, density: float) -> Codec:
         values = value_codec(self.values)
-        return GroupTop(round(1 / density), values) if self.selection == "group" else ChunkTopK(density, values)
+        if self.selection == "group":
+            return GroupTop(round(1 / density), values)
+        codec = ChunkTopK(density, values)
+        return codec if self.cosines is None else RotatedCodec(codec, self.cosines, "cosine")

@@ -274,6 +274,21 @@ def test_bits_per_parameter_and_step(name: str, bits: float) -> None:
     assert "per round of 30 steps" in report.render()
 
 
+def test_the_report_counts_the_inner_state() -> None:
+    """Half a bit per parameter and step with Adam's moments every third round."""
+    with torch.device("meta"):
+        model = GPT(width=256, depth=12, heads=4, context=128)
+    numel = sum(param.numel() for param in model.parameters())
+    bits = []
+    for average in (False, {"exp_avg": 3, "exp_avg_sq": 3}):
+        options = SyncOptions(outer=DiLoCo(average_state=average))
+        planned = Planned(world_size=4, scatter=False)
+        report = plan(model, default_compressor(DiLoCo()), planned, device=CPU, options=options)
+        bits.append(8 * report.sent_nbytes / report.every / numel)
+    assert bits[0] + 0.1 < bits[1] < 0.5
+    assert "exp_avg averaged every 3 rounds" in report.render()
+
+
 @dataclass(frozen=True)
 class Longer(Controller):
     """Rounds of 4 steps from the first turn on."""
