@@ -4,7 +4,7 @@
 #   make test        the test suite, without the tests marked slow
 #   make test-all    the whole suite
 #   make test-oldest the same as make test with the oldest versions that pyproject.toml claims (constraints-oldest.txt)
-#   make check       formatter, linter, type checker, layer contract, documentation
+#   make check       formatter, linter, type checker, layer contract, vocabulary, documentation
 #   make docs        the documentation as a web site, build/docs/index.html; a warning is an error
 #   make gpu-acceptance  does it work on this machine's GPU? three parts of under ten minutes; without one, what a CPU shows
 #   make bench-X     benchmarks/X.py, options in ARGS:  make bench-network ARGS="--rate 1gbit"  (as root)
@@ -56,6 +56,7 @@ check: $(VENV)/.dev docs
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/vocabulary.py
 
 docs: $(VENV)/.dev
 	$(BIN)/python -m sphinx -b html --fail-on-warning --keep-going -q docs build/docs

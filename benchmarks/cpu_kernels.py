@@ -29,8 +29,7 @@ from rich.table import Table
 
 from lowbit_strategy.kernels import backends, native
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
-from lowbit_strategy.kernels.codebooks import unit_gain
-from lowbit_strategy.kernels.format import BlockFormat, Rank1Format, ScaledFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.segments import Segment, Segments
 
@@ -58,15 +57,12 @@ class Row:
     median_over_memcpy: float
 
 
-COLUMNS = 1024  # of matrices with scales of rows times columns
-
-
-def formats(numel: int, block_size: int) -> dict[str, ScaledFormat]:
+def formats(numel: int, block_size: int) -> dict[str, BlockFormat]:
     def fitted(bits: int, *positive: float) -> BlockFormat:
         codebook = (*(-value for value in reversed(positive)), *positive)
         return BlockFormat(bits=bits, block_size=block_size, scale_rule="rms", codebook=codebook)
 
-    found: dict[str, ScaledFormat] = {
+    return {
         "4 bits": uniform(4, block_size),
         "8 bits": uniform(8, block_size),
         "2 bits": uniform(2, block_size),
@@ -74,10 +70,6 @@ def formats(numel: int, block_size: int) -> dict[str, ScaledFormat]:
         "fitted 1 bit": fitted(1, 0.796875),
         "ternary": BlockFormat(bits=2, block_size=block_size, scale_rule="ternary", codebook=(-1.0, 0.0, 1.0)),
     }
-    if numel % COLUMNS == 0:
-        matrices = {"1 bit": unit_gain(2, 128), "2 bits": unit_gain(4, 128), "4 bits": uniform(4, 128)}
-        found |= {f"rank1 {name}": Rank1Format(codes=codes, columns=COLUMNS) for name, codes in matrices.items()}
-    return found
 
 
 def cases(numel: int, block_size: int, repeats: int, isa: str | None) -> list[Case]:
@@ -113,7 +105,7 @@ def bind(run: Callable[[], None], backend: str, isa: str | None) -> Callable[[],
     return bound
 
 
-def kernel_runs(x: torch.Tensor, out: torch.Tensor, fmt: ScaledFormat) -> list[tuple[str, int, Callable[[], None]]]:
+def kernel_runs(x: torch.Tensor, out: torch.Tensor, fmt: BlockFormat) -> list[tuple[str, int, Callable[[], None]]]:
     """Name, sources that a run decodes (1 for encoding), and the run itself."""
     numel = x.numel()
     segments = Segments([Segment(0, numel, 0, 0)])

@@ -140,7 +140,7 @@ def apply(model: nn.Module, means: Mapping[str, Tensor]) -> None:
 
 
 def bits(world: NodesWorld, steps: int) -> float:
-    sent = sum(sync.comm.sent_nbytes for sync in world.syncs)
+    sent = sum(sync.ranks.peers.sent_nbytes for sync in world.syncs)
     numel = sum(spec.numel for sync in world.syncs for spec in sync.specs.values())
     hops = (1 if world.kind == "fsdp" else 2) * (world.num_nodes - 1) / world.num_nodes
     return 8 * sent / steps / numel / hops

@@ -94,7 +94,7 @@ def codec_bits(compressor: Compressor, layout: Layout, step_index: int) -> float
     """In one step, by the methods' own accounting."""
     hops = (2 if layout == "ddp" else 1) * (WORLD_SIZE - 1) / WORLD_SIZE
     specs = {spec.name: spec for spec in describe_parameters(GPT(128, 4, 4, 128))}
-    assigned = assign_all(compressor.at(step_index), list(specs.values()))
+    assigned = assign_all(compressor.phase(step_index), list(specs.values()))
     bits, numel = 0.0, 0
     for name, assignment in assigned.items():
         if assignment.kind == "compressed":
@@ -108,7 +108,7 @@ def mean_codec_bits(run: Run) -> float:
     compressor, layout = parse_strategy(run.strategy)
     first_steps: dict[Compressor, int] = {}
     for step in range(run.steps):
-        first_steps.setdefault(compressor.at(step), step)
+        first_steps.setdefault(compressor.phase(step), step)
     starts = [*first_steps.values(), run.steps]
     bits = [codec_bits(compressor, layout, step) * (end - step) for step, end in itertools.pairwise(starts)]
     return sum(bits) / run.steps

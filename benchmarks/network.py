@@ -15,8 +15,8 @@ node each, a Lightning script with ``Trainer(num_nodes=...)``. Modes:
   without synchronisation between hosts. Give ``--ranks-per-host``.
 * ``collective``: one all-reduce and one reduce-scatter of N elements, outside any framework.
 
-A variant is a strategy's name; ``loco_ddp:flat`` has one level of ranks, ``loco1_ddp:now`` no warm-up,
-``loco1_ddp:now:all`` no high precision for embeddings and heads besides.
+A variant is a strategy's name; ``loco_ddp:flat`` has one level of ranks, ``loco1_ddp:all`` no high precision for
+embeddings and heads.
 
 Times are medians over steps, and comparable within one run only.
 """

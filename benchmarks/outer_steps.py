@@ -34,6 +34,7 @@ from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.methods._base.tensor_spec import Role, TensorSpec
 from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
 from lowbit_strategy.methods.registry import as_compressor
+from lowbit_strategy.ranks.ranks import Ranks
 from recipes.text import standard_library
 from tests.worlds.threaded import ThreadedWorld
 
@@ -226,7 +227,7 @@ class Local:
         self.numel = sum(spec.numel for spec in specs)
         self.params, self.optimizer, self.steps = params, optimizer, 0
         self.syncs = [
-            GradientSync(compressor, specs, comm, torch.device("cpu"), scatter=False, seed=seed)
+            GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=False, seed=seed)
             for comm in self.world.comms
         ]
         self.outers: list[OuterSync] = []

@@ -33,6 +33,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import from_options
 from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.ranks.ranks import Ranks
 from recipes.gpt import GPT
 from recipes.text import standard_library
 from tests.worlds.simulated import SimulatedWorld
@@ -80,7 +81,9 @@ class Exchange:
         self.specs = describe_parameters(model)
         self.layout = layout
         self.syncs = [
-            GradientSync(compressor, self.specs, comm, torch.device("cpu"), scatter=layout == "fsdp", seed=seed)
+            GradientSync(
+                compressor, self.specs, Ranks.flat(comm), torch.device("cpu"), scatter=layout == "fsdp", seed=seed
+            )
             for comm in self.world.comms
         ]
         at, entries = 0, []

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.step_context import StepContext
@@ -62,8 +63,7 @@ class _Method:
         self.comm = LocalComm(ranks)
 
     def reduce(self, index: int) -> None:
-        for pending in self.reducer.reduce([self.view], self.state, self.comm, StepContext(index, index, index)):
-            pending.wait()
+        wait_for_all(self.reducer.reduce([self.view], self.state, self.comm, StepContext(index, index, index)))
 
     def choose(self, index: int) -> None:
         """The choice alone, of methods in which each parameter has its own."""

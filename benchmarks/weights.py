@@ -29,11 +29,12 @@ from benchmarks.quality import Exchange
 from benchmarks.runs import Runs, warmup_then_cosine
 from lowbit_strategy.collectives.gathering import FlatGathering
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
+from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.registry import as_weights
 from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.plan.weights import ModuleLayout
 from recipes.gpt import GPT, VOCABULARY
 from recipes.text import standard_library
 from tests.worlds.simulated import SimulatedWorld

@@ -4,8 +4,6 @@ Importing this package registers the strategy names ``<compressor>_ddp`` and ``<
 Fabric, whichever of their namespaces is or will be imported.
 """
 
-import logging
-
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.outer.diloco import DiLoCo
@@ -97,11 +95,5 @@ __all__ = [
     "from_options",
     "preset",
 ]
-
-_log = logging.getLogger(__name__)
-if not logging.getLogger().hasHandlers() and not _log.handlers:  # the start-up report is for everyone to see
-    _log.addHandler(logging.StreamHandler())
-    _log.setLevel(logging.INFO)
-    _log.propagate = False
 
 register_when_imported()

@@ -6,6 +6,7 @@ at once, another one as soon as it is imported.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
@@ -76,13 +77,15 @@ def _build(ours: str, strategy: str, **arguments: Any) -> Any:
 
 
 class _Names(list[str]):
-    """The names of a registry. Frameworks look a strategy up in it, and their error for an unknown one has no hint."""
+    """The names of a registry. Frameworks look a strategy up in it, and their error for an unknown one has no hint: a
+    warning before it gives one.
+    """
 
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):
             return True
         if isinstance(name, str) and (advice := _advice(name.lower(), self)):
-            raise ValueError(f"there is no strategy {name!r}{advice}")
+            warnings.warn(f"there is no strategy {name!r}{advice}", stacklevel=2)
         return False
 
 

@@ -42,6 +42,7 @@ from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.ranks.ranks import Ranks
 
 try:
     from recipes.gpt import GPT
@@ -100,7 +101,7 @@ class Worker:
         self.comm = comm
         self.parameters = list(self.model.parameters())
         specs = describe_parameters(self.model)
-        self.sync = GradientSync(compressor, specs, comm, torch.device("cpu"), scatter=False, seed=1)
+        self.sync = GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=False, seed=1)
         entries, at = [], 0
         for spec in specs:
             entries.append(Entry(spec.name, at))

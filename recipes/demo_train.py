@@ -100,7 +100,7 @@ def train(
 def _sent_nbytes(strategy: Any, numel: int, devices: int) -> float:
     """Bytes of gradients that this rank has sent in the whole run: counted, or those of DDP's ring all-reduce."""
     if (sync := getattr(strategy, "sync", None)) is not None:
-        return float(sync.comm.sent_nbytes)
+        return float(sync.ranks.peers.sent_nbytes)
     if type(strategy) is not DDPStrategy:
         raise ValueError(f"what {type(strategy).__name__} sends is not known: use ddp, or a name of lowbit_strategy")
     return strategy.lightning_module.trainer.global_step * 4 * numel * 2 * (devices - 1) / devices

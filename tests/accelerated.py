@@ -123,7 +123,7 @@ def facts_of(job: Job) -> dict[str, Any]:
     facts["record"] = record_of(model)
     if binding_of(job.accelerator) is not None:
         sync = job.sync
-        facts |= {"steps": sync.step_index, "sent": sync.comm.sent_nbytes}
+        facts |= {"steps": sync.step_index, "sent": sync.ranks.peers.sent_nbytes}
         facts["account"] = sum(sync.sent_nbytes(name) for name in sync.specs)
     return facts
 

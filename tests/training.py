@@ -152,11 +152,14 @@ def listen() -> Iterator[list[str]]:
             lines.extend(record.getMessage().splitlines())
 
     log, listener = logging.getLogger("lowbit_strategy"), Listener()
+    level = log.level
     log.addHandler(listener)
+    log.setLevel(logging.INFO)
     try:
         yield lines
     finally:
         log.removeHandler(listener)
+        log.setLevel(level)
 
 
 @contextlib.contextmanager

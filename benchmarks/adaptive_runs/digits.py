@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.adaptive_runs.ranks import Ranks
+from benchmarks.adaptive_runs.ranks import ThreadedRanks
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -158,7 +158,7 @@ def train(name: str, method: Compressor | Controller, seed: int, setting: Settin
     optimizer = torch.optim.SGD(model.parameters(), setting.learning_rate, momentum=MOMENTUM, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, setting.decays, 0.1)
     clock = LoopClock(optimizer, setting.num_steps, setting.steps_per_epoch)
-    ranks = Ranks(model, method, clock, WORLD_SIZE, seed)
+    ranks = ThreadedRanks(model, method, clock, WORLD_SIZE, seed)
     order = torch.Generator().manual_seed(900 + seed)
     light = 0.0
     for _ in range(setting.epochs):

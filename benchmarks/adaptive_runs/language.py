@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.adaptive_runs.ranks import Ranks
+from benchmarks.adaptive_runs.ranks import ThreadedRanks
 from lowbit_strategy.control import Accordion, Phase, Schedule
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -73,7 +73,7 @@ def train(name: str, method: Compressor | Controller, seed: int) -> LanguageRun:
     model = GPT(WIDTH, DEPTH, HEADS, CONTEXT)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate_factor)
-    ranks = Ranks(model, method, LoopClock(optimizer, STEPS), WORLD_SIZE, seed)
+    ranks = ThreadedRanks(model, method, LoopClock(optimizer, STEPS), WORLD_SIZE, seed)
     text = standard_library("train")
     order = torch.Generator().manual_seed(10_000 + seed)
     losses: list[float] = []

@@ -13,11 +13,12 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.custom_loop import LoopClock, adapt
 from tests.worlds.threaded import ThreadedWorld
 
 
-class Ranks:
+class ThreadedRanks:
     """DDP's all-reduce over W ranks in threads; every rank has its engine and its driver.
 
     Args:
@@ -35,7 +36,7 @@ class Ranks:
         self.specs = describe_parameters(model)
         compressor = method if isinstance(method, Compressor) else Dense()
         self.syncs = [
-            GradientSync(compressor, self.specs, comm, torch.device("cpu"), scatter=False, seed=seed)
+            GradientSync(compressor, self.specs, Ranks.flat(comm), torch.device("cpu"), scatter=False, seed=seed)
             for comm in self.world.comms
         ]
         self.drivers = [] if isinstance(method, Compressor) else [adapt(sync, method, clock) for sync in self.syncs]

@@ -21,6 +21,7 @@ from gpu_acceptance.two_ranks import agree, trained
 from lowbit_strategy import LoCo, preset
 from lowbit_strategy.collectives.comm import GroupComm, Pending
 from lowbit_strategy.control import Accordion
+from lowbit_strategy.methods.wrappers.warmup import WarmUp
 
 WORLD_SIZE = 8
 SIZES = {"cuda": {"fsdp": (4096, 32), "ddp": (2048, 24)}, "cpu": {"fsdp": (256, 4), "ddp": (128, 4)}}  # width, layers
@@ -91,7 +92,7 @@ def memory(device: torch.device) -> Figures:
     figures: Figures = {}
     for kind in ("fsdp", "ddp"):
         plain = memory_of(kind, None, device)
-        ours = memory_of(kind, LoCo(warmup_steps=2, warmup_bits=8), device)
+        ours = memory_of(kind, WarmUp(compressor=LoCo(), first=LoCo(bits=8), steps=2), device)
         count = ours["parameters"]
         figures[f"{kind}_parameters"] = count
         figures[f"{kind}_residual_bytes_per_parameter"] = ours["residual_nbytes"] / count

@@ -21,7 +21,7 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.collectives.comm import GroupComm
+from lowbit_strategy.collectives.comm import GroupComm, wait_for_all
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.custom_loop import LoopClock, adapt
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, Entry, Stages
@@ -31,6 +31,7 @@ from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.weights.weightcode import WeightCode
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
+from lowbit_strategy.ranks.ranks import Ranks
 
 VOCABULARY, LENGTH = 96, 32
 
@@ -200,7 +201,7 @@ def train(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> d
     losses = [training.step(step, debug_sync=debug and step > 3) for step in range(options["steps"])]
     middle = sorted(training.host_ms)[len(losses) // 2]
     figures = {"losses": [float(loss) for loss in losses], "digest": digest(training.net), "backward_host_ms": middle}
-    figures |= {"sent_nbytes": training.sync.comm.sent_nbytes, "buckets": training.buckets.count}
+    figures |= {"sent_nbytes": training.sync.ranks.peers.sent_nbytes, "buckets": training.buckets.count}
     figures["switches"] = sum(event.step > 0 for event in training.driver.events) if training.driver else 0
     training.close()
     return figures
@@ -227,9 +228,9 @@ def one_rank_matches(device: torch.device, dtype: str, options: dict[str, bool])
     model = DistributedDataParallel(net, bucket_cap_mb=0.01, **options)  # type: ignore[arg-type]
     # `attach_ddp` leaves one rank uncompressed, so the hook is put on by hand, with a group apart from DDP's.
     comm = GroupComm(dist.new_group([0]))
-    hooked = GradientSync(LoCo(), prepared.specs, comm, device, scatter=False)
+    hooked = GradientSync(LoCo(), prepared.specs, Ranks.flat(comm), device, scatter=False)
     hook = DDPHook(model, hooked)
-    alone = GradientSync(LoCo(), prepared.specs, LocalComm(), device, scatter=False)
+    alone = GradientSync(LoCo(), prepared.specs, Ranks.flat(LocalComm()), device, scatter=False)
     for step in range(3):
         x = torch.randn(16, 96, generator=torch.Generator().manual_seed(step)).to(device, getattr(torch, dtype))
         for sync in (hooked, alone):
@@ -254,8 +255,6 @@ def _reduce(sync: GradientSync, model: nn.Module) -> list[Tensor]:
         at += gradient.numel()
     x = torch.cat(gradients)
     sync.begin_step()
-    for pending in sync.reduce(BucketLayout(tuple(entries)), x, x):
-        if pending is not None:
-            pending.wait()
+    wait_for_all(sync.reduce(BucketLayout(tuple(entries)), x, x))
     sync.end_step()
     return list(x.split([gradient.numel() for gradient in gradients]))

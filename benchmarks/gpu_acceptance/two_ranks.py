@@ -13,6 +13,7 @@ from gpu_acceptance.checks import Check, Figures
 from gpu_acceptance.profiling import LAUNCHES_BAR, profiled
 from gpu_acceptance.training import train
 from lowbit_strategy import Dense, LoCo
+from lowbit_strategy.methods.wrappers.warmup import WarmUp
 from tests.distributed import run_ranks
 
 STEPS = 12
@@ -78,7 +79,7 @@ def no_races(device: torch.device) -> Figures:
     1. the backward pass is late: a bucket that is encoded before it is complete would show
     2. the codec's stream, on a CPU its thread, is late before every encode: memory given back too early would show
     """
-    compressor = LoCo(warmup_steps=2, warmup_bits=8)
+    compressor = WarmUp(compressor=LoCo(), first=LoCo(bits=8), steps=2)
     cuda = device.type == "cuda"
     provoked = {"late encode": {"late": 20_000_000}} | ({"late backward": {"sleep": 50_000_000}} if cuda else {})
     figures: Figures = {}

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import GroupComm
+from lowbit_strategy.collectives.comm import GroupComm, wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.registry import preset
+from lowbit_strategy.ranks.ranks import Ranks
 from slow_links.counters import sent_nbytes
 from slow_links.measuring import Measurement, measure_in_turn, parse_options
 
@@ -37,14 +38,14 @@ def compressed(name: str, x: Tensor, out: Tensor, *, scatter: bool) -> Callable[
     world_size = dist.get_world_size()
     row_numel = x.numel() // world_size
     spec = TensorSpec("gradient", (world_size, row_numel))
-    sync = GradientSync(preset(name), [spec], GroupComm(dist.group.WORLD), torch.device("cpu"), scatter=scatter)
+    sync = GradientSync(
+        preset(name), [spec], Ranks.flat(GroupComm(dist.group.WORLD)), torch.device("cpu"), scatter=scatter
+    )
     layout = BucketLayout((Entry(spec.name, 0),), row_numel=row_numel if scatter else None)
 
     def run() -> None:
         sync.begin_step()
-        for pending in sync.reduce(layout, x, out if scatter else x):
-            if pending is not None:
-                pending.wait()
+        wait_for_all(sync.reduce(layout, x, out if scatter else x))
         sync.end_step()
 
     return run

@@ -84,16 +84,14 @@ class InsideHost(LowBitFSDPStrategy):
 
 
 def strategy_of(variant: str) -> Any:
-    """A strategy's name, with ``:flat`` for one level of ranks, ``:now`` for its preset without a warm-up and ``:all``
-    without high precision for embeddings and heads.
+    """A strategy's name, with ``:flat`` for one level of ranks and ``:all`` without high
+    precision for embeddings and heads.
     """
     name, *changes = variant.split(":")
     if not changes:
         return InsideHost() if name == INSIDE_HOST else name
     compressor, _, kind = name.rpartition("_")
     chosen = preset(compressor)
-    if "now" in changes:
-        chosen = dataclasses.replace(chosen, warmup_steps=0)
     if "all" in changes:
         chosen = dataclasses.replace(chosen, high_precision=())
     options = {"two_level": False} if "flat" in changes else {}

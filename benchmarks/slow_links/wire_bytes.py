@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lowbit_strategy.collectives.comm import GroupComm
+from lowbit_strategy.collectives.comm import GroupComm, wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.registry import preset
+from lowbit_strategy.ranks.ranks import Ranks
 from slow_links import counters
 
 WARMUP_STEPS = 2  # not counted
@@ -34,7 +35,7 @@ def measure(variant: str, numel: int, steps: int) -> dict[str, float]:
     spec = TensorSpec("gradient", (rows, numel // rows))
     row_numel = spec.numel // world_size
     comm = GroupComm(dist.group.WORLD)
-    sync = GradientSync(preset(name), [spec], comm, torch.device("cpu"), scatter=scatter)
+    sync = GradientSync(preset(name), [spec], Ranks.flat(comm), torch.device("cpu"), scatter=scatter)
     sync.step_index = LATE
     sync.follow_phase()
     layout = BucketLayout((Entry(spec.name, 0),), row_numel=row_numel if scatter else None)
@@ -46,9 +47,7 @@ def measure(variant: str, numel: int, steps: int) -> dict[str, float]:
             before, read_before = comm.sent_nbytes, counters.read()
         x = torch.randn(row_numel * world_size, generator=generator)
         sync.begin_step()
-        for pending in sync.reduce(layout, x, out):
-            if pending is not None:
-                pending.wait()
+        wait_for_all(sync.reduce(layout, x, out))
         sync.end_step()
     accounted = comm.sent_nbytes - before
     dist.barrier()  # nothing is on its way any more

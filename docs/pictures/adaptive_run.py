@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor
-from lowbit_strategy.methods.registry import from_options
+from lowbit_strategy.methods.registry import from_options, preset
 from recipes import demo_train
 
 STEPS, INTERVAL = 300, 20
@@ -22,7 +22,7 @@ if __name__ == "__main__":
     folder = Path(__file__).resolve().parent / "runs" / "adaptive"
     controller = Accordion(
         light=from_options("loco", {"bits": 8}),
-        heavy=from_options("loco2", {"warmup_steps": 0}),
+        heavy=preset("loco2"),
         eta=0.25,
         interval=INTERVAL,
         unit="steps",

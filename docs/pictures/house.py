@@ -34,6 +34,8 @@ ROOMS = {
     "checkpoint": (2, 5.3, "residual files, resume"),
     "engine": (1, 6.3, "buckets, state, steps"),
     "model": (1, 7.4, "parameters, handshake"),
+    "plan": (0, 7.4, "messages, bytes, memory"),
+    "ranks": (0, 8.0, "nodes, groups, levels"),
     "control": (0, 8.65, "controllers"),
     "methods": (1, 9.65, "LoCo, DGC, PowerSGD ..."),
     "metrics": (2, 8.65, "torchmetrics"),

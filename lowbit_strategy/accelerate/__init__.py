@@ -8,7 +8,7 @@ accelerator = LowBitAccelerator(lowbit_plugin=LowBitPlugin(LoCo(bits=4)))      #
 
 from lowbit_strategy.accelerate.accelerator import LowBitAccelerator
 from lowbit_strategy.accelerate.binding import Binding, binding_of
-from lowbit_strategy.accelerate.monitor import CompressionMonitor
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
+from lowbit_strategy.telemetry.monitor_options import MonitorOptions
 
-__all__ = ["Binding", "CompressionMonitor", "LowBitAccelerator", "LowBitPlugin", "binding_of"]
+__all__ = ["Binding", "LowBitAccelerator", "LowBitPlugin", "MonitorOptions", "binding_of"]

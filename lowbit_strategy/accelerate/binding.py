@@ -43,6 +43,7 @@ from lowbit_strategy.control.levels import labels
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.handshake import handshake, plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
+from lowbit_strategy.telemetry.inform import inform
 
 _ATTRIBUTE = "lowbit"
 _SLOT = "_lowbit_attached"
@@ -235,10 +236,11 @@ class Binding:
 
     def _agree(self, model: nn.Module, *, scatter: bool) -> Prepared:
         prepared = prepare(model, self.plugin.compressor, self._options, scatter=scatter)
-        handshake(plain("controller", self.plugin.controller) | plain("monitor", self.plugin.monitor))
+        accumulation = {"gradient_accumulation_steps": self.accelerator.gradient_accumulation_steps}
+        handshake(plain("controller", self.plugin.controller) | plain("monitor", self.plugin.monitor) | accumulation)
         if (controller := self.plugin.controller) is not None and self.accelerator.is_main_process:
             chosen = ", ".join(labels(controller.levels)) or "no compressor"
-            _log.info("%s chooses among: %s", type(controller).__name__, chosen)
+            inform("%s chooses among: %s", type(controller).__name__, chosen)
         return prepared
 
     def _refuse_other_hooks(self) -> None:

@@ -7,7 +7,6 @@ from dataclasses import KW_ONLY, field
 from pathlib import Path
 from typing import Literal
 
-from lowbit_strategy.accelerate.monitor import CompressionMonitor
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
@@ -20,6 +19,7 @@ from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.options.configuration import positional_configuration
+from lowbit_strategy.telemetry.monitor_options import MonitorOptions
 
 _NOT_CHOSEN = LoCo()
 
@@ -43,7 +43,7 @@ class PluginOptions:
     weights: WeightCoding | None = None
     outer: OuterRule | None = None
     controller: Controller | None = None
-    monitor: CompressionMonitor | None = None
+    monitor: MonitorOptions | None = None
     record: bool | str | Path = True
     num_steps: int | None = None
     steps_per_epoch: int | None = None

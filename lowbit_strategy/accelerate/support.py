@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 
-from lowbit_strategy.model.topology import ShardSize, find_topology, resolve_shard_size
+from lowbit_strategy.ranks.topology import ShardSize, find_topology, resolve_shard_size
 
 _SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
 _AXES = ("tp_size", "cp_size", "sp_size")

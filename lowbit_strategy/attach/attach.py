@@ -24,7 +24,6 @@ from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.two_levels import announce_inside
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
 from lowbit_strategy.hooks.weights import install_weights
@@ -38,9 +37,12 @@ from lowbit_strategy.methods.weights.registry import check_weights, default_weig
 from lowbit_strategy.model.fsdp_sharding import broadcast_shards, check_process_groups, take_over_replication
 from lowbit_strategy.model.handshake import facts, handshake, plain
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, refuse_sparse_gradients
-from lowbit_strategy.model.rank_groups import RankGroups, group_ranks
-from lowbit_strategy.model.topology import Topology, find_topology, resolve_shard_size
 from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
+from lowbit_strategy.plan.gradients import Reduced, ddp_buckets
+from lowbit_strategy.ranks.ranks import Ranks, make_ranks
+from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.topology import Topology, find_topology, resolve_shard_size
+from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.startup_report import build_report
 
 _log = logging.getLogger("lowbit_strategy")
@@ -154,28 +156,32 @@ def attach_ddp(
     handshake(_circumstances(device, has_scaler), group)
     model.join_hook = _refuse_join  # type: ignore[method-assign]
     rule = prepared.options.outer if dist.get_world_size(group) > 1 else None
-    apart = device.type == "cpu" or rule is not None
-    groups = group_ranks(group, prepared.topology, prepared.node_size, device, scatter=False, apart=apart)
-    sync = make_engine(prepared, groups, device, has_scaler=has_scaler)
-    if sync.share is not None:
-        itemsizes = {canonical_name(name): param.element_size() for name, param in model.module.named_parameters()}
-        announce_inside(sync, itemsizes)
-    alone = sync.comm.world_size == 1
-    hook = None if alone or (rule is not None and rule.synchronous_steps == 0) else DDPHook(model, sync)
-    compares = prepared.options.check_digest and not alone
+    own_world = device.type == "cpu" or rule is not None
+    ranks = make_ranks(group, prepared.topology, prepared.node_size, device, scatter=False, own_world=own_world)
+    sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
+    sync.expect(_ddp_buckets(model, sync))
+    hook = None if ranks.alone or (rule is not None and rule.synchronous_steps == 0) else DDPHook(model, sync)
+    compares = prepared.options.check_digest and not ranks.alone
     session = Session(
         sync,
         model.module,
         prepared.options,
         group=group,
         hook=hook,
-        groups=groups,
-        digest=ParameterDigest(_replicated(model), sync.everyone, device) if compares else None,
+        ranks=ranks,
+        digest=ParameterDigest(_replicated(model), ranks.world, device) if compares else None,
         local=None if rule is None else local_steps(model.module, sync, rule, check_digest=compares, ddp=model),
     )
     session.close_with(model)
     _report(sync)
     return session
+
+
+def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync) -> list[Reduced]:
+    """What DDP will put together once it knows the order of gradients."""
+    params = [(canonical_name(name), param) for name, param in model.module.named_parameters()]
+    trained = [(name, param.numel(), param.element_size()) for name, param in params if name in sync.specs]
+    return ddp_buckets(trained, model.bucket_bytes_cap)
 
 
 def _replicated(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
@@ -200,15 +206,14 @@ def attach_fsdp(
     handshake(_circumstances(device, has_scaler), group)
     if prepared.shard_size is not None:
         return _attach_hsdp(module, prepared, prepared.shard_size, device, group, has_scaler)
-    groups = group_ranks(group, prepared.topology, prepared.node_size, device, scatter=True)
-    sync = make_engine(prepared, groups, device, has_scaler=has_scaler)
+    ranks = make_ranks(group, prepared.topology, prepared.node_size, device, scatter=True)
+    sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     check_process_groups(module, group, replicated=False)
     if fsdp.install(module, sync) == 0:
         raise ValueError(_NOT_SHARDED)
-    coding, gathering = weights_of(prepared, groups)
-    install_weights(module, coding, sync, gathering)
+    install_weights(module, weight_coding(prepared), sync, gathering_of(prepared, ranks))
     _report(sync)
-    return Session(sync, module, prepared.options, group=group, groups=groups, shards=True)
+    return Session(sync, module, prepared.options, group=group, ranks=ranks, shards=True)
 
 
 def _attach_hsdp(
@@ -220,23 +225,22 @@ def _attach_hsdp(
     has_scaler: bool,
 ) -> Session:
     """Sharded over `shard_size` ranks, the engine between the replicas; the first replica's weights for all."""
-    groups = group_ranks(group, prepared.topology, shard_size, device, scatter=False)
-    assert groups.inside is not None
-    check_process_groups(module, groups.inside.group, replicated=True)
+    ranks = make_ranks(group, prepared.topology, shard_size, device, scatter=False)
+    assert ranks.intra_node is not None
+    check_process_groups(module, ranks.intra_node.group, replicated=True)
     take_over_replication(module)
     same = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    if not ParameterDigest(same, groups.comm, device).agree():
-        broadcast_shards(module, groups.comm.group)
-    sync = make_engine(prepared, groups, device, has_scaler=has_scaler)
+    if not ParameterDigest(same, ranks.peers, device).agree():
+        broadcast_shards(module, ranks.peers.group)
+    sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     side = BackwardSide(_with_index(device))
-    if fsdp.install_replicas(module, sync, groups.inside, side) == 0:
+    if fsdp.install_replicas(module, sync, ranks.intra_node, side) == 0:
         raise ValueError(_NOT_SHARDED)
-    coding, gathering = weights_of(prepared, groups)
-    install_weights(module, coding, sync, gathering)
-    compares = prepared.options.check_digest and sync.comm.world_size > 1
+    install_weights(module, weight_coding(prepared), sync, gathering_of(prepared, ranks))
+    compares = prepared.options.check_digest and not ranks.alone
     shards = {canonical_name(name): param for name, param in module.named_parameters()}
-    digest = ParameterDigest(shards, sync.comm, device) if compares else None
-    rule = prepared.options.outer if sync.comm.world_size > 1 else None
+    digest = ParameterDigest(shards, ranks.peers, device) if compares else None
+    rule = prepared.options.outer if not ranks.alone else None
     local = None if rule is None else local_steps(module, sync, rule, check_digest=compares)
     _report(sync)
     return Session(
@@ -245,23 +249,29 @@ def _attach_hsdp(
         prepared.options,
         group=group,
         hook=side,
-        groups=groups,
+        ranks=ranks,
         digest=digest,
         local=local,
         shards=True,
     )
 
 
-def weights_of(prepared: Prepared, groups: RankGroups) -> tuple[WeightCoding, Gathering]:
-    """How weights are coded, and how they travel to the ranks that share them: to each other node once."""
-    chosen, inside = prepared.options.weights, copy.copy(groups.inside)  # a copy counts bytes of its own
-    if prepared.shard_size is not None:
-        assert inside is not None
-        return chosen or Exact(), FlatGathering(inside)  # inside a node links are fast
-    coding = chosen or default_weights(prepared.compressor)
-    if inside is None:
-        return coding, FlatGathering(copy.copy(groups.everyone))
-    return coding, NodeGathering(copy.copy(groups.comm), inside)
+def weight_coding(prepared: Prepared) -> WeightCoding:
+    """How weights are coded: exactly where they stay inside a node, whose links are fast, unless chosen otherwise."""
+    unchosen = Exact() if prepared.shard_size is not None else default_weights(prepared.compressor)
+    return prepared.options.weights or unchosen
+
+
+def gathering_of(prepared: Prepared, ranks: Ranks) -> Gathering:
+    """How weights travel to the ranks that share them: to each other node once."""
+    intra_node = copy.copy(ranks.intra_node)  # a copy counts bytes of its own
+    if intra_node is None:
+        return FlatGathering(copy.copy(ranks.world))
+    return (
+        FlatGathering(intra_node)
+        if prepared.shard_size is not None
+        else NodeGathering(copy.copy(ranks.peers), intra_node)
+    )
 
 
 _NOT_SHARDED = "no module is sharded with fully_shard: nothing to compress"
@@ -279,33 +289,36 @@ def _refuse_join(**options: Any) -> Any:
     )
 
 
-def make_engine(prepared: Prepared, groups: RankGroups, device: torch.device, *, has_scaler: bool) -> GradientSync:
+def used_compressor(prepared: Prepared, shape: Shape) -> Compressor:
+    """One rank alone keeps no residuals, save what a checkpoint brings along."""
+    return Dense() if shape.num_peers == 1 else prepared.compressor
+
+
+def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_scaler: bool) -> GradientSync:
     """The engine of a prepared model, before anything calls it."""
-    options, comm = prepared.options, groups.comm
-    alone = comm.world_size == 1
+    options = prepared.options
     sync = GradientSync(
-        Dense() if alone else prepared.compressor,  # one rank keeps no residuals, save what a checkpoint brings along
+        Dense()
+        if ranks.alone
+        else prepared.compressor,  # one rank keeps no residuals, save what a checkpoint brings along
         prepared.specs,
-        comm,
+        ranks,
         _with_index(device),
         scatter=prepared.scatter and prepared.shard_size is None,
         seed=options.seed,
         rollback=has_scaler if options.rollback is None else options.rollback,
-        share=groups.share,
-        everyone=groups.everyone,
     )
-    sync.inside, sync.topology = groups.inside, prepared.topology
-    if groups.everyone.world_size == 1:
+    if ranks.world_size == 1:
         warn_of_one_rank()
-    elif alone and groups.everyone.rank == 0:
+    elif ranks.alone and ranks.rank == 0:
         _log.warning("one replica: gradients are reduced inside of it, exactly, and nothing is compressed")
     return sync
 
 
 def _report(sync: GradientSync) -> None:
     """Called when everything is attached: only then the memory for messages is known."""
-    if sync.everyone.rank == 0 and sync.comm.world_size > 1:
-        _log.info("%s", build_report(sync).render())
+    if sync.ranks.rank == 0 and not sync.ranks.alone:
+        inform("%s", build_report(sync).render())
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 from lowbit_strategy.kernels.digest import digests
 
 EARLY_STEPS = (2, 10, 100)
@@ -87,7 +88,8 @@ class ParameterDigest:
     def _gather(self, mine_N: Tensor) -> Tensor:
         """int64 ``[W, N]``; past the engine's counters, which count gradients only."""
         rows = [torch.empty_like(mine_N) for _ in range(self._comm.world_size)]
-        dist.all_gather(rows, mine_N, group=self._comm.group)
+        with naming_lost_ranks(self._comm.group, "the comparison of parameters", self._comm.place()):
+            dist.all_gather(rows, mine_N, group=self._comm.group)
         return torch.stack(rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import torch
@@ -84,8 +84,9 @@ class LocalSteps:
         outer = OuterSync(
             self.sync, self._params, self.rule, buffers=self._buffers, courier=self._courier, states=self._states
         )
+        outer.on_left_out = self._forget_moments
         if self._check_digest:
-            digest = ParameterDigest(outer.anchors, self.sync.comm, self.sync.device)
+            digest = ParameterDigest(outer.anchors, self.sync.ranks.peers, self.sync.device)
             outer.on_turn = lambda: digest.after_step(self.sync.step_index)
         return outer
 
@@ -101,6 +102,12 @@ class LocalSteps:
             }
             for name, param in self._params.items()
         }
+
+    def _forget_moments(self) -> None:
+        """This rank's weights were not finite, so its optimizers' moments are not either: they start anew."""
+        for part in self.own().values():
+            if isinstance(state := getattr(part, "state", None), MutableMapping):
+                state.clear()
 
     def extend(self, params: Mapping[str, nn.Parameter]) -> None:
         """More parameters are trained, and `sync` knows them."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor
-from lowbit_strategy.methods.sparsification.adacomp import AdaComp
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -32,7 +29,7 @@ class ClippingWarning:
     """
 
     def __init__(self, compressor: Compressor, *, speaks: bool) -> None:
-        self._waits = speaks and is_sparse(compressor)
+        self._waits = speaks and compressor.is_sparse
 
     def clipped(self, clip: float | None, option: str) -> None:
         """Gradients are, or will be, clipped at `clip`; None and 0: they are not."""
@@ -44,19 +41,3 @@ class ClippingWarning:
                 option,
                 clip,
             )
-
-
-def is_sparse(compressor: Compressor) -> bool:
-    """Whether a part of the configuration sends chosen elements only."""
-    return any(isinstance(part, (SparseCompressor, AdaComp)) for part in _parts(compressor))
-
-
-def _parts(value: object) -> Iterator[Compressor]:
-    """`value` and the compressors inside of it."""
-    if isinstance(value, (tuple, list)):
-        for entry in value:
-            yield from _parts(entry)
-    elif isinstance(value, Compressor):
-        yield value
-        for field in dataclasses.fields(value):
-            yield from _parts(getattr(value, field.name))

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Watcher(Protocol):
-    """What is told of every step."""
+    """Learns of every step."""
 
     def on_optimizer_step(self, optimizer: Optimizer) -> None: ...
 

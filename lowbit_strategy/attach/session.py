@@ -26,7 +26,8 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, trainable_parameters
-from lowbit_strategy.model.rank_groups import RankGroups
+from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.startup_report import build_report
 
 CHECKPOINT_KEY = "lowbit_strategy"
@@ -50,7 +51,7 @@ class Session:
         options: As given to `prepare`.
         group: All ranks; for agreements between steps. Not the group of the engine, which is gone after `close`.
         hook: DDP's, or what reduces shards over replicas.
-        groups: The engine's. `close` destroys those that were made for it alone.
+        ranks: The engine's. `close` destroys the groups that were made for them alone.
         digest: Compares parameters, if they are to be compared.
         local: Local steps, if ranks train by themselves.
         shards: FSDP2 shards the model, and asks for what it has to synchronise in every step.
@@ -64,7 +65,7 @@ class Session:
         *,
         group: dist.ProcessGroup | None,
         hook: Hook | None = None,
-        groups: RankGroups | None = None,
+        ranks: Ranks | None = None,
         digest: ParameterDigest | None = None,
         local: LocalSteps | None = None,
         shards: bool = False,
@@ -74,7 +75,7 @@ class Session:
         self.group = group
         self.local = local
         self.shards = shards
-        self._groups = groups
+        self._ranks = ranks
         self._digest = digest
         self._finalizer: weakref.finalize[[], DistributedDataParallel] | None = None
         self._module = module
@@ -126,7 +127,7 @@ class Session:
         """
         if self.newly_trainable():
             self._serve_unfrozen()
-        if self.trains_locally or self.sync.comm.world_size == 1:
+        if self.trains_locally or self.sync.ranks.alone:
             self.sync.check_ended()
             return
         if not (self._has_scale or self.sync.has_begun):
@@ -155,10 +156,10 @@ class Session:
             return True
         if scaler is not None:
             self._has_scale = self._read_scale(scaler)
-        comm = self.sync.comm
+        comm = self.sync.ranks.peers
         if not self._warned and comm.sent_nbytes == 0 and comm.world_size > 1:
             self._warned = True
-            _log.warning("rank %d: %s", self.sync.everyone.rank, self._why_nothing_was_sent())
+            _log.warning("rank %d: %s", self.sync.ranks.rank, self._why_nothing_was_sent())
         synchronised = self.sync.in_step
         counted = self.sync.end_step()
         if self._digest is not None and synchronised and counted:
@@ -270,7 +271,7 @@ class Session:
         return contextlib.nullcontext() if self.local is None else self.local.shared_weights()
 
     def _warn(self, text: str) -> None:
-        if self.sync.everyone.rank == 0:
+        if self.sync.ranks.rank == 0:
             _log.warning("%s", text)
 
     def adopt(self, earlier: Session) -> None:
@@ -315,8 +316,8 @@ class Session:
             self._hook.close()
             self._hook = DDPHook(model, self.sync)
             self.close_with(model)
-        if self.sync.everyone.rank == 0:
-            _log.info("%d more parameters are trained now\n%s", len(names), build_report(self.sync).render())
+        if self.sync.ranks.rank == 0:
+            inform("%d more parameters are trained now\n%s", len(names), build_report(self.sync).render())
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer` steps a parameter of this model."""
@@ -345,11 +346,11 @@ class Session:
         has_ended = self._hook is None or self._hook.close()
         if self.local is not None:
             has_ended = self.local.close() and has_ended
-        groups, self._groups = self._groups, None
-        if groups is not None and has_ended:
-            groups.destroy()
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None and has_ended:
+            ranks.destroy()
             if self.sync.weights is not None:
-                self.sync.weights.comm.release(groups.own)
+                self.sync.weights.comm.release(ranks.own)
 
     def close_with(self, model: DistributedDataParallel) -> None:
         """Close when `model` is gone, in the place of the one it was so far."""

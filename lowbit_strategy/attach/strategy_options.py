@@ -26,7 +26,7 @@ from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.registry import as_weights, check_weights
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
-from lowbit_strategy.model.topology import find_topology, hybrid_mesh, resolve_shard_size
+from lowbit_strategy.ranks.topology import find_topology, hybrid_mesh, resolve_shard_size
 
 # On CUDA each bucket costs a fixed time on the host, so fewer and larger ones than DDP's 25 MiB.
 CUDA_BUCKET_CAP_MB = 128

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lowbit_strategy.checkpoint.reshard import shared_state
 from lowbit_strategy.collectives.layout import add_ranges_
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.fragment import local_part
@@ -33,8 +34,8 @@ def capture(sync: GradientSync) -> Saved:
     sync.follow_phase()  # a new phase begins with the next step, and that is where a restored engine begins
     return {
         "format": FORMAT,
-        "world_size": sync.everyone.world_size,
-        "rank": sync.everyone.rank,
+        "world_size": sync.ranks.world_size,
+        "rank": sync.ranks.rank,
         "topology": _topology(sync),
         "step_index": sync.step_index,
         "num_skipped": sync.num_skipped,
@@ -48,15 +49,9 @@ def capture(sync: GradientSync) -> Saved:
 
 def _topology(sync: GradientSync) -> list[int]:
     """Ranks in all; how many reduce the same part together; how many parts there are, and of which kind."""
-    share = sync.share
+    share = sync.ranks.share
     parts = [1, 0] if share is None else [share.count, int(share.num_nodes is not None)]
-    return [sync.everyone.world_size, sync.comm.world_size, *parts]
-
-
-def _saved_topology(saved: Saved) -> list[int]:
-    """Ranks in all and how many reduce together, as `_topology`; before there were parts these were the same."""
-    topology: list[int] = saved.get("topology", [saved["world_size"], saved["world_size"], 1, 0])
-    return topology
+    return [sync.ranks.world_size, sync.ranks.peers.world_size, *parts]
 
 
 def _reduced(sync: GradientSync) -> str:
@@ -125,18 +120,23 @@ def restore(
         if name in saved["extra"]:
             part.load_state_dict(saved["extra"][name])
     for name, rank_part in sync.rank_state.items():
-        if name in saved.get("own", {}):
-            rank_part.load_state_dict(saved["own"][name], own=_saved_topology(saved) == _topology(sync))
+        if name in saved["own"]:
+            own, (_, _, count, interleaved) = saved["topology"] == _topology(sync), saved["topology"]
+            mine = saved["own"][name]
+            num_shards = 1 if interleaved else count
+            rank_part.load_state_dict(
+                mine if own else shared_state(sync, name, num_shards=num_shards, load_rank=load_rank), own=own
+            )
     sync.forget()
-    if saved.get("reduces", "gradients") != _reduced(sync):
-        if sync.everyone.rank == 0:
+    if saved["reduces"] != _reduced(sync):
+        if sync.ranks.rank == 0:
             _log.warning(
                 "the checkpoint's residuals are of %s and this run reduces %s: residuals start from zero",
-                saved.get("reduces", "gradients"),
+                saved["reduces"],
                 _reduced(sync),
             )
         return
-    if _saved_topology(saved) != _topology(sync):
+    if saved["topology"] != _topology(sync):
         _change_world_size(sync, saved, load_rank, on_world_size_change)
         return
     for name, entry in saved["parameters"].items():
@@ -197,7 +197,7 @@ def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
         unsent = unsent + leftover
     if unsent is None:
         return None
-    if (ranges := entry.get("ranges")) is not None:
+    if (ranges := entry["ranges"]) is not None:
         part, unsent = unsent, torch.zeros(math.prod(entry["shape"]), dtype=torch.float32)
         add_ranges_(unsent, ranges, part)
     return in_memory_order(unsent, entry["shape"], entry["memory_order"], memory_order)
@@ -206,8 +206,8 @@ def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
 def _change_world_size(
     sync: GradientSync, saved: Saved, load_rank: Callable[[int], Saved], policy: OnWorldSizeChange
 ) -> None:
-    (old, num_together, *_), new = _saved_topology(saved), sync.everyone.world_size
-    if sync.everyone.rank == 0:
+    (old, num_together, *_), new = saved["topology"], sync.ranks.world_size
+    if sync.ranks.rank == 0:
         what = "start from zero" if policy == "reset" else "are averaged over the old ranks"
         if old != new:
             _log.warning("the number of ranks changed from %d to %d: compression residuals %s", old, new, what)

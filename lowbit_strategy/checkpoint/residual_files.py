@@ -171,7 +171,7 @@ def load(checkpoint_path: Any, place: Place) -> Saved:
     """Read one file of the run that saved.
 
     Raises:
-        ResidualFileError: It is missing, damaged, of another rank or run, or holds values that are not finite.
+        ResidualFileError: It is missing, damaged, of another rank or run, or holds residuals that are not finite.
     """
     path = _find(checkpoint_path, place)
     fs, local = fsspec.core.url_to_fs(path)
@@ -208,8 +208,10 @@ def _problem(saved: Any, place: Place) -> str | None:
     found = Place(saved.get("step_index", -1), saved.get("rank", -1), saved.get("world_size", -1), place.checksum)
     if found != place:
         return f"holds the residuals of rank {found.rank} of {found.world_size} at step {found.step}"
-    bad = next((key for key, tensor in _tensors("", saved) if not _is_finite(tensor)), None)
-    return None if bad is None else f"holds a value that is not finite, in {bad}"
+    # Weights, buffers (a mask of -inf) and moments are the training's: there a value that is not finite may be right.
+    residuals = _tensors("parameters", saved["parameters"])
+    bad = next((key for key, tensor in residuals if not _is_finite(tensor)), None)
+    return None if bad is None else f"holds a residual that is not finite, in {bad}"
 
 
 def _tensors(key: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

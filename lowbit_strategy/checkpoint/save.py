@@ -18,7 +18,7 @@ class SavedResiduals:
     """What `save_residuals` has written.
 
     Args:
-        stamp: To be put into the checkpoint.
+        stamp: Goes into the checkpoint.
         replaced: This rank's files of a checkpoint that the new one replaces.
     """
 
@@ -54,7 +54,7 @@ def save_residuals(sync: GradientSync, path: Any, *, group: dist.ProcessGroup | 
         raise residual_files.ResidualFileError(message)
     stamp = {
         "step_index": sync.step_index,
-        "world_size": sync.everyone.world_size,
+        "world_size": sync.ranks.world_size,
         "parameters": list(sync.specs),
         "checksums": [text for text, _ in outcomes],
     }

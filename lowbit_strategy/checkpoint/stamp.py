@@ -77,6 +77,11 @@ def _problem(path: Any, stamp: Any) -> str | None:
             f"{path} records no {lacking[0]} of its residual files: another version of this package wrote it. Load it"
             f" with that version; otherwise {ADVICE}"
         )
+    if stamp["world_size"] < 1 or stamp["step_index"] < 0:
+        return (
+            f"{path} records residual files of {stamp['world_size']} ranks at step {stamp['step_index']}, which no run"
+            f" has saved: {ADVICE}"
+        )
     if len(stamp["checksums"]) != stamp["world_size"]:
         return f"{path} records {len(stamp['checksums'])} residual files for {stamp['world_size']} ranks: {ADVICE}"
     return None

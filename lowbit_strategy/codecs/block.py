@@ -1,4 +1,4 @@
-"""Codes with one scale per block, or with scales of rows times columns, through the kernels."""
+"""Codes with one scale per block, through the fused kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec, decode_sum_alone, encode_alone
 from lowbit_strategy.codecs.contraction import contracts
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
-from lowbit_strategy.kernels.format import BlockFormat, Rank1Format, ScaledFormat
+from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.reference import blocks as reference
 from lowbit_strategy.kernels.reference.rng import dither
 from lowbit_strategy.kernels.segments import Segments
@@ -25,33 +25,30 @@ class BlockCodec(Codec):
     """Codes and scales as `fmt` says.
 
     Args:
-        fmt: Bits, scale rule, codebook, and what shares a scale.
+        fmt: Bits, block size, scale rule, codebook.
         rounding: ``nearest``: least error; ``stochastic``: unbiased, twice the variance (uniform grids only).
     """
 
-    fmt: ScaledFormat
+    fmt: BlockFormat
     rounding: Rounding = "nearest"
 
     @property
     def label(self) -> str:
-        return f"{self.fmt.codes.bits}-bit {self.fmt.scales_label}"
+        return f"{self.fmt.bits}-bit blocks of {self.fmt.block_size}"
 
     @property
     def block_size(self) -> int:
         return self.fmt.block_size
 
     def nearest(self) -> BlockCodec:
-        codes = self.fmt.codes
-        if codes.bits == 1 and codes.scale_rule == "rms":  # whatever the block, signs fit best at its mean
-            return BlockCodec(self.fmt.recoded(replace(codes, scale_rule="mean_abs", codebook=(-1.0, 1.0))))
+        if self.fmt.bits == 1 and self.fmt.scale_rule == "rms":  # whatever the block, signs fit best at its mean
+            return BlockCodec(replace(self.fmt, scale_rule="mean_abs", codebook=(-1.0, 1.0)))
         return replace(self, rounding="nearest")
 
     @property
     def contracts(self) -> bool:
-        if self.rounding == "nearest" and (self.fmt.is_uniform or self.fmt.codes.codebook == (-1.0, 0.0, 1.0)):
+        if self.rounding == "nearest" and (self.fmt.is_uniform or self.fmt.codebook == (-1.0, 0.0, 1.0)):
             return True  # no element's error is larger than the element
-        if isinstance(self.fmt, Rank1Format):
-            return False  # where a large row meets a large column, a small element is sent as the largest of all
         return contracts(functools.partial(_decoded, self.fmt, self.rounding), self.block_size)
 
     def wire_nbytes(self, numel: int) -> int:

@@ -28,7 +28,7 @@ class NaturalCodec(BlockwiseCodec):
     3. the code is the sign and the exponent's distance from ``E - K``, 0 for zero; then one byte for ``E``
 
     Args:
-        bits: Of a code, 2 to 8. 8 bits reach down to ``2**-126`` of the largest magnitude.
+        bits: A code has so many, 2 to 8. 8 bits reach down to ``2**-126`` of the largest magnitude.
         block_size: Elements that share ``E``.
         rounding: ``stochastic`` as above, without bias; ``nearest``: the nearer of the two powers, or of 0 and the
             smallest value.

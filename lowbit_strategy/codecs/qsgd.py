@@ -29,7 +29,7 @@ class L2Codec(BlockwiseCodec):
     3. codes packed, then the scale
 
     Args:
-        bits: Of a code, 2 to 8.
+        bits: A code has so many, 2 to 8.
         block_size: Elements of a bucket.
     """
 

@@ -28,7 +28,7 @@ class RotatedCodec(Codec):
     as well. The rotation keeps lengths: the error is the inner codec's error of a block that looks Gaussian.
 
     Args:
-        codec: Of the rotated blocks.
+        codec: Encodes the rotated blocks.
         size: Elements rotated together, a power of two that divides the codec's block size; None takes the block size.
         transform: ``cosine`` is the discrete cosine transform in the place of ``H D``: smooth rows become few large
             coefficients, which is what selection wants and the opposite of what a grid does.

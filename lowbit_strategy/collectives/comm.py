@@ -7,14 +7,17 @@ the caller waits on the returned handle (on CUDA that makes the current stream w
 from __future__ import annotations
 
 import atexit
+import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 
 _GRACE_S = 0.05
 
@@ -30,6 +33,13 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
 
+def wait_for_all(stages: Iterable[Pending | None]) -> None:
+    """Go through all stages of a reduction, waiting for each; None is a stage of which nothing travels."""
+    for pending in stages:
+        if pending is not None:
+            pending.wait()
+
+
 class Comm(ABC):
     """The collectives among `world_size` ranks, this one being `rank`.
 
@@ -38,6 +48,7 @@ class Comm(ABC):
         sent_nbytes: Bytes this rank has sent to other ranks so far: what it keeps for itself is not traffic.
         num_near: How many of the other ranks are on the same node.
         counts: Whether `sent_nbytes` is kept.
+        place: Says which step an exchange belongs to, for errors.
     """
 
     group: dist.ProcessGroup | None = None
@@ -48,6 +59,7 @@ class Comm(ABC):
         self.world_size = world_size
         self.sent_nbytes = 0
         self.num_near = 0
+        self.place: Callable[[], str] = str
 
     def between_nodes(self, nbytes: float) -> int:
         """How much of `nbytes`, sent to all others alike, leaves the node."""
@@ -90,31 +102,40 @@ class GroupComm(Comm):
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self.group = group
         self._backends: dict[str, str] = {}
+        self._num_exchanges = 0
 
     def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
         self.sent_nbytes += x_WB[0].numel() * x_WB.element_size() * (self.world_size - 1)
-        return dist.all_to_all_single(out_WB, x_WB, group=self.group, async_op=True)
+        return self._begin("all-to-all", x_WB, dist.all_to_all_single, out_WB, x_WB)
 
     def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
         self.sent_nbytes += (sum(in_splits) - in_splits[self.rank]) * x.element_size()
-        return dist.all_to_all_single(out, x, list(out_splits), list(in_splits), group=self.group, async_op=True)
+        return self._begin("all-to-all", x, dist.all_to_all_single, out, x, list(out_splits), list(in_splits))
 
     def all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
         self.sent_nbytes += x_B.numel() * x_B.element_size() * (self.world_size - 1)
         if self._backend(x_B.device) == "gloo":  # its all-gather of bytes is slower than its all-to-all of as many
             copies = x_B.reshape(1, -1).expand(self.world_size, -1).contiguous()
-            return dist.all_to_all_single(out_WB, copies, group=self.group, async_op=True)
+            return self._begin("all-gather", x_B, dist.all_to_all_single, out_WB, copies)
         # flat: some backends take a stacked output only where it has one more dim than the input
-        return dist.all_gather_into_tensor(out_WB.view(-1), x_B.reshape(-1), group=self.group, async_op=True)
+        return self._begin("all-gather", x_B, dist.all_gather_into_tensor, out_WB.view(-1), x_B.reshape(-1))
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         self.sent_nbytes += 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
-        return dist.all_reduce(x, op=op, group=self.group, async_op=True)
+        return self._begin("all-reduce", x, dist.all_reduce, x, op)
 
     def broadcast(self, x: Tensor, source: int) -> Pending:
         if self.rank == source:
             self.sent_nbytes += x.numel() * x.element_size() * (self.world_size - 1)
-        return dist.broadcast(x, group_src=source, group=self.group, async_op=True)
+        return self._begin("broadcast", x, dist.broadcast, x, group_src=source)
+
+    def _begin(self, kind: str, x: Tensor, collective: Callable[..., Any], *values: Any, **options: Any) -> Pending:
+        """Start a collective, whose failure names the ranks that did not take part."""
+        self._num_exchanges += 1
+        under_way = _UnderWay(self, f"the {kind} of {x.nbytes:,} bytes, exchange {self._num_exchanges}")
+        with under_way.explained():
+            under_way.work = collective(*values, group=self.group, async_op=True, **options)
+        return under_way
 
     def _backend(self, device: torch.device) -> str:
         """The backend that serves `device`: a group may have one for each, or call itself "undefined"."""
@@ -123,3 +144,21 @@ class GroupComm(Comm):
             assert group is not None
             self._backends[device.type] = group._get_backend(device).name()
         return self._backends[device.type]
+
+
+class _UnderWay:
+    """A collective that has begun."""
+
+    __slots__ = ("_comm", "_what", "work")
+
+    def __init__(self, comm: Comm, what: str) -> None:
+        self._comm = comm
+        self._what = what
+        self.work: Any = None
+
+    def explained(self) -> contextlib.AbstractContextManager[None]:
+        return naming_lost_ranks(self._comm.group, self._what, self._comm.place())
+
+    def wait(self) -> object:
+        with self.explained():
+            return self.work.wait()

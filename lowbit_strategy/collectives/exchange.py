@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.layout import ALIGNMENT, Slot, round_up
+from lowbit_strategy.collectives.layout import ALIGNMENT, Slot, round_up, salt_of
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
-from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 HEADER_NBYTES = 16
@@ -65,15 +64,11 @@ class _Place(NamedTuple):
     shard: int
 
 
-class _Tables(NamedTuple):
+class _RouteTables(NamedTuple):
     send: Segments
     own: Segments
     downlink: Segments
     gather: Segments
-
-
-def _salt(name: str, chunk: int) -> int:
-    return hash32(zlib.crc32(name.encode()) + chunk * GOLDEN)
 
 
 def layout_header(layout: bytes, device: torch.device) -> Tensor:
@@ -88,7 +83,7 @@ class Exchange:
     Args:
         routes: The codecs and which parameters each pair of them carries.
         comm: Group to exchange over.
-        device: Of gradients and messages.
+        device: Where gradients and messages lie.
         scatter: Reduce-scatter (the owned chunks are the result) instead of all-reduce.
         buffers: Lends memory for messages.
         flags: Where this rank notes that it puts in inf or NaN, or owns a mean that is, and that a message did not
@@ -124,18 +119,6 @@ class Exchange:
         self._tables = [self._tabulate(route, places) for route, places in zip(self.routes, placed, strict=True)]
         layout = repr([(r.uplink.stateful, r.downlink.stateful, r.slots) for r in self.routes]).encode()
         self._header = layout_header(layout, device)
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes this rank puts on the wire for one reduction."""
-        row = self.uplink_nbytes + (0 if self.scatter else self.downlink_nbytes)
-        return row * (self.comm.world_size - 1)
-
-    @property
-    def buffer_nbytes(self) -> int:
-        """Memory for messages while this bucket is under way, at its largest: what is sent, received and summed up."""
-        rows = 2 * self.comm.world_size * self.uplink_nbytes
-        return rows if self.scatter else rows + 4 * self._shard_numel
 
     def run(self, x: Tensor, out: Tensor, step: StepContext, sent: Tensor | None = None) -> Iterator[Pending]:
         """Reduce `x` into `out`; yields whenever bytes travel, for the caller to wait or to start another bucket.
@@ -189,10 +172,10 @@ class Exchange:
         """float32: room for the means of the owned chunks."""
         return self._buffers.borrow(1, 4 * max(self._shard_numel, 1)).view(-1).view(torch.float32)
 
-    def _routes(self) -> Iterator[tuple[Route, _Tables]]:
+    def _routes(self) -> Iterator[tuple[Route, _RouteTables]]:
         return zip(self.routes, self._tables, strict=True)
 
-    def _tabulate(self, route: Route, places: Sequence[_Place]) -> _Tables:
+    def _tabulate(self, route: Route, places: Sequence[_Place]) -> _RouteTables:
         world_size, rank = self.comm.world_size, self.comm.rank
         send, own, downlink, gather = [], [], [], []
         for slot, uplink_at, downlink_at, shard_at in places:
@@ -202,11 +185,11 @@ class Exchange:
             for r in range(world_size):
                 if length := cut.row_length(r):
                     x_at, state_at = slot.offset + r * slot.stride, full + r * row_state
-                    salt = _salt(slot.name, r)
+                    salt = salt_of(slot.name, r)
                     send.append(Segment(x_at, length, state_at, r * self.uplink_nbytes + uplink_at, salt))
                     gather.append(Segment(x_at, length, state_at, r * self.downlink_nbytes + downlink_at, salt))
             if length := cut.row_length(rank):
                 out_at = slot.offset if self.scatter else shard_at
-                own.append(Segment(out_at, length, shard, uplink_at, _salt(slot.name, rank)))
-                downlink.append(Segment(out_at, length, shard, downlink_at, _salt(slot.name, world_size + rank)))
-        return _Tables(Segments(send), Segments(own), Segments(downlink), Segments(gather))
+                own.append(Segment(out_at, length, shard, uplink_at, salt_of(slot.name, rank)))
+                downlink.append(Segment(out_at, length, shard, downlink_at, salt_of(slot.name, world_size + rank)))
+        return _RouteTables(Segments(send), Segments(own), Segments(downlink), Segments(gather))

@@ -11,11 +11,14 @@ part: a `Part` is where it lies in the parameter, a `Share` the rule for all par
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 
 ALIGNMENT = 16  # bytes: every section of a message starts on a multiple, so that kernels may read it in wide words
 
@@ -35,6 +38,11 @@ class Cut:
     def row_length(self, rank: int) -> int:
         """Elements of the chunk of `rank`, without padding; 0 for a rank that owns nothing of this parameter."""
         return max(0, min(self.row_numel, self.numel - rank * self.row_numel))
+
+
+def salt_of(name: str, number: int) -> int:
+    """32 bits that make the random numbers of a parameter's message with this number its own."""
+    return hash32(zlib.crc32(name.encode()) + number * GOLDEN)
 
 
 def flat_cut(numel: int, world_size: int, block_size: int) -> Cut:
@@ -62,7 +70,7 @@ class Part:
     """Which elements of a parameter a rank reduces, where it is not the whole parameter.
 
     Args:
-        shape: Of the whole parameter.
+        shape: What the whole parameter has.
         ranges: Start and length of each run of elements in the flat parameter; joined they are the part.
         row_numel: Reduce-scatter: elements of each rank's chunk of the part, padding included. None: all-reduce.
     """
@@ -89,7 +97,7 @@ class Share:
     """Which part of every parameter a rank reduces: one of `count`, whole rows of the outermost dim in memory.
 
     Args:
-        index: Of this rank among those that together have the whole parameter: its rank inside the node, or inside
+        index: Which of those that together have the whole parameter this rank is: its rank inside the node, or inside
             the group that shards the model.
         count: How many those are.
         num_nodes: Parameters are sharded over all ranks of so many nodes, and this rank reduces the shards of all

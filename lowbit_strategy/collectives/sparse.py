@@ -34,9 +34,9 @@ def exchange_entries(
     reduce-scatter: all-to-alls of the same; each owner gets only what concerns its rows. One rank alone has them.
 
     Args:
-        message: From `SparseLayout.pack`.
-        layout: Of the bucket.
-        codec: Of the values.
+        message: What `SparseLayout.pack` has returned.
+        layout: Says where parameters stand in messages.
+        codec: Decodes the values.
         comm: Group to exchange over.
         same_counts: All ranks have as many entries for every parameter: one all-gather is enough.
 

@@ -15,7 +15,6 @@ below one element in a hundred. Where each block of 4,096 sends the same number 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -26,8 +25,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.collectives.layout import Cut
-from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
+from lowbit_strategy.collectives.layout import Cut, salt_of
 from lowbit_strategy.kernels.reference.sparse import BLOCK_BITS, BlockGrid, Located
 from lowbit_strategy.kernels.sparse import locate, positions
 
@@ -59,7 +57,7 @@ class Message(NamedTuple):
     Args:
         counts_DK: int32, entries in each block, for each destination (a single one under all-reduce).
         wires: Positions and values for each destination, uint8.
-        sent: For each parameter the entries as the others decode them.
+        sent: Holds each parameter's entries as the others decode them.
     """
 
     counts_DK: Tensor
@@ -73,7 +71,7 @@ class SparseLayout:
     Attributes:
         num_destinations: Different messages a rank makes: 1 under all-reduce, W under reduce-scatter.
         numel: Elements of a received sum: all parameters, or the own rows.
-        starts: Of each parameter in it.
+        starts: Where each parameter begins in it.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class SparseLayout:
         wires, decoded = [], []
         for name, part in zip(self.names, values.split(list(counts)), strict=True):
             if part.numel():
-                wire = codec.encode(part.contiguous(), seed=seed ^ _salt(name, destination))
+                wire = codec.encode(part.contiguous(), seed=seed ^ salt_of(name, destination))
                 wires.append(wire)
                 decoded.append(codec.decode_sum(wire[None], part.numel()))
         if not wires:
@@ -191,7 +189,7 @@ class SparseLayout:
             counts_K: The source's table.
             sizes_V: Its row of `sizes`.
             wire: Its positions and values.
-            codec: Of the values.
+            codec: Encodes the values.
 
         Raises:
             RuntimeError: The message is damaged.
@@ -251,7 +249,3 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 def split(x_E: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Views of the parts that `joined` put together."""
     return [x_E] if len(sizes) == 1 else list(x_E.split(list(sizes)))
-
-
-def _salt(name: str, destination: int) -> int:
-    return hash32(zlib.crc32(name.encode()) + destination * GOLDEN)

@@ -48,17 +48,17 @@ class ValueSum:
     """One sum: encodes when it is made, exchanges in `run`.
 
     Args:
-        names: Of the parameters.
-        values: Of each parameter, float32 [k].
-        indices: Of each parameter, int64 [k], ascending, the same on all ranks.
+        names: What the parameters are called.
+        values: What each parameter sends, float32 [k].
+        indices: Where these lie, int64 [k], ascending, the same on all ranks.
         cuts: How each parameter is cut over the ranks.
-        codec: Of the values.
+        codec: Encodes the values.
         comm: Group to sum over.
         scatter: Reduce-scatter instead of all-reduce.
-        seed: For stochastic codecs.
+        seed: Stochastic codecs round with it.
 
     Attributes:
-        sent: Of each parameter, the own values as the others decode them.
+        sent: Takes each parameter's own values as the others decode them.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
 
@@ -18,7 +19,7 @@ class Arena(NamedTuple):
     """One state tensor of a stateful codec, for all its parameters together.
 
     Args:
-        dtype: Of the elements.
+        dtype: What its elements are.
         extent: ``sender``: as many elements as are encoded; ``receiver``: as many as are decoded.
         per_block: One entry per block instead of one per element.
     """
@@ -54,6 +55,14 @@ class StatefulCodec(ABC):
         what is not sent is lost.
         """
         return None
+
+    def stateless(self) -> Codec:
+        """The codec alone, without its residual: for wrappers, which have a rule of their own.
+
+        Raises:
+            ValueError: It has no codec that could serve alone.
+        """
+        raise ValueError(f"{self.label!r} has no codec of its own: wrap a quantiser such as QSGD, LoCo or OneBitSGD")
 
     @abstractmethod
     def arenas(self) -> dict[str, Arena]:

@@ -5,8 +5,8 @@
 3. every rank decodes all messages, its own too, into the rows that the module computes with
 
 What is received may be kept, as codes or decoded, so that later gathers of the same weights send nothing. With
-differences the decoded rows are a replica that stays: the message holds the code of what the own row has more than the
-replica's, and every rank adds what it decodes. All ranks decode the same bytes, so their weights are bit-identical.
+differences the decoded rows stay as a replica: the owner encodes its row minus the replica of that row, and every rank
+adds what it decodes to its replica. All ranks decode the same bytes, so their weights are bit-identical.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.kernels.segments import Segment, Segments, pieces_of
 
 
-class Part(NamedTuple):
+class CodecSlots(NamedTuple):
     """Parameters of a row that one codec carries; None: as they are."""
 
     codec: Codec | None
     slots: tuple[Slot, ...]
 
 
-class _Tables(NamedTuple):
+class _CodecTables(NamedTuple):
     codec: Codec | None
     encode: Segments
     decode: Segments
@@ -45,12 +45,12 @@ class RowCode:
 
     Args:
         parts: Which parameters each codec carries; a slot's stride is the length of a row.
-        dtype: Of the rows.
-        rank, world_size, device: Of this process.
+        dtype: What rows consist of.
+        rank, world_size, device: What this process has.
     """
 
     def __init__(
-        self, parts: Sequence[Part], dtype: torch.dtype, rank: int, world_size: int, device: torch.device
+        self, parts: Sequence[CodecSlots], dtype: torch.dtype, rank: int, world_size: int, device: torch.device
     ) -> None:
         self.dtype = dtype
         self.nbytes = HEADER_NBYTES
@@ -71,7 +71,9 @@ class RowCode:
         self.header = layout_header(repr((parts, dtype)).encode(), device)
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)  # kernels note inf and NaN; nobody asks
 
-    def _tabulate(self, codec: Codec | None, placed: Sequence[tuple[Slot, int]], rank: int, world_size: int) -> _Tables:
+    def _tabulate(
+        self, codec: Codec | None, placed: Sequence[tuple[Slot, int]], rank: int, world_size: int
+    ) -> _CodecTables:
         encode, decode = [], []
         for slot, wire_at in placed:
             if length := slot.cut.row_length(rank):
@@ -79,7 +81,7 @@ class RowCode:
             for r in range(world_size):
                 if length := slot.cut.row_length(r):
                     decode.append(Segment(slot.offset + r * slot.stride, length, 0, r * self.nbytes + wire_at))
-        return _Tables(codec, Segments(encode), Segments(decode))
+        return _CodecTables(codec, Segments(encode), Segments(decode))
 
     def encode_(self, x_N: Tensor, coded_N: Tensor, wire_B: Tensor) -> None:
         """Write the message of one row: exempt parameters of `x_N`, the codes of `coded_N`."""
@@ -118,7 +120,7 @@ class WeightGather:
         parts: The row's parameters by codec. None: rows travel as they are.
         row_numel: Elements of a row, padding included.
         comm: How messages travel to all ranks.
-        device: Of weights.
+        device: Where weights lie.
         keep: ``nothing``, ``codes`` or ``replica``.
         differences: Messages hold differences from the replica, which must be kept.
         buffers: Lends memory for messages.
@@ -131,7 +133,7 @@ class WeightGather:
 
     def __init__(
         self,
-        parts: Sequence[Part] | None,
+        parts: Sequence[CodecSlots] | None,
         row_numel: int,
         comm: Gathering,
         device: torch.device,
@@ -162,7 +164,7 @@ class WeightGather:
 
         Args:
             x_N: The own row, exact; may be the own row of `out`.
-            out: Of the same dtype.
+            out: Has the same dtype.
         """
         if self.fresh:
             self._serve(out)

@@ -13,7 +13,7 @@ class WireBuffers:
     All borrowing happens on one thread (and, on CUDA, on one stream), so a returned buffer is free to be written.
 
     Args:
-        device: Of the messages.
+        device: Where messages lie.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -78,9 +78,8 @@ def _compressor(entries: Section) -> Compressor:
         raise ValueError(f"{SECTION}: compressor is missing{max(hints, key=len, default='.')}")
     if not isinstance(name, str):
         raise ValueError(f"{SECTION}: compressor must be a name such as loco, got {name!r}")
-    names = option_names(preset(name))
-    choices += ["options", *dict.fromkeys(names.values())]
-    for key in entries.keys() - {*choices, *names}:
+    choices += ["options", *option_names(preset(name))]
+    for key in entries.keys() - set(choices):
         raise ValueError(
             f"{SECTION}: unknown key {key!r}{did_you_mean(str(key), choices)} Known with {name}: {', '.join(choices)}"
         )

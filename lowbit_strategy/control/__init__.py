@@ -18,7 +18,7 @@ from lowbit_strategy.control.gravac import GraVAC
 from lowbit_strategy.control.groups import group_of
 from lowbit_strategy.control.guard import Bounds, Guard
 from lowbit_strategy.control.registry import CONTROLLERS
-from lowbit_strategy.control.schedule import Phase, Schedule, dgc_warmup
+from lowbit_strategy.control.schedule import Phase, Schedule
 from lowbit_strategy.control.static import Static
 
 __all__ = [
@@ -42,6 +42,5 @@ __all__ = [
     "Static",
     "Switch",
     "Telemetry",
-    "dgc_warmup",
     "group_of",
 ]

@@ -55,7 +55,7 @@ class Accordion(Controller):
         eta: Change of the norm that counts as critical. Smaller: light more often.
         interval: Epochs (steps) between two detections; with ``unit="epochs"`` the window is the first epoch of each
             interval, as published, with ``"steps"`` the whole interval.
-        unit: Of `interval`.
+        unit: What `interval` counts.
         per: Judge each ``parameter`` by itself, or the ``model`` as one.
         gradient: ``local``: each rank's own, as published, a float32 copy of the whole model on every rank; ``mean``:
             what all ranks agreed on, under FSDP2 a shard's size.
@@ -133,7 +133,7 @@ class AccordionBatch(Controller):
     Args:
         small: Batches accumulated into one step in critical regimes.
         large: The same elsewhere.
-        eta, interval, unit, gradient, learning_rate_drop: As in `Accordion`; judged on the whole model.
+        eta, interval, unit, gradient, learning_rate_drop: See `Accordion`; judged on the whole model.
         only_grows: False lets the batch shrink in a later critical regime. With ``unit="steps"`` two windows are
             compared only if their batches are of one size, since noise in a mean falls with the batch: after a change
             of the batch one window passes without a decision.

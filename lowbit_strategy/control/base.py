@@ -29,7 +29,7 @@ class Progress:
         epoch: Epochs completed.
         num_steps: Optimizer steps planned, None if that is not known.
         steps_per_epoch: Optimizer steps of one epoch, likewise.
-        learning_rate: Of the first parameter group, in the step that begins; None if it is not known.
+        learning_rate: What the first parameter group has in the step that begins; None if it is not known.
     """
 
     step: int
@@ -64,9 +64,9 @@ class Telemetry:
         accumulated_square: The sum of the squared norms of the same gradients, over the same steps and ranks; only if
             the probes had `square`.
         accumulated_steps: How many steps these were.
-        energy: For each level that was tried in the last step.
+        energy: What each level has that was tried in the last step.
         residual_norm: Over ranks, before the last step, for the parameters that `energy` is about.
-        end_to_end: Of the whole reduction in the last step, both hops, with what was in force.
+        end_to_end: What the whole reduction of the last step, both hops, had with what was in force.
         step_seconds: Wall time of the last step, mean over ranks; None if it was not asked for or not yet known.
     """
 
@@ -127,7 +127,7 @@ class Decision:
         levels: Index into the controller's levels for every parameter. Empty: leave methods alone.
         probe: What to measure.
         switches: What changed and why.
-        warnings: For people, logged each time they are given.
+        warnings: People read them; they are logged each time they are given.
         accumulation: Batches accumulated into one optimizer step; None leaves them alone.
         learning_rate_factor: On top of the scheduler's learning rate.
         every: Local steps: optimizer steps of each round that begins from now on; None: as the outer rule has it.

@@ -54,7 +54,8 @@ class GraVAC(Controller):
     ``c >= epsilon``.
 
     Args:
-        candidates: From light to heavy, at least two, such as ``GraVAC.geometric(TopK(), "density", 0.1, 0.001)``.
+        candidates: At least two that go from light to heavy, such as
+            ``GraVAC.geometric(TopK(), "density", 0.1, 0.001)``.
         dense: What is sent when no candidate is good enough.
         epsilon: Smallest compression gain, in (0, 1]. Larger: more information, less compression.
         omega: Scores that differ relatively by less count as equal. Larger: the search ends earlier.

@@ -49,9 +49,9 @@ class Bounds:
     """What a group's error and residual may be.
 
     Args:
-        max_error: Of the relative error; None: not looked at. Two bits have about 0.5, four bits 0.1.
-        max_residual: Of the residual's norm relative to gradient plus residual; None: not looked at.
-        max_end_to_end: Of the error of the whole reduction, the result against the true mean over ranks; None: not
+        max_error: Bounds the relative error; None: not looked at. Two bits have about 0.5, four bits 0.1.
+        max_residual: Bounds the residual's norm relative to gradient plus residual; None: not looked at.
+        max_end_to_end: Bounds the error of the whole reduction, the result against the true mean over ranks; None: not
             looked at. It is measured with what is in force, so a group that falls back for it does not return.
         patience: Observations in a row that raise or clear the alarm.
 

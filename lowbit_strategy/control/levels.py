@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass
 from typing import ClassVar
 
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor
-from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.parameter_selectors import Selector
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import REFERENCE, TensorSpec
-from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.methods.wrappers.partition import Partition
 
 _REFERENCE_WORLD_SIZE = 4
 _STRENGTHS = ("bits", "density", "rank")
@@ -58,49 +56,18 @@ def labels(levels: Sequence[Compressor]) -> tuple[str, ...]:
     return tuple(text if texts.count(text) == 1 else f"{text} #{at}" for at, text in enumerate(texts))
 
 
-@configuration
-class PerParameter(Compressor):
-    """Several configurations, one of them chosen for each parameter; exemptions are each configuration's own.
+@dataclass(frozen=True)
+class Named:
+    """A selector of parameters by their names, however many there are."""
 
-    Args:
-        levels: Configurations.
-        choice: Parameter name and index into `levels`. Parameters that are not named get the first.
-    """
+    names: frozenset[str]
+    label: ClassVar[str] = "chosen by the controller"
 
-    name: ClassVar[str] = "per_parameter"
+    def __call__(self, spec: TensorSpec) -> bool:
+        return spec.name in self.names
 
-    levels: tuple[Compressor, ...]
-    choice: tuple[tuple[str, int], ...] = ()
-    exempt: tuple[Selector, ...] = ()
-    high_precision: tuple[Selector, ...] = ()
-    _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
-        if not self.levels:
-            raise ValueError("levels must have at least one configuration")
-        object.__setattr__(self, "_index", dict(self.choice))
-
-    @classmethod
-    def of(cls, levels: Sequence[Compressor], choice: Mapping[str, int]) -> PerParameter:
-        return cls(levels=tuple(levels), choice=tuple(sorted(choice.items())))
-
-    def check(self, specs: Sequence[TensorSpec]) -> None:
-        for level in self.levels:  # each may be chosen for any of them
-            level.check(specs)
-
-    def at(self, step_index: int) -> Compressor:
-        levels = tuple(level.at(step_index) for level in self.levels)
-        return self if levels == self.levels else dataclasses.replace(self, levels=levels)
-
-    def level(self, spec: TensorSpec) -> Compressor:
-        return self.levels[self._index.get(spec.name, 0)]
-
-    def method(self, spec: TensorSpec) -> Method:
-        return self.level(spec).method(spec)
-
-    def high_precision_method(self, spec: TensorSpec) -> Method | None:
-        return self.level(spec).high_precision_method(spec)
-
-    def assign(self, spec: TensorSpec) -> Assignment:
-        return self.level(spec).assign(spec)
+def per_parameter(levels: Sequence[Compressor], choice: Mapping[str, int]) -> Partition:
+    """One of `levels` for each parameter; those that `choice` does not name get the first."""
+    names = {at: frozenset(name for name, chosen in choice.items() if chosen == at) for at in range(1, len(levels))}
+    return Partition(rules=tuple((Named(each), levels[at]) for at, each in names.items() if each), default=levels[0])

@@ -11,7 +11,7 @@ from lowbit_strategy.control.base import Controller
 from lowbit_strategy.control.budget import ErrorBudget
 from lowbit_strategy.control.gravac import GraVAC
 from lowbit_strategy.control.guard import Guard
-from lowbit_strategy.control.schedule import Schedule, dgc_warmup
+from lowbit_strategy.control.schedule import Schedule
 from lowbit_strategy.control.static import Static
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
 from lowbit_strategy.options.suggestions import did_you_mean
@@ -20,7 +20,6 @@ CONTROLLERS: dict[str, Callable[..., Controller]] = {
     "accordion": Accordion,
     "accordion_batch": AccordionBatch,
     "adaqs": AdaQS,
-    "dgc_warmup": dgc_warmup,
     "error_budget": ErrorBudget,
     "gravac": GraVAC,
     "guard": Guard,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry, describe_switches
 from lowbit_strategy.control.levels import labels
@@ -22,10 +21,10 @@ class Phase:
     """One compressor for a while.
 
     Args:
-        compressor: In force.
+        compressor: Reduces gradients in this phase.
         start: First optimizer step or epoch, or share of the whole run, that the phase covers.
         end: First one that it does not cover; None: until the next phase starts, or for ever.
-        unit: Of `start` and `end`.
+        unit: What `start` and `end` count.
 
     Raises:
         ValueError: It covers nothing.
@@ -88,7 +87,7 @@ class Schedule(Controller):
         ])
 
     Args:
-        phases: In the order of their starts; the first starts at 0, and there are no gaps.
+        phases: They follow each other in the order of their starts; the first starts at 0, and there are no gaps.
 
     Raises:
         ValueError: Phases overlap, leave a gap or are out of order; where units differ, when training starts.
@@ -153,33 +152,3 @@ def _check_neighbours(at: int, start: float, end: float | None, following: float
         raise ValueError(f"{which} overlap: one ends at {end:g}, the other starts at {following:g}")
     if end is not None and end < following:
         raise ValueError(f"{which} leave a gap from {end:g} to {following:g}: leave `end` out, or fill the gap")
-
-
-def dgc_warmup(
-    compressor: Compressor,
-    densities: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004),
-    unit: Literal["epoch", "step"] = "epoch",
-    every: int = 1,
-) -> Schedule:
-    """Deep Gradient Compression's warm-up for any sparsifier: a falling density, `every` epochs (steps) each.
-
-    Args:
-        compressor: In force after the warm-up; must have a `density`.
-        densities: Of the warm-up, from first to last.
-        unit: Of `every`.
-        every: Length of one stage.
-
-    Raises:
-        ValueError: The compressor has no density, or the densities do not fall towards its own.
-
-    References:
-        Lin et al., "Deep Gradient Compression", 2018, arXiv 1712.01887, section 3.
-    """
-    last = getattr(compressor, "density", None)
-    if last is None:
-        raise ValueError(f"{compressor.name} has no density: a density warm-up is for sparsifiers")
-    if any(later >= earlier for earlier, later in pairwise((*densities, last))):
-        raise ValueError(f"densities must fall towards the compressor's own {last:g}, got {tuple(densities)}")
-    options: list[dict[str, Any]] = [{"density": density} for density in densities]
-    stages = [*(dataclasses.replace(compressor, **option) for option in options), compressor]
-    return Schedule([Phase(compressor=stage, start=at * every, unit=unit) for at, stage in enumerate(stages)])

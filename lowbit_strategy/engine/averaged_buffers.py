@@ -31,11 +31,12 @@ class AveragedBuffers:
 
     @torch.no_grad()
     def changes(self) -> list[Tensor]:
-        """float32, flat, for each buffer: this rank's minus the shared one."""
+        """float32, flat, for each buffer: this rank's minus the shared one. What has become NaN here counts as
+        unchanged: the others' statistics must not suffer from a batch that overflowed.
+        """
         return [
-            torch.where(own == self._shared[name], 0.0, own.float() - self._shared[name].float()).reshape(-1)
-            for name, own in self._own.items()
-            if name in self._shared
+            torch.where((own == shared) | own.isnan(), 0.0, own.float() - shared.float()).reshape(-1)
+            for own, shared in self._pairs()
         ]
 
     @torch.no_grad()
@@ -47,7 +48,16 @@ class AveragedBuffers:
             at += shared.numel()
             shared.copy_(torch.where(change == 0.0, shared.float(), shared.float() + change))
             own = buffers[name]
-            own.copy_(torch.where(own == shared, own, torch.lerp(shared, own, mix) if mix else shared))
+            mixed = torch.where(own.isnan(), shared, torch.lerp(shared, own, mix)) if mix else shared
+            own.copy_(torch.where(own == shared, own, mixed))
+
+    @torch.no_grad()
+    def use_shared(self) -> None:
+        """This rank goes on with what all ranks share."""
+        self._copy(self._shared)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return [(own, self._shared[name]) for name, own in self._own.items() if name in self._shared]
 
     def rebase(self) -> None:
         buffers = self._own

@@ -21,6 +21,7 @@ from lowbit_strategy.methods._base.codec_pair import CodecStore
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
 from lowbit_strategy.methods._base.reducer import ReducerStore, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.plan.gradients import bucket_messages, padding_nbytes
 
 
 class Entry(NamedTuple):
@@ -106,6 +107,8 @@ class Bucket:
     def __init__(self, context: BucketContext, layout: BucketLayout) -> None:
         self.context = context
         self.layout = layout
+        self.last_step = 0  # in which it came, of those so far
+        names = [entry.name for entry in layout.entries]
         self.slots = [self._slot(entry) for entry in layout.entries]
         by_method: dict[Method, list[Slot]] = {method: [] for method in context.stores if method.whole_model}
         for slot in self.slots:
@@ -134,6 +137,11 @@ class Bucket:
             if routes
             else None
         )
+        world_size = context.comm.world_size
+        messages = bucket_messages(context.methods, context.specs, names, world_size, scatter=placement.scatter)
+        self.planned_nbytes = sum(message.total_nbytes for message in messages)
+        self.fixed = all(message.fixed for message in messages)  # whatever the values are
+        self.padding_nbytes = padding_nbytes(context.methods, names, world_size)
 
     def _slot(self, entry: Entry) -> Slot:
         cut = self.context.placement.cut(self.context.specs[entry.name], self.context.methods[entry.name].block_size)

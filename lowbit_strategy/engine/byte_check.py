@@ -1,18 +1,15 @@
-"""Whether the bytes that were sent are those that the methods promise: what reports say is then what travels."""
+"""Whether the bytes that were sent are those of the plan: what reports tell is then what travels."""
 
 from __future__ import annotations
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.exchange import HEADER_NBYTES
-from lowbit_strategy.collectives.layout import ALIGNMENT
 from lowbit_strategy.engine.bucket import Bucket
-from lowbit_strategy.methods._base.reducer import Reducer
 
 
 class ByteCheck:
-    """Compares the communicator's count of each step with the promises, where those do not depend on values.
+    """Compares the communicator's count of each step with its buckets' plans, where those do not depend on values.
 
-    A bucket may cost more than promised by its framing: a header per message, and each parameter's padding to 16 bytes.
+    Codecs' messages must be right to the byte. Other methods may pad each parameter to 16 bytes on both hops.
 
     Args:
         comm: That the buckets are reduced over.
@@ -25,16 +22,13 @@ class ByteCheck:
     def begin_step(self, *, checks: bool) -> None:
         """After everything else that a step begins with. `checks`: nothing but the methods will send in this step."""
         self._checks, self._before = checks and self._comm.counts, self._comm.sent_nbytes
-        self._promised = self._framing = 0
+        self._promised = self._padding = 0
 
     def expect(self, bucket: Bucket) -> None:
         """This bucket is going to be reduced."""
-        context, peers = bucket.context, self._comm.world_size - 1
-        for slot in bucket.slots:
-            method, spec = context.methods[slot.name], context.specs[slot.name]
-            self._checks &= not isinstance(method, Reducer) or method.fixed_size
-            self._promised += method.wire_nbytes(spec, self._comm.world_size, scatter=context.placement.scatter)
-        self._framing += 2 * peers * (HEADER_NBYTES + ALIGNMENT * len(bucket.slots))
+        self._checks &= bucket.fixed
+        self._promised += bucket.planned_nbytes
+        self._padding += bucket.padding_nbytes
 
     def besides(self, nbytes: int) -> None:
         """So many bytes have been sent that are no bucket's."""
@@ -44,14 +38,14 @@ class ByteCheck:
         """Before anything else that a step sends when it ends.
 
         Raises:
-            RuntimeError: More or less was sent than promised.
+            RuntimeError: More or less was sent than planned.
         """
         if not self._checks:  # or there was no step
             return
         self._checks = False
         counted = self._comm.sent_nbytes - self._before
-        if abs(counted - self._promised) > self._framing:
+        if abs(counted - self._promised) > self._padding:
             raise RuntimeError(
                 f"{counted} bytes of gradients were sent in this step where {self._promised} and at most"
-                f" {self._framing} for headers were announced: a method counts its bytes wrongly, please report it"
+                f" {self._padding} of padding were planned: a method counts its bytes wrongly, please report it"
             )

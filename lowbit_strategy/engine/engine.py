@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
-from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Entry, Stages
+from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Stages
 from lowbit_strategy.engine.byte_check import ByteCheck
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.interfaces import LocalTraining, RankState, Stateful
@@ -25,15 +21,11 @@ from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.model.topology import Topology
+from lowbit_strategy.plan.gradients import Layout, Reduced, promised_nbytes
+from lowbit_strategy.plan.plan import Plan, make_plan
+from lowbit_strategy.ranks.ranks import Ranks
 
 _KEPT_STEPS = 16  # a bucket layout that has not come for so many steps (DDP has rebuilt its buckets) is dropped
-
-
-@dataclass(slots=True)
-class _Plan:
-    bucket: Bucket
-    last_step: int
 
 
 class GradientSync:
@@ -48,23 +40,18 @@ class GradientSync:
     Args:
         compressor: Gives every parameter its method.
         specs: All trainable parameters, in the same order on all ranks.
-        comm: Group to reduce over; used by nothing else while buckets are under way.
+        ranks: Who trains the model; `Ranks.peers` are used by nothing else while buckets are under way.
         device: Of gradients.
         scatter: FSDP2's reduce-scatter (sum of the owned chunk) instead of DDP's all-reduce (mean).
         seed: Of all randomness; the same on all ranks.
         rollback: Keep a copy of the residuals through the step and put it back if the step overflowed (fp16 with
             loss scaling: the optimizer skips such a step).
-        share: Two levels of ranks: which part of every parameter this rank reduces, with the ranks of `comm`, which
-            have the same part. None: all of it.
-        everyone: All ranks that train the model, for agreements between steps; None: those of `comm`.
 
     Attributes:
         specs: What is reduced: parameters, or this rank's parts of them.
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
-        inside, inside_nbytes, inside_buffer_nbytes: Two levels: ranks of a node, sent there per step, memory for it.
-        topology: Of all ranks, if it is known.
         extra_state, rank_state: What is saved beside the methods' own state, by name; what differs between ranks.
         stride: Optimizer steps since the reduction before: 1 unless steps are local.
         outer: Reduces weights' movements where steps are local, and counts them; None: gradients are reduced.
@@ -74,19 +61,15 @@ class GradientSync:
         self,
         compressor: Compressor,
         specs: Sequence[TensorSpec],
-        comm: Comm,
+        ranks: Ranks,
         device: torch.device,
         *,
         scatter: bool,
         seed: int = 0,
         rollback: bool = False,
-        share: Share | None = None,
-        everyone: Comm | None = None,
     ) -> None:
-        self.share = share
-        self.specs = {spec.name: spec.shared(share) for spec in specs}
-        self.comm = comm
-        self.everyone = comm if everyone is None else everyone
+        self.ranks = ranks
+        self.specs = {spec.name: spec.shared(ranks.share) for spec in specs}
         self.device = device
         self.scatter = scatter
         self.seed = seed
@@ -94,9 +77,6 @@ class GradientSync:
         self.step_index = 0
         self.num_skipped = 0
         self.weights: WeightSync | None = None
-        self.inside: Comm | None = None
-        self.inside_nbytes = self.inside_buffer_nbytes = 0
-        self.topology: Topology | None = None
         self.loss_scale: float | None = None
         self.carryover = CarryOver(device)
         self.extra_state: dict[str, Stateful] = {}
@@ -106,8 +86,7 @@ class GradientSync:
         self.assignments: dict[str, Assignment] = {}
         self.stores: dict[Method, MethodStore] = {}
         self.buffers = WireBuffers(device)
-        self.byte_check = ByteCheck(comm)
-        self._placement = Placement(comm.rank, comm.world_size, device, scatter)
+        self._meet(ranks)
         self._flags = StepFlags(device)
         self._listeners = Listeners()
         self._begun = False
@@ -115,7 +94,7 @@ class GradientSync:
         self._entered: set[BucketLayout] = set()  # in the backward pass under way
         self._num_passes = 0  # of the step, with this one
         self._observers: list[BucketObserver] = []
-        self._expected: tuple[BucketLayout, ...] = ()
+        self._expected: tuple[Reduced, ...] = ()
         self._replaced: list[MethodStore] = []  # kept until the step is over: a stream may still read them
         self._backup: list[Tensor] = []
         self.use(compressor)
@@ -130,12 +109,12 @@ class GradientSync:
         """Give every parameter its method anew. Residuals are carried over; between steps only."""
         compressor.check(list(self.wholes.values()))
         self.compressor = compressor
-        self._phase = compressor.at(self.step_index)
+        self._phase = compressor.phase(self.step_index)
         self.assign(assign_all(self._phase, list(self.specs.values())))
 
     def follow_phase(self) -> None:
         """Regroup if the compressor has another configuration for this step."""
-        phase = self.compressor.at(self.step_index)
+        phase = self.compressor.phase(self.step_index)
         if phase != self._phase:
             self._phase = phase
             self.assign(assign_all(phase, list(self.specs.values())))
@@ -143,7 +122,7 @@ class GradientSync:
     def extend(self, specs: Sequence[TensorSpec]) -> None:
         """Serve more parameters, the same on all ranks; the others keep their state. Between steps only."""
         if specs:
-            self.specs |= {spec.name: spec.shared(self.share) for spec in specs}
+            self.specs |= {spec.name: spec.shared(self.ranks.share) for spec in specs}
             self.assign(assign_all(self._phase, list(self.specs.values())))
 
     def forget(self) -> None:
@@ -153,6 +132,31 @@ class GradientSync:
         self._begun, self._num_passes, self._observers = False, 0, []
         earlier, self.stores, self.assignments = self.assignments, {}, {}
         self.assign(earlier)
+
+    def renew(self, ranks: Ranks) -> None:
+        """Reduce with other ranks from the next step on. Between steps, on all of them.
+
+        All state stays if this rank's place and the number of peers do. Otherwise state is made anew, and what has not
+        been sent yet becomes its residual. Each rank reduces the same parts of parameters as before.
+        """
+        assert ranks.share == self.ranks.share
+        placed, unsent = self._placement, {name: self.export_unsent(name) for name in self.specs}
+        self._meet(ranks)
+        if self._placement == placed:
+            self._start_anew()
+            return
+        self.forget()
+        for name, kept in unsent.items():
+            if kept is not None:
+                self.carry_over_(name, kept)
+
+    def _meet(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        for comm in (ranks.peers, ranks.world, ranks.intra_node):
+            if comm is not None:
+                comm.place = self._place
+        self.byte_check = ByteCheck(ranks.peers)
+        self._placement = Placement(ranks.peers.rank, ranks.peers.world_size, self.device, self.scatter)
 
     def assign(self, assignments: Mapping[str, Assignment]) -> None:
         """Regroup, one parameter at a time. Between steps only.
@@ -202,13 +206,13 @@ class GradientSync:
             self.carryover.keep(name, unsent)
 
     def _start_anew(self) -> None:
-        """No plans yet."""
+        """No buckets yet."""
         self._collector = Collector(list(self.specs))
         self._context = BucketContext(
             specs=self.specs,
             methods={name: assignment.method for name, assignment in self.assignments.items()},
             stores=self.stores,
-            comm=self.comm,
+            comm=self.ranks.peers,
             placement=self._placement,
             buffers=self.buffers,
             flags=self._flags,
@@ -216,7 +220,7 @@ class GradientSync:
             collector=self._collector,
             notes_overflow=self.rollback,
         )
-        self._plans: dict[BucketLayout, _Plan] = {}
+        self._buckets: dict[BucketLayout, Bucket] = {}
         self._backup = []
 
     def store(self, name: str) -> MethodStore:
@@ -267,6 +271,11 @@ class GradientSync:
     def has_entered(self, layout: BucketLayout) -> bool:
         """Whether this bucket has come in the backward pass under way."""
         return layout in self._entered
+
+    def _place(self) -> str:
+        """Which step this is, for errors."""
+        place = f"optimizer step {self.step_index + 1}"
+        return f"{place}, backward pass {self._num_passes}" if self._num_passes > 1 else place
 
     def begin_step(self, loss_scale: float | None = None, *, stride: int = 1) -> None:
         """Before the first backward pass of a step, on all ranks; further calls until `end_step` do nothing.
@@ -353,18 +362,18 @@ class GradientSync:
             )
 
     def _bucket(self, layout: BucketLayout) -> Bucket:
-        if layout not in self._plans:
-            self._plans[layout] = _Plan(Bucket(self._context, layout), self.step_index)
-        plan = self._plans[layout]
-        plan.last_step = self.step_index
-        return plan.bucket
+        if layout not in self._buckets:
+            self._buckets[layout] = Bucket(self._context, layout)
+        bucket = self._buckets[layout]
+        bucket.last_step = self.step_index
+        return bucket
 
     def step_context(self) -> StepContext:
         """Counter and seeds of the backward pass under way."""
         shared = hash32(hash32(self.seed) + self.step_index)
         if self._num_passes > 1:
             shared = hash32(shared + self._num_passes)
-        return StepContext(self.step_index, hash32(shared + GOLDEN * (self.everyone.rank + 1)), shared)
+        return StepContext(self.step_index, hash32(shared + GOLDEN * (self.ranks.rank + 1)), shared)
 
     def end_step(self) -> bool:
         """The optimizer has stepped, or a loss scaler has skipped the step. Call on all ranks.
@@ -380,21 +389,21 @@ class GradientSync:
             self.weights.end_step()
         self.byte_check.end_step()
         if entered and self.rollback:
-            counted = not self._flags.overflowed(self.everyone)
+            counted = not self._flags.overflowed(self.ranks.world)
             self._flags.clear()
             if not counted:
                 self.num_skipped += 1
                 if self._backup:
                     torch._foreach_copy_(self.state_tensors(), self._backup)
-        self._flags.raise_if_broken(self.everyone.rank)
+        self._flags.raise_if_broken(self.ranks.rank)
         self.carryover.end_step(counted=counted)
         self.acknowledge_step()
-        if self.outer is None and (entered or self.comm.world_size == 1):  # a second optimizer may have stepped
+        if self.outer is None and (entered or self.ranks.alone):  # a second optimizer may have stepped
             self.step_index += counted
         self._entered.clear()
         self._begun, self._num_passes, self._observers, self._replaced = False, 0, [], []
         oldest = self.step_index - _KEPT_STEPS * self.stride
-        self._plans = {layout: plan for layout, plan in self._plans.items() if plan.last_step >= oldest}
+        self._buckets = {layout: bucket for layout, bucket in self._buckets.items() if bucket.last_step >= oldest}
         if entered:
             self._listeners.end_step(counted=counted)
         return counted
@@ -424,37 +433,37 @@ class GradientSync:
             store.rescale_(factor)
         self.carryover.rescale_(factor)
 
-    # -- accounting ---------------------------------------------------------------------------------------------
-
     @property
     def residual_nbytes(self) -> int:
         """Bytes of all state on this rank."""
         return sum(store.nbytes for store in self.stores.values())
 
-    def expect(self, layouts: Sequence[BucketLayout]) -> None:
-        """The buckets that will come, one after the other, as far as they are known: for `buffer_nbytes`."""
-        self._expected = tuple(layouts)
+    def expect(self, reduced: Sequence[Reduced]) -> None:
+        """What will be reduced as one, in the order of backward: for `plan`."""
+        self._expected = tuple(reduced)
 
-    @property
-    def buffer_nbytes(self) -> int:
-        """Bytes for messages on this rank, at most.
-
-        FSDP2's modules take turns, so it is the largest one that counts. DDP's buckets may all be under way at once.
-        """
-        if self._expected:
-            return max(self._exchange_nbytes(layout) for layout in self._expected)
-        offsets = itertools.accumulate((spec.numel for spec in self.specs.values()), initial=0)
-        entries = tuple(map(Entry, self.specs, offsets))
-        row_numel = sum(self._placement.cut(spec, 1).row_numel for spec in self.specs.values())
-        return self._exchange_nbytes(BucketLayout(entries, row_numel if self.scatter else None))
-
-    def _exchange_nbytes(self, layout: BucketLayout) -> int:
-        exchange = Bucket(self._context, layout).exchange
-        return 0 if exchange is None else exchange.buffer_nbytes
+    def plan(self) -> Plan:
+        """What a step sends and what is kept, as numbers."""
+        weights, outer = self.weights, self.outer
+        layout: Layout = "fsdp" if self.scatter else "ddp" if weights is None else "hsdp"
+        known = {name for each in self._expected for name in each.names}
+        later = tuple(name for name in reversed(self.specs) if name not in known)
+        return make_plan(
+            list(self.specs.values()),
+            self.assignments,
+            self.ranks.shape,
+            layout,
+            reduced=[*self._expected, *([Reduced(later)] if later else ())],
+            coding=None if weights is None else weights.coding,
+            modules=None if weights is None else weights.layouts,
+            outer=None if outer is None else outer.rule,
+            every=None if outer is None else outer.round_length,
+        )
 
     def sent_nbytes(self, name: str) -> int:
         """Bytes this rank sends to others for one reduction of a parameter, headers and padding aside."""
-        return self.assignments[name].method.wire_nbytes(self.specs[name], self.comm.world_size, scatter=self.scatter)
+        method, spec = self.assignments[name].method, self.specs[name]
+        return promised_nbytes(method, spec, self.ranks.peers.world_size, scatter=self.scatter)
 
 
 def _copy_where_equal(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import Stages
+from lowbit_strategy.engine.turn_header import TurnHeader
 
 
 class Arrival(Protocol):
@@ -32,9 +34,7 @@ class Inline:
     """A courier that has arrived when `submit` returns."""
 
     def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival:
-        for pending in stages:
-            if pending is not None:
-                pending.wait()
+        wait_for_all(stages)
         return Arrived()
 
 
@@ -45,7 +45,7 @@ class Flight:
     Args:
         fragment: Its index.
         x: The pseudo-gradient; once it has arrived, the mean.
-        header: See `OuterSync`.
+        header: What travels with it.
         arrivals: Of its buckets; the first one's is the header's too.
         delay: Optimizer steps after which it lands.
         age: Optimizer steps since it was sent.
@@ -53,7 +53,7 @@ class Flight:
 
     fragment: int
     x: Tensor
-    header: Tensor
+    header: TurnHeader
     arrivals: Sequence[Arrival]
     delay: int
     age: int = 0

@@ -11,9 +11,7 @@ from torch.distributed.tensor import DTensor
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.sampling import spread_sample
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-
-_SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
-BUCKET_NUMEL = 2**21  # so many elements are coded while those before them travel
+from lowbit_strategy.plan.rounds import SAMPLE_NUMEL, buckets_of
 
 
 class Fragment:
@@ -33,7 +31,7 @@ class Fragment:
         self.numel = sum(spec.numel for spec in specs)
         self.buckets = _buckets(self._specs)
         device = next(iter(self.params.values())).device
-        self.sample = spread_sample(self.numel, _SAMPLE_NUMEL, 0, device).positions_N
+        self.sample = spread_sample(self.numel, SAMPLE_NUMEL, 0, device).positions_N
         self._anchor = torch.empty(self.numel, dtype=torch.float32, device=device)
         self.anchors = self.views(self._anchor)
         self.rebase()
@@ -82,17 +80,17 @@ class Fragment:
 
 
 def _buckets(specs: Sequence[TensorSpec]) -> list[tuple[BucketLayout, slice]]:
-    """Consecutive parameters, as many in each as have `BUCKET_NUMEL` elements together, or a larger one alone."""
-    parts: list[tuple[list[Entry], slice]] = [([], slice(0, 0))]
-    for spec in specs:
-        entries, part = parts[-1]
-        if entries and part.stop - part.start + spec.numel > BUCKET_NUMEL:
-            entries, part = [], slice(part.stop, part.stop)
-            parts.append((entries, part))
-        if spec.numel:  # under HSDP this rank may have nothing of it
-            entries.append(Entry(spec.name, part.stop - part.start))
-        parts[-1] = entries, slice(part.start, part.stop + spec.numel)
-    return [(BucketLayout(tuple(entries), last=entries is parts[-1][0]), part) for entries, part in parts]
+    """Where each bucket lies in the pseudo-gradient, and the places of its parameters."""
+    buckets, at = buckets_of(specs), 0
+    found = []
+    for bucket in buckets:
+        entries, start = [], at
+        for spec in bucket:
+            if spec.numel:  # under HSDP this rank may have nothing of it
+                entries.append(Entry(spec.name, at - start))
+            at += spec.numel
+        found.append((BucketLayout(tuple(entries), last=bucket is buckets[-1]), slice(start, at)))
+    return found
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -105,15 +103,3 @@ def _shaped(part_N: Tensor, spec: TensorSpec) -> Tensor:
         return part_N.view(spec.shape)
     values = part_N.view([spec.shape[dim] for dim in spec.memory_order])
     return values.permute([spec.memory_order.index(dim) for dim in range(spec.ndim)])
-
-
-def cut_into(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[TensorSpec]]:
-    """Consecutive parameters in parts of about equal size, at most `num_fragments`; none is empty."""
-    total = sum(spec.numel for spec in specs)
-    parts: list[list[TensorSpec]] = [[] for _ in range(num_fragments)]
-    before = 0
-    for spec in specs:
-        middle = before + spec.numel / 2
-        parts[min(num_fragments - 1, int(middle * num_fragments / max(total, 1)))].append(spec)
-        before += spec.numel
-    return [part for part in parts if part]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.fragment import BUCKET_NUMEL
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import ALL_STATE, AverageState
 from lowbit_strategy.methods.outer.state_code import StateCode
+from lowbit_strategy.plan.rounds import BUCKET_NUMEL
 
 # Squares are sent as their roots, whose range is half as wide. None of these is ever negative.
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
@@ -44,25 +44,12 @@ class InnerState:
     def __init__(self, sync: GradientSync, every: AverageState, states: Callable[[], States]) -> None:
         self._sync = sync
         self._every = dict(ALL_STATE if every is True else every or ())
-        self._named = every is not True
         self._states = states
         specs = [
             replace(spec, name=_joined(key, name)) for key in sorted(self._every) for name, spec in sync.specs.items()
         ]
-        self._exchange = GradientSync(
-            StateCode(), specs, sync.comm, sync.device, scatter=False, seed=sync.seed, everyone=sync.everyone
-        )
-
-    @property
-    def round_nbytes(self) -> int:
-        """Bytes this rank sends in a round, in the mean over rounds, if its optimizers keep the keys that are named."""
-        if not self._named:
-            return 0
-        sent = dict.fromkeys(self._every, 0)
-        for spec in self._exchange.specs.values():
-            key = spec.name.rpartition("[")[2][:-1]
-            sent[key] += self._exchange.sent_nbytes(spec.name)
-        return sum(nbytes // self._every[key] for key, nbytes in sent.items())
+        self._ranks = replace(sync.ranks, share=None, intra_node=None)  # specs are of parts already
+        self._exchange = GradientSync(StateCode(), specs, self._ranks, sync.device, scatter=False, seed=sync.seed)
 
     def average(self, names: Iterable[str], round_index: int, *, last: bool = False) -> None:
         """In the turn of a fragment, on all ranks.
@@ -79,24 +66,26 @@ class InnerState:
             if last or round_index % self._every[key] == 0
             if self._sync.specs[name].numel
         ]
-        before = self._sync.comm.sent_nbytes
-        if pairs and self._sync.comm.world_size > 1:
+        before = self._sync.ranks.peers.sent_nbytes
+        if pairs and self._sync.ranks.peers.world_size > 1:
             self._average(pairs)
-        self._sync.byte_check.besides(self._sync.comm.sent_nbytes - before)
+        self._sync.byte_check.besides(self._sync.ranks.peers.sent_nbytes - before)
 
     def _average(self, pairs: Sequence[tuple[str, str]]) -> None:
         own = self._own(pairs)
         counts = torch.tensor([float(tensor is not None) for tensor in own], device=self._sync.device)
-        self._sync.comm.all_reduce(counts).wait()
+        self._sync.ranks.peers.all_reduce(counts).wait()
         kept = [
             _Kept(key, self._sync.specs[name], tensor, int(count))
             for (key, name), tensor, count in zip(pairs, own, counts.tolist(), strict=True)
             if count
         ]
+        if not kept:
+            return
+        self._exchange.begin_step()
         for part in _buckets(kept):
             self._reduce(part)
-        if kept:
-            self._exchange.end_step()
+        self._exchange.end_step()
 
     @torch.no_grad()
     def _reduce(self, part: Sequence[_Kept]) -> None:
@@ -109,7 +98,7 @@ class InnerState:
             if pending is not None:
                 pending.wait()
         for each, mean_N in zip(part, x_N.split([each.spec.numel for each in part]), strict=True):
-            each.take_(mean_N * (self._sync.comm.world_size / each.num_ranks))
+            each.take_(mean_N * (self._sync.ranks.peers.world_size / each.num_ranks))
 
     def _own(self, pairs: Sequence[tuple[str, str]]) -> list[Tensor | None]:
         """What this rank keeps; None where it keeps none, or where it is not finite."""

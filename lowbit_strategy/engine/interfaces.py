@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from lowbit_strategy.methods.outer.rule import OuterRule
+
 
 class Stateful(Protocol):
     """Something else that is saved and restored with the residuals: plain dicts, numbers, strings and tensors."""
@@ -29,18 +31,13 @@ class LocalTraining(Protocol):
 
     Attributes:
         every: Optimizer steps of each coming round in the place of the rule's; None: as the rule has it.
+        rule: When replicas synchronise, and how.
     """
 
     every: int | None
+    rule: OuterRule
 
-    @property
-    def label(self) -> str: ...
     @property
     def round_length(self) -> int: ...
     @property
     def drift(self) -> float | None: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes this rank sends for the inner optimizers' state in a round, in the mean, as far as keys are named."""

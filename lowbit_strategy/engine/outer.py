@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,9 +14,14 @@ from lowbit_strategy.engine.averaged_buffers import AveragedBuffers
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.flight import Courier, Flight, Inline
-from lowbit_strategy.engine.fragment import Fragment, cut_into
+from lowbit_strategy.engine.fragment import Fragment
 from lowbit_strategy.engine.inner_state import InnerState, States
+from lowbit_strategy.engine.turn_header import TurnHeader
 from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.model.handshake import plain
+from lowbit_strategy.plan.rounds import cut_into
+
+_log = logging.getLogger("lowbit_strategy")
 
 
 class OuterSync:
@@ -23,10 +29,11 @@ class OuterSync:
 
     A turn, on all ranks, each when it comes to it:
 
-    1. ``header = [no more steps?, ||s||^2, s, changes of buffers]`` with s a sample of the pseudo-gradient, summed over
-       ranks uncompressed: a kilobyte
+    1. a header (`TurnHeader`) is summed over ranks uncompressed, a kilobyte: a sample of the pseudo-gradient, changes
+       of buffers, and whether the rank's weights are finite. Where they are not, the rank takes part with zeros
     2. the pseudo-gradient goes through `GradientSync.reduce`
-    3. `OuterRule.delay_of` steps later the outer optimizer steps the anchor, and the weights follow
+    3. `OuterRule.delay_of` steps later the outer optimizer steps the anchor with the mean over the ranks that were
+       finite, and the weights follow. A rank that was not goes on from the anchors of all fragments
 
     The order of turns is the same on all ranks and nothing else of this class is collective, so ranks may train at
     different speeds, and one that has no more data takes part in the others' turns (`finish`).
@@ -43,6 +50,9 @@ class OuterSync:
         every: Optimizer steps of each coming round in the place of the rule's; None: as the rule has it.
         num_turns: Turns completed by this rank.
         on_turn: Called after each turn, on all ranks, when nothing is under way; it may be collective.
+        asks: Whether this rank wants all ranks to do something together after a turn.
+        asked: Whether a rank had asked in a turn that is over; the same on all ranks.
+        on_left_out: Called after a turn in which this rank was left out, with the anchors in the model.
     """
 
     def __init__(
@@ -60,6 +70,9 @@ class OuterSync:
         self.every: int | None = None
         self.num_turns = 0
         self.on_turn: Callable[[], None] = lambda: None
+        self.asks: Callable[[], bool] = bool
+        self.asked = False
+        self.on_left_out: Callable[[], None] = lambda: None
         self._courier = courier if courier is not None else Inline()
         self._buffers = AveragedBuffers(buffers)
         self._inner = InnerState(sync, rule.average_state, states) if rule.average_state else None
@@ -84,11 +97,6 @@ class OuterSync:
     @property
     def params(self) -> dict[str, Tensor]:
         return {name: param for fragment in self.fragments for name, param in fragment.params.items()}
-
-    @property
-    def label(self) -> str:
-        """The rule in a few words, for reports."""
-        return self.rule.label
 
     @property
     def turn_length(self) -> int:
@@ -148,7 +156,7 @@ class OuterSync:
         while not all_done:
             flight = self._launch(None, done=True)
             flight.wait()
-            all_done = int(flight.header[0]) == self.sync.comm.world_size
+            all_done = flight.header.num_done == self.sync.ranks.peers.world_size
             self.land(final=True, average=all_done)
         for _ in range(len(self.fragments) - 1):
             self._launch(None, done=True)
@@ -159,14 +167,22 @@ class OuterSync:
         """Send the fragment whose turn it is."""
         fragment, sync = self.fragments[self._turn], self.sync
         x_N = fragment.pseudo_gradient()
-        sample = x_N[fragment.sample]
-        facts = torch.stack([torch.full((), float(done), device=x_N.device), torch.dot(sample, sample)])
+        finite = self._finite(x_N)
+        x_N.masked_fill_(finite == 0, 0.0)
         with_buffers = self._turn == len(self.fragments) - 1
-        header = torch.cat([facts, sample, *(self._buffers.changes() if with_buffers else ())])
+        header = TurnHeader.of(
+            x_N[fragment.sample],
+            [change.masked_fill_(finite == 0, 0.0) for change in self._buffers.changes()] if with_buffers else (),
+            done=done,
+            asks=self.asks(),
+            finite=finite,
+            rank=sync.ranks.peers.rank,
+            world_size=sync.ranks.peers.world_size,
+        )
         sync.begin_step(stride=max(1, self._since))  # where controllers decide
         reduced = [(layout, x_N[part]) for layout, part in fragment.buckets]
         stages = [sync.reduce(layout, x, x) for layout, x in reduced]
-        stages[0] = self._with_header(stages[0], header)
+        stages[0] = self._with_header(stages[0], header.flat)
         sent, self._turn, self._since = self._turn, (self._turn + 1) % len(self.fragments), 0
         if self._turn == 0:
             self._every = max(self._next_round(learning_rate), len(self.fragments))
@@ -183,8 +199,18 @@ class OuterSync:
         rising = earlier is not None and last is not None and last > earlier
         return self.rule.round_length(self.sync.step_index, learning_rate, rising=rising)
 
+    def _finite(self, x_N: Tensor) -> Tensor:
+        """1 if all is finite, on all ranks that have one model together, otherwise 0."""
+        sync = self.sync
+        bad = torch.zeros((), device=x_N.device)
+        if x_N.numel():
+            bad = 1.0 - torch.stack(torch.aminmax(x_N)).isfinite().all().float()
+        if sync.ranks.intra_node is not None:
+            sync.ranks.intra_node.all_reduce_max(bad).wait()
+        return 1.0 - bad
+
     def _with_header(self, stages: Stages, header: Tensor) -> Stages:
-        comm = self.sync.comm
+        comm = self.sync.ranks.peers
         before = comm.sent_nbytes
         pending = comm.all_reduce(header)
         self.sync.byte_check.besides(comm.sent_nbytes - before)
@@ -211,14 +237,23 @@ class OuterSync:
         flight, self._flight = self._flight, None
         flight.wait()
         fragment, mean_N = self.fragments[flight.fragment], flight.x
-        means = flight.header[1:] / self.sync.comm.world_size
-        sample, changes = means[1:].tensor_split([fragment.sample.numel()])
-        self._spread = torch.stack([means[0], torch.dot(sample, sample)])
-        self._move(fragment, mean_N, average=average)
+        left_out = flight.header.left_out
+        self.asked |= flight.header.asked
+        num_ranks = flight.header.world_size - len(left_out)
+        square, sample, changes = flight.header.means(num_ranks)
+        self._spread = torch.stack([square, torch.dot(sample, sample)])
+        if left_out:
+            self._warn_of(left_out, num_ranks)
+            mean_N.mul_(flight.header.world_size / max(1, num_ranks))
+        if num_ranks:
+            self._move(fragment, mean_N, average=average)
         mix = 0.0 if final else self.rule.mix
         fragment.pull_(mix)
         if changes.numel():
             self._buffers.take_(changes, mix)
+        if self.sync.ranks.peers.rank in left_out:
+            self.use_shared(new_round=False)
+            self.on_left_out()
         self.num_turns += 1
         if self._inner is not None:
             rounds = (self.num_turns - 1) // len(self.fragments) + 1
@@ -226,6 +261,20 @@ class OuterSync:
         self.sync.end_step()
         self.on_turn()
         return True
+
+    def _warn_of(self, left_out: list[int], num_ranks: int) -> None:
+        if self.sync.ranks.rank:
+            return
+        which = "rank" if self.sync.ranks.share is None else "replica"
+        names = ", ".join(f"{which} {rank}" for rank in left_out)
+        then = "the others go on without them" if num_ranks else "the anchors stay as they are"
+        _log.warning(
+            "weights that are not finite at optimizer step %d, on %s: %s, and they start again from the anchors, with a"
+            " fresh optimizer state",
+            self.sync.step_index,
+            names,
+            then,
+        )
 
     @torch.no_grad()
     def _move(self, fragment: Fragment, mean_N: Tensor, *, average: bool) -> None:
@@ -314,6 +363,7 @@ class OuterSync:
         flight = self._flight
         self.arrive()
         return {
+            "rule": plain("outer", self.rule),
             "every": self._every,
             "wanted": self.every,
             "turn": self._turn,
@@ -321,15 +371,15 @@ class OuterSync:
             "rates": list(self._rates),
             "num_turns": self.num_turns,
             "anchors": self.anchors,
+            "optimizer class": type(self._optimizer).__name__,
             "optimizer": {name: dict(self._optimizer.state.get(anchor, {})) for name, anchor in self.anchors.items()},
             "weights": self.params if self._aside is None else self._aside,
             "buffers": self._buffers.state_dict(),
             "flight": None
             if flight is None
             else {
-                "fragment": flight.fragment,
-                "mean": flight.x,
-                "header": flight.header,
+                "means": self.fragments[flight.fragment].views(flight.x),
+                "header": flight.header.state_dict(),
                 "delay": flight.delay,
                 "age": flight.age,
             },
@@ -339,57 +389,58 @@ class OuterSync:
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool = True) -> None:
         """Args:
         state: What `state_dict` gave.
-        own: It is this rank's own. If not (another number of ranks), only what all ranks share is taken: anchors,
-            outer optimizer. The round begins anew, from the anchors.
+        own: It is this rank's own. If not (another number of ranks), or under another rule, only what all ranks share
+            is taken: anchors, outer optimizer. The round begins anew, from the anchors.
         """
+        same_rule = state.get("rule") == plain("outer", self.rule)
+        same_optimizer = state.get("optimizer class") == type(self._optimizer).__name__
+        if not same_rule and self.sync.ranks.rank == 0:
+            _log.warning(
+                "the checkpoint was written under another outer rule: a new round begins from the anchors, which all"
+                " ranks share%s",
+                "" if same_optimizer else "; the outer optimizer starts anew, it is of another class",
+            )
         for name, anchor in self.anchors.items():
             if name in state["anchors"]:
                 anchor.copy_(state["anchors"][name])
-                kept = state["optimizer"].get(name, {})
+                kept = state["optimizer"].get(name, {}) if same_optimizer else {}
                 self._optimizer.state[anchor] = {key: _like(value, anchor) for key, value in kept.items()}
-        self._flight = self._revived(state["flight"])
+        own &= same_rule
+        self._flight = self._revived(state["flight"]) if same_rule else None
         self._buffers.load_state_dict(state["buffers"], own=own)
         if not own:
             self.land(final=True)
             self.use_shared()
+            self._weights_changed()
             return
-        self._every, self._turn, self._since = state["every"], state["turn"], state["since"]
+        self._every, self._turn, self._since = state["every"], state["turn"] % len(self.fragments), state["since"]
         self.num_turns, self.every = state["num_turns"], state["wanted"]
         earlier, last = state["rates"]
         self._rates = (earlier, last)
         for name, param in self.params.items():
             if name in state["weights"]:
                 param.copy_(state["weights"][name])
+        self._weights_changed()
 
     def _revived(self, saved: Mapping[str, Any] | None) -> Flight | None:
-        if saved is None:
-            return None
-        device = self.sync.device
-        mean, header = saved["mean"].to(device), saved["header"].to(device)
-        return Flight(saved["fragment"], mean, header, (), saved["delay"], saved["age"])
+        """What was under way; None if nothing was, or the model is cut otherwise: other parameters are trained."""
+        for at, fragment in enumerate(self.fragments if saved is not None else ()):
+            assert saved is not None
+            if fragment.anchors.keys() == saved["means"].keys():
+                x_N = torch.empty(fragment.numel, device=self.sync.device)
+                for name, view in fragment.views(x_N).items():
+                    view.copy_(saved["means"][name])
+                header = TurnHeader.from_state(saved["header"], self.sync.device)
+                return Flight(at, x_N, header, (), saved["delay"], saved["age"])
+        return None
 
-    def use_shared(self) -> None:
-        """All ranks go on from the anchors, with a new round."""
-        self._flight, self._since, self._turn = None, 0, 0
+    def use_shared(self, *, new_round: bool = True) -> None:
+        """This rank goes on from the anchors; all ranks do with a new round."""
+        if new_round:
+            self._flight, self._since, self._turn = None, 0, 0
         for fragment in self.fragments:
             fragment.pull_(0.0)
-
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes this rank sends for the inner optimizers' state in a round, in the mean."""
-        return 0 if self._inner is None else self._inner.round_nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of anchors, of the outer optimizer's state once it has stepped, and of a pseudo-gradient."""
-        anchors = sum(anchor.nbytes for anchor in self.anchors.values())
-        moments = sum(
-            value.nbytes
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
-        return anchors + moments + 4 * max(fragment.numel for fragment in self.fragments)
+        self._buffers.use_shared()
 
 
 def _like(value: Any, anchor: Tensor) -> Any:

@@ -12,12 +12,11 @@ the same index, and each of them ends with its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Entry, Stages
@@ -67,14 +66,12 @@ class TwoLevelBuckets:
 
     Args:
         sync: Reduces parts between nodes.
-        inside: The ranks of this node.
     """
 
-    def __init__(self, sync: GradientSync, inside: Comm) -> None:
-        assert sync.share is not None
+    def __init__(self, sync: GradientSync) -> None:
+        assert sync.ranks.share is not None
         self._sync = sync
-        self._share = sync.share
-        self._inside = inside
+        self._share = sync.ranks.share
         self._plans: dict[BucketLayout, _Plan] = {}
 
     def reduce(self, layout: BucketLayout, x: Tensor) -> Stages:
@@ -92,17 +89,19 @@ class TwoLevelBuckets:
         if x.is_cuda:
             part_N.record_stream(torch.cuda.current_stream(x.device))
         buffers, row_nbytes = self._sync.buffers, plan.numel * x.element_size()
-        num_inside = self._inside.world_size
+        intra_node = self._sync.ranks.intra_node
+        assert intra_node is not None
+        num_inside = intra_node.world_size
         sent, received = buffers.borrow(num_inside, row_nbytes), buffers.borrow(num_inside, row_nbytes)
         whole, pieces = plan.views(x, sent.view(x.dtype))
         torch._foreach_copy_(pieces, whole)
         yield from sum_rows(
-            sent.view(x.dtype), part_N, self._inside, alpha=1.0 / num_inside, received_WN=received.view(x.dtype)
+            sent.view(x.dtype), part_N, intra_node, alpha=1.0 / num_inside, received_WN=received.view(x.dtype)
         )
         buffers.give_back(sent, received)
         yield from between
         gathered = buffers.borrow(num_inside, row_nbytes)
-        yield self._inside.all_gather(gathered.view(x.dtype), part_N)
+        yield intra_node.all_gather(gathered.view(x.dtype), part_N)
         whole, pieces = plan.views(x, gathered.view(x.dtype))
         torch._foreach_copy_(whole, pieces)
         buffers.give_back(gathered)
@@ -112,32 +111,15 @@ _KEPT_PLANS = 256  # DDP rebuilds its buckets once or twice
 
 
 def scatter_over_two_levels(
-    sync: GradientSync, inside: Comm, layout: BucketLayout, x: Tensor, out: Tensor
+    sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor
 ) -> Iterator[Pending | None]:
     """FSDP2's reduce-scatter over all ranks: row r of `x` is for rank r, `out` is the sum of the own row."""
-    num_inside = inside.world_size
+    intra_node = sync.ranks.intra_node
+    assert intra_node is not None
+    num_inside = intra_node.world_size
     rows_LN = x.view(-1, num_inside, out.numel()).transpose(0, 1).reshape(num_inside, -1)
     mean_N = torch.empty(rows_LN.shape[1], dtype=x.dtype, device=x.device)
     between = sync.reduce(layout, mean_N, out)
-    yield from sum_rows(rows_LN, mean_N, inside, alpha=1.0 / num_inside)
+    yield from sum_rows(rows_LN, mean_N, intra_node, alpha=1.0 / num_inside)
     yield from between
     out.mul_(num_inside)  # FSDP2 divides by the number of all ranks
-
-
-def inside_nbytes(sync: GradientSync, itemsizes: Mapping[str, int]) -> int:
-    """Bytes that a rank sends inside its node for one reduction of all gradients, which have so many bytes each."""
-    assert sync.share is not None
-    total = 0
-    for name, spec in sync.wholes.items():
-        first = spec.shared(replace(sync.share, index=0)).part  # the longest
-        assert first is not None
-        numel = first.ranges[0][1] if first.row_numel is None else sync.comm.world_size * first.row_numel
-        total += numel * itemsizes[name]
-    return (1 if sync.scatter else 2) * (sync.share.count - 1) * total
-
-
-def announce_inside(sync: GradientSync, itemsizes: Mapping[str, int]) -> None:
-    """DDP: what the levels inside nodes send, and their memory for messages, sent and received."""
-    assert sync.share is not None
-    sync.inside_nbytes = inside_nbytes(sync, itemsizes)
-    sync.inside_buffer_nbytes = sync.inside_nbytes * sync.share.count // (sync.share.count - 1)

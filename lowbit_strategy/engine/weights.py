@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.collectives.exchange import HEADER_NBYTES
 from lowbit_strategy.collectives.gathering import Gathering
-from lowbit_strategy.collectives.layout import ALIGNMENT, Slot, dim0_cut
+from lowbit_strategy.collectives.layout import Slot, dim0_cut
 from lowbit_strategy.collectives.step_flags import StepFlags
-from lowbit_strategy.collectives.weight_gather import Part, WeightGather
+from lowbit_strategy.collectives.weight_gather import CodecSlots, WeightGather
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.weights.base import WeightCoding, WeightCost
-from lowbit_strategy.methods.weights.exact import Exact
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleLayout:
-    """What one sharded module gathers as one.
-
-    Args:
-        specs: Its parameters, in the order in which their shards follow each other in a row.
-        dtype: Of the gathered weights.
-        num_gathers: How often FSDP2 gathers them in a step of one forward and one backward pass.
-        coded: Whether they can be coded; no where a parameter has another type than floats, or gathers in a way of its
-            own.
-    """
-
-    specs: tuple[TensorSpec, ...]
-    dtype: torch.dtype
-    num_gathers: int
-    coded: bool = True
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.plan.weights import ModuleLayout, has_codes, module_weights
 
 
 class ModuleWeights:
@@ -63,11 +42,8 @@ class ModuleWeights:
         self.row_numel = sum(cut.row_numel for cut in cuts)
         parts = self._parts(coding, cuts)
         keep = "nothing" if parts is None and coding.keep == "codes" else coding.keep
-        self._world_size, self._has_codes, self._keeps_codes = comm.world_size, parts is not None, keep == "codes"
         self.is_ours = parts is not None or coding.keep == "replica"  # or FSDP2's own gathers do
-        self.costs = costs_of(coding, layout, comm.world_size)
-        # what a message may have beyond its codes: a header, and the padding of every parameter
-        self.framing_nbytes = (HEADER_NBYTES + ALIGNMENT * len(cuts)) * (comm.world_size - 1)
+        self.costs = module_weights(coding, layout, comm.world_size)
         self.gather = WeightGather(
             parts,
             self.row_numel,
@@ -79,15 +55,15 @@ class ModuleWeights:
             flags=flags,
         )
 
-    def _parts(self, coding: WeightCoding, cuts: Sequence[Any]) -> list[Part] | None:
-        if not self.layout.coded or isinstance(coding, Exact):
+    def _parts(self, coding: WeightCoding, cuts: Sequence[Any]) -> list[CodecSlots] | None:
+        if not has_codes(coding, self.layout):
             return None
         slots: dict[Codec | None, list[Slot]] = {}
         at = 0
         for spec, cut in zip(self.layout.specs, cuts, strict=True):
             slots.setdefault(coding.codec(spec), []).append(Slot(spec.name, at, self.row_numel, cut))
             at += cut.row_numel
-        return [Part(codec, tuple(members)) for codec, members in slots.items()]
+        return [CodecSlots(codec, tuple(members)) for codec, members in slots.items()]
 
     def gradients_reduced(self) -> None:
         """Its gradients have been reduced: whatever steps on them, the next forward pass has other weights.
@@ -110,45 +86,9 @@ class ModuleWeights:
         self._reduced = False
         self.gather.invalidate()
 
-    @property
-    def buffer_nbytes(self) -> int:
-        """Memory for its messages: its own, and those received unless they are what is kept."""
-        others = self._world_size - 1
-        if not self._has_codes or not others:
-            return 0
-        own = (self.costs.cost.gather_nbytes + self.framing_nbytes) // others
-        return own if self._keeps_codes else own * (1 + self._world_size)
-
-    @property
-    def exact_nbytes(self) -> int:
-        """Bytes this rank sends to gather the rows as they are."""
-        return self.costs.exact_nbytes
-
     def promised_nbytes(self, num_coded: int, num_exact: int) -> int:
         """Bytes for so many messages."""
-        return num_coded * self.costs.cost.gather_nbytes + num_exact * self.exact_nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleCosts:
-    """What a module's weights cost a rank, and what FSDP2's own gathers would."""
-
-    cost: WeightCost
-    exact_nbytes: int
-
-
-def costs_of(coding: WeightCoding, layout: ModuleLayout, world_size: int) -> ModuleCosts:
-    """Of one module."""
-    itemsize, gathers = layout.dtype.itemsize, layout.num_gathers
-    exact = [dim0_cut(spec.shape, world_size).row_numel * itemsize for spec in layout.specs]
-    exact_nbytes = sum(exact) * (world_size - 1)
-    if not layout.coded:
-        kept = sum(exact) * world_size if coding.keep == "replica" else 0
-        once = coding.keep == "replica"
-        return ModuleCosts(WeightCost(exact_nbytes, 1 if once else gathers, kept), exact_nbytes)
-    costs = [coding.cost(spec, world_size, itemsize, num_gathers=gathers) for spec in layout.specs]
-    sent, kept = sum(each.gather_nbytes for each in costs), sum(each.kept_nbytes for each in costs)
-    return ModuleCosts(WeightCost(sent, 1 if coding.keep != "nothing" else gathers, kept), exact_nbytes)
+        return num_coded * self.costs.gather_nbytes + num_exact * self.costs.exact_nbytes
 
 
 class WeightSync:
@@ -169,6 +109,7 @@ class WeightSync:
         self, coding: WeightCoding, layouts: Mapping[str, ModuleLayout], comm: Gathering, device: torch.device
     ) -> None:
         self.coding = coding
+        self.layouts = dict(layouts)
         self.comm = comm
         self.buffers = WireBuffers(device)
         self._flags = StepFlags(device)
@@ -249,7 +190,7 @@ class WeightSync:
         )
 
     def _framing_nbytes(self) -> int:
-        return sum(module.framing_nbytes * module.gather.num_sent for module in self.modules.values())
+        return sum(module.costs.framing_nbytes * module.gather.num_sent for module in self.modules.values())
 
     @property
     def nbytes(self) -> int:
@@ -261,17 +202,7 @@ class WeightSync:
     @property
     def planned_nbytes(self) -> int:
         """Bytes this rank sends per step of one forward and one backward pass, framing aside."""
-        return sum(module.costs.cost.step_nbytes for module in self.modules.values())
-
-    @property
-    def kept_nbytes(self) -> int:
-        """Memory on this rank for what is kept between gathers, framing aside."""
-        return sum(module.costs.cost.kept_nbytes for module in self.modules.values())
-
-    @property
-    def buffer_nbytes(self) -> int:
-        """Memory on this rank for messages that are on their way, at most: modules take turns."""
-        return max((module.buffer_nbytes for module in self.modules.values()), default=0)
+        return sum(module.costs.step_nbytes for module in self.modules.values())
 
     # -- what is saved --------------------------------------------------------------------------------------------
 

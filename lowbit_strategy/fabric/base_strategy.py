@@ -6,7 +6,6 @@ import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import fsspec
 import torch
 from torch import nn
 
@@ -106,7 +105,7 @@ class LowBitFabricMixin(_Base):
         stamps: list[Stamp] | None = remainder.pop(CHECKPOINT_KEY, None)
         for i, session in enumerate(self._sessions_of(state or {})):
             stamp = stamps[i] if stamps is not None and i < len(stamps) else None
-            session.load(self._saved_sidecar_path(path, i), stamp)
+            session.load(self._sidecar_path(path, i), stamp)
             session.resume()
         return remainder
 
@@ -122,10 +121,3 @@ class LowBitFabricMixin(_Base):
         one (a GAN's critic) inside of the first one's folder, where no checkpoint of the user's has its own.
         """
         return str(path) if index == 0 else f"{residual_files.sidecar_folder(path)}/model_{index}"
-
-    @classmethod
-    def _saved_sidecar_path(cls, path: Any, index: int) -> str:
-        """As `_sidecar_path`, or where earlier versions wrote a second model's files."""
-        current, earlier = cls._sidecar_path(path, index), f"{path}.{index}"
-        fs, folder = fsspec.core.url_to_fs(residual_files.sidecar_folder(current))
-        return earlier if index > 0 and not fs.exists(folder) else current

@@ -40,7 +40,7 @@ class DDPHook:
     def __init__(self, model: DistributedDataParallel, sync: GradientSync) -> None:
         refuse_python_reducer()
         self.sync = sync
-        self._levels = None if sync.inside is None else TwoLevelBuckets(sync, sync.inside)
+        self._levels = None if sync.ranks.intra_node is None else TwoLevelBuckets(sync)
         self._names = {id(p): canonical_name(name) for name, p in model.module.named_parameters()}
         on_cpu = sync.device.type == "cpu"
         self._worker = BucketWorker() if on_cpu else None

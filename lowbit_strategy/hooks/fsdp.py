@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.two_levels import inside_nbytes
 from lowbit_strategy.hooks.fsdp_gradients import (
     CompressedReduceScatter,
     ExactReduceScatter,
@@ -21,24 +19,7 @@ from lowbit_strategy.hooks.fsdp_gradients import (
 from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.model.parameters import canonical_name
-
-
-def reduced_nbytes(group: Any, world_size: int) -> int:
-    """Bytes this rank sends for one exact reduce-scatter of a parameter group's gradients."""
-    return (world_size - 1) * _row_nbytes(group, world_size)
-
-
-def _row_nbytes(group: Any, world_size: int) -> int:
-    """Bytes of one rank's gradients in a reduce-scatter."""
-    params = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
-    row_numel = sum(dim0_cut(tuple(param._orig_size), world_size).row_numel for param in params)
-    return row_numel * reduce_dtype(group).itemsize
-
-
-def _largest_nbytes(groups: Sequence[Any], sync: GradientSync) -> int:
-    """Gradients of the largest module: modules are reduced one after the other."""
-    num_rows = sync.everyone.world_size if sync.scatter else sync.everyone.world_size // sync.comm.world_size
-    return max((num_rows * _row_nbytes(group, num_rows) for group in groups), default=0)
+from lowbit_strategy.plan.gradients import Reduced
 
 
 def reduce_dtype(group: Any) -> torch.dtype:
@@ -55,40 +36,36 @@ def install(module: nn.Module, sync: GradientSync) -> int:
         ValueError: A parameter is sharded along another dim than the first, or not at all.
     """
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
-    groups: list[Any] = []
-    layouts = []
-    for child, group in _sharded_modules(module, sync, names):
-        rows = GradientRows(group, names, sync)
-        child.set_custom_reduce_scatter(CompressedReduceScatter(sync, rows))
-        groups.append(group)
-        layouts.append(rows.now().layout)
-    sync.expect(layouts)
-    if sync.share is not None:
-        dtypes = {
-            names[id(param.sharded_param)]: reduce_dtype(group).itemsize
-            for group in groups
-            for param in group.fsdp_params
-        }
-        sync.inside_nbytes = inside_nbytes(sync, dtypes)
-        sync.inside_buffer_nbytes = 2 * _largest_nbytes(groups, sync)
-    return len(groups)
+    found = _sharded_modules(module, sync, names)
+    for child, group in found:
+        child.set_custom_reduce_scatter(CompressedReduceScatter(sync, GradientRows(group, names, sync)))
+    sync.expect(_reduced([group for _, group in found], names))
+    return len(found)
 
 
 def install_replicas(module: nn.Module, sync: GradientSync, inside: Comm, side: BackwardSide) -> int:
     """HSDP: as `install`, with an exact reduce-scatter among the ranks that shard, and the engine over the replicas."""
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
-    groups: list[Any] = []
-    for child, group in _sharded_modules(module, sync, names):
-        groups.append(group)
+    found = _sharded_modules(module, sync, names)
+    for child, group in found:
         child.set_custom_reduce_scatter(ExactReduceScatter(inside))
         child.set_gradient_divide_factor(1.0)
-        if sync.comm.world_size > 1:
+        if not sync.ranks.alone:
             child.set_all_reduce_hook(
                 ReplicaAllReduce(sync, group, GradientRows(group, names, sync), side), stream=side.stream
             )
-    sync.inside_nbytes = sum(reduced_nbytes(group, inside.world_size) for group in groups)
-    sync.inside_buffer_nbytes = _largest_nbytes(groups, sync)
-    return len(groups)
+    sync.expect(_reduced([group for _, group in found], names))
+    return len(found)
+
+
+def _reduced(groups: Sequence[Any], names: Mapping[int, str]) -> list[Reduced]:
+    """What each module reduces, the last module first."""
+    found = []
+    for group in reversed(groups):
+        own = [names[id(p.sharded_param)] for p in group.fsdp_params if p.sharded_param.requires_grad]
+        if own:
+            found.append(Reduced(tuple(own), reduce_dtype(group).itemsize, own[0].rpartition(".")[0]))
+    return found
 
 
 def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, str]) -> list[tuple[Any, Any]]:

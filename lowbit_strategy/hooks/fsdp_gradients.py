@@ -18,7 +18,7 @@ import torch.distributed.fsdp
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import Comm, wait_for_all
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
@@ -78,9 +78,9 @@ class GradientRows:
     def _num_ranks(self) -> int:
         """That share the module."""
         if self._sync.scatter:
-            return self._sync.everyone.world_size
-        assert self._sync.share is not None
-        return self._sync.share.count
+            return self._sync.ranks.world_size
+        assert self._sync.ranks.share is not None
+        return self._sync.ranks.share.count
 
     def _row(self, names: tuple[str, ...], cuts: list[int]) -> GradientRow:
         entries, at = [], 0
@@ -125,13 +125,11 @@ class CompressedReduceScatter(_ReduceScatter):
                 f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?"
             )
         layout, sync = self._rows.of(output_tensor.numel()), self._sync
-        if sync.inside is None:
+        if sync.ranks.intra_node is None:
             stages = sync.reduce(layout, input_tensor, output_tensor)
         else:
-            stages = scatter_over_two_levels(sync, sync.inside, layout, input_tensor, output_tensor)
-        for pending in stages:
-            if pending is not None:
-                pending.wait()
+            stages = scatter_over_two_levels(sync, layout, input_tensor, output_tensor)
+        wait_for_all(stages)
         self.on_reduced()
 
 
@@ -154,8 +152,7 @@ class ExactReduceScatter(_ReduceScatter):
         async_op: bool = False,
     ) -> None:
         x_WN = input_tensor.view(self._comm.world_size, -1)
-        for pending in sum_rows(x_WN, output_tensor, self._comm, alpha=1.0 / self._comm.world_size):
-            pending.wait()
+        wait_for_all(sum_rows(x_WN, output_tensor, self._comm, alpha=1.0 / self._comm.world_size))
         self.on_reduced()
 
 

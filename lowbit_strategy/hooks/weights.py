@@ -30,14 +30,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
+from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
+from lowbit_strategy.plan.weights import ModuleLayout
 
 
 class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.AllGather):
@@ -75,8 +77,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             return self._stock(output_tensor, input_tensor, group, async_op)
         self._check_row(input_tensor)
         with self._order.ordered():
-            for pending in self._module.gather.run(input_tensor, output_tensor):
-                pending.wait()
+            wait_for_all(self._module.gather.run(input_tensor, output_tensor))
         return None
 
     def _begin_forward(self) -> None:

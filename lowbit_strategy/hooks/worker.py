@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.hooks.bucket_schedule import BucketSchedule
 
@@ -92,9 +93,7 @@ class BackwardSide:
         """Reduce into `result`. `at_once`: it is read as soon as this returns."""
         if self._worker is None:
             result.record_stream(torch.cuda.current_stream(result.device))  # FSDP2 has allocated it in another one
-            for pending in stages:
-                if pending is not None:
-                    pending.wait()
+            wait_for_all(stages)
             return
         self._futures.append(self._worker.submit(stages, result, last=False))
         if at_once:

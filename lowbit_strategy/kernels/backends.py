@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -12,8 +14,6 @@ from lowbit_strategy.kernels import native
 Backend = Literal["triton", "native", "torch"]
 # torch | native | triton: for tests and benchmarks, and to rule a kernel out when looking for a fault
 OVERRIDE = "LOWBIT_KERNELS"
-CACHE_ELEMENTS = 65536  # piece of the plain PyTorch path: small enough for a cache, large enough to hide call overhead
-LAUNCH_ELEMENTS = 2**22  # the same on a GPU: few launches, and temporary tensors of 16 MiB
 
 
 def triton_available() -> bool:
@@ -59,9 +59,16 @@ def choose(device: torch.device) -> Backend:
     raise RuntimeError(f"no kernels for device type {device.type!r}: use CPU or CUDA")
 
 
-def piece_elements(device: torch.device) -> int:
-    """How many elements plain PyTorch works on at a time."""
-    return CACHE_ELEMENTS if device.type == "cpu" else LAUNCH_ELEMENTS
+def implementation(stem: str, device: torch.device) -> ModuleType:
+    """The file called `stem` of the backend that serves `device`: all backends have the same functions in it.
+
+    It is imported when it is asked for, since Triton is not there on every machine.
+
+    Raises:
+        RuntimeError: As `choose` does.
+    """
+    backend = choose(device)
+    return import_module(f"lowbit_strategy.kernels.{'reference' if backend == 'torch' else backend}.{stem}")
 
 
 def is_native(device: torch.device) -> bool:

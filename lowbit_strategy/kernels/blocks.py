@@ -1,7 +1,6 @@
 """Blockwise quantisation: the public ops. They check their arguments and call a backend.
 
-Every backend writes the same bytes: `lowbit_strategy.kernels.reference.blocks` is the definition. For matrices
-with scales of rows times columns that is `lowbit_strategy.kernels.reference.rank1`, which also serves GPUs.
+Every backend writes the same bytes: `lowbit_strategy.kernels.reference.blocks` is the definition.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.kernels.format import Rank1Format, ScaledFormat
-from lowbit_strategy.kernels.reference import blocks as reference
-from lowbit_strategy.kernels.reference import rank1
+from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.segments import Segments
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,7 +30,7 @@ def encode_(
     x: Tensor,
     wire: Tensor,
     segments: Segments,
-    fmt: ScaledFormat,
+    fmt: BlockFormat,
     *,
     flag: Tensor,
     stochastic: bool = False,
@@ -45,7 +42,7 @@ def encode_(
         x: float32, bfloat16 or float16, 1-D contiguous.
         wire: uint8, 1-D contiguous; written at each segment's ``wire_offset``.
         segments: Which pieces; ``state_offset`` is not used.
-        fmt: Codebook or uniform grid, scale rule, and what shares a scale.
+        fmt: Codebook or uniform grid, scale rule and block size.
         flag: int32 [1], set to 1 if any block holds inf or NaN (such a block decodes to NaN), else left as it is.
         stochastic: Round up or down at random without bias; uniform grids only.
         seed: 32 bits, private to the rank and the step.
@@ -53,53 +50,20 @@ def encode_(
     check_buffers(x, wire)
     if stochastic and not fmt.is_uniform:
         raise ValueError("stochastic rounding needs the uniform grid: leave codebook unset or use rounding='nearest'")
-    match backends.choose(x.device):
-        case "native":
-            from lowbit_strategy.kernels.native import blocks as native_blocks
-
-            native_blocks.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag)
-        case _ if isinstance(fmt, Rank1Format):
-            limit = backends.piece_elements(x.device)
-            rank1.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag, max_elements=limit)
-        case "triton":
-            from lowbit_strategy.kernels.triton import blocks as triton_blocks
-
-            triton_blocks.encode_(x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag)
-        case "torch":
-            reference.encode_(
-                x,
-                wire,
-                segments,
-                fmt,
-                stochastic=stochastic,
-                seed=seed,
-                flag=flag,
-                max_elements=backends.CACHE_ELEMENTS,
-            )
+    backends.implementation("blocks", x.device).encode_(
+        x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag
+    )
 
 
-def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: ScaledFormat, *, alpha: float = 1.0) -> None:
+def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat, *, alpha: float = 1.0) -> None:
     """``out[segment] = alpha * sum over sources of decode(source, segment)``, added in float32 in rank order.
 
     Args:
         wire_WB: uint8 [W, B], one row a source, rows contiguous (``stride(1) == 1``).
         out: float32, bfloat16 or float16, 1-D contiguous; only the segments' elements are written.
         segments: Which pieces; ``x_offset`` is the place in `out`.
-        fmt: As the sources were encoded.
+        fmt: What the sources were encoded with.
         alpha: Factor applied to the float32 sum before the cast to `out`'s dtype; 1/W makes it a mean.
     """
     check_buffers(out, wire_WB)
-    match backends.choose(out.device):
-        case "native":
-            from lowbit_strategy.kernels.native import blocks as native_blocks
-
-            native_blocks.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
-        case _ if isinstance(fmt, Rank1Format):
-            limit = backends.piece_elements(out.device)
-            rank1.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha, max_elements=limit)
-        case "triton":
-            from lowbit_strategy.kernels.triton import blocks as triton_blocks
-
-            triton_blocks.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
-        case "torch":
-            reference.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha, max_elements=backends.CACHE_ELEMENTS)
+    backends.implementation("blocks", out.device).decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)

@@ -7,7 +7,6 @@ from torch import Tensor
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.blocks import check_buffers
 from lowbit_strategy.kernels.format import DenseFormat
-from lowbit_strategy.kernels.reference import dense as reference
 from lowbit_strategy.kernels.segments import Segments
 
 
@@ -22,17 +21,7 @@ def encode_(x: Tensor, wire: Tensor, segments: Segments, fmt: DenseFormat, *, fl
         flag: int32 [1], set to 1 if any number that is sent is inf or NaN, else left as it is.
     """
     check_buffers(x, wire)
-    match backends.choose(x.device):
-        case "triton":
-            from lowbit_strategy.kernels.triton import dense as triton_dense
-
-            triton_dense.encode_(x, wire, segments, fmt, flag=flag)
-        case "native":
-            from lowbit_strategy.kernels.native import dense as native_dense
-
-            native_dense.encode_(x, wire, segments, fmt, flag=flag)
-        case "torch":
-            reference.encode_(x, wire, segments, fmt, flag=flag)
+    backends.implementation("dense", x.device).encode_(x, wire, segments, fmt, flag=flag)
 
 
 def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseFormat, *, alpha: float = 1.0) -> None:
@@ -42,18 +31,8 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseForm
         wire_WB: uint8 [W, B], one row per source, rows contiguous.
         out: float32, bfloat16 or float16, 1-D contiguous; only the segments' elements are written.
         segments: Which pieces; ``x_offset`` is the place in `out`.
-        fmt: As the sources were encoded.
+        fmt: What the sources were encoded with.
         alpha: Factor applied to the float32 sum before the cast to `out`'s dtype; 1/W makes it a mean.
     """
     check_buffers(out, wire_WB)
-    match backends.choose(out.device):
-        case "triton":
-            from lowbit_strategy.kernels.triton import dense as triton_dense
-
-            triton_dense.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
-        case "native":
-            from lowbit_strategy.kernels.native import dense as native_dense
-
-            native_dense.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
-        case "torch":
-            reference.decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
+    backends.implementation("dense", out.device).decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)

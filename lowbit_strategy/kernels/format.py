@@ -1,16 +1,15 @@
-"""The wire format of quantised tensors: what the bytes of a block, or of a matrix, mean.
+"""The wire format of block-quantised tensors: what a block's bytes mean.
 
 A block of ``block_size`` elements becomes packed codes and one bfloat16 scale. Element ``i`` decodes to
 ``codebook[code_i] * scale``. Everything that differs between methods (how many values, where they lie, how the scale is
-taken from the block) is data in `BlockFormat`; the kernels are written once. In a `Rank1Format` blocks are the rows of
-a matrix, and a message has a scale for each column besides.
+taken from the block) is data in `BlockFormat`; the kernels are written once.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -78,20 +77,6 @@ class BlockFormat:
             raise ValueError(f"thresholds must be {len(self.codebook) - 1} ascending numbers, got {self.thresholds}")
 
     @property
-    def codes(self) -> BlockFormat:
-        """What codes stand for and how they are packed, whatever shares a scale: itself."""
-        return self
-
-    @property
-    def scales_label(self) -> str:
-        """What shares a scale, for reports."""
-        return f"blocks of {self.block_size}"
-
-    def recoded(self, codes: BlockFormat) -> BlockFormat:
-        """Other codes with these scales."""
-        return codes
-
-    @property
     def is_uniform(self) -> bool:
         return self.codebook is None
 
@@ -150,67 +135,6 @@ class BlockFormat:
 def uniform(bits: int, block_size: int) -> BlockFormat:
     """Absmax over 2**bits - 1 evenly spaced values: LoCo's format."""
     return BlockFormat(bits=bits, block_size=block_size)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rank1Format:
-    """A matrix whose element in row i and column j decodes to ``codebook[code] * row_scale_i * column_scale_j``.
-
-    A row is a block: it has the scale that the rule of `codes` gives it once columns have been divided by theirs. The
-    bytes of a message of R whole rows and C columns, which can be decoded without any other message, are
-
-    1. codes of all elements, row by row, packed as blocks of `codes`; the last one is filled up with codes of zero
-    2. R bfloat16 scales of rows
-    3. C bfloat16 scales of columns, the largest of which is 1
-
-    Args:
-        codes: Values, the rule for the scale of a row, and how codes are packed.
-        columns: C, elements of a row.
-    """
-
-    codes: BlockFormat
-    columns: int
-
-    def __post_init__(self) -> None:
-        if self.columns < 1:
-            raise ValueError(f"columns must be a positive integer, got {self.columns!r}")
-
-    @property
-    def block_size(self) -> int:
-        """Elements that share the scale of a row, and are idle together."""
-        return self.columns
-
-    @property
-    def scales_label(self) -> str:
-        return f"scales of rows times {self.columns} columns"
-
-    def recoded(self, codes: BlockFormat) -> Rank1Format:
-        return replace(self, codes=codes)
-
-    @property
-    def is_uniform(self) -> bool:
-        return self.codes.is_uniform
-
-    def num_blocks(self, numel: int) -> int:
-        """Rows of a message of `numel` elements.
-
-        Raises:
-            ValueError: They are not whole rows.
-        """
-        if numel % self.columns:
-            raise ValueError(f"a message must have whole rows of {self.columns} elements, got {numel} elements")
-        return numel // self.columns
-
-    def wire_nbytes(self, numel: int) -> int:
-        """Bytes of a message: codes, then scales of rows, then scales of columns."""
-        if not numel:
-            return 0
-        return self.codes.num_blocks(numel) * self.codes.code_nbytes + SCALE_NBYTES * (
-            self.num_blocks(numel) + self.columns
-        )
-
-
-ScaledFormat = BlockFormat | Rank1Format  # codes with scales: one for each block, or those of rows and columns
 
 
 @dataclass(frozen=True, slots=True)

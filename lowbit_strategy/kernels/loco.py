@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.blocks import check_buffers
-from lowbit_strategy.kernels.format import Rank1Format, ScaledFormat
-from lowbit_strategy.kernels.reference import loco as reference
-from lowbit_strategy.kernels.reference import rank1
+from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.segments import Segments
 
 
@@ -21,7 +17,7 @@ def loco_encode_(
     residual_scale: Tensor | None,
     wire: Tensor,
     segments: Segments,
-    fmt: ScaledFormat,
+    fmt: BlockFormat,
     *,
     beta: float,
     flag: Tensor,
@@ -47,7 +43,7 @@ def loco_encode_(
         residual_scale: bfloat16, one per block of `residual`. Updated in place.
         wire: uint8, 1-D contiguous; written at each segment's ``wire_offset``.
         segments: Which pieces.
-        fmt: Codebook or uniform grid, scale rule, and what shares a scale. Rows are blocks in matrices.
+        fmt: Codebook or uniform grid, scale rule and block size.
         beta: Weight of the old error, in [0, 1). 0 is classic error feedback.
         flag: int32 [1], set to 1 if any block is not finite.
         reset: Forget the residual before this step.
@@ -65,34 +61,17 @@ def loco_encode_(
         raise TypeError("an int8 residual needs a residual_scale, a float32 residual has none")
     if stochastic and not fmt.is_uniform:
         raise ValueError("stochastic rounding of codes needs the uniform grid: use rounding='nearest'")
-    options: dict[str, Any] = {
-        "beta": beta,
-        "reset": reset,
-        "stochastic": stochastic,
-        "stochastic_residual": stochastic_residual,
-        "seed": seed,
-        "flag": flag,
-    }
-    match backends.choose(x.device):
-        case "native":
-            from lowbit_strategy.kernels.native import loco as native_loco
-
-            native_loco.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options)
-        case _ if isinstance(fmt, Rank1Format):
-            limit = backends.piece_elements(x.device)
-            rank1.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options, max_elements=limit)
-        case "triton":
-            from lowbit_strategy.kernels.triton import loco as triton_loco
-
-            triton_loco.loco_encode_(x, residual, residual_scale, wire, segments, fmt, **options)
-        case "torch":
-            reference.loco_encode_(
-                x,
-                residual,
-                residual_scale,
-                wire,
-                segments,
-                fmt,
-                **options,
-                max_elements=backends.CACHE_ELEMENTS,
-            )
+    backends.implementation("loco", x.device).loco_encode_(
+        x,
+        residual,
+        residual_scale,
+        wire,
+        segments,
+        fmt,
+        beta=beta,
+        reset=reset,
+        stochastic=stochastic,
+        stochastic_residual=stochastic_residual,
+        seed=seed,
+        flag=flag,
+    )

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.format import SCALE_NBYTES, BlockFormat
 
+CACHE_ELEMENTS = 65536  # piece of the plain PyTorch path: small enough for a cache, large enough to hide call overhead
+
 
 class Segment(NamedTuple):
     """One contiguous piece: a parameter's chunk for one owner.
@@ -99,7 +101,7 @@ class Piece(NamedTuple):
     salt: int
 
 
-def pieces(segments: Segments, fmt: BlockFormat, max_elements: int) -> Iterator[Piece]:
+def pieces(segments: Segments, fmt: BlockFormat, max_elements: int = CACHE_ELEMENTS) -> Iterator[Piece]:
     """Cut the segments into pieces of at most `max_elements` (at least one block)."""
     step = max(1, max_elements // fmt.block_size)
     for row in segments.rows:

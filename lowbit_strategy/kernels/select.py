@@ -117,12 +117,6 @@ def largest_threshold(magnitudes: Tensor, k: int) -> float:
     return float(magnitudes.topk(k, sorted=False).values.min())
 
 
-def sampled_threshold(x: Tensor, density: float, num: int, *, seed: int) -> float:
-    """A magnitude that about ``density * N`` elements of x reach, estimated from `num` of them."""
-    sample = sample_magnitudes(x, num, seed=seed)
-    return largest_threshold(sample, round(density * sample.numel()))
-
-
 def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Exactly the k elements of largest magnitude; of equal ones the first.
 
@@ -263,13 +257,5 @@ def chunk_top_k(x: Tensor, kept_M: Tensor, room: int) -> tuple[Tensor, Tensor]:
     values = torch.zeros(kept_M.numel(), room, dtype=torch.float32, device=x.device)
     if not kept_M.numel():
         return positions, values
-    match backends.choose(x.device):
-        case "triton":
-            from lowbit_strategy.kernels.triton import select as triton_select
-
-            triton_select.chunk_top_k(x, kept_M, positions, values)
-        case "native":
-            native_select.chunk_top_k(x, kept_M.contiguous(), positions, values)
-        case "torch":
-            reference.chunk_top_k(x, kept_M, positions, values)
+    backends.implementation("select", x.device).chunk_top_k(x, kept_M, positions, values)
     return positions, values

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from lowbit_strategy.attach.attach import Prepared, checked_specs, make_engine, prepared_for, weights_of
+from lowbit_strategy.attach.attach import Prepared, checked_specs, prepared_for, used_compressor, weight_coding
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.outer import OuterSync
-from lowbit_strategy.engine.two_levels import announce_inside, inside_nbytes
-from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
-from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
-from lowbit_strategy.model.rank_groups import RankGroups, num_near, share_of
-from lowbit_strategy.model.topology import Topology
-from lowbit_strategy.telemetry.startup_report import Report, build_report
-
-_META = torch.device("meta")
+from lowbit_strategy.plan.gradients import Layout, Reduced, ddp_buckets
+from lowbit_strategy.plan.plan import Plan, make_plan
+from lowbit_strategy.plan.weights import ModuleLayout
+from lowbit_strategy.ranks.ranks import share_of
+from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.telemetry.startup_report import Report, report_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,54 +90,46 @@ def plan(
     """
     specs = checked_specs(module, compressor, options, scatter=planned.scatter)
     prepared = prepared_for(planned.topology, compressor, options, specs, scatter=planned.scatter)
-    groups = _groups(prepared)
-    sync = make_engine(prepared, groups, _META, has_scaler=False)
-    _announce_inside(sync, prepared, {canonical_name(name): p.element_size() for name, p in module.named_parameters()})
-    if planned.scatter:
-        coding, gathering = weights_of(prepared, groups)
-        sync.weights = WeightSync(coding, _layouts(module), gathering, _META)
-    if options.outer is not None and sync.comm.world_size > 1:
-        OuterSync(
-            sync, {name: torch.empty(spec.shape, device=_META) for name, spec in sync.specs.items()}, options.outer
-        )
-    return build_report(sync, device)
+    return report_of(plan_of(module, prepared), used_compressor(prepared, _shape(prepared)), device=device)
 
 
-def _groups(prepared: Prepared) -> RankGroups:
-    """The first rank's."""
-    topology, size = prepared.topology, prepared.shard_size or prepared.node_size
-    everyone = _comm(range(topology.world_size), topology)
-    if size is None:
-        return RankGroups(everyone, everyone)
-    scatter = prepared.scatter and prepared.shard_size is None
-    return RankGroups(
-        comm=_comm(range(0, topology.world_size, size), topology),
-        everyone=everyone,
-        inside=_comm(range(size), topology),
-        share=share_of(0, size, topology.world_size, scatter=scatter),
+def plan_of(module: nn.Module, prepared: Prepared) -> Plan:
+    """The first rank's plan of a prepared run."""
+    shape = _shape(prepared)
+    chosen = used_compressor(prepared, shape)
+    chosen.check(prepared.specs)
+    parts = [spec.shared(shape.share) for spec in prepared.specs]
+    itemsizes = {canonical_name(name): param.element_size() for name, param in module.named_parameters()}
+    layout: Layout = "ddp" if not prepared.scatter else "fsdp" if prepared.shard_size is None else "hsdp"
+    if layout == "ddp":
+        reduced = ddp_buckets((spec.name, spec.numel, itemsizes[spec.name]) for spec in prepared.specs)
+    else:
+        reduced = _as_one(prepared, itemsizes)
+    return make_plan(
+        parts,
+        assign_all(chosen.phase(0), parts),
+        shape,
+        layout,
+        reduced=reduced,
+        coding=weight_coding(prepared) if prepared.scatter else None,
+        modules=_layouts(module) if prepared.scatter else None,
+        outer=prepared.options.outer,
     )
 
 
-def _comm(members: Sequence[int], topology: Topology) -> LocalComm:
-    comm = LocalComm(len(members))
-    comm.num_near = num_near(members, topology, 0)
-    return comm
+def _shape(prepared: Prepared) -> Shape:
+    topology, size = prepared.topology, prepared.shard_size or prepared.node_size
+    scatter = prepared.scatter and prepared.shard_size is None
+    share = None if size is None else share_of(0, size, topology.world_size, scatter=scatter)
+    return Shape(topology.world_size, 0, share, topology)
 
 
-def _announce_inside(sync: GradientSync, prepared: Prepared, itemsizes: Mapping[str, int]) -> None:
-    """Exact sums inside nodes: bytes, and memory for messages as if all parameters were reduced as one."""
-    if sync.share is None:
-        return
-    if not prepared.scatter:
-        announce_inside(sync, itemsizes)
-        return
-    num_rows = prepared.shard_size or sync.everyone.world_size
-    rows = {spec.name: dim0_cut(spec.shape, num_rows).row_numel for spec in prepared.specs}
-    row_nbytes = sum(numel * itemsizes[name] for name, numel in rows.items())
-    if prepared.shard_size is not None:
-        sync.inside_nbytes, sync.inside_buffer_nbytes = (num_rows - 1) * row_nbytes, num_rows * row_nbytes
-    else:
-        sync.inside_nbytes, sync.inside_buffer_nbytes = inside_nbytes(sync, itemsizes), 2 * num_rows * row_nbytes
+def _as_one(prepared: Prepared, itemsizes: Mapping[str, int]) -> list[Reduced]:
+    """All parameters of one type together, as if they were sharded as one."""
+    by_size: dict[int, list[str]] = {}
+    for spec in prepared.specs:
+        by_size.setdefault(itemsizes[spec.name], []).append(spec.name)
+    return [Reduced(tuple(names), size) for size, names in by_size.items()]
 
 
 def _layouts(module: nn.Module) -> dict[str, ModuleLayout]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,9 @@ from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.lightning.local_callbacks import add_local_callbacks, copied
+from lowbit_strategy.lightning.signals import DeferredSignals
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.model.handshake import handshake
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -23,6 +26,16 @@ else:
     _Base = object
 
 _log = logging.getLogger("lowbit_strategy")
+
+# Where they differ, ranks gather weights or reduce gradients at different times, and wait for each other in vain.
+_SAME_ON_ALL_RANKS = (
+    "accumulate_grad_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "limit_val_batches",
+    "num_sanity_val_steps",
+    "enable_validation",
+)
 
 
 class LowBitMixin(_Base):
@@ -41,6 +54,7 @@ class LowBitMixin(_Base):
         self._in_fit = False  # what is attached serves the fit under way, and not only an earlier one
         self.on_sync: list[Callable[[GradientSync], None]] = []  # callbacks that wait for the next fit's engine
         self._resume: tuple[Any, Stamp | None] | None = None
+        self._signals: DeferredSignals | None = None
         self._validates = contextlib.ExitStack()  # the model has the anchors, where steps are local
 
     @property
@@ -55,6 +69,8 @@ class LowBitMixin(_Base):
     def on_attached(self, session: Session) -> None:
         """Take over a new attachment: state of an earlier fit, or of a checkpoint that is waiting, goes in."""
         module = self.lightning_module
+        trainer = module.trainer if module is not None else None
+        handshake({f"Trainer({name}=...)": repr(getattr(trainer, name, None)) for name in _SAME_ON_ALL_RANKS})
         while self.on_sync:  # first, so that their state is restored with the rest
             self.on_sync.pop(0)(session.sync)
         if self.session is not None:
@@ -75,13 +91,24 @@ class LowBitMixin(_Base):
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         if trainer is None or self.session is None:
             return
+        signals = self._defer_signals(trainer)
         check_optimizers(self.compressor, self.optimizers)
         warning = ClippingWarning(self.compressor, speaks=self.global_rank == 0)
         warning.clipped(trainer.gradient_clip_val, "gradient_clip_val")
-        self._begin_local_steps(self.session, trainer)
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop._broadcast_sigterm_tensor = functools.partial(
+            signals.agree, type(loop)._broadcast_sigterm_tensor.__get__(loop)
+        )
+        self._begin_local_steps(self.session, trainer, signals)
         for logger in trainer.loggers:
             configuration = {"lowbit/strategy": type(self).__name__, "lowbit/compressor": describe(self.compressor)}
             logger.log_hyperparams(configuration)
+
+    def _defer_signals(self, trainer: Any) -> DeferredSignals:
+        if self._signals is None or self._signals.trainer is not trainer:
+            self._signals = DeferredSignals(trainer)
+        self._signals.install()
+        return self._signals
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.session is not None and self.session.newly_trainable():
@@ -105,13 +132,13 @@ class LowBitMixin(_Base):
 
     # -- local steps --------------------------------------------------------------------------------------------------
 
-    def _begin_local_steps(self, session: Session, trainer: Any) -> None:
+    def _begin_local_steps(self, session: Session, trainer: Any, signals: DeferredSignals) -> None:
         """All that a checkpoint holds has been loaded, and callbacks are complete."""
         if session.local is None:
             return
         session.bind(lambda: self.optimizers, lambda: self.loss_scaler)
         session.resume()
-        add_local_callbacks(trainer, session)
+        add_local_callbacks(trainer, session, signals)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.session is None or not self.session.trains_locally or not self._in_fit:
@@ -120,6 +147,8 @@ class LowBitMixin(_Base):
             return copied(super().lightning_module_state_dict())
 
     def on_validation_start(self) -> None:
+        if self.session is not None and self._in_fit and self.lightning_module is not None:
+            self._defer_signals(self.lightning_module.trainer)
         if self.session is not None and self._in_fit:
             self._validates.enter_context(self.session.shared_weights())
         super().on_validation_start()

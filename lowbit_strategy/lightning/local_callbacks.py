@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.outer import OuterSync
+from lowbit_strategy.lightning.signals import DeferredSignals
 
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # they, and what derives from them, copy the module
 _MOMENTS = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
 
 
-def add_local_callbacks(trainer: Any, session: Session) -> None:
+def add_local_callbacks(trainer: Any, session: Session, signals: DeferredSignals) -> None:
     """Training begins.
 
     1. The last thing of a fit, before any callback learns that training has ended, is `Session.finish`.
@@ -27,7 +28,7 @@ def add_local_callbacks(trainer: Any, session: Session) -> None:
     """
     loop = trainer.fit_loop
     loop.on_run_end = _finishing(type(loop).on_run_end.__get__(loop), session)
-    loop.epoch_loop._broadcast_sigterm_tensor = functools.partial(_stop_if_terminated, trainer, session.sync)
+    loop.epoch_loop._broadcast_sigterm_tensor = functools.partial(_answer_signals, trainer, session, signals)
     for callback in trainer.callbacks:
         if any(base.__name__ in _AVERAGING for base in type(callback).__mro__):
             for moment in _MOMENTS:
@@ -36,11 +37,17 @@ def add_local_callbacks(trainer: Any, session: Session) -> None:
                 setattr(callback, moment, _anchored(original, session, may_change=may_change))
 
 
-def _stop_if_terminated(trainer: Any, sync: GradientSync) -> None:
-    terminated = trainer.received_sigterm
-    if sync.inside is not None:
+def _answer_signals(trainer: Any, session: Session, signals: DeferredSignals) -> None:
+    sync, outer = session.sync, session.sync.outer
+    if isinstance(outer, OuterSync):
+        outer.asks = lambda: signals.asks_to_requeue
+        if outer.asked:
+            outer.asked = False
+            signals.requeue()
+    terminated = signals.terminate_alone() or trainer.received_sigterm
+    if sync.ranks.intra_node is not None:
         flag = torch.tensor([int(terminated)], device=sync.device)
-        sync.inside.all_reduce_max(flag).wait()
+        sync.ranks.intra_node.all_reduce_max(flag).wait()
         terminated = bool(flag)
     if terminated:
         raise import_module(type(trainer.fit_loop.epoch_loop).__module__).SIGTERMException  # of either namespace

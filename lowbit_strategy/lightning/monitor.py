@@ -33,12 +33,9 @@ class CompressionMonitorMixin(ControlCallbackMixin, _Base):
         self.options = MonitorOptions(every_n_steps=every_n_steps, group_by=group_by, bounds=bounds)
         self.progress_bar = progress_bar
         self.last: Observation | None = None
-        self._saved_bounds: dict[str, Any] | None = None
 
     def add_part(self, control: ModelControl) -> None:
         control.monitor(self.options)
-        if self._saved_bounds is not None:
-            control.load_bounds(self._saved_bounds)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -62,9 +59,3 @@ class CompressionMonitorMixin(ControlCallbackMixin, _Base):
         self.control.validated(
             {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Checkpoints of earlier versions kept the bounds' counts here; now they are saved with the residuals."""
-        self._saved_bounds = state_dict.get("bounds") or None
-        if self.control is not None and self._saved_bounds is not None:
-            self.control.load_bounds(self._saved_bounds)

@@ -109,6 +109,19 @@ PATCHES = (
         use="overridden",
         parameters=("self",),
         seen=_SEEN,
-        reason="local steps: it is collective before every batch, and ranks train at speeds of their own",
+        reason="it asks rank 0 alone whether a signal has come, and ranks that train locally have speeds of their own",
+    ),
+    *(
+        PrivateName(
+            target=f"lightning.pytorch.trainer.connectors.{name}",
+            use="read",
+            seen=_SEEN,
+            reason="its handlers of signals call collectives, so they run when all ranks can answer (signals.py)",
+        )
+        for name in (
+            "signal_connector:_HandlersCompose.signal_handlers",
+            "signal_connector:_SignalConnector.received_sigterm",
+            "accelerator_connector:_AcceleratorConnector.cluster_environment",
+        )
     ),
 )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.model.parameters import trainable_parameters
+from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
 from lowbit_strategy.version import __version__
 
 Facts = Mapping[str, object]
@@ -29,6 +29,11 @@ def facts(
         **settings,
         "parameters": [(name, tuple(param.shape)) for name, param in params.items()],
         "parameter types": [(name, str(param.dtype)) for name, param in params.items()],
+        "floating-point buffers": [
+            (canonical_name(name), tuple(buffer.shape))
+            for name, buffer in module.named_buffers()
+            if buffer.is_floating_point()
+        ],
     }
 
 

@@ -21,13 +21,14 @@ from lowbit_strategy.control.base import (
     Switch,
     Telemetry,
 )
-from lowbit_strategy.control.levels import PerParameter, labels
+from lowbit_strategy.control.levels import labels, per_parameter
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.engine.sampling import squared_norm
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.telemetry.end_to_end import NUM_SUMS, MeanSample
+from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.measure import sum_over_ranks, table, try_level
 from lowbit_strategy.telemetry.rehearse import rehearse
 
@@ -113,7 +114,7 @@ class AdaptiveDriver:
         specs = list(self.sync.wholes.values())
         for level in self.controller.levels:
             level.check(specs)
-        return self.controller.init(self._judged(specs), self.sync.comm.world_size, scatter=self.sync.scatter)
+        return self.controller.init(self._judged(specs), self.sync.ranks.peers.world_size, scatter=self.sync.scatter)
 
     def _judged(self, specs: list[TensorSpec]) -> list[TensorSpec]:
         """Parameters that a decision makes a difference to: not those that every level exempts."""
@@ -124,10 +125,10 @@ class AdaptiveDriver:
 
     def _compile_kernels(self) -> None:
         for level in self.controller.levels:
-            configuration = level.at(self.sync.step_index)
+            configuration = level.phase(self.sync.step_index)
             rehearse(
                 configuration,
-                world_size=self.sync.comm.world_size,
+                world_size=self.sync.ranks.peers.world_size,
                 scatter=self.sync.scatter,
                 device=self.sync.device,
             )
@@ -153,7 +154,7 @@ class AdaptiveDriver:
         self._decided_step = progress.step
         if decision.levels and decision.levels != self.levels:
             self.levels = dict(decision.levels)
-            self.sync.use(PerParameter.of(self.controller.levels, self.levels))
+            self.sync.use(per_parameter(self.controller.levels, self.levels))
         self.accumulation = decision.accumulation
         self.learning_rate_factor = decision.learning_rate_factor
         if self.sync.outer is not None:
@@ -161,9 +162,9 @@ class AdaptiveDriver:
         self._probe = decision.probe
         self.events += [Event(progress.step, progress.epoch, switch) for switch in decision.switches]
         self.warnings += decision.warnings
-        if self.sync.everyone.rank == 0:
+        if self.sync.ranks.rank == 0:
             for switch in decision.switches:
-                _log.info("step %d: %s: %s -> %s (%s)", progress.step, *switch)
+                inform("step %d: %s: %s -> %s (%s)", progress.step, *switch)
             for warning in decision.warnings:
                 _log.warning("step %d: %s", progress.step, warning)
 
@@ -177,7 +178,7 @@ class AdaptiveDriver:
         if probe.levels:
             self._try_levels(bucket, x, out)
         if probe.end_to_end:
-            sample = MeanSample(views, sync.comm, sync.step_context().shared_seed)
+            sample = MeanSample(views, sync.ranks.peers, sync.step_context().shared_seed)
             yield from sample.exchange()
             yield from stages
             self._end_to_end |= sample.sums()
@@ -186,7 +187,7 @@ class AdaptiveDriver:
         if probe.accumulate == "mean":
             for view in views:
                 # Shards add up to the whole; whole means are W times the same, and it is squares that are added.
-                share = sync.comm.world_size if sync.scatter else sync.comm.world_size**0.5
+                share = sync.ranks.peers.world_size if sync.scatter else sync.ranks.peers.world_size**0.5
                 self._add_(view.spec.name, view.out, scale / share)
 
     def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
@@ -200,7 +201,7 @@ class AdaptiveDriver:
             if residual is not None:
                 self._residuals[slot.name] = squared_norm(residual)
         for level in self._probe.levels:
-            configuration = self.controller.levels[level].at(sync.step_index)
+            configuration = self.controller.levels[level].phase(sync.step_index)
             self._measured[level] |= try_level(configuration, values, sync.specs, sync.step_context().seed)
 
     def _add_(self, name: str, gradient: Tensor, factor: float) -> None:
@@ -229,7 +230,7 @@ class AdaptiveDriver:
             name: torch.stack([values.square().sum(), self._squares.get(name, zero).to(values.dtype)])
             for name, values in self._sums.items()
         }
-        total = sum_over_ranks(table(squares, names, 2, self.sync.device), self.sync.everyone)
+        total = sum_over_ranks(table(squares, names, 2, self.sync.device), self.sync.ranks.world)
         shown: dict[str, Any] = {
             "accumulated_norm": dict(zip(names, total[:, 0].sqrt().tolist(), strict=True)),
             "accumulated_square": dict(zip(names, total[:, 1].tolist(), strict=True)) if self._squares else {},
@@ -241,7 +242,7 @@ class AdaptiveDriver:
         return shown
 
     def _summarize(self, now: float) -> dict[str, Any]:
-        probe, everyone = self._probe, self.sync.everyone
+        probe, everyone = self._probe, self.sync.ranks.world
         shown: dict[str, Any] = {}
         seconds = now - self._last_end if probe.seconds and self._last_end is not None else None
         if not (probe.levels or probe.end_to_end or seconds is not None):
@@ -296,7 +297,7 @@ class AdaptiveDriver:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["labels"] != list(self.labels) or state["controller"] != type(self.controller).__name__:
-            if self.sync.everyone.rank == 0:
+            if self.sync.ranks.rank == 0:
                 _log.warning(
                     "the checkpoint was written under another controller (%s of %s): this one starts anew",
                     state["controller"],
@@ -314,14 +315,14 @@ class AdaptiveDriver:
                 for level, by_name in self._shown["energy"].items()
             }
         self._sums = {name: values.to(self.sync.device) for name, values in state["sums"].items()}
-        squares = state.get("squares", {}).items()
+        squares = state["squares"].items()
         self._squares = {
             name: torch.tensor(square, dtype=torch.float32).to(self.sync.device) for name, square in squares
         }
-        self._summed_steps = state.get("summed_steps", 0)
+        self._summed_steps = state["summed_steps"]
         self.levels = dict(state["levels"])
         if self.levels:
-            self.sync.use(PerParameter.of(self.controller.levels, self.levels))
+            self.sync.use(per_parameter(self.controller.levels, self.levels))
 
 
 def _extended(fresh: Any, old: Any) -> Any:

@@ -22,7 +22,7 @@ class BoundsObserver:
     """
 
     def __init__(self, sync: GradientSync, bounds: Bounds) -> None:
-        self._rank = sync.everyone.rank
+        self._rank = sync.ranks.rank
         self._bounds = bounds
         self._state: State = bounds.init()
         sync.extra_state["bounds"] = self

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import Comm, wait_for_all
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.sampling import squared_norm
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.ranks.ranks import Ranks
 
 NUM_ENERGIES = 4
 _WARM_ROUNDS = 3  # a method that starts warm (PowerSGD) is judged after it has seen the tensor before
@@ -46,7 +47,7 @@ def try_level(
     if not chosen:
         return {}
     x = torch.cat([values[spec.name] for spec in chosen])
-    sync = GradientSync(level, chosen, LocalComm(), x.device, scatter=True, seed=seed)
+    sync = GradientSync(level, chosen, Ranks.flat(LocalComm()), x.device, scatter=True, seed=seed)
     entries, at = [], 0
     for spec in chosen:
         entries.append(Entry(spec.name, at))
@@ -56,9 +57,7 @@ def try_level(
     for _ in range(_WARM_ROUNDS if _starts_warm(sync) else 1):
         _forget_residuals_(sync)
         sync.begin_step()
-        for pending in sync.reduce(layout, x.clone(), out):
-            if pending is not None:
-                pending.wait()
+        wait_for_all(sync.reduce(layout, x.clone(), out))
         sync.end_step()
     pairs = zip(chosen, out.split([spec.numel for spec in chosen]), strict=True)
     return {spec.name: energies(values[spec.name], sent) for spec, sent in pairs}

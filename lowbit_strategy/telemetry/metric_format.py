@@ -85,9 +85,9 @@ def start_fields(sync: GradientSync, every_n_steps: int, controller: Controller 
     """How a run is configured, for the first line of its record."""
     chooses = sync.compressor if controller is None else controller
     return {
-        "world_size": sync.everyone.world_size,
+        "world_size": sync.ranks.world_size,
         "layout": "reduce-scatter" if sync.scatter else "all-reduce",
-        "ranks": describe_ranks(sync),
+        "ranks": describe_ranks(sync.ranks.shape),
         "every_n_steps": every_n_steps,
         "compressor": describe(sync.compressor) if controller is None else None,
         "controller": None if controller is None else type(controller).__name__,

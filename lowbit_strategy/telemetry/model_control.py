@@ -32,6 +32,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.bounds import BoundsObserver
+from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.metric_format import (
     level_fields,
     level_metrics,
@@ -147,11 +148,6 @@ class ModelControl:
         self._bounds = BoundsObserver(self.sync, options.bounds) if options.bounds is not None else None
         return self.observer
 
-    def load_bounds(self, state: Mapping[str, Any]) -> None:
-        """Take over what a monitor's bounds have counted, from a checkpoint that kept it apart from the residuals."""
-        if self._bounds is not None:
-            self._bounds.load_state_dict(dict(state))
-
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def begin(self, **fields: Any) -> None:
@@ -164,7 +160,7 @@ class ModelControl:
         self._reported, self._stepped, self._fresh = False, False, None
         self._record = None
         self.take_effect()
-        if self.folder is not None and self.sync.everyone.rank == 0:
+        if self.folder is not None and self.sync.ranks.rank == 0:
             self._record = RunRecord(Path(self.folder) / FILE_NAME)
             progress = self.clock(self.sync.step_index)
             every = self.options.every_n_steps if self.options is not None else 0
@@ -174,7 +170,7 @@ class ModelControl:
 
     def warn_without_audience(self, *, log: bool) -> None:
         """Warn if a monitor's figures go nowhere. `log`: the framework has a logger that takes them."""
-        if self.observer is None or log or self.folder is not None or self.sync.everyone.rank != 0:
+        if self.observer is None or log or self.folder is not None or self.sync.ranks.rank != 0:
             return
         _log.warning(
             "the compression monitor has no logger and no folder for its record, so its measurements are lost:"
@@ -270,7 +266,7 @@ class ModelControl:
         if not names:
             return []
         text = f"gradients are not finite: {', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
-        if self.sync.everyone.rank == 0:
+        if self.sync.ranks.rank == 0:
             _log.warning("step %d: %s", observation.step, text)
         return [text]
 
@@ -301,6 +297,6 @@ class ModelControl:
 
     def _announce(self, driver: AdaptiveDriver) -> None:
         """The start-up report again, for the levels that training starts at."""
-        if driver.levels and self.sync.everyone.rank == 0:
+        if driver.levels and self.sync.ranks.rank == 0:
             name = type(driver.controller).__name__
-            _log.info("training starts at the levels that %s chose:\n%s", name, build_report(self.sync).render())
+            inform("training starts at the levels that %s chose:\n%s", name, build_report(self.sync).render())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from lowbit_strategy.control.groups import GroupBy
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
 
 
 @configuration
@@ -28,3 +32,15 @@ class MonitorOptions:
 
     def __post_init__(self) -> None:
         check_positive("every_n_steps", self.every_n_steps)
+
+
+def _make(value: Any, source: Source) -> MonitorOptions:
+    """From true, or a mapping of the options."""
+    if value is not True and not isinstance(value, Mapping):
+        raise Mismatch
+    return call(MonitorOptions, {} if value is True else value, source)
+
+
+register_conversion(
+    MonitorOptions, Conversion(_make, "MonitorOptions", "true or a mapping such as {every_n_steps: 50}")
+)

@@ -187,11 +187,11 @@ class Observer:
         self._residuals: dict[str, Tensor] = {}
         self._end_to_end: dict[str, Tensor] = {}
         self.sampling_nbytes = 0
-        self._sent_before, self._inside_before = self.sync.comm.sent_nbytes, self._inside_nbytes()
+        self._sent_before, self._inside_before = self.sync.ranks.peers.sent_nbytes, self._inside_nbytes()
         return self
 
     def _inside_nbytes(self) -> int:
-        inside = self.sync.inside
+        inside = self.sync.ranks.intra_node
         return 0 if inside is None else inside.sent_nbytes
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
@@ -202,7 +202,7 @@ class Observer:
             self._residuals[slot.name] = (
                 torch.zeros(1, device=sync.device) if residual is None else squared_norm(residual).view(1)
             )
-        sample = MeanSample(views, sync.comm, sync.step_context().shared_seed)
+        sample = MeanSample(views, sync.ranks.peers, sync.step_context().shared_seed)
         self.sampling_nbytes += sample.sent_nbytes
         yield from sample.exchange()
         yield from self._timed(stages)
@@ -225,7 +225,7 @@ class Observer:
     def end_step(self, *, counted: bool) -> None:
         now = time.perf_counter()
         if self._observing:
-            self.own_sent_nbytes = self.sync.comm.sent_nbytes - self._sent_before - self.sampling_nbytes
+            self.own_sent_nbytes = self.sync.ranks.peers.sent_nbytes - self._sent_before - self.sampling_nbytes
             if counted:
                 self.last = self._summarize(None if self._last_end is None else now - self._last_end)
                 if self.on_observation is not None:
@@ -235,13 +235,16 @@ class Observer:
     # -- summing up ---------------------------------------------------------------------------------------------
 
     def _summarize(self, seconds: float | None) -> Observation:
-        sync, everyone = self.sync, self.sync.everyone
+        sync, everyone = self.sync, self.sync.ranks.world
         names, device = list(sync.specs), sync.device
         sent_by_name = {name: torch.tensor([sync.sent_nbytes(name)], device=device) for name in names}
         parts = ((self._energies, NUM_ENERGIES), (self._residuals, 1), (self._end_to_end, NUM_SUMS), (sent_by_name, 1))
         rows = torch.cat([table(part, names, width, device) for part, width in parts], dim=1)
         last = torch.zeros(1, _WIDTH, dtype=torch.float64, device=device)
-        between, inside = sync.comm.between_nodes(self.own_sent_nbytes), self._inside_nbytes() - self._inside_before
+        between, inside = (
+            sync.ranks.peers.between_nodes(self.own_sent_nbytes),
+            self._inside_nbytes() - self._inside_before,
+        )
         times = [self._stopwatch.read("codec"), self._stopwatch.read("comm"), self.own_sent_nbytes, seconds or 0.0]
         times += [between, self.own_sent_nbytes - between + inside]
         last[0, : len(times)] = torch.tensor(times, dtype=torch.float64)
@@ -269,7 +272,7 @@ class Observer:
 
     def _hops(self) -> float:
         """How often an element of an uncompressed ring leaves a rank, on average."""
-        world_size, share = self.sync.comm.world_size, self.sync.share
+        world_size, share = self.sync.ranks.peers.world_size, self.sync.ranks.share
         return (1 if self.sync.scatter else 2) * (world_size - 1) / world_size / (1 if share is None else share.count)
 
     def _figures(self, names: Sequence[str], sums: dict[str, Tensor]) -> Figures:
@@ -278,7 +281,7 @@ class Observer:
         chosen = torch.stack([sums[name] for name in compressed or names]).sum(dim=0).tolist()
         h, sent, error, product, residual, end_to_end, mean, _ = chosen
         numel = sum(sync.specs[name].whole.numel for name in names)
-        nbytes = sum(float(sums[name][-1]) for name in names) / sync.everyone.world_size
+        nbytes = sum(float(sums[name][-1]) for name in names) / sync.ranks.world_size
         traffic = self._hops() * numel
         methods = dict.fromkeys(sync.assignments[name].method.label for name in names)
         return Figures(

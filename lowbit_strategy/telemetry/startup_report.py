@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import torch
 
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.weights import WeightSync, costs_of
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import CHOICES
+from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.ranks.shape import Shape
 
 _LONGEST_PHASE = 1 << 20
 
@@ -71,23 +72,23 @@ class WeightReport:
         return lines + [f"    instead: {choice.render()}" for choice in self.others]
 
 
-def _weight_report(weights: WeightSync, *, several_nodes: bool) -> WeightReport:
-    choices = (weights.coding, *(choice for choice in CHOICES if choice != weights.coding))
-    used, *others = (_choice(weights, choice, several_nodes=several_nodes) for choice in choices)
-    exact = [name or "the model" for name, module in weights.modules.items() if not module.layout.coded]
-    return WeightReport(used, tuple(others), () if weights.coding == Exact() else tuple(exact))
+def _weight_report(plan: Plan) -> WeightReport | None:
+    if plan.coding is None:
+        return None
+    choices = (plan.coding, *(choice for choice in CHOICES if choice != plan.coding))
+    used, *others = (_choice(plan, choice) for choice in choices)
+    exact = [name or "the model" for name, layout in plan.modules.items() if not layout.coded]
+    return WeightReport(used, tuple(others), () if plan.coding == Exact() else tuple(exact))
 
 
-def _choice(weights: WeightSync, coding: WeightCoding, *, several_nodes: bool) -> WeightChoice:
-    costs = [costs_of(coding, module.layout, weights.comm.world_size).cost for module in weights.modules.values()]
+def _choice(plan: Plan, coding: WeightCoding) -> WeightChoice:
     kept = {"nothing": "gathered anew in backward", "codes": "kept as codes", "replica": "kept as a replica"}
-    step_nbytes = sum(cost.step_nbytes for cost in costs)
     ours = coding != Exact()
     return WeightChoice(
         f"{coding.label}, {kept[coding.keep]}",
-        step_nbytes,
-        sum(cost.kept_nbytes for cost in costs),
-        weights.comm.between_nodes(step_nbytes) if several_nodes and ours else None,
+        plan.weights_nbytes(coding),
+        plan.weights_memory(coding),
+        plan.weights_leaving_nbytes(coding) if plan.shape.has_nodes and ours else None,
     )
 
 
@@ -109,7 +110,7 @@ class Report:
         kernels: Which implementation serves.
         outer: The rule of local steps in a few words; empty: every step is synchronised.
         every: Optimizer steps of a round, in which all of `sent_nbytes` is sent; 1 without local steps.
-        outer_nbytes: Memory on this rank for anchors, a pseudo-gradient and what the outer optimizer holds so far.
+        outer_nbytes: Memory on this rank for anchors, a pseudo-gradient and the outer optimizer once it has stepped.
         next_phase: Step in which the compressor changes its configuration, as at the end of a warm-up; None: never.
     """
 
@@ -176,61 +177,61 @@ class Report:
         return [f"  between nodes {_size(self.between_nbytes)}/step, inside a node {_size(near)}/step{besides}{why}"]
 
 
-def build_report(sync: GradientSync, device: torch.device | None = None) -> Report:
+def build_report(sync: GradientSync) -> Report:
+    """What an engine does from now on."""
+    return report_of(sync.plan(), sync.compressor, device=sync.device, step_index=sync.step_index)
+
+
+def report_of(plan: Plan, compressor: Compressor, *, device: torch.device, step_index: int = 0) -> Report:
     """Args:
-    sync: The engine.
-    device: Where kernels will run, if not where the engine is.
+    plan: Of the run.
+    compressor: That the plan is of.
+    device: Where kernels run.
+    step_index: Optimizer steps completed.
     """
     groups: dict[tuple[str, str, str], Group] = {}
-    for name, assignment in sync.assignments.items():
-        method = assignment.method
-        key = (assignment.kind, method.description(scatter=sync.scatter), assignment.reason)
+    for name, assignment in plan.assignments.items():
+        key = (assignment.kind, assignment.method.description(scatter=plan.scatter), assignment.reason)
         group = groups.setdefault(key, Group(*key))
         group.num_tensors += 1
-        group.numel += sync.specs[name].whole.numel
-        group.sent_nbytes += sync.sent_nbytes(name)
-    world_size, topology = sync.comm.world_size, sync.topology
-    numel = sum(spec.numel for spec in sync.specs.values())
-    sent_nbytes = sum(group.sent_nbytes for group in groups.values())
-    sent_nbytes += 0 if sync.outer is None else sync.outer.state_nbytes
-    nodes = topology if topology is not None and topology.num_nodes != 1 else None
-    ring = (1 if sync.scatter else 2) * (world_size - 1) * numel // world_size
+        group.numel += plan.specs[name].whole.numel
+        group.sent_nbytes += plan.parameter_nbytes(name)
+    shape = plan.shape
+    obstacle = None if shape.topology is None else shape.topology.obstacle
     return Report(
         groups=sorted(groups.values(), key=lambda group: -group.numel),
-        sent_nbytes=sent_nbytes,
-        fp32_nbytes=4 * ring,
-        bf16_nbytes=2 * ring,
-        residual_nbytes=sync.residual_nbytes,
-        buffer_nbytes=sync.buffer_nbytes
-        + sync.inside_buffer_nbytes
-        + (0 if sync.weights is None else sync.weights.buffer_nbytes),
-        weights=None if sync.weights is None else _weight_report(sync.weights, several_nodes=nodes is not None),
-        ranks=describe_ranks(sync),
-        between_nbytes=sync.comm.between_nodes(sent_nbytes) if nodes is not None else None,
-        inside_nbytes=sync.inside_nbytes,
-        one_level=(nodes.obstacle or "two_level=False") if nodes is not None and sync.share is None else None,
-        kernels=backends.describe(device or sync.device),
-        world_size=world_size,
-        scatter=sync.scatter,
-        outer="" if sync.outer is None else sync.outer.label,
-        every=1 if sync.outer is None else sync.outer.round_length,
-        outer_nbytes=0 if sync.outer is None else sync.outer.nbytes,
-        next_phase=_next_phase(sync.compressor, sync.step_index),
+        sent_nbytes=plan.sent_nbytes,
+        fp32_nbytes=plan.uncompressed_nbytes(4),
+        bf16_nbytes=plan.uncompressed_nbytes(2),
+        residual_nbytes=plan.memory.residuals,
+        buffer_nbytes=plan.memory.messages,
+        weights=_weight_report(plan),
+        ranks=describe_ranks(shape),
+        between_nbytes=plan.between_nbytes if shape.has_nodes else None,
+        inside_nbytes=plan.intra_node_nbytes,
+        one_level=(obstacle or "two_level=False") if shape.has_nodes and shape.share is None else None,
+        kernels=backends.describe(device),
+        world_size=shape.num_peers,
+        scatter=plan.scatter,
+        outer="" if plan.outer is None else plan.outer.label,
+        every=plan.every,
+        outer_nbytes=plan.memory.anchors,
+        next_phase=_next_phase(compressor, step_index),
     )
 
 
-def describe_ranks(sync: GradientSync) -> str:
+def describe_ranks(shape: Shape) -> str:
     """Which ranks reduce what together."""
-    if sync.share is None:
-        return f"{sync.comm.world_size} ranks"
-    return f"{sync.comm.world_size} groups of {sync.share.count} ranks, exact inside a group"
+    if shape.share is None:
+        return f"{shape.num_peers} ranks"
+    return f"{shape.num_peers} groups of {shape.num_parts} ranks, exact inside a group"
 
 
 def _next_phase(compressor: Compressor, step_index: int) -> int | None:
     """The first step with another configuration, if there is one among the next million."""
-    now = compressor.at(step_index)
+    now = compressor.phase(step_index)
     lengths = range(1, _LONGEST_PHASE)
-    at = bisect.bisect_left(lengths, True, key=lambda length: compressor.at(step_index + length) != now)
+    at = bisect.bisect_left(lengths, True, key=lambda length: compressor.phase(step_index + length) != now)
     return step_index + lengths[at] if at < len(lengths) else None
 
 

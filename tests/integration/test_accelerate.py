@@ -314,7 +314,7 @@ def compiled(folder: Path) -> Facts:
 
     job = prepared(make("ddp", PLUGIN, dynamo_plugin=TorchDynamoPlugin(backend="eager")))
     train(job, 3)
-    return {"steps": job.sync.step_index, "sent": job.sync.comm.sent_nbytes, "bits": fingerprint(job.model)}
+    return {"steps": job.sync.step_index, "sent": job.sync.ranks.peers.sent_nbytes, "bits": fingerprint(job.model)}
 
 
 @scenarios(compiled)

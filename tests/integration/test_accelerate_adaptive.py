@@ -12,7 +12,7 @@ from accelerate.tracking import GeneralTracker
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowbit_strategy import LoCo, TopK
-from lowbit_strategy.accelerate import CompressionMonitor, LowBitPlugin, binding_of
+from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions, binding_of
 from lowbit_strategy.control import (
     Accordion,
     AccordionBatch,
@@ -231,7 +231,7 @@ def monitoring(folder: Path, kind: Kind) -> Facts:
     kept = Kept()
     accelerator = make(
         kind,
-        LowBitPlugin(FOUR, monitor=CompressionMonitor(every_n_steps=4, bounds=Bounds(max_error=1e-3, patience=2))),
+        LowBitPlugin(FOUR, monitor=MonitorOptions(every_n_steps=4, bounds=Bounds(max_error=1e-3, patience=2))),
         log_with=[kept, "tensorboard"],
         project_dir=str(folder),
     )
@@ -240,7 +240,7 @@ def monitoring(folder: Path, kind: Kind) -> Facts:
     plain = prepared(make(kind, LowBitPlugin(FOUR)))
     go(job, 12)
     go(plain, 12)
-    facts = {"sent": job.sync.comm.sent_nbytes, "plain": plain.sync.comm.sent_nbytes}
+    facts = {"sent": job.sync.ranks.peers.sent_nbytes, "plain": plain.sync.ranks.peers.sent_nbytes}
     facts |= {"losses": (job.losses, plain.losses), "account": sum(map(job.sync.sent_nbytes, job.sync.specs))}
     if accelerator.is_main_process:
         facts |= {"logged": kept.logged, "record": read_record(folder), "tb": [p.name for p in folder.glob("run/*")]}
@@ -314,7 +314,7 @@ def test_batches_grow_with_the_learning_rate_which_is_put_back(facts: list[Facts
 
 def two_models(folder: Path) -> Facts:
     kept = Kept()
-    plugin = LowBitPlugin(FOUR, controller=CONTROLLERS["accordion"], monitor=CompressionMonitor(every_n_steps=2))
+    plugin = LowBitPlugin(FOUR, controller=CONTROLLERS["accordion"], monitor=MonitorOptions(every_n_steps=2))
     accelerator = make("ddp", plugin, log_with=[kept], project_dir=str(folder))
     accelerator.init_trackers("run")
     torch.manual_seed(0)
@@ -359,7 +359,7 @@ def refused(folder: Path) -> Facts:
         "different": raised(lambda: job_of("ddp", Static(FOUR if rank == 0 else TWO))),
         "controller": raised(lambda: LowBitPlugin(controller=FOUR)),  # type: ignore[arg-type]
         "monitor": raised(lambda: LowBitPlugin(monitor=50)),  # type: ignore[arg-type]
-        "every": raised(lambda: CompressionMonitor(every_n_steps=0)),
+        "every": raised(lambda: MonitorOptions(every_n_steps=0)),
         "num_steps": raised(lambda: LowBitPlugin(num_steps=0)),
     }
 
@@ -371,6 +371,6 @@ def test_errors_name_what_to_change(facts: list[Facts]) -> None:
         assert "raise max_bits or add a heavier choice" in rank["budget"]
         assert "rank 1 differs from rank 0 in controller.level.bits: 2 instead of 4" in rank["different"]
         assert "controller must be one of lowbit_strategy.control" in rank["controller"]
-        assert "monitor must be a CompressionMonitor" in rank["monitor"]
+        assert "monitor must be MonitorOptions or" in rank["monitor"]
         assert "every_n_steps must be a positive integer" in rank["every"]
         assert "num_steps must be a positive integer" in rank["num_steps"]

@@ -156,9 +156,9 @@ def agreed(folder: Path) -> Facts:
     sent = []
     with _comparisons() as steps:
         for _ in range(3):
-            before = loop.session.sync.comm.sent_nbytes
+            before = loop.session.sync.ranks.peers.sent_nbytes
             loop.step()
-            sent.append(loop.session.sync.comm.sent_nbytes - before)
+            sent.append(loop.session.sync.ranks.peers.sent_nbytes - before)
     off = Loop(mlp(), options=SyncOptions(check_digest=False))
     with torch.no_grad():
         off.net[0].weight += dist.get_rank()

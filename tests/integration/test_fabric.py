@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def by_name(folder: Path, kind: Kind) -> Facts:
     model, optimizer = setup(made, net)
     losses = train(made, model, optimizer, 3 * batches(made.global_rank))
     sync = made.strategy.sessions[0].sync
-    return {"losses": losses, "print": fingerprint(net), "sent": sync.comm.sent_nbytes, "steps": sync.step_index}
+    return {"losses": losses, "print": fingerprint(net), "sent": sync.ranks.peers.sent_nbytes, "steps": sync.step_index}
 
 
 @scenarios(by_name, kind=KINDS)
@@ -316,7 +317,10 @@ def test_unfreezing(facts: list[Facts], request: pytest.FixtureRequest) -> None:
 
 
 def misuse(folder: Path, kind: Kind) -> Facts:
-    errors = {"nothing": raised(lambda: launch(f"lcoo_{kind}"))}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        errors = {"nothing": raised(lambda: launch(f"lcoo_{kind}"))}
+    errors["advice"] = " ".join(str(warning.message) for warning in caught)
     made = fabric(kind)
     net = mlp()
     optimizer = torch.optim.Adam(net.parameters())
@@ -334,7 +338,8 @@ def misuse(folder: Path, kind: Kind) -> Facts:
 def test_misuse(facts: list[Facts], request: pytest.FixtureRequest) -> None:
     assert facts[0] == facts[1]
     errors = facts[0]
-    assert "did you mean 'loco_" in errors["nothing"]
+    assert "did you mean 'loco_" in errors["advice"]
+    assert "invalid strategy name" in errors["nothing"]
     assert "parameter 0.weight is torch.float64: gradients are reduced as float32" in errors["type"]
     if "fsdp" in request.node.name:
         assert errors["used optimizer"].startswith("ValueError: set the model and optimizer up before the first step")

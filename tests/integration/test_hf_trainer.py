@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from lowbit_strategy import LoCo
-from lowbit_strategy.accelerate import CompressionMonitor, LowBitPlugin, binding_of
+from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions, binding_of
 from lowbit_strategy.control import Accordion, AccordionBatch, Controller, Phase, Schedule
 from lowbit_strategy.telemetry.metric_format import is_of_group
 from lowbit_strategy.telemetry.run_record import read_record
@@ -80,7 +80,7 @@ def facts_of(trained: Trainer) -> dict[str, Any]:
         "record": record_of(model),
         "type": type(model).__name__,
         "steps": sync.step_index,
-        "sent": sync.comm.sent_nbytes,
+        "sent": sync.ranks.peers.sent_nbytes,
         "account": sum(sync.sent_nbytes(name) for name in sync.specs),
         "bits": fingerprint(trained.model),
         "unused": getattr(model, "find_unused_parameters", None),
@@ -166,7 +166,7 @@ class Levels(TrainerCallback):
 
 def adapting(folder: Path, kind: Kind, controller: str) -> Facts:
     """Uninterrupted, then from its checkpoint, which is in the middle of a phase (at the end of the first epoch)."""
-    plugin = LowBitPlugin(controller=CONTROLLERS[controller], monitor=CompressionMonitor(every_n_steps=3))
+    plugin = LowBitPlugin(controller=CONTROLLERS[controller], monitor=MonitorOptions(every_n_steps=3))
     runs, levels = [], []
     for number in range(2):
         options = {"report_to": "tensorboard", "per_device_train_batch_size": 8}
@@ -219,7 +219,7 @@ class Tracker(TrainerCallback):
 
 def printing(folder: Path) -> Facts:
     """The Trainer without a progress bar prints a line with everything that is logged."""
-    watched = trainer(folder, "ddp", LowBitPlugin(LoCo(bits=4), monitor=CompressionMonitor(every_n_steps=4)))
+    watched = trainer(folder, "ddp", LowBitPlugin(LoCo(bits=4), monitor=MonitorOptions(every_n_steps=4)))
     tracker = Tracker()
     watched.add_callback(tracker)
     printed = io.StringIO()

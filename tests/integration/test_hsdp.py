@@ -26,7 +26,7 @@ from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
-from lowbit_strategy.model.topology import hybrid_mesh
+from lowbit_strategy.ranks.topology import hybrid_mesh
 from tests.accelerated import fresh_state, fsdp_plugin, prepared, train
 from tests.integration.test_hf_trainer import losses as hf_losses
 from tests.integration.test_hf_trainer import trainer as hf_trainer
@@ -68,8 +68,8 @@ def by_name(folder: Path) -> Facts:
     return {
         **runs,
         "print": fingerprint(model),
-        "world": (sync.comm.world_size, sync.everyone.world_size),
-        "sent": sync.comm.sent_nbytes,
+        "world": (sync.ranks.peers.world_size, sync.ranks.world_size),
+        "sent": sync.ranks.peers.sent_nbytes,
         "accounted": 20 * sum(sync.sent_nbytes(name) for name in sync.specs),
         "numel": sum(spec.numel for spec in sync.specs.values()),
         "steps": sync.step_index,
@@ -163,7 +163,7 @@ def with_accelerate(folder: Path) -> Facts:
             runs["accelerate" if own else "plugin"] = {
                 "losses": job.losses,
                 "print": fingerprint(job.model),
-                "replicas": job.sync.comm.world_size,
+                "replicas": job.sync.ranks.peers.world_size,
                 "steps": job.sync.step_index,
                 "samples": len(job.batches),
             }
@@ -193,7 +193,7 @@ def with_trainer(folder: Path) -> Facts:
             facts[name] = hf_losses(made)
             facts[f"{name} print"] = fingerprint(made.model)
         sync = binding_of(made.accelerator).sync  # type: ignore[union-attr]
-        facts["world"] = (sync.comm.world_size, sync.everyone.world_size, sync.step_index)  # type: ignore[union-attr]
+        facts["world"] = (sync.ranks.peers.world_size, sync.ranks.world_size, sync.step_index)  # type: ignore[union-attr]
     return facts
 
 
@@ -234,7 +234,7 @@ def in_step(folder: Path) -> Facts:
             made.fit(model, loader())
         sync = made.strategy.sync
         facts = {"at_once": list(at_once), "print": fingerprint(model), "log": lines, "steps": sync.step_index}
-        facts["inside"] = (sync.inside.sent_nbytes, sync.inside_nbytes)
+        facts["inside"] = (sync.ranks.intra_node.sent_nbytes, sync.plan().intra_node_nbytes)
         torch.manual_seed(dist.get_rank() // 2)  # every replica begins with weights of its own
         net = sharded_on_meta()
         facts["begins"] = fingerprint(net)
@@ -291,7 +291,7 @@ def with_fabric(folder: Path) -> Facts:
     return {
         "losses": [loss.item() for loss in losses],
         "print": fingerprint(net),
-        "world": (sync.comm.world_size, sync.everyone.world_size, sync.step_index),
+        "world": (sync.ranks.peers.world_size, sync.ranks.world_size, sync.step_index),
         "samples": made.strategy.distributed_sampler_kwargs,
     }
 
@@ -372,8 +372,8 @@ def local_steps(folder: Path) -> Facts:
         "again": again.losses,
         "prints": (fingerprint(whole), fingerprint(again)),
         "steps": sync.step_index,
-        "world": (sync.comm.world_size, sync.everyone.world_size),
-        "between": thirty.comm.sent_nbytes / 31,
+        "world": (sync.ranks.peers.world_size, sync.ranks.world_size),
+        "between": thirty.ranks.peers.sent_nbytes / 31,
         "ring": 4 * 2 * 3 / 4 * numel,
         "refused": refused,
     }

@@ -43,7 +43,7 @@ def by_name(folder: Path, kind: Kind) -> Facts:
     return {
         "losses": model.losses,
         "print": fingerprint(model),
-        "sent": sync.comm.sent_nbytes,
+        "sent": sync.ranks.peers.sent_nbytes,
         "accounted": 20 * build_report(sync).sent_nbytes,
         "steps": sync.step_index,
         "logged": logged,
@@ -358,7 +358,7 @@ def one_rank(folder: Path, kind: Kind) -> Facts:
         "losses": list(losses.values()),
         "logged": logged,
         "residuals": sync.residual_nbytes,
-        "sent": sync.comm.sent_nbytes,
+        "sent": sync.ranks.peers.sent_nbytes,
         "steps": sync.step_index,
     }
 

@@ -11,8 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lowbit_strategy import DGC, LoCo
-from lowbit_strategy.accelerate import CompressionMonitor as AccelerateMonitor
-from lowbit_strategy.accelerate import LowBitPlugin
+from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions
 from lowbit_strategy.control import Accordion, Bounds, Static
 from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDP
 from lowbit_strategy.fabric import adapt, monitor
@@ -87,7 +86,7 @@ def refused(folder: Path) -> Facts:
         "two controllers": raised(lambda: fit(AdaptiveCompression(Static(TWO)), AdaptiveCompression(ACCORDION))),
         "two folders": raised(lambda: fit(first, second)),
         "bounds": raised(lambda: CompressionMonitor(bounds=0.5)),  # type: ignore[arg-type]
-        "accelerate's bounds": raised(lambda: AccelerateMonitor(bounds=0.5)),  # type: ignore[arg-type]
+        "accelerate's bounds": raised(lambda: MonitorOptions(bounds=0.5)),  # type: ignore[arg-type]
         "record": raised(lambda: CompressionMonitor(record=3)),  # type: ignore[arg-type]
     }
 
@@ -106,7 +105,7 @@ def nobody_listens(folder: Path) -> Facts:
     with listen() as trained:
         trainer(strategy("ddp"), max_steps=2, callbacks=[CompressionMonitor()]).fit(Regression(), loader())
     with listen() as accelerated:
-        train(prepared(make("ddp", LowBitPlugin(TWO, monitor=AccelerateMonitor()))), 2)
+        train(prepared(make("ddp", LowBitPlugin(TWO, monitor=MonitorOptions()))), 2)
     with listen() as recorded:
         recording = CompressionMonitor(record=folder / "here")
         trainer(strategy("ddp"), max_steps=2, callbacks=[recording]).fit(Regression(), loader())

@@ -368,7 +368,7 @@ def idle_by_name(folder: Path) -> Facts:
     made = trainer("loco_ddp_find_unused_parameters_true", max_steps=4)
     made.fit(model, loader())
     sync = made.strategy.sync
-    return {"steps": sync.step_index, "sent": sync.comm.sent_nbytes, "print": fingerprint(model)}
+    return {"steps": sync.step_index, "sent": sync.ranks.peers.sent_nbytes, "print": fingerprint(model)}
 
 
 @scenarios(idle_by_name)

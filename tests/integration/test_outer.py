@@ -80,7 +80,7 @@ def training(folder: Path, rule: str) -> Facts:
         "seen": prints.seen,
         "saved": {name: value.sum().item() for name, value in saved.items()},
         "steps": (sync.step_index, made.global_step),
-        "sent": sync.comm.sent_nbytes,
+        "sent": sync.ranks.peers.sent_nbytes,
         "logged": logged,
     }
 
@@ -122,7 +122,12 @@ def by_name(folder: Path, name: str) -> Facts:
         made = trainer(name, max_steps=33)
         made.fit(model, loader())
     sync = made.strategy.sync
-    return {"print": fingerprint(model), "sent": sync.comm.sent_nbytes, "logged": logged, "turns": sync.outer.num_turns}
+    return {
+        "print": fingerprint(model),
+        "sent": sync.ranks.peers.sent_nbytes,
+        "logged": logged,
+        "turns": sync.outer.num_turns,
+    }
 
 
 @scenarios(by_name, name=[f"{name}_ddp" for name in OUTER_RULES if name != "postlocalsgd"])

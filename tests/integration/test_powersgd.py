@@ -20,6 +20,7 @@ from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import install
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.distributed import run_ranks
 
 STEPS = 20
@@ -75,7 +76,11 @@ def _with_our_hook(rank: int, rank_of_matrix: int, epsilon: float, order: list[s
         rank=rank_of_matrix, start_step=START, min_compression_rate=1, epsilon=epsilon, exempt=("@vector",)
     )
     sync = GradientSync(
-        compressor, describe_parameters(module), GroupComm(dist.new_group()), torch.device("cpu"), scatter=False
+        compressor,
+        describe_parameters(module),
+        Ranks.flat(GroupComm(dist.new_group())),
+        torch.device("cpu"),
+        scatter=False,
     )
     model = DistributedDataParallel(module, bucket_cap_mb=100)
     hook = DDPHook(model, sync)
@@ -120,7 +125,7 @@ def _many_buckets(rank: int, world_size: int) -> dict[str, Any]:
     sync = GradientSync(
         PowerSGD(rank=2, exempt=("@vector",)),
         describe_parameters(module),
-        GroupComm(dist.new_group()),
+        Ranks.flat(GroupComm(dist.new_group())),
         torch.device("cpu"),
         scatter=False,
     )
@@ -139,7 +144,7 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
     sync = GradientSync(
         PowerSGD(rank=2, exempt=("@vector",)),
         describe_parameters(module),
-        GroupComm(dist.new_group()),
+        Ranks.flat(GroupComm(dist.new_group())),
         torch.device("cpu"),
         scatter=True,
     )

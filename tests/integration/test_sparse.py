@@ -34,6 +34,7 @@ from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
 from lowbit_strategy.methods.sparsification.sidco import SIDCo
 from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.distributed import run_ranks
 
 _CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def _train(compressor: Compressor, layout: str, comm: Comm) -> Trained:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(64, 130), nn.ReLU(), nn.Linear(130, 10))
     specs = describe_parameters(model)
-    sync = GradientSync(compressor, specs, comm, _CPU, scatter=layout == "fsdp")
+    sync = GradientSync(compressor, specs, Ranks.flat(comm), _CPU, scatter=layout == "fsdp")
     if layout == "ddp":
         model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
         hook = DDPHook(model, sync)
@@ -141,7 +142,9 @@ def _gradient(name: str, rank: int, step: int) -> Tensor:
 
 def _reduce_all(compressor: Compressor, comm: Comm) -> tuple[list[dict[str, np.ndarray]], int]:
     """Means of `NUM_STEPS` steps of gradients under DDP's layout, and the bytes of one step."""
-    sync = GradientSync(compressor, [TensorSpec(n, s) for n, s in SHAPES.items()], comm, _CPU, scatter=False, seed=5)
+    sync = GradientSync(
+        compressor, [TensorSpec(n, s) for n, s in SHAPES.items()], Ranks.flat(comm), _CPU, scatter=False, seed=5
+    )
     means = []
     for step in range(NUM_STEPS):
         before = comm.sent_nbytes
@@ -350,7 +353,7 @@ def _follow_exdyna(rank: int, world_size: int, densities: tuple[float, ...]) -> 
 
         with mock.patch.object(_Model, "select", spy):
             sync = GradientSync(
-                ExDyna(density=density, **_ALL), specs, GroupComm(dist.new_group()), _CPU, scatter=False
+                ExDyna(density=density, **_ALL), specs, Ranks.flat(GroupComm(dist.new_group())), _CPU, scatter=False
             )
             noise = torch.Generator().manual_seed(rank)
             for step in range(EXDYNA_STEPS):

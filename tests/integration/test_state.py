@@ -299,6 +299,7 @@ def stamps(folder: Path, kind: Kind) -> Facts:
         "one machine has none": raised(lambda: session.load(path, stamp if first else None)),
         "another step": raised(lambda: session.load(path, stamp if first else stamp | {"step_index": 4})),
         "another version": raised(lambda: session.load(path, {"step_index": 3, "world_size": 2, "parameters": []})),
+        "no ranks": raised(lambda: session.load(path, stamp | {"world_size": 0, "checksums": []})),
         "a folder": raised(lambda: checkpoint_folder.load(mine, [session])),
         "a folder known to be compressed": raised(lambda: checkpoint_folder.load(mine, [session], compressed=True)),
     }
@@ -324,6 +325,7 @@ def test_ranks_agree_on_what_a_checkpoint_says_of_its_residuals(facts: list[Fact
     for case in ("one machine has none", "another step", "a folder"):
         assert "rank 1 finds another record of residuals in" in errors[case]
     assert "some.ckpt records no checksums of its residual files: another version" in errors["another version"]
+    assert "records residual files of 0 ranks at step 3, which no run has saved" in errors["no ranks"]
     assert "its residuals are not there" in errors["a folder known to be compressed"]
     assert "stamp.json cannot be read" in errors["damaged"]
     assert 'on_missing_residual="reset"' in errors["damaged"]

@@ -12,6 +12,7 @@ import torch
 
 from lowbit_strategy.checkpoint.capture import capture, restore
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.invariants.harness import CONFIGURATIONS, SPECS, everything, fingerprint, gradient
 from tests.worlds.nodes import Kind, NodesWorld
 from tests.worlds.simulated import SimulatedWorld
@@ -23,7 +24,6 @@ NAMES = (
     "dense",
     "loco",
     "LoCo, 1 bit after two steps",
-    "LoCo, rows times columns",
     "qsgd",
     "terngrad",
     "sharedscale",
@@ -71,9 +71,9 @@ def test_what_came_in_has_come_out_or_is_in_a_residual(name: str, kind: Kind) ->
                 assert [fingerprint(each) for each in means[:2]] * 3 == [fingerprint(each) for each in means]
         unsent = world.unsent()
         for sync in world.syncs:
-            assert sync.inside is not None
+            assert sync.ranks.intra_node is not None
             if kind != "hsdp":
-                assert sync.inside.sent_nbytes == STEPS * sync.inside_nbytes
+                assert sync.ranks.intra_node.sent_nbytes == STEPS * sync.plan().intra_node_nbytes
         for spec in SPECS:
             method = world.syncs[0].assignments[spec.name].method
             if method.conserves(scatter=kind == "fsdp"):
@@ -97,7 +97,7 @@ def test_a_restored_engine_goes_on_as_if_never_stopped(name: str, kind: Kind) ->
 def flat(world_size: int) -> list[GradientSync]:
     compressor = everything(CONFIGURATIONS["loco"]).conserving()
     comms = SimulatedWorld(world_size).comms
-    return [GradientSync(compressor, SPECS, comm, torch.device("cpu"), scatter=False) for comm in comms]
+    return [GradientSync(compressor, SPECS, Ranks.flat(comm), torch.device("cpu"), scatter=False) for comm in comms]
 
 
 @pytest.mark.parametrize("policy", ["fold", "reset"])

@@ -54,10 +54,10 @@ def by_name(folder: Path, kind: Kind) -> Facts:
         "losses": runs[f"loco_{kind}"]["losses"],
         "print": fingerprint(model),
         "gathering": None if sync.weights is None else type(sync.weights.comm).__name__,
-        "world": (sync.comm.world_size, sync.everyone.world_size),
-        "sent": sync.comm.sent_nbytes,
+        "world": (sync.ranks.peers.world_size, sync.ranks.world_size),
+        "sent": sync.ranks.peers.sent_nbytes,
         "accounted": 20 * sum(sync.sent_nbytes(name) for name in sync.specs),
-        "inside": (sync.inside.sent_nbytes, 20 * sync.inside_nbytes),
+        "inside": (sync.ranks.intra_node.sent_nbytes, 20 * sync.plan().intra_node_nbytes),
         "residual": sync.residual_nbytes,
         "numel": sum(spec.numel for spec in sync.wholes.values()),
         "log": lines,
@@ -107,7 +107,7 @@ def resume(folder: Path, kind: Kind) -> Facts:
         "losses": losses,
         "prints": prints,
         "decided": decided,
-        "flat": (fingerprint(flat), one.strategy.sync.comm.world_size, flat.losses[0]),
+        "flat": (fingerprint(flat), one.strategy.sync.ranks.peers.world_size, flat.losses[0]),
         "log": lines,
         "observed": [line for line in records if line["kind"] == "observation"],
     }
@@ -164,13 +164,13 @@ def with_fabric() -> Any:
         made.backward(F.mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
-    return fingerprint(net), made.strategy.sessions[0].sync.comm.world_size
+    return fingerprint(net), made.strategy.sessions[0].sync.ranks.peers.world_size
 
 
 def with_accelerate() -> Any:
     job = prepared(make("ddp", LowBitPlugin("topk")))
     train(job, 3, clip=1.0)
-    return fingerprint(job.model), job.sync.comm.world_size
+    return fingerprint(job.model), job.sync.ranks.peers.world_size
 
 
 @scenarios(refused, world_size=4)

@@ -125,7 +125,7 @@ def reduced_each_time(folder: Path, tells: bool) -> Facts:
 
 
 @scenarios(reduced_each_time, tells=(True, False))
-def test_reduced_gradients_mean_other_weights_unless_said_otherwise(facts: list[Facts]) -> None:
+def test_reduced_gradients_mean_other_weights_unless_asked_otherwise(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["sent"] == ([2, 2, 2, 2] if rank["tells"] else [4, 4, 4, 4])
 

@@ -35,6 +35,7 @@ from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.wrappers.partition import Partition
 from lowbit_strategy.methods.wrappers.rotate import Rotate
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.ranks.ranks import Ranks
 
 LayoutName = Literal["ddp", "fsdp"]
 LAYOUTS: tuple[LayoutName, ...] = ("ddp", "fsdp")
@@ -56,18 +57,17 @@ Evidence = dict[str, Any]
 
 
 def _warmed_up(compressor: Compressor) -> Compressor:
-    """The cases take a few steps: LoCo's warm-up has a configuration of its own, and `WarmUp` is over after one."""
+    """The cases take a few steps: `WarmUp` is over after one."""
     if isinstance(compressor, WarmUp):
         return dataclasses.replace(compressor, steps=1)
-    return dataclasses.replace(compressor, warmup_steps=0) if isinstance(compressor, LoCo) else compressor
+    return compressor
 
 
 CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, compressor in PRESETS.items()} | {
-    "LoCo, 1 bit after two steps": LoCo(bits=1, codebook="fitted", warmup_steps=2),
+    "LoCo, 1 bit after two steps": WarmUp(compressor=LoCo(bits=1, codebook="fitted"), first=LoCo(bits=4), steps=2),
     "LoCo, 2 bits up, 4 down": LoCo(
         bits=2, codebook="ternary", return_bits=4, return_codebook="uniform", return_beta=0.8
     ),
-    "LoCo, rows times columns": LoCo(bits=2, codebook="unit_gain", scales="rank1", block_size=64, return_beta=0.8),
     "qsgd, L2 norm": QSGD(norm="l2", bits=6),
     "natural, 4 bits": NaturalCompression(bits=4),
     "feedback in 8 bits": ErrorFeedback(compressor=QSGD(bits=4), residual="int8"),
@@ -132,7 +132,7 @@ class Subject(NamedTuple):
         return everything(self.preset)
 
     def assignments(self, compressor: Compressor) -> Mapping[str, Assignment]:
-        return assign_all(compressor.at(LAST_STEP), SPECS)
+        return assign_all(compressor.phase(LAST_STEP), SPECS)
 
     def lawful(self, compressor: Compressor) -> list[str]:
         """Parameters of which everything that came in has come out or is in a residual."""
@@ -159,7 +159,7 @@ class InvariantHarness:
         return GradientSync(
             self.compressor if compressor is None else compressor,
             SPECS,
-            self.comm,
+            Ranks.flat(self.comm),
             torch.device("cpu"),
             scatter=self.layout == "fsdp",
             seed=7,

@@ -59,7 +59,7 @@ def balance(sync: GradientSync, total_in: Grads, total_out: Grads) -> Evidence:
 def _account(sync: GradientSync) -> dict[str, Any]:
     """Bytes per step by the methods' own accounting: exact ones, bounds of their padding, and whether all is exact."""
     codecs, padding, reducers, exact = 0, 0, 0, True
-    others = sync.comm.world_size - 1
+    others = sync.ranks.peers.world_size - 1
     hops = 1 if sync.scatter else 2
     for name, assignment in sync.assignments.items():
         if isinstance(assignment.method, CodecPair):

@@ -103,8 +103,9 @@ def test_installed_package_works_with_and_without_the_extension(python: Path, wh
 
 
 def test_the_command_works_without_the_extras(python: Path, wheel: Path, tmp_path: Path) -> None:
-    done = run_script([python, "-c", _WITHOUT_EXTRAS], env={"PYTHONPATH": None}, cwd=tmp_path)
+    done = run_script([python, "-c", _WITHOUT_EXTRAS], env={"PYTHONPATH": None, "COLUMNS": "300"}, cwd=tmp_path)
     assert "0 problems" in done.stdout
     assert ("native C" in done.stdout) == ("wheel-cc" in str(wheel))
+    assert ("the C extension is not built" in done.stdout) == ("wheel-cc" not in str(wheel))
     done = run_script([python.parent / "lowbit", "--help"], env={"PYTHONPATH": None}, cwd=tmp_path)
     assert "doctor" in done.stdout

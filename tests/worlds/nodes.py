@@ -14,14 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import Comm, wait_for_all
 from lowbit_strategy.collectives.layout import Share, dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.two_levels import TwoLevelBuckets, inside_nbytes, scatter_over_two_levels
+from lowbit_strategy.engine.two_levels import TwoLevelBuckets, scatter_over_two_levels
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.worlds.threaded import ThreadedWorld
 
 Kind = Literal["ddp", "fsdp", "hsdp"]
@@ -49,29 +50,28 @@ class NodesWorld:
     ) -> None:
         self.kind, self.specs, self.num_nodes, self.per_node = kind, list(specs), num_nodes, per_node
         self.size = num_nodes * per_node
-        everyone = ThreadedWorld(self.size)
-        inside = [ThreadedWorld(per_node) for _ in range(num_nodes)]
-        between = [ThreadedWorld(num_nodes) for _ in range(per_node)]
-        self.worlds = [everyone, *inside, *between]
-        self.inside: list[Comm] = [inside[r // per_node].comms[r % per_node] for r in range(self.size)]
+        world = ThreadedWorld(self.size)
+        intra_node = [ThreadedWorld(per_node) for _ in range(num_nodes)]
+        peers = [ThreadedWorld(num_nodes) for _ in range(per_node)]
+        self.worlds = [world, *intra_node, *peers]
+        self.intra_node: list[Comm] = [intra_node[r // per_node].comms[r % per_node] for r in range(self.size)]
         self.syncs = [
             GradientSync(
                 compressor,
                 specs,
-                between[r % per_node].comms[r // per_node],
+                Ranks(
+                    world=world.comms[r],
+                    peers=peers[r % per_node].comms[r // per_node],
+                    intra_node=self.intra_node[r],
+                    share=Share(r % per_node, per_node, num_nodes if kind == "fsdp" else None),
+                ),
                 torch.device("cpu"),
                 scatter=kind == "fsdp",
-                share=Share(r % per_node, per_node, num_nodes if kind == "fsdp" else None),
-                everyone=everyone.comms[r],
                 **options,
             )
             for r in range(self.size)
         ]
-        for sync, comm in zip(self.syncs, self.inside, strict=True):
-            sync.inside = comm
-            if kind != "hsdp":
-                sync.inside_nbytes = inside_nbytes(sync, {spec.name: 4 for spec in specs})
-        self._buckets = [TwoLevelBuckets(sync, comm) for sync, comm in zip(self.syncs, self.inside, strict=True)]
+        self._buckets = [TwoLevelBuckets(sync) for sync in self.syncs]
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="rank")
 
     def __enter__(self) -> NodesWorld:
@@ -140,14 +140,14 @@ class NodesWorld:
         x_WN, entries, cuts = self._rows(grads, self.size)
         out = torch.full((x_WN.shape[1],), 3.0)
         layout = BucketLayout(entries, x_WN.shape[1])
-        _run(scatter_over_two_levels(self.syncs[rank], self.inside[rank], layout, x_WN.view(-1), out))
+        _run(scatter_over_two_levels(self.syncs[rank], layout, x_WN.view(-1), out))
         out /= self.size
         return {e.name: out[e.offset : e.offset + cuts[e.name].row_length(rank)] for e in entries}
 
     def _hsdp(self, rank: int, grads: Grads) -> dict[str, Tensor]:
         x_WN, entries, cuts = self._rows(grads, self.per_node)
         out = torch.empty(x_WN.shape[1])
-        _run(sum_rows(x_WN, out, self.inside[rank], alpha=1.0 / self.per_node))
+        _run(sum_rows(x_WN, out, self.intra_node[rank], alpha=1.0 / self.per_node))
         sync, index = self.syncs[rank], rank % self.per_node
         own = tuple(entry for entry in entries if sync.specs[entry.name].numel)
         sync.begin_step()
@@ -177,6 +177,4 @@ def _entries(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[Entry, ...], li
 
 
 def _run(stages: Iterable[Any]) -> None:
-    for pending in stages:
-        if pending is not None:
-            pending.wait()
+    wait_for_all(stages)

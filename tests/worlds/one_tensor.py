@@ -11,6 +11,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.worlds.simulated import SimulatedWorld
 
 
@@ -27,7 +28,7 @@ class OneTensor:
         self.world = SimulatedWorld(world_size)
         specs = [TensorSpec("p", shape)]
         self.syncs = [
-            GradientSync(compressor, specs, comm, torch.device("cpu"), scatter=False, seed=seed)
+            GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=False, seed=seed)
             for comm in self.world.comms
         ]
 

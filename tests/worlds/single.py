@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.ranks.ranks import Ranks
 
 SPECS = (TensorSpec("blocks.0.weight", (48, 64)), TensorSpec("blocks.1.weight", (48, 64)), TensorSpec("bias", (37,)))
 Grads = dict[str, Tensor]
@@ -21,7 +23,7 @@ Grads = dict[str, Tensor]
 def engine(
     compressor: Compressor, specs: Sequence[TensorSpec] = SPECS, *, scatter: bool = False, **options: Any
 ) -> GradientSync:
-    return GradientSync(compressor, specs, LocalComm(), torch.device("cpu"), scatter=scatter, **options)
+    return GradientSync(compressor, specs, Ranks.flat(LocalComm()), torch.device("cpu"), scatter=scatter, **options)
 
 
 def gradients(step: int, specs: Sequence[TensorSpec] = SPECS, *, scale: float = 1.0) -> Grads:
@@ -38,9 +40,7 @@ def reduce_step(sync: GradientSync, grads: Mapping[str, Tensor], *, end: bool = 
         at += values.numel()
     out = torch.empty_like(x) if sync.scatter else x
     sync.begin_step()
-    for pending in sync.reduce(BucketLayout(tuple(entries), at if sync.scatter else None), x, out):
-        if pending is not None:
-            pending.wait()
+    wait_for_all(sync.reduce(BucketLayout(tuple(entries), at if sync.scatter else None), x, out))
     if end:
         sync.end_step()
     return {e.name: out[e.offset : e.offset + grads[e.name].numel()].clone() for e in entries}

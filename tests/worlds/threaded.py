@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.collectives.comm import Pending, wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from tests.worlds.simulated import Buffers, SimulatedWorld
@@ -54,9 +54,7 @@ class ThreadedWorld(SimulatedWorld):
         def run(rank: int) -> None:
             try:
                 syncs[rank].begin_step()
-                for pending in syncs[rank].reduce(layout, buffers[rank], outs[rank]):
-                    if pending is not None:
-                        pending.wait()
+                wait_for_all(syncs[rank].reduce(layout, buffers[rank], outs[rank]))
                 syncs[rank].end_step()
             except BaseException:
                 self._barrier.abort()  # or the others would wait for this one

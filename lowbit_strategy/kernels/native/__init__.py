@@ -39,8 +39,6 @@ def library() -> ctypes.CDLL:
         (lib.lowbit_find, kernels, (ctypes.c_char_p,)),
         (lib.lowbit_encode, ctypes.c_int, (kernels, struct, struct, index, index)),
         (lib.lowbit_decode_sum, None, (kernels, struct, struct, index, index)),
-        (lib.lowbit_rank1_encode, ctypes.c_int, (kernels, struct, struct, index, index, index)),
-        (lib.lowbit_rank1_decode_sum, ctypes.c_int, (kernels, struct, struct, index, index, index)),
         (lib.lowbit_dense_encode, ctypes.c_int, (kernels, struct, index, index)),
         (lib.lowbit_dense_decode_sum, None, (kernels, struct, index, index)),
     ):

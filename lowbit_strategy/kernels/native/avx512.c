@@ -14,11 +14,10 @@
 
 #include "encode.h"
 #include "decode.h"
-#include "rank1.h"
 #include "dense.h"
 
 const struct lowbit_kernels lowbit_avx512 = {
-    "avx512", encode, decode_sum, rank1_encode, rank1_decode_sum, dense_encode, dense_decode_sum,
+    "avx512", encode, decode_sum, dense_encode, dense_decode_sum,
 };
 
 #if defined(__clang__)

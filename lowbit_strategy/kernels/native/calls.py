@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, ScaledFormat
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
 from lowbit_strategy.kernels.segments import Segments
 
 _RULES = {"absmax": 0, "rms": 1, "mean_abs": 2, "ternary": 3}
@@ -92,7 +92,7 @@ class Extent(NamedTuple):
     aligned: bool  # whether every piece of the residual starts with a block
 
 
-def extent(segments: Segments, fmt: ScaledFormat | DenseFormat) -> Extent:
+def extent(segments: Segments, fmt: BlockFormat | DenseFormat) -> Extent:
     """Computed once per table and format: the C code trusts the table, so nothing may lie outside the buffers."""
     key = ("native", fmt)
     if key not in segments.cache:
@@ -112,7 +112,7 @@ def extent(segments: Segments, fmt: ScaledFormat | DenseFormat) -> Extent:
     return found
 
 
-def call_struct(x: Tensor, wire_WB: Tensor, segments: Segments, fmt: ScaledFormat | DenseFormat) -> CallStruct:
+def call_struct(x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat | DenseFormat) -> CallStruct:
     """The part that encode and decode share.
 
     Raises:
@@ -138,7 +138,7 @@ def call_struct(x: Tensor, wire_WB: Tensor, segments: Segments, fmt: ScaledForma
 
 
 def set_residual(
-    call: CallStruct, residual: Tensor, residual_scale: Tensor | None, segments: Segments, fmt: ScaledFormat
+    call: CallStruct, residual: Tensor, residual_scale: Tensor | None, segments: Segments, fmt: BlockFormat
 ) -> None:
     """Point a call at its residual.
 

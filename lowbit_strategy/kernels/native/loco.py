@@ -1,10 +1,10 @@
-"""The LoCo step in C: same bytes as `lowbit_strategy.kernels.reference.loco` and `reference.rank1`."""
+"""The LoCo step in C: same bytes as `lowbit_strategy.kernels.reference.loco`."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import ScaledFormat
+from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.native.blocks import run_encode
 from lowbit_strategy.kernels.native.calls import call_struct, set_residual
 from lowbit_strategy.kernels.segments import Segments
@@ -16,7 +16,7 @@ def loco_encode_(
     residual_scale: Tensor | None,
     wire: Tensor,
     segments: Segments,
-    fmt: ScaledFormat,
+    fmt: BlockFormat,
     *,
     beta: float,
     reset: bool,

@@ -83,26 +83,6 @@ EXPORT void lowbit_decode_sum(
     RESTORE;
 }
 
-EXPORT int lowbit_rank1_encode(
-    const struct lowbit_kernels *kernels, const struct lowbit_format *fmt, const struct lowbit_call *call,
-    int64_t columns, int64_t first, int64_t last
-) {
-    MODES;
-    int flag = kernels->rank1_encode(fmt, call, columns, first, last);
-    RESTORE;
-    return flag;
-}
-
-EXPORT int lowbit_rank1_decode_sum(
-    const struct lowbit_kernels *kernels, const struct lowbit_format *fmt, const struct lowbit_call *call,
-    int64_t columns, int64_t first, int64_t last
-) {
-    MODES;
-    int failed = kernels->rank1_decode_sum(fmt, call, columns, first, last);
-    RESTORE;
-    return failed;
-}
-
 EXPORT int lowbit_dense_encode(
     const struct lowbit_kernels *kernels, const struct lowbit_call *call, int64_t first, int64_t last
 ) {

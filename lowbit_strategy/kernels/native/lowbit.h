@@ -48,19 +48,12 @@ struct lowbit_call {
     float beta_old, beta_new, alpha;
 };
 
-/* Work on blocks [first, last), counted through all segments in order; the dense kernels' blocks are single elements, those
- * of matrices with scales of rows times columns whole segments. The encoders return 1 if something was not finite; the
- * kernels for matrices -1 if there is no memory. */
+/* Work on blocks [first, last), counted through all segments in order; the dense kernels' blocks are single elements. The
+ * encoders return 1 if something was not finite. */
 struct lowbit_kernels {
     const char *name;
     int (*encode)(const struct lowbit_format *, const struct lowbit_call *, int64_t first, int64_t last);
     void (*decode_sum)(const struct lowbit_format *, const struct lowbit_call *, int64_t first, int64_t last);
-    int (*rank1_encode)(
-        const struct lowbit_format *, const struct lowbit_call *, int64_t columns, int64_t first, int64_t last
-    );
-    int (*rank1_decode_sum)(
-        const struct lowbit_format *, const struct lowbit_call *, int64_t columns, int64_t first, int64_t last
-    );
     int (*dense_encode)(const struct lowbit_call *, int64_t first, int64_t last);
     void (*dense_decode_sum)(const struct lowbit_call *, int64_t first, int64_t last);
 };

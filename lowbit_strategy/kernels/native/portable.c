@@ -4,9 +4,8 @@
 
 #include "encode.h"
 #include "decode.h"
-#include "rank1.h"
 #include "dense.h"
 
 const struct lowbit_kernels lowbit_portable = {
-    "portable", encode, decode_sum, rank1_encode, rank1_decode_sum, dense_encode, dense_decode_sum,
+    "portable", encode, decode_sum, dense_encode, dense_decode_sum,
 };

@@ -38,6 +38,8 @@ def sample_magnitudes(x: Tensor, num: int, seed: int, addend: Tensor | None) -> 
 
 
 def chunk_top_k(x: Tensor, kept_M: Tensor, positions_MK: Tensor, values_MK: Tensor) -> None:
+    kept_M = kept_M.contiguous()
+
     def work(first: int, last: int) -> None:
         function("lowbit_chunk_top_k")(
             isa().encode(),

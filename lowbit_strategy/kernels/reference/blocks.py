@@ -10,12 +10,11 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.format import TERNARY_THRESHOLD, BlockFormat, uniform
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
-from lowbit_strategy.kernels.segments import Piece, Segments, pieces
+from lowbit_strategy.kernels.segments import CACHE_ELEMENTS, Piece, Segments, pieces
 
 _FLT_MIN = torch.finfo(torch.float32).tiny
 _TRIT_WEIGHTS = (1, 3, 9, 27, 81)
 _RESIDUAL_GRID = uniform(8, 128)  # of blocks of any size
-WHOLE = 2**62  # pieces as large as their segments
 
 
 def to_blocks(x_N: Tensor, block_size: int) -> Tensor:
@@ -30,13 +29,7 @@ def round_up_bfloat16(x: Tensor) -> Tensor:
 
 
 def tree_sum(x_KB: Tensor) -> Tensor:
-    """Sum over the last dim by adding halves, so that every backend adds in the same order.
-
-    Zeros fill it up to a power of two.
-    """
-    length = x_KB.shape[-1]
-    if length & (length - 1):
-        x_KB = torch.nn.functional.pad(x_KB, (0, (1 << length.bit_length()) - length))
+    """Sum over the last dim by adding halves, so that every backend adds in the same order."""
     while x_KB.shape[-1] > 1:
         half = x_KB.shape[-1] // 2
         x_KB = x_KB[..., :half] + x_KB[..., half:]
@@ -182,7 +175,7 @@ def encode_(
     stochastic: bool,
     seed: int,
     flag: Tensor,
-    max_elements: int = WHOLE,
+    max_elements: int = CACHE_ELEMENTS,
 ) -> None:
     for piece in pieces(segments, fmt, max_elements):
         h_KB = to_blocks(x[piece.x], fmt.block_size)
@@ -194,7 +187,13 @@ def encode_(
 
 
 def decode_sum_(
-    wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat, *, alpha: float, max_elements: int = WHOLE
+    wire_WB: Tensor,
+    out: Tensor,
+    segments: Segments,
+    fmt: BlockFormat,
+    *,
+    alpha: float,
+    max_elements: int = CACHE_ELEMENTS,
 ) -> None:
     for piece in pieces(segments, fmt, max_elements):
         total_KB = torch.zeros(1, dtype=torch.float32, device=out.device)

@@ -8,7 +8,7 @@ from torch import Tensor
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, RESIDUAL_STREAM
-from lowbit_strategy.kernels.segments import Piece, Segments, pieces
+from lowbit_strategy.kernels.segments import CACHE_ELEMENTS, Piece, Segments, pieces
 
 
 def read_residual(residual: Tensor, residual_scale: Tensor | None, piece: Piece, fmt: BlockFormat) -> Tensor:
@@ -33,7 +33,7 @@ def loco_encode_(
     stochastic_residual: bool,
     seed: int,
     flag: Tensor,
-    max_elements: int = blocks.WHOLE,
+    max_elements: int = CACHE_ELEMENTS,
 ) -> None:
     beta_old = torch.tensor(beta, dtype=torch.float32)
     beta_new = torch.tensor(1.0 - beta, dtype=torch.float32)

@@ -86,7 +86,7 @@ def positions(counts_K: Tensor, wire: Tensor, count: int, grid: BlockGrid) -> Te
     Args:
         counts_K: int32, entries in each block: not negative, `count` in all.
         wire: uint8, at least two bytes for each.
-        count: Of all blocks.
+        count: How many positions all blocks have.
         grid: How parameters are cut.
     """
     low_E = wire[: 2 * count].clone().view(torch.int16).long() & 0xFFFF

@@ -55,7 +55,7 @@ class DeviceFormat:
         code_nbytes: Packed bytes of a block.
         padded_nbytes: `code_nbytes` rounded up to a power of two (only ternary codes need that).
         codebook, thresholds: Empty on the uniform grid, and where there are too many to unroll.
-        steps: From each value to the next, if all are float32 numbers: values are then summed up instead of selected.
+        steps: How far each value is from the next, if all are float32 numbers: values are then sums, not selected.
         codebook_size: Number of reconstruction values, 0 on the uniform grid.
         zero_code: Code of the elements of a block that cannot be quantised.
         ternary: Three values, five codes to a byte.

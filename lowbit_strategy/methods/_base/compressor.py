@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from lowbit_strategy.methods._base.optimizer_checks import check_momentum
 from lowbit_strategy.methods._base.parameter_selectors import Selector, describe, matching, validate_selectors
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.options.configuration import configuration, former_option
+from lowbit_strategy.options.configuration import configuration
 
 AssignmentKind = Literal["compressed", "high_precision", "exempt"]
 
@@ -43,8 +43,8 @@ class Compressor(ABC):
     """
 
     name: ClassVar[str]
+    is_sparse: ClassVar[bool] = False  # chosen elements are sent, for some parameters or phases
     approaches_mean: ClassVar[bool] = True  # results for one gradient, averaged over many steps, approach the true mean
-    renamed_options: ClassVar[Mapping[str, str]] = {"milder": "high_precision", "milder_bits": "high_precision_bits"}
 
     exempt: tuple[Selector, ...] = ("@vector", "@small")
     high_precision: tuple[Selector, ...] = ("@embedding", "@head")
@@ -52,11 +52,6 @@ class Compressor(ABC):
     def __post_init__(self) -> None:
         validate_selectors("exempt", self.exempt)
         validate_selectors("high_precision", self.high_precision)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            return former_option(self, name)
 
     @abstractmethod
     def method(self, spec: TensorSpec) -> Method:
@@ -73,8 +68,9 @@ class Compressor(ABC):
 
     @property
     def momenta(self) -> frozenset[float]:
-        """Momentum that the method applies, over all its parameters and phases; more than one: the optimizer has none
-        that would fit them all.
+        """Every momentum that the methods of some parameter or phase apply.
+
+        If there is more than one, no momentum of the optimizer suits all parameters.
         """
         return frozenset({0.0})
 
@@ -86,7 +82,7 @@ class Compressor(ABC):
         """
         check_momentum(self.momenta, optimizer)
 
-    def at(self, step_index: int) -> Compressor:
+    def phase(self, step_index: int) -> Compressor:
         """The configuration in force after `step_index` optimizer steps: itself, unless it has phases."""
         return self
 

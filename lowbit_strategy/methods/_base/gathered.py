@@ -62,5 +62,8 @@ class GatheredReducer(Reducer):
     def _decode(self, wire_WB: Tensor, numel: int) -> Tensor:
         return self.codec.decode_sum(wire_WB.contiguous(), numel)
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 1
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         return (world_size - 1) * self.codec.wire_nbytes(spec.numel)

@@ -46,7 +46,7 @@ def matching(selectors: Sequence[Selector], spec: TensorSpec) -> Selector | None
 def describe(selector: Selector) -> str:
     """Why a selector chose a parameter, for reports."""
     if callable(selector):
-        return f"function {getattr(selector, '__name__', 'given')}"
+        return getattr(selector, "label", None) or f"function {getattr(selector, '__name__', 'given')}"
     if selector in _PREDICATES:
         return _PREDICATES[selector][1]
     return f"name matches {selector}"

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.options.configuration import renamed_options
 from lowbit_strategy.options.conversion import (
     Conversion,
     Mismatch,
@@ -68,10 +67,8 @@ def _make(value: Any, source: Source) -> Compressor:
     return from_options(name, {**options, **more}, source)
 
 
-def option_names(compressor: Compressor) -> dict[str, str]:
-    """Names that an option may be given under, former ones included, and its present name."""
-    names = {field.name: field.name for field in dataclasses.fields(compressor) if field.init}
-    return names | {old: new for old, new in renamed_options(type(compressor)).items() if new in names}
+def option_names(compressor: Compressor) -> list[str]:
+    return [field.name for field in dataclasses.fields(compressor) if field.init]
 
 
 def from_options(name: str, options: Mapping[str, Any], source: Source = Source.CODE) -> Compressor:
@@ -79,7 +76,7 @@ def from_options(name: str, options: Mapping[str, Any], source: Source = Source.
 
     Args:
         name: The preset's.
-        options: Present or former names of options, and their values.
+        options: Values of options, by name.
         source: Where the values come from.
 
     Raises:
@@ -89,10 +86,9 @@ def from_options(name: str, options: Mapping[str, Any], source: Source = Source.
     known = option_names(base)
     for key in options:
         if key not in known:
-            shown = [each for each in known if known[each] == each]
-            raise ValueError(f"{name} has no option {key!r}{did_you_mean(key, shown)} Known: {', '.join(shown)}")
+            raise ValueError(f"{name} has no option {key!r}{did_you_mean(key, known)} Known: {', '.join(known)}")
     kinds = types_of(type(base))
-    values = convert_all([(key, value, kinds[known[key]]) for key, value in options.items()], source)
+    values = convert_all([(key, value, kinds[key]) for key, value in options.items()], source)
     return dataclasses.replace(base, **dict(zip(options, values, strict=True)))
 
 

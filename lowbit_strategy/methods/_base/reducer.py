@@ -93,6 +93,10 @@ class Reducer(Method):
         Where a view has `compensated` and `sent` both must be filled.
         """
 
+    @abstractmethod
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        """Collectives that `reduce` issues for these parameters together, each after the one before."""
+
     def rescale_(self, state: ReducerState, factor: float) -> None:
         """The loss scale changed by `factor`: everything that is in units of the gradient follows."""
         for tensors in state.values():
@@ -110,7 +114,7 @@ class ReducerStore(MethodStore):
     """State of all parameters that one reducer serves.
 
     Attributes:
-        state: As the reducer made it, for `Reducer.reduce`.
+        state: What the reducer has made, as `Reducer.reduce` gets it.
     """
 
     def __init__(self, method: Reducer, specs: Mapping[str, TensorSpec], placement: Placement) -> None:

@@ -53,13 +53,13 @@ class SharedViews:
         return values_K.repeat_interleave(self.block_size)[: self.views[index].spec.numel]
 
     def round(
-        self, index: int, step_N: Tensor, limit: int, rounding: Rounding, bound_N: Tensor | None = None
+        self, index: int, scale_N: Tensor, limit: int, rounding: Rounding, bound_N: Tensor | None = None
     ) -> Tensor:
-        """int32 [numel]: gradient over `step_N` as a whole number; 0 where the step is 0 or NaN.
+        """int32 [numel]: gradient over `scale_N` as a whole number; 0 where that is 0 or NaN.
 
         Args:
-            index: Of the view.
-            step_N: Distance of two whole numbers.
+            index: Which view it is.
+            scale_N: Distance of two whole numbers.
             limit: Largest magnitude of the result.
             rounding: ``stochastic``: without bias.
             bound_N: The gradient is clipped to these magnitudes first; None: not at all.
@@ -67,8 +67,8 @@ class SharedViews:
         name, gradient = self.views[index].spec.name, self.gradients[index]
         if bound_N is not None:
             gradient = gradient.clamp(-bound_N, bound_N)
-        usable = step_N >= _TINY
-        y = torch.where(usable, gradient, 0.0) / torch.where(usable, step_N, 1.0)
+        usable = scale_N >= _TINY
+        y = torch.where(usable, gradient, 0.0) / torch.where(usable, scale_N, 1.0)
         if rounding == "stochastic":
             key = stream_key(self.step.seed, zlib.crc32(name.encode()), CODE_STREAM)
             y += dither(0, gradient.numel(), key, gradient.device)
@@ -90,26 +90,26 @@ class SharedViews:
         sizes = [view.spec.numel for view in self.views]
         return list(rows_WN.reshape(-1)[: sum(sizes)].split(sizes))
 
-    def write_(self, totals: Tensor, steps: Sequence[Tensor]) -> None:
-        """Every view's mean from the integer sums of `sum_integers` and the steps they count in."""
+    def write_(self, totals: Tensor, scales: Sequence[Tensor]) -> None:
+        """Every view's mean from the integer sums of `sum_integers` and the scales they count in."""
         world_size, rank = self.comm.world_size, self.comm.rank
         if not self.scatter:
-            for view, total, step_N in zip(self.views, self.unrows(totals), steps, strict=True):
-                view.out.copy_(total * step_N / world_size)
+            for view, total, scale_N in zip(self.views, self.unrows(totals), scales, strict=True):
+                view.out.copy_(total * scale_N / world_size)
             return
         own = totals.split([view.cut.row_numel for view in self.views])
-        for view, total, step_N in zip(self.views, own, steps, strict=True):
+        for view, total, scale_N in zip(self.views, own, scales, strict=True):
             start, length = rank * view.cut.row_numel, view.cut.row_length(rank)
-            view.out[:length] = total[:length] * step_N[start : start + length]
+            view.out[:length] = total[:length] * scale_N[start : start + length]
             view.out[length:] = 0
 
-    def observe_(self, codes: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+    def observe_(self, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
         """For feedback and monitors: the gradient, and what the others decode of it."""
-        for view, gradient, code, step_N in zip(self.views, self.gradients, codes, steps, strict=True):
+        for view, gradient, code, scale_N in zip(self.views, self.gradients, codes, scales, strict=True):
             if view.compensated is not None:
                 view.compensated.copy_(gradient)
             if view.sent is not None:
-                view.sent.copy_(code * step_N)
+                view.sent.copy_(code * scale_N)
 
 
 def num_blocks(spec: TensorSpec, block_size: int) -> int:

@@ -32,6 +32,9 @@ class PlainCodec(StatefulCodec):
     def block_size(self) -> int:
         return self.codec.block_size
 
+    def stateless(self) -> Codec:
+        return self.codec
+
     def arenas(self) -> dict[str, Arena]:
         return {}
 

@@ -20,7 +20,7 @@ class TensorSpec:
     """One parameter: its name in the model, unsharded shape, what it is for, and how its elements lie in memory.
 
     Args:
-        name: In the model.
+        name: What the model calls it.
         shape: Unsharded.
         role: What it is for.
         memory_order: Dims from the outermost in memory to the innermost, as of ``channels_last``; None: in order. Flat
@@ -41,15 +41,6 @@ class TensorSpec:
     @property
     def ndim(self) -> int:
         return len(self.shape)
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of the matrix that its elements are in memory: dims are split where both together are
-        fewest. One row for fewer than two dims.
-        """
-        dims = self.shape if self.memory_order is None else tuple(self.shape[dim] for dim in self.memory_order)
-        splits = [(math.prod(dims[:at]), math.prod(dims[at:])) for at in range(1, self.ndim)]
-        return min(splits, key=sum, default=(1, self.numel))
 
     @property
     def whole(self) -> TensorSpec:

@@ -37,6 +37,10 @@ class Wrapper(Compressor):
         self.method(REFERENCE)  # what cannot be wrapped is refused now, not when training starts
 
     @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return self.compressor.is_sparse
+
+    @property
     def approaches_mean(self) -> bool:  # type: ignore[override]
         return self.compressor.approaches_mean
 
@@ -56,8 +60,8 @@ class Wrapper(Compressor):
     def check(self, specs: Sequence[TensorSpec]) -> None:
         self.compressor.check(specs)
 
-    def at(self, step_index: int) -> Compressor:
-        inner = self.compressor.at(step_index)
+    def phase(self, step_index: int) -> Compressor:
+        inner = self.compressor.phase(step_index)
         return self if inner == self.compressor else replace(self, compressor=inner)
 
     def conserving(self) -> Compressor:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.contraction import contracts
 from lowbit_strategy.codecs.packed import Packed, pack_segments
-from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.comm import Comm, Pending, wait_for_all
 from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
@@ -23,9 +22,7 @@ from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.quantization.loco import LoCoCodec
 
 ResidualDtype = Literal["float32", "int8"]
 
@@ -64,6 +61,9 @@ class FeedbackCodec(StatefulCodec):
     @property
     def residual_gain(self) -> float | None:
         return 1.0 - self.beta if self.decay == 1.0 else None
+
+    def stateless(self) -> Codec:
+        return self.codec
 
     def arenas(self) -> dict[str, Arena]:
         if self.residual == "float32":
@@ -120,7 +120,7 @@ class FeedbackReducer(Reducer):
 
     Args:
         inner: Fills ``View.sent``.
-        decay: As in `FeedbackCodec`.
+        decay: See `FeedbackCodec`.
     """
 
     inner: Reducer
@@ -169,21 +169,11 @@ class FeedbackReducer(Reducer):
     def rescale_(self, state: ReducerState, factor: float) -> None:
         self.inner.rescale_(state, factor)  # the residuals too: by default whatever bears that name is rescaled
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return self.inner.num_messages(specs, world_size, scatter=scatter)
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         return self.inner.wire_nbytes(spec, world_size, scatter=scatter)
-
-
-def codec_of(stateful: StatefulCodec) -> Codec:
-    """The codec of a stateful one, whatever residual it keeps.
-
-    Raises:
-        ValueError: It has no codec that could serve alone.
-    """
-    if isinstance(stateful, (PlainCodec, FeedbackCodec)):
-        return stateful.codec
-    if isinstance(stateful, LoCoCodec):
-        return BlockCodec(stateful.fmt, stateful.rounding)
-    raise ValueError(f"{stateful.label!r} has no codec of its own: wrap a quantiser such as QSGD, LoCo or OneBitSGD")
 
 
 def contracting(codec: Codec) -> Codec:
@@ -227,8 +217,7 @@ def _contracts_alone(reducer: Reducer) -> bool:
         result = torch.zeros_like(x)
         view = View(spec, flat_cut(size, 1, 1), x.clone(), torch.zeros_like(x), False, sent=result)
         state = reducer.init([spec], x.device)
-        for pending in reducer.reduce([view], state, comm, StepContext(0, 0, 0)):
-            pending.wait()
+        wait_for_all(reducer.reduce([view], state, comm, StepContext(0, 0, 0)))
         return result
 
     return contracts(sent, size)

@@ -41,10 +41,10 @@ class MomentumCodec(StatefulCodec):
     """A codec of the momentum of what comes in, for parameters whose optimizer leaves momentum to the compressor.
 
     Args:
-        momentum: In [0, 1).
+        momentum: Lies in [0, 1).
         nesterov: Sum of gradients with Nesterov's rule.
         averaged: A moving average (`average_`) instead of a sum; `nesterov` is not used then.
-        codec: Of the momentum; floats by default.
+        codec: Encodes the momentum; floats by default.
     """
 
     momentum: float

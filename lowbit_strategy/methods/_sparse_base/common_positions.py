@@ -100,6 +100,9 @@ class PositionSumReducer(Reducer):
         filler = math.nan if condition is Condition.NONFINITE else 0.0
         return Chosen(indices, torch.full((indices.numel(),), filler, dtype=torch.float32, device=indices.device))
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 1 if scatter else 2
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         return value_sum_nbytes(self.num_kept(spec), self.codec, world_size, scatter=scatter)
 

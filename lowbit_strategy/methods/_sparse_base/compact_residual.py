@@ -17,16 +17,15 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.backends import CACHE_ELEMENTS
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, dither, stream_key
+from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.residual_format import read_residual
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 ResidualDtype = Literal["float32", "bfloat16", "int8"]
-RESIDUAL_DTYPES: tuple[ResidualDtype, ...] = ("float32", "bfloat16", "int8")
 _BLOCK = 128
 
 
@@ -118,6 +117,9 @@ class CompactResidualReducer(Reducer):
         }
         self.inner.rescale_(units, factor)
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return self.inner.num_messages(specs, world_size, scatter=scatter)
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         return self.inner.wire_nbytes(spec, world_size, scatter=scatter)
 
@@ -128,7 +130,7 @@ def round_to_bfloat16(x: Tensor, first: int, key: int) -> Tensor:
     Args:
         x: float32 [N], finite; what would become infinite saturates.
         first: Index of its first element in the stream of random numbers.
-        key: Of the stream.
+        key: Which stream of random numbers it is.
     """
     noise = ((dither(first, x.numel(), key, x.device) + 0.5) * 65536.0).to(torch.int32)
     bits = x.contiguous().view(torch.int32) + noise

@@ -46,7 +46,7 @@ from lowbit_strategy.methods._sparse_base.block_partitions import (
 from lowbit_strategy.methods._sparse_base.common_positions import PositionSumReducer
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
-    nothing,
+    no_entries,
     num_kept,
     pending_sums,
     undo_,
@@ -66,7 +66,7 @@ class Selection(NamedTuple):
     """What all ranks chose.
 
     Args:
-        indices: Of each view, ascending flat positions, int64.
+        indices: What each view sends: ascending flat positions, int64.
         counts: Elements chosen in each partition.
         finite: Whether all ranks' gradients were.
     """
@@ -167,6 +167,10 @@ class ExclusiveReducer(PositionSumReducer):
             _keep_sizes_(control, cut_anew(block_loads_K.tolist(), len(sizes)))
         else:
             _keep_sizes_(control, balanced(sizes, loads, max(1, model.grid.num_blocks // (4 * len(sizes)))))
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        """Once thresholds follow the trend; an estimate costs one more."""
+        return 2 + PositionSumReducer.num_messages(self, specs, world_size, scatter=scatter)
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         count = num_kept(self.density, spec.numel)
@@ -296,7 +300,7 @@ class _Model:
                 continue
             reached.append((found[0].long().add_(at) if at else found[0].long(), found[1]))
         if not reached:
-            return nothing(self.device).indices
+            return no_entries(self.device).indices
         indices = joined([indices for indices, _ in reached])
         if indices.numel() <= most:
             return indices

@@ -70,9 +70,9 @@ def fitted_threshold(magnitudes: Tensor, density: float, num_stages: int, distri
 
     Args:
         magnitudes: float [n], not empty, all positive and finite.
-        density: In (0, 1).
+        density: Lies in (0, 1).
         num_stages: More: nearer to the density, whatever the true distribution is.
-        distribution: Of the first stage.
+        distribution: What the first stage fits.
     """
     values = magnitudes.double()
     several = num_stages > 1 and density < FIRST_SHARE

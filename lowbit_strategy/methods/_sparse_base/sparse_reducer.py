@@ -90,7 +90,7 @@ def conditions(tensors: Sequence[Tensor]) -> list[Condition]:
     ]
 
 
-def nothing(device: torch.device) -> Chosen:
+def no_entries(device: torch.device) -> Chosen:
     return Chosen(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.float32, device=device))
 
 
@@ -102,7 +102,7 @@ def nonzero(chosen: Chosen) -> Chosen:
     return Chosen(*(part.index_select(0, keep) for part in chosen))
 
 
-def first(count: int, value: float, device: torch.device) -> Chosen:
+def leading_entries(count: int, value: float, device: torch.device) -> Chosen:
     """The first `count` positions with the same value: NaN to inform all ranks, zeros to keep a message's size."""
     return Chosen(torch.arange(count, device=device), torch.full((count,), value, dtype=torch.float32, device=device))
 
@@ -275,8 +275,11 @@ class SparseReducer(Reducer):
                 undo_(tensors["residual"], view.flat())
                 condition = Condition.NONFINITE
         if condition is Condition.NONFINITE:
-            return condition, first(self.num_kept(spec) if self.same_counts else 1, math.nan, device)
-        return condition, first(self.num_kept(spec), 0.0, device) if self.same_counts else nothing(device)
+            return condition, leading_entries(self.num_kept(spec) if self.same_counts else 1, math.nan, device)
+        return condition, leading_entries(self.num_kept(spec), 0.0, device) if self.same_counts else no_entries(device)
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 1 if self.same_counts and not scatter else 2  # counts, entries
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         return entries_sum_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=scatter)
@@ -294,6 +297,7 @@ class SparseCompressor(Compressor):
             elements. The smaller ones round at random: what they add on average is nothing, but noise.
     """
 
+    is_sparse: ClassVar[bool] = True
     approaches_mean: ClassVar[bool] = False  # not in as few steps as the shared tests take
 
     density: float = 0.01

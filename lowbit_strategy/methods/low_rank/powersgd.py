@@ -110,6 +110,9 @@ class PowerSGDReducer(Reducer):
             error = (matrix - mean).reshape(-1)
             tensors["residual"].copy_(torch.where(error.isfinite(), error, tensors["residual"]))
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 4  # both factors, each summed and gathered
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         rows, columns = matrix_shape(spec)
         return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in (rows, columns))
@@ -186,7 +189,7 @@ class PowerSGD(Compressor):
         if not self.epsilon >= 0:
             raise ValueError(f"epsilon must not be negative, got {self.epsilon!r}")
 
-    def at(self, step_index: int) -> Compressor:
+    def phase(self, step_index: int) -> Compressor:
         return Dense() if step_index < self.start_step else self
 
     def pays(self, spec: TensorSpec) -> bool:

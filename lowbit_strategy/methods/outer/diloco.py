@@ -22,8 +22,8 @@ class DiLoCo(OuterRule):
 
     Args:
         every: Optimizer steps of a round; see `OuterRule`.
-        lr: Of the outer optimizer. 1 with no momentum takes the mean of the weights.
-        momentum: Of the outer optimizer, in [0, 1). More: faster, less steady.
+        lr: The outer optimizer steps with it. 1 with no momentum takes the mean of the weights.
+        momentum: The outer optimizer has it, in [0, 1). More: faster, less steady.
         nesterov: Nesterov's momentum instead of the classic one.
         optimizer_class: Another outer optimizer: the name of a class of ``torch.optim``, or what makes an optimizer of
             the anchors when it is called with them and ``lr``. `momentum` and `nesterov` are then its own business.
@@ -63,6 +63,12 @@ class DiLoCo(OuterRule):
                 f" {self.optimizer_class!r}"
             )
         return found
+
+    @property
+    def moment_nbytes(self) -> float:
+        if self.optimizer_class != "SGD":
+            return super().moment_nbytes
+        return 4.0 if self.momentum else 0.0
 
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
         made: Optimizer

@@ -40,7 +40,7 @@ class Quadratic(Interval):
         alpha: The learning rate at which rounds would have one step. Larger: longer rounds.
         peak: The learning rate that the warm-up leads to. None: not known, and rounds have `minimum` until it is over.
         minimum: Optimizer steps of the shortest round.
-        maximum: Of the longest.
+        maximum: No interval is longer.
 
     Raises:
         ValueError: A field is out of range.

@@ -27,5 +27,9 @@ class LocalSGD(OuterRule):
 
     name: ClassVar[str] = "localsgd"
 
+    @property
+    def moment_nbytes(self) -> float:
+        return 0.0
+
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
         return SGD(anchors, lr=1.0)

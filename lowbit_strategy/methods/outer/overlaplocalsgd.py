@@ -22,7 +22,7 @@ class OverlapLocalSGD(OuterRule):
 
     Args:
         every: Optimizer steps of a round; see `OuterRule`.
-        momentum: Of the anchor, in [0, 1).
+        momentum: The anchor moves on with it, in [0, 1).
         fragments, average_state, synchronous, num_steps: See `OuterRule`.
         delay: Left at 0: it is the whole time until the next fragment is sent.
         mix: Share of a rank's own weights that is kept in step 1.
@@ -49,6 +49,10 @@ class OverlapLocalSGD(OuterRule):
 
     def delay_of(self, turn_length: int) -> int:
         return turn_length
+
+    @property
+    def moment_nbytes(self) -> float:
+        return 4.0 if self.momentum else 0.0
 
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
         return SGD(anchors, lr=1.0, momentum=self.momentum)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -31,6 +32,8 @@ ALL_STATE = tuple(
         "sum",
     )
 )
+
+_PROBE_NUMEL = 1024
 
 
 @configuration
@@ -161,6 +164,16 @@ class OuterRule(ABC):
         """The outer optimizer of these tensors, whose gradients will be mean pseudo-gradients."""
 
     @property
+    def moment_nbytes(self) -> float:
+        """Bytes that the outer optimizer keeps for each element once it has stepped, as a small anchor shows."""
+        anchor = torch.zeros(_PROBE_NUMEL)
+        optimizer = self.optimizer([anchor])
+        anchor.grad = torch.zeros_like(anchor)
+        optimizer.step()
+        kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return sum(value.nbytes for value in kept if value.numel() == _PROBE_NUMEL) / _PROBE_NUMEL
+
+    @property
     def synchronous_steps(self) -> int:
         """So many optimizer steps at the start gradients are synchronised, and nothing of this rule happens."""
         if isinstance(self.synchronous, float) and self.num_steps is not None:
@@ -184,7 +197,7 @@ class OuterRule(ABC):
 
         Args:
             step: Optimizer steps completed.
-            learning_rate: Of the inner optimizer's first parameter group; None if it is not known.
+            learning_rate: What the inner optimizer's first parameter group has; None if it is not known.
             rising: Whether the step before had a lower one.
         """
         return self.every if isinstance(self.every, int) else self.every.at(step, learning_rate, rising=rising)

@@ -29,7 +29,7 @@ class SparseLoCo(OuterRule):
 
     Args:
         every: Optimizer steps of a round; see `OuterRule`.
-        lr: Of the outer SGD.
+        lr: The outer SGD steps with it.
         fragments, delay, mix, average_state, synchronous, num_steps: See `OuterRule`.
 
     Raises:
@@ -47,6 +47,10 @@ class SparseLoCo(OuterRule):
         OuterRule.__post_init__(self)
         if not self.lr > 0.0:
             raise ValueError(f"lr must be above 0, got {self.lr!r}")
+
+    @property
+    def moment_nbytes(self) -> float:
+        return 0.0
 
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
         return SGD(anchors, lr=self.lr)

@@ -30,7 +30,7 @@ class EFSignSGD(Compressor):
         block_size: Elements that share a magnitude, a power of two; the publication has one per layer. Smaller: less
             error, 16 / block_size bits more.
         residual: ``float32`` costs 4 bytes per parameter on every rank and keeps the error exactly; ``int8`` 1.
-        high_precision_bits: Of embeddings and output heads.
+        high_precision_bits: Codes of embeddings and output heads have so many.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

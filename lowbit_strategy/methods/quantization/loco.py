@@ -9,12 +9,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.block import Rounding
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.block import BlockCodec, Rounding
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.blocks import decode_sum_
 from lowbit_strategy.kernels.codebooks import fitted, gaussian_codebook, ternary, unit_gain
-from lowbit_strategy.kernels.format import SCALE_NBYTES, BlockFormat, Rank1Format, ScaledFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.codec_pair import CodecPair
@@ -25,8 +26,6 @@ from lowbit_strategy.options.configuration import configuration
 
 ResidualDtype = Literal["int8", "float32"]
 Codebook = Literal["uniform", "fitted", "ternary", "unit_gain", "ternary_unit_gain"]
-Scales = Literal["blocks", "rank1"]
-_PACKED = 128  # elements of a matrix that are packed together: as few as fill a word with single bits
 _Make = Callable[[int, int], BlockFormat]
 _FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # bits that there are, and the format of bits and block size
     "uniform": (range(2, 9), uniform),
@@ -41,7 +40,7 @@ _FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # bits that there are, and
 class LoCoCodec(StatefulCodec):
     """Codes with LoCo's residual: the fused kernel and its arenas. Fields as in `LoCo`."""
 
-    fmt: ScaledFormat
+    fmt: BlockFormat
     beta: float
     reset_steps: int | None
     residual: ResidualDtype
@@ -50,11 +49,11 @@ class LoCoCodec(StatefulCodec):
 
     @property
     def label(self) -> str:
-        codes = self.fmt.codes
-        kind = "ternary" if codes.is_ternary else f"{codes.bits}-bit"
-        if codes.codebook is not None and codes.scale_rule == "rms":
-            kind += " fitted" if codes.codebook == gaussian_codebook(len(codes.codebook)) else " of unit gain"
-        return f"loco {kind}, {self.fmt.scales_label}"
+        fmt = self.fmt
+        kind = "ternary" if fmt.is_ternary else f"{fmt.bits}-bit"
+        if fmt.codebook is not None and fmt.scale_rule == "rms":
+            kind += " fitted" if fmt.codebook == gaussian_codebook(len(fmt.codebook)) else " of unit gain"
+        return f"loco {kind}, blocks of {fmt.block_size}"
 
     @property
     def block_size(self) -> int:
@@ -63,6 +62,9 @@ class LoCoCodec(StatefulCodec):
     @property
     def residual_gain(self) -> float:
         return 1.0 - self.beta
+
+    def stateless(self) -> Codec:
+        return BlockCodec(self.fmt, self.rounding)
 
     def arenas(self) -> dict[str, Arena]:
         if self.residual == "float32":
@@ -113,41 +115,29 @@ class LoCo(Compressor):
     average in step 3 supplies the rest, ``1 / ((1 - beta) * 0.64)`` steps late. ``unit_gain`` and
     ``ternary_unit_gain`` are the fitted values divided by that share: all of a gradient is sent at once, with more
     noise, and the average holds noise alone, so that it can be short.
-    ``scales="rank1"`` gives a matrix a scale for each row i and each column j in the place of blocks. Of every message,
-    which is whole rows, ``c_j = sum_i |h_ij| / max_j sum_i |h_ij|``; row i of ``h_ij / c_j`` is then a block with a
-    scale r_i by the codebook's rule, and a code stands for its value times ``r_i c_j``. With R rows and C columns in a
-    message these are ``16 (1 / R + 1 / C)`` bits per element, and R is the matrix's over the number of ranks.
-    Magnitudes that are a product of rows and columns keep their proportions exactly; in a uniform codebook nothing is
-    clipped. Parameters of fewer than two dims, and matrices where this would cost more than one bit, keep blocks.
     At 1 bit none of them is a contraction for every block: of a block of 64 with a single element that is not zero the
     error has more energy than the block. The average in step 3 absorbs this; plain feedback would not.
 
     Args:
-        bits: Of a code: 2 to 8 uniform, 1 to 4 fitted or of unit gain, 2 ternary. Fewer bits: fewer bytes, more error
-            to feed back.
+        bits: A code has so many: 2 to 8 uniform, 1 to 4 fitted or of unit gain, 2 ternary. Fewer bits: fewer bytes,
+            more error to feed back.
         codebook: Values that codes stand for: ``uniform``: step 2 above; the others as just described.
-        scales: ``blocks``: one per `block_size` elements; ``rank1``: of rows times columns, where a parameter is a
-            matrix. Fewer bytes than blocks from some hundred rows and columns in a message, and less error where rows
-            and columns differ in size; more bytes where a rank has few rows.
         block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size bits more.
         beta: Weight of the old error in the residual, in [0, 1). 0 is classic error feedback; larger smooths the
             quantisation noise and answers more slowly.
         reset_steps: The residual is forgotten every so many optimizer steps, None for never. What it holds is lost
             then, below 4 bits the sum of three to four gradients: use None there.
-        residual: ``int8``, with a scale per block or row, costs 1 byte per parameter on every rank; ``float32`` costs 4
+        residual: ``int8``, with a scale per block, costs 1 byte per parameter on every rank; ``float32`` costs 4
             and stores the average exactly.
-        rounding: Of codes. ``nearest``: least error; ``stochastic``: unbiased, more noise.
-        residual_rounding: Of the int8 residual. ``nearest``: a fifth faster, and measured as good; ``stochastic``:
-            increments below half a step are kept on average.
-        return_beta: As `beta`, for the owner's residual on the downlink.
-        return_bits, return_codebook, return_block_size: As `bits`, `codebook` and `block_size`, for codes on the
+        rounding: How codes are rounded. ``nearest``: least error; ``stochastic``: unbiased, more noise.
+        residual_rounding: How the int8 residual is rounded. ``nearest``: a fifth faster, and measured as good;
+            ``stochastic``: increments below half a step are kept on average.
+        return_beta: What `beta` is for the uplink, this is for the owner's residual on the downlink.
+        return_bits, return_codebook, return_block_size: What `bits`, `codebook` and `block_size` are for codes on the
             downlink; None for the same. At least `bits`; where the uplink has more bits than these (parameters of high
-            precision, the warm-up) the downlink has the uplink's codes. What is lost on the downlink is lost for all
+            precision) the downlink has the uplink's codes. What is lost on the downlink is lost for all
             ranks alike: no other rank's noise evens it out.
-        high_precision_bits: Of embeddings and output heads, which carry most of the error.
-        warmup_steps: For so many optimizer steps `warmup_bits`, whose residual then goes on: at the start of training
-            gradients turn fastest, and what fitted values owe comes late. Codebooks of unit gain need none.
-        warmup_bits: Of a code during the warm-up; below 4 with the fitted codebook, else with the uniform one.
+        high_precision_bits: Codes of embeddings and output heads, which carry most of the error, have so many.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -156,15 +146,13 @@ class LoCo(Compressor):
     References:
         Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv 2407.04480,
         equations of sections 3 and 4. Codebook: Lloyd, 1957/1982; Max, 1960; ternary threshold: Li et al., 2016,
-        arXiv 1605.04711. Rows times columns: Shazeer, Stern, "Adafactor", 2018, arXiv 1804.04235, section 3.
+        arXiv 1605.04711.
     """
 
     name: ClassVar[str] = "loco"
-    renamed_options: ClassVar[Mapping[str, str]] = {**Compressor.renamed_options, "levels": "codebook"}
 
     bits: int = 4
     codebook: Codebook = "uniform"
-    scales: Scales = "blocks"
     block_size: int = 128
     beta: float = 0.8
     reset_steps: int | None = 512
@@ -176,14 +164,11 @@ class LoCo(Compressor):
     return_codebook: Codebook | None = None
     return_block_size: int | None = None
     high_precision_bits: int = 8
-    warmup_steps: int = 0
-    warmup_bits: int = 4
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         self._check_codebook("codebook", self.codebook, self.bits)
         check_bits("high_precision_bits", self.high_precision_bits)
-        check_bits("warmup_bits", self.warmup_bits)
         bits, codebook, _ = self._downlink
         self._check_codebook("return_codebook", codebook, bits)
         if bits < self.bits:
@@ -191,8 +176,6 @@ class LoCo(Compressor):
                 f"return_bits must be at least bits, {self.bits}, got {bits}: the mean would come back "
                 "in a coarser code than the gradients are sent in"
             )
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be 0 (no warm-up) or more, got {self.warmup_steps!r}")
         for field in ("beta", "return_beta"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)!r}")
@@ -235,48 +218,22 @@ class LoCo(Compressor):
         _, make = _FORMATS[codebook]
         return make(bits, block_size)
 
-    def at(self, step_index: int) -> LoCo:
-        if not self.warmup_steps:
-            return self
-        if step_index >= self.warmup_steps:
-            return replace(self, warmup_steps=0)
-        codebook: Codebook = "fitted" if self.warmup_bits < 4 else "uniform"
-        same = self._downlink[0] <= self.warmup_bits  # codes both ways
-        return replace(
-            self,
-            bits=self.warmup_bits,
-            codebook=codebook,
-            return_bits=None if same else self.return_bits,
-            return_codebook=None if same else self.return_codebook,
-            return_block_size=None if same else self.return_block_size,
-            warmup_steps=0,
-        )
-
     def conserving(self) -> LoCo:
         return replace(self, residual="float32", reset_steps=None)
 
-    def _scaled(self, codes: BlockFormat, spec: TensorSpec) -> ScaledFormat:
-        """The format of a parameter: `codes` in blocks, or with scales of rows and columns where those pay."""
-        rows, columns = spec.matrix_shape
-        affordable = 8 * SCALE_NBYTES * (rows + columns) <= spec.numel
-        if self.scales == "blocks" or not affordable:
-            return codes
-        return Rank1Format(codes=replace(codes, block_size=_PACKED), columns=columns)
-
-    def _codecs(self, codes: BlockFormat, spec: TensorSpec) -> CodecPair:
+    def _codecs(self, uplink_format: BlockFormat) -> CodecPair:
         uplink = LoCoCodec(
-            fmt=self._scaled(codes, spec),
+            fmt=uplink_format,
             beta=self.beta,
             reset_steps=self.reset_steps,
             residual=self.residual,
             rounding=self.rounding,
             residual_rounding=self.residual_rounding,
         )
-        downlink = self._scaled(self._return_format(codes), spec)
-        return CodecPair(uplink, replace(uplink, fmt=downlink, beta=self.return_beta))
+        return CodecPair(uplink, replace(uplink, fmt=self._return_format(uplink_format), beta=self.return_beta))
 
     def method(self, spec: TensorSpec) -> CodecPair:
-        return self._codecs(self.fmt, spec)
+        return self._codecs(self.fmt)
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        return self._codecs(uniform(max(self.bits, self.high_precision_bits), self.block_size), spec)
+        return self._codecs(uniform(max(self.bits, self.high_precision_bits), self.block_size))

@@ -25,7 +25,7 @@ from lowbit_strategy.options.configuration import configuration
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultiScaleReducer(Reducer):
-    """Fields as in `MultiScale`, bits as the largest code and the ratio of the two steps."""
+    """Fields as in `MultiScale`, bits as the largest code and the ratio of the two scales."""
 
     limit: int
     ratio: int
@@ -56,14 +56,14 @@ class MultiScaleReducer(Reducer):
         widths = [shared.spread(norm_K, i) for i, norm_K in enumerate(agreed)]
         fits = [h.abs() * self.ratio <= width_N for h, width_N in zip(shared.gradients, widths, strict=True)]
         finer = yield from self._agree_where(shared, fits)
-        steps = [
+        scales = [
             torch.where(fine, width_N / (self.limit * self.ratio), width_N / self.limit)
             for fine, width_N in zip(finer, widths, strict=True)
         ]
-        codes = [shared.round(i, step_N, self.limit, self.rounding) for i, step_N in enumerate(steps)]
-        shared.observe_(codes, steps)
+        codes = [shared.round(i, scale_N, self.limit, self.rounding) for i, scale_N in enumerate(scales)]
+        shared.observe_(codes, scales)
         totals = yield from sum_integers(shared.rows(codes), self.limit, comm, scatter=shared.scatter)
-        shared.write_(totals, steps)
+        shared.write_(totals, scales)
 
     def _agree_where(self, shared: SharedViews, fits: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
         """Boolean, flat, for every view: where the finer scale fits on all ranks. One bit per element, twice."""
@@ -72,6 +72,9 @@ class MultiScaleReducer(Reducer):
         padded = torch.nn.functional.pad(rows_WN, (0, -numel % 8))
         agreed = yield from all_of_bits(pack_bits(padded), shared.comm)
         return shared.unrows(unpack_bits(agreed)[:, :numel])
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 4 if scatter else 5  # norms; where the finer scale fits, twice; codes, on one hop or two
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         numel = row_numel(spec, world_size, scatter=scatter)
@@ -93,10 +96,10 @@ class MultiScale(Compressor):
     4. the mean is the sum times the step over W
 
     Args:
-        bits: Of a code, 2 to 8; two more go into the agreement.
+        bits: A code has so many, 2 to 8; two more go into the agreement.
         finer_bits: log2 of how much finer the second step is, 1 to 8.
         block_size: Elements that share w, a power of two.
-        high_precision_bits: Of embeddings and output heads, with one scale.
+        high_precision_bits: Codes of embeddings and output heads have so many, and one scale.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

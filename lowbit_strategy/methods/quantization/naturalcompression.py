@@ -27,7 +27,7 @@ class NaturalCompression(Compressor):
     bits make smaller values 0 or the smallest power, still without bias (the publication's natural dithering).
 
     Args:
-        bits: Of a code, 2 to 8.
+        bits: A code has so many, 2 to 8.
         block_size: Elements that share the byte of the largest exponent, a power of two.
         exempt, high_precision: Which parameters; see `Compressor`. There is no method of higher precision.
 

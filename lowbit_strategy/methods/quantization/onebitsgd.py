@@ -30,7 +30,7 @@ class OneBitSGD(Compressor):
     Args:
         block_size: Elements that share two means (bfloat16), a power of two; the publication has two per column.
         residual: ``float32`` costs 4 bytes per parameter on every rank and keeps the error exactly; ``int8`` 1.
-        high_precision_bits: Of embeddings and output heads.
+        high_precision_bits: Codes of embeddings and output heads have so many.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

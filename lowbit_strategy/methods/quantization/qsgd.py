@@ -28,11 +28,11 @@ class QSGD(Compressor):
        over ranks, so at 2 or 3 bits a wider downlink is worth its bytes.
 
     Args:
-        bits: Of a code, 2 to 8. One bit less means four times the variance.
+        bits: A code has so many, 2 to 8. One bit less means four times the variance.
         block_size: Elements of a bucket, a power of two. Smaller: less variance, 16 / block_size bits more per element.
         norm: ``max``: least variance in practice; ``l2``: the publication's, sparser codes.
-        return_bits: Of the downlink; None takes `bits`.
-        high_precision_bits: Of embeddings and output heads.
+        return_bits: A code on the downlink has so many; None takes `bits`.
+        high_precision_bits: Codes of embeddings and output heads have so many.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

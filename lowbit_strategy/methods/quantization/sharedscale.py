@@ -31,7 +31,7 @@ class SharedScaleReducer(Reducer):
         block_size: Elements that share a scale.
         clip_sigmas: Clip each block's elements at so many of this rank's standard deviations first; None does not.
         rounding: ``stochastic``: no bias; ``nearest``: least error.
-        title: For reports.
+        title: What reports call it.
     """
 
     limit: int
@@ -58,12 +58,12 @@ class SharedScaleReducer(Reducer):
             return
         norms = [self._norm(shared.blocks(i), shared.views[i].spec) for i in range(len(shared.views))]
         agreed = yield from shared.agree(norms)
-        steps = [shared.spread(norm_K / self.limit, i) for i, norm_K in enumerate(agreed)]
+        scales = [shared.spread(norm_K / self.limit, i) for i, norm_K in enumerate(agreed)]
         bounds = [None if self.clip_sigmas is None else shared.spread(norm_K, i) for i, norm_K in enumerate(norms)]
-        codes = [shared.round(i, step_N, self.limit, self.rounding, bounds[i]) for i, step_N in enumerate(steps)]
-        shared.observe_(codes, steps)
+        codes = [shared.round(i, scale_N, self.limit, self.rounding, bounds[i]) for i, scale_N in enumerate(scales)]
+        shared.observe_(codes, scales)
         totals = yield from sum_integers(shared.rows(codes), self.limit, comm, scatter=shared.scatter)
-        shared.write_(totals, steps)
+        shared.write_(totals, scales)
 
     def _norm(self, h_KB: Tensor, spec: TensorSpec) -> Tensor:
         """float32 [K]: largest magnitude of each block after clipping; not finite where the block is not."""
@@ -71,6 +71,9 @@ class SharedScaleReducer(Reducer):
         counts_K[-1] -= h_KB.numel() - spec.numel
         norm_K = clipped_absmax(h_KB, counts_K, self.clip_sigmas)
         return torch.where(h_KB.isfinite().all(-1), norm_K, torch.inf)
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 2 if scatter else 3  # norms; codes, on one hop or two
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         numel = row_numel(spec, world_size, scatter=scatter)
@@ -94,9 +97,9 @@ class SharedScale(Compressor):
     another rank's outliers.
 
     Args:
-        bits: Of a code, 2 to 8.
+        bits: A code has so many, 2 to 8.
         block_size: Elements that share w, a power of two; the publication has one per tensor.
-        high_precision_bits: Of embeddings and output heads.
+        high_precision_bits: Codes of embeddings and output heads have so many.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

@@ -124,7 +124,7 @@ class SignSGD(Compressor):
         scale: ``mean_abs`` or ``one``.
         momentum: Weight of the old average, in [0, 1); 0 votes with gradients. 0.9 is the publication's; use an
             optimizer without momentum then (``SGD(momentum=0)``). Costs 4 bytes per parameter on every rank.
-        high_precision_bits: Of embeddings and output heads, quantised without bias.
+        high_precision_bits: Codes of embeddings and output heads have so many, and no bias.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

@@ -37,8 +37,8 @@ class TernGrad(Compressor):
         block_size: Elements that share a scaler and a clipping bound, a power of two; the publication has a layer.
         clip_sigmas: Smaller: less variance, more bias. None does not clip.
         scaler: ``shared`` or each ``rank`` its own.
-        return_bits: Of the downlink with a scaler per rank (DDP), 2 to 8.
-        high_precision_bits: Of embeddings and output heads.
+        return_bits: With a scaler per rank, codes of the downlink (DDP) have so many, 2 to 8.
+        high_precision_bits: Codes of embeddings and output heads have so many.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

@@ -91,7 +91,7 @@ class AdaComp(Compressor):
         bin_size: Elements of a bin in matrices. Larger: fewer are sent.
         conv_bin_size: The same in tensors of three and more dims.
         values: How values travel: ``signs``, or as in `TopK`.
-        residual: As in `TopK`.
+        residual: See `TopK`.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -103,6 +103,7 @@ class AdaComp(Compressor):
     """
 
     name: ClassVar[str] = "adacomp"
+    is_sparse: ClassVar[bool] = True
     approaches_mean: ClassVar[bool] = False
 
     bin_size: int = 500

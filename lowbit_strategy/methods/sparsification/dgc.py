@@ -180,6 +180,12 @@ class DGCReducer(SparseReducer):
         if self.momentum:  # factor masking: stale momentum of what has been sent must not push on
             tensors["momentum"].index_fill_(0, chosen.indices, 0.0)
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        whole = [spec for spec in specs if self.is_dense(spec)]
+        num_whole = _WHOLE.num_messages(whole, world_size, scatter=scatter) if whole else 0
+        sparse = SparseReducer.num_messages(self, specs, world_size, scatter=scatter)
+        return num_whole + (sparse if len(whole) < len(specs) else 0)
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         if self.is_dense(spec):
             return _WHOLE.wire_nbytes(spec, world_size, scatter=scatter)
@@ -233,17 +239,17 @@ class DGC(SparseCompressor):
     belongs to the optimizer, which applies it after the mean.
 
     Args:
-        density: In the end, in (0, 1].
-        values, residual: As in `TopK`. The momentum stays in float32, another 4 bytes per parameter.
-        momentum: In [0, 1). Above 0 give SGD this much and the optimizer itself none: momentum is applied once. Keep 0
-            with Adam and its relatives, which average gradients themselves.
+        density: The warm-up ends with it, in (0, 1].
+        values, residual: See `TopK`. The momentum stays in float32, another 4 bytes per parameter.
+        momentum: Lies in [0, 1). Above 0 give SGD this much and the optimizer itself none: momentum is applied once.
+            Keep 0 with Adam and its relatives, which average gradients themselves.
         nesterov: Nesterov's momentum; needs ``momentum > 0``.
         clip_norm: Largest norm of the mean gradient that step 1 aims at; None: no clipping. Under DDP the parameters
             then wait for the last bucket, under FSDP2 each module is clipped by itself. With a loss scaler it is in
             units of scaled gradients. The frameworks' own clipping (Lightning's ``gradient_clip_val``) acts on the
             sparse mean, which has left the residual already: what it cuts off is lost, so use this one.
         warmup_steps: Optimizer steps of each stage of the warm-up, about an epoch; 0: none.
-        warmup_densities: Of the stages; those below `density` are skipped.
+        warmup_densities: What the stages have; those below `density` are skipped.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -277,7 +283,7 @@ class DGC(SparseCompressor):
         for density in self.warmup_densities:
             check_density(density, "warmup_densities")
 
-    def at(self, step_index: int) -> DGC:
+    def phase(self, step_index: int) -> DGC:
         stages = [density for density in self.warmup_densities if density > self.density]
         if not self.warmup_steps or step_index >= self.warmup_steps * len(stages):
             return replace(self, warmup_steps=0) if self.warmup_steps else self

@@ -36,8 +36,8 @@ class ExDyna(SparseCompressor):
 
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
-        values: As in `TopK`; the owner's rounding error stays in the owner's residual.
-        residual: As in `TopK`.
+        values: See `TopK`; the owner's rounding error stays in the owner's residual.
+        residual: See `TopK`.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

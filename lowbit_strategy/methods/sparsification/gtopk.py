@@ -29,7 +29,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
     SparseCompressor,
     accumulate_,
-    first,
+    leading_entries,
     num_kept,
     observe_,
     value_codec,
@@ -79,7 +79,7 @@ class GTopKReducer(Reducer):
             if condition is Condition.LIVE:
                 own.append(Chosen(*top_k(residual, k)))
             else:
-                own.append(first(k, torch.nan if condition is Condition.NONFINITE else 0.0, residual.device))
+                own.append(leading_entries(k, torch.nan if condition is Condition.NONFINITE else 0.0, residual.device))
             observe_(view, residual, condition, own[-1], own[-1].values)  # rounding comes later and is put back
             if condition is Condition.LIVE:
                 residual.index_fill_(0, own[-1].indices, 0.0)
@@ -97,6 +97,9 @@ class GTopKReducer(Reducer):
             mean = torch.zeros(view.spec.numel, dtype=torch.float32, device=view.x.device)
             mean.index_copy_(0, result[i].indices, result[i].values * (1.0 / comm.world_size))
             view.write_mean_(mean, comm.rank)
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return (world_size - 1).bit_length() + 1  # rounds of merges, and the broadcast
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         message = counts_nbytes(spec.numel) + entries_nbytes(num_kept(self.density, spec.numel), self.codec)
@@ -182,8 +185,8 @@ class GTopK(SparseCompressor):
 
     Args:
         density: Share of each parameter's elements in the result, in (0, 1].
-        values: As in `TopK`; each rank's rounding error goes to its residual.
-        residual: As in `TopK`.
+        values: See `TopK`; each rank's rounding error goes to its residual.
+        residual: See `TopK`.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

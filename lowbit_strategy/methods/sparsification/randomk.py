@@ -87,10 +87,10 @@ class RandomK(SparseCompressor):
 
     Args:
         density: Share of each parameter's elements that is sent, in (0, 1].
-        values: As in `TopK`; the summing rank's rounding error stays in its residual. With `scale` there is none, and
+        values: See `TopK`; the summing rank's rounding error stays in its residual. With `scale` there is none, and
             what the codec loses is lost.
         scale: Send ``g / chance`` instead, without residual: unbiased, with n / k times the variance.
-        residual: As in `TopK`.
+        residual: See `TopK`.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

@@ -106,6 +106,9 @@ class ScaleComReducer(CommonPositionsReducer):
         tensors["residual"].index_copy_(0, chosen.indices, left)
         tensors["residual"].add_(view.flat(), alpha=self.beta - 1.0)
 
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 1 + CommonPositionsReducer.num_messages(self, specs, world_size, scatter=scatter)
+
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         count = self.num_kept(spec)
         broadcast = (counts_nbytes(spec.numel) + POSITION_NBYTES * count) * (world_size - 1) // world_size
@@ -130,11 +133,11 @@ class ScaleCom(SparseCompressor):
 
     Args:
         density: Share of each parameter's elements that is sent, in (0, 1].
-        values: As in `TopK`; the summing rank's rounding error stays in its residual.
-        beta: Of the low-pass filter, in (0, 1]: 1 is plain error feedback; 0.1 to 0.3 for large learning rates, where
-            the ranks' residuals otherwise drift apart.
+        values: See `TopK`; the summing rank's rounding error stays in its residual.
+        beta: The low-pass filter has it, in (0, 1]: 1 is plain error feedback; 0.1 to 0.3 for large learning rates,
+            where the ranks' residuals otherwise drift apart.
         selection: ``exact``: the k largest; ``chunk``: the largest of every ``1 / density`` neighbours, in one pass.
-        residual: As in `TopK`.
+        residual: See `TopK`.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

@@ -151,7 +151,7 @@ class SIDCo(SparseCompressor):
         values: How values travel, as in `TopK`.
         distribution: ``pareto``: counts were nearest to the target in tests, whatever the true distribution;
             ``gamma`` (then Pareto): as near, the slowest fit; ``exponential``: the fastest, off by up to a fifth.
-        residual: As in `TopK`.
+        residual: See `TopK`.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

@@ -81,7 +81,7 @@ class TopK(SparseCompressor):
         selection: ``exact``: the k largest of the parameter; ``chunk``: of every 4,096 elements. Coarser, for
             gradients differ between rows, but faster, and without pauses of a GPU; ``group``: one of every
             ``1 / density``, the same again with the shortest positions.
-        return_density: With ``chunk`` under DDP, the share of the means that the owner sends back; None: as `density`.
+        return_density: With ``chunk`` under DDP the owner sends this share of the means back; None takes `density`.
             The ranks together send up to W times `density`, so more returns what they chose sooner.
         cosines: With ``chunk``, the largest coefficients of a discrete cosine transform of so many consecutive
             elements, a power of two, in the place of the largest elements; None: no transform. With `decay` and
@@ -89,7 +89,7 @@ class TopK(SparseCompressor):
         gather: With ``chunk`` and ``group``, every rank's message goes to all ranks in the place of an owner's sum:
             nothing is chosen or coded a second time, and traffic grows with W. Fewer bytes than through owners where
             few elements are sent on few ranks.
-        decay: With ``chunk`` and ``group``, what is left of the residual in the next step, in (0, 1].
+        decay: With ``chunk`` and ``group`` this share of the residual is left in the next step, in (0, 1].
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:

@@ -8,35 +8,16 @@ ranks, the owner too, compute with what the others decode.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.parameter_selectors import Selector, matching, validate_selectors
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
 Keep = Literal["nothing", "codes", "replica"]
-
-
-class WeightCost(NamedTuple):
-    """What one rank sends and keeps for some parameters.
-
-    Args:
-        gather_nbytes: Sent to others each time that they are gathered over the network.
-        num_gathers: How often that is in a step of one forward and one backward pass.
-        kept_nbytes: Memory on this rank for what stays between gathers.
-    """
-
-    gather_nbytes: int
-    num_gathers: int
-    kept_nbytes: int
-
-    @property
-    def step_nbytes(self) -> int:
-        return self.gather_nbytes * self.num_gathers
 
 
 @configuration
@@ -56,23 +37,6 @@ class WeightCoding(ABC):
     @abstractmethod
     def label(self) -> str:
         """A few words for reports."""
-
-    def cost(self, spec: TensorSpec, world_size: int, itemsize: int, *, num_gathers: int = 2) -> WeightCost:
-        """What one parameter costs a rank.
-
-        Args:
-            spec: The parameter.
-            world_size: Ranks that share it.
-            itemsize: Bytes of an element as FSDP2 gathers it.
-            num_gathers: How often FSDP2 gathers it in a step of one forward and one backward pass.
-        """
-        row_numel = dim0_cut(spec.shape, world_size).row_numel
-        codec = self.codec(spec)
-        exact_nbytes = row_numel * itemsize
-        row_nbytes = exact_nbytes if codec is None else codec.wire_nbytes(row_numel)
-        kept = {"nothing": 0, "codes": row_nbytes, "replica": exact_nbytes}[self.keep]
-        gathers = num_gathers if self.keep == "nothing" else 1
-        return WeightCost(row_nbytes * (world_size - 1), gathers, kept * world_size)
 
 
 @configuration

@@ -18,9 +18,11 @@ class WeightCode(BlockWeights):
     3. every rank, the owner too, decodes the same bytes straight into the weights that the module computes with
 
     The error of a step does not reach the next one: the owner's shard is exact, and the codes are made from it anew.
+    Blocks without an element of at least 1.5e-36 (8 bits; 8.3e-38 for 4) decode as zeros: their scale would be below
+    the smallest normal number.
 
     Args:
-        bits: Of a code: 8, 6 or 4. 8 is not seen in the loss; fewer are (`WeightDelta` costs as few bytes).
+        bits: A code has so many: 8, 6 or 4. 8 is not seen in the loss; fewer are (`WeightDelta` costs as few bytes).
         keep: What a rank keeps until the next step, so that backward and further micro-batches send nothing.
             ``codes``: 1 byte per parameter at 8 bits; decoded again in each gather. ``replica``: the decoded weights
             in the type that the forward runs in (2 or 4 bytes per parameter). ``nothing``: FSDP2's own memory, and

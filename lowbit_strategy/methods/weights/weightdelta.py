@@ -27,7 +27,7 @@ class WeightDelta(BlockWeights):
     optimizer's steps. A checkpoint has each owner's part of h; when it is resumed these are sent exactly once.
 
     Args:
-        bits: Of a code: 8, 4 or 2.
+        bits: A code has so many: 8, 4 or 2.
         keep: Differences need the replica: 4 bytes per parameter on every rank, 2 where the forward's weights are in
             16 bits. No other value is allowed.
         exempt: Parameters that travel exactly, in the same message: as for a compressor's `exempt`.

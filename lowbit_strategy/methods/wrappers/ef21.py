@@ -11,7 +11,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.wrapper import Wrapper
-from lowbit_strategy.methods._residual_rules.feedback import codec_of, contracting
+from lowbit_strategy.methods._residual_rules.feedback import contracting
 from lowbit_strategy.methods._residual_rules.markov import MarkovCodec
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 from lowbit_strategy.options.configuration import configuration
@@ -70,7 +70,7 @@ class EF21(Wrapper):
         return wrapped
 
     def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec:
-        return MarkovCodec(contracting(codec_of(stateful)))
+        return MarkovCodec(contracting(stateful.stateless()))
 
     def wrap_reducer(self, reducer: Reducer) -> Reducer:
         raise ValueError(f"EF21 needs a quantiser (LoCo, QSGD, EFSignSGD, OneBitSGD ...), not {reducer.label!r}")

@@ -24,7 +24,7 @@ class Partition(Compressor):
 
     Args:
         rules: Pairs of a selector (a name with wildcards, a predicate, a function; see `Compressor`) and a compressor.
-        default: For everything else.
+        default: Serves everything else.
         exempt: Parameters that are exempt whatever the rules are.
         high_precision: Not used: the chosen compressor decides.
 
@@ -42,6 +42,10 @@ class Partition(Compressor):
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         validate_selectors("rules", [selector for selector, _ in self.rules])
+
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return self.default.is_sparse or any(compressor.is_sparse for _, compressor in self.rules)
 
     @property
     def approaches_mean(self) -> bool:  # type: ignore[override]
@@ -70,9 +74,9 @@ class Partition(Compressor):
     def method(self, spec: TensorSpec) -> Method:
         return self.assign(spec).method
 
-    def at(self, step_index: int) -> Compressor:
-        rules = tuple((selector, compressor.at(step_index)) for selector, compressor in self.rules)
-        default = self.default.at(step_index)
+    def phase(self, step_index: int) -> Compressor:
+        rules = tuple((selector, compressor.phase(step_index)) for selector, compressor in self.rules)
+        default = self.default.phase(step_index)
         return self if (rules, default) == (self.rules, self.default) else replace(self, rules=rules, default=default)
 
     def conserving(self) -> Partition:

@@ -9,12 +9,11 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec
-from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.wrapper import Wrapper
-from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec, codec_of
+from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec
 from lowbit_strategy.methods._residual_rules.markov import MarkovCodec
 from lowbit_strategy.methods.quantization.loco import LoCoCodec
 from lowbit_strategy.methods.quantization.qsgd import QSGD
@@ -53,13 +52,13 @@ class Rotate(Wrapper):
     size: int | None = None
 
     def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec:
-        if isinstance(stateful, LoCoCodec) and isinstance(stateful.fmt, BlockFormat):
+        if isinstance(stateful, LoCoCodec):
             return FeedbackCodec(
-                codec=self._rotated(codec_of(stateful)), beta=stateful.beta, residual=stateful.residual
+                codec=self._rotated(stateful.stateless()), beta=stateful.beta, residual=stateful.residual
             )
         if isinstance(stateful, (PlainCodec, FeedbackCodec, MarkovCodec)):
             return replace(stateful, codec=self._rotated(stateful.codec))
-        raise ValueError(f"{stateful.label!r} cannot be rotated: wrap a quantiser of blocks such as QSGD or LoCo")
+        raise ValueError(f"{stateful.label!r} cannot be rotated: wrap a quantiser such as QSGD or LoCo")
 
     def _rotated(self, codec: Codec) -> Codec:
         return codec if isinstance(codec, DenseCodec) else RotatedCodec(codec, self.size)

@@ -46,6 +46,10 @@ class WarmUp(Compressor):
         check_positive("steps", self.steps)
 
     @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return self.first.is_sparse or self.compressor.is_sparse
+
+    @property
     def approaches_mean(self) -> bool:  # type: ignore[override]
         return self.compressor.approaches_mean
 
@@ -57,10 +61,10 @@ class WarmUp(Compressor):
         self.first.check(specs)
         self.compressor.check(specs)
 
-    def at(self, step_index: int) -> Compressor:
+    def phase(self, step_index: int) -> Compressor:
         if step_index < self.steps:
-            return self.first.at(step_index)
-        return self.compressor.at(step_index - self.steps)
+            return self.first.phase(step_index)
+        return self.compressor.phase(step_index - self.steps)
 
     def assign(self, spec: TensorSpec) -> Assignment:
         return self.compressor.assign(spec)

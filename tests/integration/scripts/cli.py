@@ -22,7 +22,7 @@ class Model(Regression):
 if __name__ == "__main__":
     cli = LightningCLI(Model, save_config_callback=None)
     strategy = cli.trainer.strategy
-    sent = strategy.sync.comm.sent_nbytes > 0
+    sent = strategy.sync.ranks.peers.sent_nbytes > 0
     sys.stdout.flush()  # two processes share the pipe: a short write of its own is not torn apart
     print(f"trained {type(strategy).__name__} {strategy.sync.step_index} {sent}", flush=True)
     print("compressor", strategy.compressor)

@@ -74,7 +74,7 @@ def observed(accelerator: Accelerator, model: nn.Module) -> dict:
         records = {type(group._reduce_scatter_comm).__name__ for group in groups if group is not None}
     seen = {"model": type(model).__name__, "records": sorted(records)}
     if (sync := getattr(getattr(accelerator, "lowbit", None), "sync", None)) is not None:
-        seen |= {"steps": sync.step_index, "sent": sync.comm.sent_nbytes}
+        seen |= {"steps": sync.step_index, "sent": sync.ranks.peers.sent_nbytes}
         seen["account"] = sum(sync.sent_nbytes(name) for name in sync.specs)
     return seen
 

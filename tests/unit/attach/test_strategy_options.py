@@ -11,9 +11,9 @@ import torch
 
 from lowbit_strategy import LoCo, TopK, WarmUp, fabric, lightning, lightning_fabric, preset, pytorch_lightning
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.attach.optimizer_checks import is_sparse
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.methods.wrappers.partition import Partition
 
 NAMESPACES = (lightning, pytorch_lightning, fabric, lightning_fabric)
 DDP = [namespace.LowBitDDPStrategy for namespace in NAMESPACES]
@@ -68,8 +68,10 @@ def test_buckets_are_larger_on_cuda(cls: Any) -> None:
 
 
 def test_which_compressors_are_sparse() -> None:
-    assert is_sparse(TopK())
-    assert is_sparse(WarmUp(compressor=TopK(), steps=4))
-    assert is_sparse(preset("adacomp"))
-    assert not is_sparse(LoCo())
-    assert not is_sparse(preset("powersgd"))
+    assert TopK().is_sparse
+    assert WarmUp(compressor=TopK(), steps=4).is_sparse
+    assert WarmUp(first=TopK(), steps=4).is_sparse
+    assert Partition(rules=(("a.*", TopK()),)).is_sparse
+    assert preset("adacomp").is_sparse
+    assert not LoCo().is_sparse
+    assert not preset("powersgd").is_sparse

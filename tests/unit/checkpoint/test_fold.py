@@ -14,6 +14,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.worlds.simulated import SimulatedWorld
 
 SPECS = [TensorSpec("first", (24, 40)), TensorSpec("second", (50, 30))]
@@ -30,7 +31,9 @@ COMPRESSORS: dict[str, Compressor] = {
 
 
 def ranks(compressor: Compressor, world: SimulatedWorld) -> list[GradientSync]:
-    return [GradientSync(compressor, SPECS, comm, torch.device("cpu"), scatter=False) for comm in world.comms]
+    return [
+        GradientSync(compressor, SPECS, Ranks.flat(comm), torch.device("cpu"), scatter=False) for comm in world.comms
+    ]
 
 
 def train(world: SimulatedWorld, syncs: Sequence[GradientSync], steps: int) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lowbit_strategy import PRESETS, LoCo, TopK
-from lowbit_strategy.accelerate import CompressionMonitor, LowBitPlugin
+from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions
 from lowbit_strategy.config.section import plugin_from_section, read_section
 from lowbit_strategy.control import (
     Accordion,
@@ -22,7 +22,6 @@ from lowbit_strategy.control import (
     Phase,
     Schedule,
     Static,
-    dgc_warmup,
 )
 from lowbit_strategy.options.conversion import convert
 
@@ -53,10 +52,6 @@ EIGHT = LoCo(bits=8)
             "{name: schedule, phases: [{compressor: loco}, {compressor: loco2, start: 0.5, unit: fraction}]}",
             Schedule([Phase(compressor=LoCo()), Phase(compressor=LOCO2, start=0.5, unit="fraction")]),
         ),
-        (
-            "{name: dgc_warmup, compressor: dgc, unit: step, every: 100}",
-            dgc_warmup(PRESETS["dgc"], unit="step", every=100),
-        ),
     ],
 )
 def test_every_controller_can_be_written(text: str, controller: Controller) -> None:
@@ -64,18 +59,18 @@ def test_every_controller_can_be_written(text: str, controller: Controller) -> N
 
 
 def test_the_monitor() -> None:
-    assert convert(True, CompressionMonitor, "monitor") == CompressionMonitor()
+    assert convert(True, MonitorOptions, "monitor") == MonitorOptions()
     assert plugin_from_section({"compressor": "loco", "monitor": False}).monitor is None
     bounds = {"every_n_steps": 20, "group_by": "module", "bounds": {"max_residual": 3}}
-    expected = CompressionMonitor(every_n_steps=20, group_by="module", bounds=Bounds(max_residual=3))
-    assert convert(bounds, CompressionMonitor, "monitor") == expected
+    expected = MonitorOptions(every_n_steps=20, group_by="module", bounds=Bounds(max_residual=3))
+    assert convert(bounds, MonitorOptions, "monitor") == expected
 
 
 def test_in_a_section() -> None:
     controller = {"name": "static", "level": "loco2"}
     more = {"controller": controller, "monitor": {}, "record": "runs/1", "num_steps": 9, "steps_per_epoch": 3}
     plugin = plugin_from_section({"compressor": "loco", "bits": 8, **more})
-    expected: dict[str, Any] = {"controller": Static(LOCO2), "monitor": CompressionMonitor()}
+    expected: dict[str, Any] = {"controller": Static(LOCO2), "monitor": MonitorOptions()}
     assert plugin == LowBitPlugin(EIGHT, record="runs/1", num_steps=9, steps_per_epoch=3, **expected)
     assert plugin_from_section(more).compressor == LOCO2  # the controller's lightest level
     assert read_section("{controller: {name: static, level: loco2}}") == {"controller": controller}

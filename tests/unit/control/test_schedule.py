@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import pytest
 
-from lowbit_strategy.control import Phase, Progress, Schedule, dgc_warmup
+from lowbit_strategy.control import Phase, Progress, Schedule
 from lowbit_strategy.control.base import describe_switches
 from lowbit_strategy.methods.quantization.loco import LoCo
 from tests.unit.control.simulate import matrices, run
@@ -67,29 +64,6 @@ def test_a_restart_changes_nothing() -> None:
     schedule = Schedule([Phase(compressor=EIGHT), Phase(compressor=FOUR, start=5)])
     progresses = [Progress(step=step) for step in range(10)]
     assert in_force(schedule, progresses, restart_at=7) == in_force(schedule, progresses)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sparse(LoCo):
-    """Stands for a sparsifier: it has a density."""
-
-    name: ClassVar[str] = "sparse"
-
-    density: float = 0.001
-
-
-def test_density_warm_up() -> None:
-    schedule = dgc_warmup(Sparse())
-    progresses = [Progress(step=step, epoch=step // 2) for step in range(14)]
-    densities = [compressor.density for compressor in in_force(schedule, progresses)[::2]]
-    assert densities == [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001, 0.001]
-
-
-def test_bad_warm_ups() -> None:
-    with pytest.raises(ValueError, match="has no density"):
-        dgc_warmup(LoCo())
-    with pytest.raises(ValueError, match="must fall"):
-        dgc_warmup(Sparse(density=0.01))
 
 
 def phases(*entries: tuple[object, ...]) -> list[Phase]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver, Entry, Stages
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -158,9 +159,7 @@ def test_a_parameter_may_be_reduced_in_any_bucket(compressor: Compressor) -> Non
         for i, name in enumerate(reversed(grads)):
             x = grads[name].clone()
             apart.begin_step()
-            for pending in apart.reduce(BucketLayout((Entry(name, 0),), last=i == len(grads) - 1), x, x):
-                if pending is not None:
-                    pending.wait()
+            wait_for_all(apart.reduce(BucketLayout((Entry(name, 0),), last=i == len(grads) - 1), x, x))
             assert torch.equal(x, wanted[name]), (step, name)
         apart.end_step()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
@@ -14,6 +15,7 @@ from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.quantization.qsgd import QSGD
 from lowbit_strategy.methods.sparsification.exdyna import ExDyna
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.worlds.simulated import SimulatedWorld
 from tests.worlds.single import SPECS, engine, gradients, reduce_step
 
@@ -39,9 +41,7 @@ class Log:
 def one(sync: GradientSync, name: str, x: torch.Tensor, *, last: bool = True) -> torch.Tensor:
     """One bucket with one parameter; the mean."""
     sync.begin_step()
-    for pending in sync.reduce(BucketLayout((Entry(name, 0),), last=last), x, x):
-        if pending is not None:
-            pending.wait()
+    wait_for_all(sync.reduce(BucketLayout((Entry(name, 0),), last=last), x, x))
     return x
 
 
@@ -91,7 +91,7 @@ def test_a_step_without_gradients_counts_on_one_rank_only() -> None:
     alone.end_step()
     assert alone.step_index == 1
     comm = SimulatedWorld(2).comms[0]
-    together = GradientSync(EXACT, SPECS, comm, torch.device("cpu"), scatter=False)
+    together = GradientSync(EXACT, SPECS, Ranks.flat(comm), torch.device("cpu"), scatter=False)
     together.end_step()
     assert together.step_index == 0
 
@@ -119,7 +119,7 @@ def test_results_depend_on_seed_step_and_rank_alone() -> None:
     assert not torch.equal(run(1, 5), run(2, 5))
     assert not torch.equal(run(1, 5), run(1, 6))
     contexts = [
-        GradientSync(EXACT, SPECS, comm, torch.device("cpu"), scatter=False).step_context()
+        GradientSync(EXACT, SPECS, Ranks.flat(comm), torch.device("cpu"), scatter=False).step_context()
         for comm in SimulatedWorld(3).comms
     ]
     assert len({context.shared_seed for context in contexts}) == 1

@@ -18,6 +18,7 @@ from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.methods.outer.registry import as_outer
 from lowbit_strategy.methods.outer.state_code import StateCode
 from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.worlds.threaded import ThreadedWorld
 
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ def _adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=1e-2)
 
 
-class Ranks:
+class Replicas:
     """Copies of one model with a matrix that is coded and one that is exempt; ranks have batches of their own."""
 
     def __init__(self, rule: OuterRule, make: Callable[[Any], torch.optim.Optimizer] = _adam, size: int = 3) -> None:
@@ -41,7 +42,7 @@ class Ranks:
 
     def _outer(self, rank: int, rule: OuterRule) -> OuterSync:
         model = self.models[rank]
-        sync = GradientSync(Dense(), describe_parameters(model), self.world.comms[rank], CPU, scatter=False)
+        sync = GradientSync(Dense(), describe_parameters(model), Ranks.flat(self.world.comms[rank]), CPU, scatter=False)
         return OuterSync(sync, dict(model.named_parameters()), rule, states=functools.partial(self.states, rank))
 
     def states(self, rank: int) -> dict[str, dict[str, Tensor]]:
@@ -81,7 +82,7 @@ def equal_on_all(values_W: Tensor) -> bool:
 
 
 def test_each_key_has_its_rounds() -> None:
-    ranks = Ranks(DiLoCo(every=2, average_state=ADAM))
+    ranks = Replicas(DiLoCo(every=2, average_state=ADAM))
     seen = []
     for seed in range(8):
         ranks.step(seed)
@@ -100,7 +101,7 @@ def _spread(values_W: Tensor) -> float:
 
 
 def test_exempt_state_is_the_exact_mean_and_squares_are_those_of_mean_roots() -> None:
-    ranks = Ranks(LocalSGD(every=1, average_state={"exp_avg": 1, "exp_avg_sq": 1}))
+    ranks = Replicas(LocalSGD(every=1, average_state={"exp_avg": 1, "exp_avg_sq": 1}))
     ranks.train(0)
     first, second = ranks.kept("2.weight", "exp_avg").clone(), ranks.kept("2.weight", "exp_avg_sq").clone()
     ranks.turn()
@@ -112,7 +113,7 @@ def test_exempt_state_is_the_exact_mean_and_squares_are_those_of_mean_roots() ->
 
 
 def test_coded_state_is_near_the_mean_and_no_square_vanishes() -> None:
-    ranks = Ranks(LocalSGD(every=1, average_state={"exp_avg": 1, "exp_avg_sq": 1}))
+    ranks = Replicas(LocalSGD(every=1, average_state={"exp_avg": 1, "exp_avg_sq": 1}))
     ranks.train(0)
     before = {key: ranks.kept("0.weight", key).clone() for key in ADAM}
     ranks.turn()
@@ -129,7 +130,7 @@ def test_coded_state_is_near_the_mean_and_no_square_vanishes() -> None:
 def test_bytes_are_those_of_the_codes() -> None:
     sent = []
     for average in (False, {"exp_avg": 2}):
-        ranks = Ranks(LocalSGD(every=1, average_state=average))
+        ranks = Replicas(LocalSGD(every=1, average_state=average))
         counted = []
         for seed in range(2):
             before = ranks.world.comms[0].sent_nbytes
@@ -147,7 +148,7 @@ def test_bytes_are_those_of_the_codes() -> None:
 
 def test_a_rank_without_state_takes_no_part_in_the_mean() -> None:
     """It has not trained this parameter yet, or its state is not finite: the others' mean is theirs alone."""
-    ranks = Ranks(LocalSGD(every=1, average_state=True))
+    ranks = Replicas(LocalSGD(every=1, average_state=True))
     ranks.train(0)
     weight = ranks.models[0][2].weight
     ranks.optimizers[0].state.pop(weight)
@@ -170,7 +171,7 @@ def test_a_rank_without_state_takes_no_part_in_the_mean() -> None:
     ],
 )
 def test_any_optimizer_of_torch(make: Callable[[Any], torch.optim.Optimizer], key: str) -> None:
-    ranks = Ranks(DiLoCo(every=2, average_state=True), make)
+    ranks = Replicas(DiLoCo(every=2, average_state=True), make)
     for seed in range(2):
         ranks.step(seed)
     assert _spread(ranks.kept("2.weight", key)) < 1e-6
@@ -178,7 +179,7 @@ def test_any_optimizer_of_torch(make: Callable[[Any], torch.optim.Optimizer], ke
 
 
 def test_fragments_take_their_state_with_them() -> None:
-    ranks = Ranks(DiLoCo(every=4, fragments=2, average_state={"exp_avg": 1}))
+    ranks = Replicas(DiLoCo(every=4, fragments=2, average_state={"exp_avg": 1}))
     same = []
     for seed in range(4):
         ranks.step(seed)

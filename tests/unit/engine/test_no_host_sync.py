@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
@@ -16,6 +16,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.worlds.echo import EchoComm, Operations
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -38,9 +39,7 @@ def bucket(*, scatter: bool) -> tuple[BucketLayout, int]:
 def step(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
     sync.begin_step()
     sync.begin_step()
-    for pending in sync.reduce(layout, x, out):
-        if pending is not None:
-            pending.wait()
+    wait_for_all(sync.reduce(layout, x, out))
     sync.end_step()
 
 
@@ -54,7 +53,7 @@ def step(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor) -> No
 def test_no_step_waits_for_the_device(compressor: Compressor, scatter: bool, dtype: torch.dtype) -> None:
     layout, numel = bucket(scatter=scatter)
     with on_cuda() as launched:
-        sync = GradientSync(compressor, SPECS, EchoComm(WORLD_SIZE), CUDA, scatter=scatter)
+        sync = GradientSync(compressor, SPECS, Ranks.flat(EchoComm(WORLD_SIZE)), CUDA, scatter=scatter)
         x = torch.empty(numel * WORLD_SIZE if scatter else numel, dtype=dtype, device=CUDA)
         out = torch.empty(numel, dtype=dtype, device=CUDA) if scatter else x
         step(sync, layout, x, out)  # makes tables and copies them to the device, once
@@ -66,29 +65,10 @@ def test_no_step_waits_for_the_device(compressor: Compressor, scatter: bool, dty
     assert len(launched) == 3 * kinds * (2 if scatter else 4)
 
 
-@pytest.mark.parametrize("scatter", [False, True], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_scales_of_rows_and_columns_need_no_look_at_the_device(
-    rounding: Literal["nearest", "stochastic"], scatter: bool
-) -> None:
-    layout, numel = bucket(scatter=scatter)
-    signs = LoCo(bits=1, codebook="unit_gain", scales="rank1")
-    even = LoCo(scales="rank1", rounding=rounding, residual_rounding=rounding, reset_steps=1)
-    for compressor in (signs, even):
-        with on_cuda():
-            sync = GradientSync(compressor, SPECS, EchoComm(WORLD_SIZE), CUDA, scatter=scatter)
-            x = torch.empty(numel * WORLD_SIZE if scatter else numel, device=CUDA)
-            out = torch.empty(numel, device=CUDA) if scatter else x
-            step(sync, layout, x, out)  # makes tables and copies them to the device, once
-            with NoHostSync(), Operations() as operations:
-                step(sync, layout, x, out)
-        assert len(operations.names) <= 800, operations.names  # views included; for any number of matrices and ranks
-
-
 def test_a_step_on_cuda_takes_few_operations() -> None:
     layout, numel = bucket(scatter=False)
     with on_cuda() as launched:
-        sync = GradientSync(LoCo(), SPECS, EchoComm(64), CUDA, scatter=False)
+        sync = GradientSync(LoCo(), SPECS, Ranks.flat(EchoComm(64)), CUDA, scatter=False)
         x = torch.empty(numel, device=CUDA)
         step(sync, layout, x, x)
         launched.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
@@ -13,6 +14,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.worlds.echo import EchoComm, Operations
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="counts the calls of the C kernels")
@@ -31,7 +33,7 @@ def operations_of_a_reduce(
 ) -> list[str]:
     """Of the second step: the first makes tables and buffers."""
     comm = EchoComm(world_size)
-    sync = GradientSync(compressor, specs, comm, torch.device("cpu"), scatter=scatter, rollback=rollback)
+    sync = GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=scatter, rollback=rollback)
     entries, at = [], 0
     for spec in specs:
         entries.append(Entry(spec.name, at))
@@ -42,9 +44,7 @@ def operations_of_a_reduce(
     for step in range(2):
         with Operations() as operations:
             sync.begin_step()
-            for pending in sync.reduce(layout, x, out):
-                if pending is not None:
-                    pending.wait()
+            wait_for_all(sync.reduce(layout, x, out))
         assert out.isfinite().all(), step
         sync.end_step()
     return operations.names

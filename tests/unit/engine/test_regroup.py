@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from lowbit_strategy.checkpoint import capture
-from lowbit_strategy.control.levels import PerParameter
+from lowbit_strategy.control.levels import per_parameter
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.wrappers.warmup import WarmUp
 from tests.worlds.single import SPECS, engine, gradients, reduce_step
 
 TWO = LoCo(bits=2, block_size=64, beta=0.0, residual="float32", reset_steps=None)
@@ -91,10 +92,10 @@ def test_parameters_whose_method_stays_keep_every_bit() -> None:
     """int8 residuals are copied, not read and written again."""
     light, heavy = LoCo(bits=8), LoCo(bits=2)
     names = [spec.name for spec in SPECS]
-    sync = engine(PerParameter.of((light, heavy), dict.fromkeys(names, 1)))
+    sync = engine(per_parameter((light, heavy), dict.fromkeys(names, 1)))
     reduce_step(sync, gradients(0))
     before = {key: value.clone() for key, value in sync.tensors(WEIGHTS[0]).items()}
-    sync.use(PerParameter.of((light, heavy), {WEIGHTS[0]: 1, WEIGHTS[1]: 0, "bias": 0}))
+    sync.use(per_parameter((light, heavy), {WEIGHTS[0]: 1, WEIGHTS[1]: 0, "bias": 0}))
     after = sync.tensors(WEIGHTS[0])
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
@@ -102,7 +103,7 @@ def test_parameters_whose_method_stays_keep_every_bit() -> None:
 
 
 def test_a_checkpoint_between_two_phases_continues_as_if_never_stopped() -> None:
-    compressor = LoCo(bits=1, codebook="fitted", warmup_steps=2)
+    compressor = WarmUp(compressor=LoCo(bits=1, codebook="fitted"), first=LoCo(), steps=2)
     straight, saved = engine(compressor), engine(compressor)
     for step in range(2):
         reduce_step(straight, gradients(step))

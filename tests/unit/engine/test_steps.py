@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy import Dense, ExDyna, LoCo
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods._base.method import MethodStore
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.wrappers.warmup import WarmUp
 from tests.worlds.single import SPECS, engine, gradients, reduce_step
 
 WEIGHTS = ("blocks.0.weight", "blocks.1.weight")
-TWO_PHASES = LoCo(bits=2, block_size=64, warmup_steps=1)
+TWO_PHASES = WarmUp(compressor=LoCo(bits=2, block_size=64), first=LoCo(block_size=64), steps=1)
 
 
 def test_a_step_that_has_begun_is_not_regrouped_while_it_reduces() -> None:
@@ -130,7 +132,7 @@ def test_memory_for_messages_is_what_is_announced(scatter: bool) -> None:
     sync = engine(LoCo(bits=4), scatter=scatter)
     for step in range(3):
         reduce_step(sync, gradients(step))
-    assert 0 < sync.buffers.nbytes <= sync.buffer_nbytes * (1.02 if scatter else 1.0) + 64
+    assert 0 < sync.buffers.nbytes <= sync.plan().memory.messages * (1.02 if scatter else 1.0) + 64
 
 
 def test_a_pass_that_failed_leaves_nothing_behind() -> None:
@@ -170,12 +172,11 @@ def test_bucket_layouts_that_come_no_more_are_dropped() -> None:
     first = BucketLayout((Entry(WEIGHTS[0], 0),))
     x = torch.randn(SPECS[0].numel)
     sync.begin_step()
-    for pending in sync.reduce(first, x, x):
-        pending.wait()
+    wait_for_all(sync.reduce(first, x, x))
     bucket = weakref.ref(sync._bucket(first))
     sync.end_step()
     for step in range(40):
         reduce_step(sync, gradients(step))
     gc.collect()
     assert bucket() is None
-    assert len(sync._plans) == 1
+    assert len(sync._buckets) == 1

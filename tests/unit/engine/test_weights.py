@@ -15,10 +15,11 @@ from lowbit_strategy import Exact, WeightCode, WeightDelta
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.engine.weights import ModuleLayout, WeightSync
+from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.plan.weights import ModuleLayout
 from tests.worlds.simulated import SimulatedWorld
 
 CPU = torch.device("cpu")
@@ -132,6 +133,17 @@ def test_codes_are_those_of_every_shard_by_itself(
         shards.step_(seed)
 
 
+@pytest.mark.parametrize(("bits", "least"), [(8, 1.5e-36), (4, 8.3e-38)])
+def test_blocks_without_an_element_above_the_documented_bound_are_zeros(bits: int, least: float) -> None:
+    assert str(least) in (WeightCode.__doc__ or "")
+    codec = WeightCode(bits=bits).codec(TensorSpec("w", (64, 64)))
+    assert codec is not None
+    for largest, decoded in ((least, least), (least / 1.1, 0.0)):
+        values = torch.full((128,), largest)
+        found = codec.decode_sum(codec.encode(values, seed=0)[None], 128)
+        torch.testing.assert_close(found, torch.full((128,), decoded), rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("coding", [WeightCode(), WeightDelta(), WeightDelta(bits=2), Exact(keep="replica")])
 def test_types(coding: WeightCoding, dtype: torch.dtype) -> None:
@@ -177,10 +189,11 @@ def test_kept_weights_are_sent_once_and_cost_what_is_announced(coding: WeightCod
         shards.end_step()
         assert sync.step_nbytes == sent
         if seed or not coding.sends_differences:
-            assert sync.planned_nbytes <= sent <= sync.planned_nbytes + sync.modules["net"].framing_nbytes
+            assert sync.planned_nbytes <= sent <= sync.planned_nbytes + sync.modules["net"].costs.framing_nbytes
         shards.step_(seed)
     kept = sync.modules["net"].gather.kept_nbytes
-    assert sync.kept_nbytes <= kept <= sync.kept_nbytes + 3 * sync.modules["net"].framing_nbytes
+    costs = sync.modules["net"].costs
+    assert costs.kept_nbytes <= kept <= costs.kept_nbytes + 3 * costs.framing_nbytes
 
 
 def test_without_keeping_every_gather_sends() -> None:

@@ -22,6 +22,7 @@ from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.distributed import run_ranks
 
 LIMIT_S = 30.0  # a worker that hangs fails its test instead of stopping all of them
@@ -193,7 +194,11 @@ def _fail_in_backward(rank: int, world_size: int) -> list[str]:
     """A compressed DDP whose reduction fails in the second step, on every rank alike; what each backward did."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     sync = GradientSync(
-        LoCo(), describe_parameters(model.module), GroupComm(dist.new_group()), torch.device("cpu"), scatter=False
+        LoCo(),
+        describe_parameters(model.module),
+        Ranks.flat(GroupComm(dist.new_group())),
+        torch.device("cpu"),
+        scatter=False,
     )
     hook = DDPHook(model, sync)
     reduce, outcomes = sync.reduce, []

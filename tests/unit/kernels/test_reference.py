@@ -12,7 +12,6 @@ from torch import Tensor
 from lowbit_strategy.kernels.codebooks import fitted, ternary
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.kernels.reference.blocks import (
-    WHOLE,
     decode_sum_,
     encode_,
     pack,
@@ -72,7 +71,7 @@ class Loco:
         self.flag = torch.zeros(1, dtype=torch.int32)
 
     def step(
-        self, g: Tensor, *, beta: float = 0.8, seed: int = 0, max_elements: int = WHOLE, **options: bool
+        self, g: Tensor, *, beta: float = 0.8, seed: int = 0, max_elements: int = 2**62, **options: bool
     ) -> Tensor:
         """What the others decode."""
         chosen = {"reset": False, "stochastic": False, "stochastic_residual": False} | options

@@ -137,13 +137,13 @@ def test_samples_are_one_from_each_stratum(numel: int, num: int) -> None:
         assert not torch.equal(positions, reference.sample_positions(numel, num, 6, torch.device("cpu")))
 
 
-def test_sampled_threshold_is_near_the_quantile() -> None:
+def test_a_threshold_of_a_sample_is_near_the_quantile() -> None:
     x = _values(1_000_000)
+    sample = select.sample_magnitudes(x, 200_000, seed=1)
     for density in (0.5, 0.01, 0.001):
-        threshold = select.sampled_threshold(x, density, 200_000, seed=1)
+        threshold = select.largest_threshold(sample, round(density * sample.numel()))
         assert select.count_above(x, threshold) == pytest.approx(density * x.numel(), rel=0.2)
-    assert select.sampled_threshold(torch.tensor([1.0, -5.0, 2.0]), 0.1, 100, seed=0) == 5.0
-    assert select.sampled_threshold(torch.zeros(0), 0.1, 100, seed=0) == math.inf
+    assert select.largest_threshold(torch.zeros(0), 1) == math.inf
 
 
 def test_chunk_top_k_is_the_definition(path: str) -> None:

@@ -19,6 +19,7 @@ from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.methods.sparsification.dgc import DGC, select_by_sample
 from lowbit_strategy.methods.wrappers.partition import Partition
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.worlds.one_tensor import OneTensor, gaussian
 
 
@@ -55,10 +56,10 @@ def test_zeros_are_never_sent() -> None:
 
 def test_warm_up_goes_through_its_stages() -> None:
     dgc = DGC(density=0.004, warmup_steps=10)
-    densities = [dgc.at(step).density for step in range(40)]
+    densities = [dgc.phase(step).density for step in range(40)]
     assert densities == [0.25] * 10 + [0.0625] * 10 + [0.015625] * 10 + [0.004] * 10
-    assert dgc.at(35) == dgc.at(1_000_000) == DGC(density=0.004)
-    assert dgc.at(0).method(TensorSpec("a", (8, 8))).continues(dgc.at(10).method(TensorSpec("a", (8, 8))))
+    assert dgc.phase(35) == dgc.phase(1_000_000) == DGC(density=0.004)
+    assert dgc.phase(0).method(TensorSpec("a", (8, 8))).continues(dgc.phase(10).method(TensorSpec("a", (8, 8))))
 
 
 def test_exempt_parameters_get_the_momentum_too() -> None:
@@ -89,7 +90,7 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
 def _model(compressor: DGC, gradients: dict[str, torch.Tensor], steps: int) -> list[dict[str, torch.Tensor]]:
     """Means of a model of several parameters on one rank, step by step."""
     specs = [TensorSpec(name, tuple(g.shape)) for name, g in gradients.items()]
-    sync = GradientSync(compressor, specs, LocalComm(), torch.device("cpu"), scatter=False)
+    sync = GradientSync(compressor, specs, Ranks.flat(LocalComm()), torch.device("cpu"), scatter=False)
     entries, at = [], 0
     for spec in specs:
         entries.append(Entry(spec.name, at))
@@ -196,4 +197,4 @@ def test_momentum_for_some_parameters_or_phases_only_is_refused(mixed: WarmUp | 
 
 def test_the_preset_warms_up_as_its_description_says() -> None:
     dgc = preset("dgc")
-    assert [dgc.at(step).density for step in (0, 100, 200, 300, 400)] == [0.25, 0.0625, 0.015625, 0.004, 0.001]
+    assert [dgc.phase(step).density for step in (0, 100, 200, 300, 400)] == [0.25, 0.0625, 0.015625, 0.004, 0.001]

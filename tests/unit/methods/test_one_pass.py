@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.step_context import StepContext
@@ -41,8 +42,7 @@ def _run(compressor: SparseCompressor) -> list[tuple[Tensor, Tensor]]:
         if index == 4:
             state["weight"]["residual"][77] = gradient[77] = 3e38
         view = View(spec, flat_cut(_NUMEL, 1, 1), gradient, gradient, scatter=False)
-        for pending in reducer.reduce([view], state, LocalComm(), StepContext(index, index, index)):
-            pending.wait()
+        wait_for_all(reducer.reduce([view], state, LocalComm(), StepContext(index, index, index)))
         seen.append((gradient, state["weight"]["residual"].clone()))
     return seen
 

@@ -25,6 +25,7 @@ from lowbit_strategy.methods.sparsification.randomk import RandomK
 from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
 from lowbit_strategy.methods.sparsification.sidco import SIDCo
 from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.ranks.ranks import Ranks
 from tests.worlds.one_tensor import OneTensor, gaussian
 from tests.worlds.simulated import SimulatedComm, SimulatedWorld
 
@@ -193,7 +194,7 @@ def test_coarse_values_are_fewer_bytes(kind: type[Compressor]) -> None:
         ranks = OneTensor(kind(density=0.05, values=values), (300, 500), 4)  # type: ignore[call-arg]
         for step in range(3):
             ranks.step([gaussian((150_000,), 10 * step + rank) for rank in range(4)])
-        sent[values] = sum(sync.comm.sent_nbytes for sync in ranks.syncs)
+        sent[values] = sum(sync.ranks.peers.sent_nbytes for sync in ranks.syncs)
     assert sent["int4"] < 0.5 * sent["float32"]
 
 
@@ -332,7 +333,7 @@ def test_damaged_positions_are_an_error(
     ranks.syncs[1] = GradientSync(
         kind(density=0.01, exempt=()),  # type: ignore[call-arg]
         [TensorSpec("p", (400, 400))],
-        world.comms[1],
+        Ranks.flat(world.comms[1]),
         torch.device("cpu"),
         scatter=False,
     )

@@ -252,14 +252,14 @@ def test_partition_takes_the_first_rule_that_matches() -> None:
 
 def test_partition_follows_the_phases_of_its_compressors() -> None:
     partition = Partition(rules=(("layer.*", WarmUp(compressor=QSGD(), steps=10)),))
-    assert partition.at(0).method(MATRIX) == Dense().method(MATRIX)
-    assert partition.at(10).method(MATRIX) == QSGD().method(MATRIX)
-    assert partition.at(0) == partition.at(5)
+    assert partition.phase(0).method(MATRIX) == Dense().method(MATRIX)
+    assert partition.phase(10).method(MATRIX) == QSGD().method(MATRIX)
+    assert partition.phase(0) == partition.phase(5)
 
 
 def test_warm_up_is_followed_by_the_compressor_and_its_phases() -> None:
     warm_up = WarmUp(compressor=WarmUp(compressor=QSGD(), steps=5, first=LoCo()), steps=10)
-    assert [type(warm_up.at(step)) for step in (0, 9, 10, 14, 15, 1000)] == [Dense, Dense, LoCo, LoCo, QSGD, QSGD]
+    assert [type(warm_up.phase(step)) for step in (0, 9, 10, 14, 15, 1000)] == [Dense, Dense, LoCo, LoCo, QSGD, QSGD]
 
 
 def test_residuals_of_the_warm_up_go_on() -> None:
@@ -273,13 +273,3 @@ def test_residuals_of_the_warm_up_go_on() -> None:
     assert before is not None
     assert after is not None
     assert torch.allclose(after[1024:], before[1024:], atol=1e-6)  # the first half also takes the owner's residual
-
-
-def test_loco_has_a_warm_up_of_its_own() -> None:
-    compressor = LoCo(bits=1, codebook="fitted", warmup_steps=3, warmup_bits=5)
-    assert compressor.at(0) == compressor.at(2) == LoCo(bits=5, warmup_bits=5)
-    assert compressor.at(3) == LoCo(bits=1, codebook="fitted", warmup_bits=5)
-    assert (
-        LoCo(bits=1, codebook="fitted", warmup_steps=3, warmup_bits=3).at(0).fmt == LoCo(bits=3, codebook="fitted").fmt
-    )
-    assert LoCo().at(0) == LoCo()

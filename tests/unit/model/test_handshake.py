@@ -45,6 +45,11 @@ def test_frozen_parameters_are_nobodys_business() -> None:
     assert describe(module)["parameters"] == [("weight", (4, 3))]
 
 
+def test_floating_point_buffers_are_averaged_or_broadcast_so_they_count() -> None:
+    module = nn.BatchNorm1d(7)
+    assert describe(module)["floating-point buffers"] == [("running_mean", (7,)), ("running_var", (7,))]
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_configuration_is_plain_values_that_tell_it_from_others(name: str) -> None:
     """What is compared must pickle, must not contain addresses, and must differ where configurations do."""

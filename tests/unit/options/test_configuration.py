@@ -1,19 +1,17 @@
-"""Types of options are checked once, when a configuration is made; former names go on working for one release."""
+"""Types of options are checked once, when a configuration is made."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import pickle
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
 
-from lowbit_strategy import QSGD, Compressor, LoCo, TopK, WarmUp, from_options, preset
-from lowbit_strategy.config.section import plugin_from_section
+from lowbit_strategy import QSGD, Compressor, LoCo, WarmUp, from_options, preset
 from lowbit_strategy.control import Bounds, Guard, Static
 from lowbit_strategy.options.configuration import configuration, positional_configuration
 from lowbit_strategy.options.conversion import Source, convert
@@ -122,57 +120,15 @@ def test_only_files_hold_numbers_as_text() -> None:
     assert convert({"compressor": "loco", "beta": "1e-1"}, Compressor, "compressor") == LoCo(beta=0.1)  # type: ignore[type-abstract]
     with pytest.raises(ValueError, match="beta must be a number, got '1e-1'"):
         LoCo(beta="1e-1")  # type: ignore[arg-type]
-    with pytest.warns(DeprecationWarning, match="'milder_bits' is now called 'high_precision_bits'"):
-        assert from_options("loco", {"milder_bits": 6, "beta": "5e-1"}, Source.FILE).beta == 0.5  # type: ignore[attr-defined]
+    assert from_options("loco", {"beta": "5e-1"}, Source.FILE).beta == 0.5  # type: ignore[attr-defined]
 
 
-FORMER: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
-    (LoCo, {"milder": ("head.*",)}, "high_precision", {"high_precision": ("head.*",)}),
-    (LoCo, {"milder_bits": 6}, "high_precision_bits", {"high_precision_bits": 6}),
-    (LoCo, {"levels": "fitted", "bits": 2}, "codebook", {"codebook": "fitted", "bits": 2}),
-    (QSGD, {"milder_bits": 6}, "high_precision_bits", {"high_precision_bits": 6}),
-    (TopK, {"milder": ()}, "high_precision", {"high_precision": ()}),
-]
-
-
-@pytest.mark.parametrize(("kind", "former", "name", "options"), FORMER)
-def test_former_names_work_with_a_warning(
-    kind: type[Any], former: dict[str, Any], name: str, options: dict[str, Any]
-) -> None:
-    old = next(iter(former))
-    with pytest.warns(
-        DeprecationWarning, match=f"{kind.__name__}: the option '{old}' is now called '{name}'"
-    ) as record:
-        made = kind(**former)
-    assert record[0].filename == __file__
-    assert made == kind(**options)
-    with pytest.warns(DeprecationWarning, match=f"now called '{name}'") as record:
-        assert getattr(made, old) == former[old]
-    assert record[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match=f"now called '{name}'"):
-        assert dataclasses.replace(kind(), **former) == kind(**options)
-
-
-def test_former_names_work_in_files() -> None:
-    with pytest.warns(DeprecationWarning, match="'milder_bits' is now called 'high_precision_bits'"):
-        assert from_options("loco", {"milder_bits": 6}) == LoCo(high_precision_bits=6)
-    with pytest.warns(DeprecationWarning, match="'levels' is now called 'codebook'"):
-        plugin = plugin_from_section({"compressor": "loco", "bits": 2, "levels": "fitted"})
-    assert plugin.compressor == LoCo(bits=2, codebook="fitted")
-    with pytest.raises(ValueError, match="has no option 'milder_bits'"):
-        from_options("dense", {"milder_bits": 6})  # never had it
-
-
-def test_present_names_do_not_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made = dataclasses.replace(LoCo(bits=2, codebook="fitted", high_precision=()), high_precision_bits=6)
-        assert pickle.loads(pickle.dumps(made)) == made
-        assert hash(made) == hash(pickle.loads(pickle.dumps(made)))
+def test_configurations_are_plain_values() -> None:
+    made = dataclasses.replace(LoCo(bits=2, codebook="fitted", high_precision=()), high_precision_bits=6)
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert hash(made) == hash(pickle.loads(pickle.dumps(made)))
     with pytest.raises(AttributeError, match="'LoCo' object has no attribute 'bit'"):
         made.bit  # type: ignore[attr-defined]  # noqa: B018
-    with pytest.raises(AttributeError, match="'TopK' object has no attribute 'milder_bits'"):
-        TopK().milder_bits  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_the_signature_shows_the_options() -> None:

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("scatter", [False, True])
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset(name: str, scatter: bool) -> None:
-    level = PRESETS[name].at(0)
+    level = PRESETS[name].phase(0)
     has_codecs = any(isinstance(level.assign(spec).method, CodecPair) for spec in _SPECS)
     with mock.patch.object(GradientSync, "reduce", autospec=True, side_effect=GradientSync.reduce) as reduce:
         rehearse(level, world_size=3, scatter=scatter, device=CPU)

@@ -12,7 +12,7 @@ from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
 
-WARMED_UP = LoCo(bits=1, codebook="fitted", warmup_steps=64)
+WARMED_UP = WarmUp(compressor=LoCo(bits=1, codebook="fitted"), first=LoCo(), steps=64)
 
 
 @pytest.mark.parametrize(

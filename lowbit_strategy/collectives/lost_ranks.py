@@ -1,0 +1,104 @@
+"""When an exchange fails: which ranks were where, in one message instead of a transport's own words.
+
+A rank whose exchange fails leaves a note of what it was doing in the store of the process group and reads the others'
+notes. A rank that leaves none within seconds has ended, or is busy with something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+_PATIENCE_S = 2.0  # a connection was lost: all others notice at once
+_PATIENCE_AFTER_TIMEOUT_S = 10.0  # ranks have begun to wait at different times
+_POLL_S = 0.05
+_LIBRARIES = tuple(filter(None, {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")}))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NUM_FRAMES = 6
+
+
+class LostRankError(RuntimeError):
+    """An exchange between ranks has failed: a rank has ended, or does something else than the others."""
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(group: dist.ProcessGroup | None, what: str, place: str) -> Iterator[None]:
+    """Args:
+        group: Whose exchange is waited for inside.
+        what: Which exchange.
+        place: Which step.
+
+    Raises:
+        LostRankError: It has failed.
+    """
+    try:
+        yield
+    except LostRankError:
+        raise
+    except RuntimeError as error:
+        doing = f"{what} of {place}" if place else what
+        raise LostRankError(_message(group, f"{doing}, in {_stack()}", str(error))) from error
+
+
+def _message(group: dist.ProcessGroup | None, mine: str, error: str) -> str:
+    notes = _exchange_notes(group, mine, error)
+    silent = [rank for rank, note in notes.items() if note is None]
+    places = "; ".join(f"rank {rank} was in {note}" for rank, note in sorted(notes.items()) if note is not None)
+    if silent:
+        names = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+        advice = (
+            f"{names} did not answer: ended, killed, or busy with something that the other ranks do not do. The first"
+            " error is in the output of that rank"
+        )
+    else:
+        advice = "all ranks answered: look for what some of them do and others do not, such as a validation"
+    return f"an exchange between ranks failed. {places}. {advice}. The transport reports: {error.splitlines()[0][:300]}"
+
+
+def _exchange_notes(group: dist.ProcessGroup | None, mine: str, error: str) -> dict[int, str | None]:
+    """What each rank of the group says, by its global rank; None: nothing."""
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    notes: dict[int, str | None] = dict.fromkeys(ranks)
+    notes[dist.get_rank()] = mine
+    patience = _PATIENCE_AFTER_TIMEOUT_S if "imed out" in error else _PATIENCE_S
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(_key(dist.get_rank()), mine)
+        deadline = time.monotonic() + patience
+        while (silent := [rank for rank, note in notes.items() if note is None]) and time.monotonic() < deadline:
+            for rank in silent:
+                if store.check([_key(rank)]):
+                    notes[rank] = store.get(_key(rank)).decode()
+            time.sleep(_POLL_S)
+    except (RuntimeError, OSError):  # the store was in a process that has ended
+        pass
+    return notes
+
+
+def _key(rank: int) -> str:
+    return f"lowbit_strategy/lost/{rank}"
+
+
+def _stack() -> str:
+    """Names of functions that training is in, outermost first, those of this package aside."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    own, names = "", []
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((_PACKAGE, torch.__path__[0])):
+            if not code.co_name.startswith(("_", "<", "wrap", "inner")) and code.co_name not in names:
+                names.append(code.co_name)
+            if not own and not code.co_filename.startswith((*_LIBRARIES, "<")):
+                own = f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    chain = " > ".join(reversed(names[:_NUM_FRAMES]))
+    return f"{chain} ({own})" if own else chain

@@ -1,0 +1,238 @@
+"""The messages of gradients: of a bucket between the ranks that reduce it, and inside nodes around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lowbit_strategy.collectives.exchange import HEADER_NBYTES
+from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_cut, round_up
+from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.reducer import Reducer
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.plan.messages import Level, Message, Unit
+from lowbit_strategy.ranks.shape import Shape
+
+Layout = Literal["ddp", "fsdp", "hsdp"]
+
+DDP_FIRST_NBYTES, DDP_CAP_NBYTES = 2**20, 25 * 2**20  # of a bucket, as DDP has them by default
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """Parameters that are reduced as one.
+
+    Args:
+        names: Of the parameters.
+        itemsize: Bytes of an element of their gradients.
+        name: For reports.
+    """
+
+    names: tuple[str, ...]
+    itemsize: int = 4
+    name: str = ""
+
+
+def ddp_buckets(params: Iterable[tuple[str, int, int]], cap_nbytes: int = DDP_CAP_NBYTES) -> list[Reduced]:
+    """How DDP puts gradients together, once it has seen in which order they come.
+
+    Args:
+        params: Name, elements and bytes of an element, in the model's order. The last comes first in backward.
+        cap_nbytes: Of all buckets but the first.
+    """
+    buckets: list[Reduced] = []
+    names: list[str] = []
+    nbytes, size = 0, 0
+    for name, numel, itemsize in reversed(list(params)):
+        if names and itemsize != size:
+            buckets.append(Reduced(tuple(names), size, f"bucket {len(buckets)}"))
+            names, nbytes = [], 0
+        names.append(name)
+        size = itemsize
+        nbytes += numel * itemsize
+        if nbytes >= (cap_nbytes if buckets else min(DDP_FIRST_NBYTES, cap_nbytes)):
+            buckets.append(Reduced(tuple(names), size, f"bucket {len(buckets)}"))
+            names, nbytes = [], 0
+    if names:
+        buckets.append(Reduced(tuple(names), size, f"bucket {len(buckets)}"))
+    return buckets
+
+
+def promised_nbytes(method: Method, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+    """Bytes a rank sends to others for one reduction of one parameter, headers and padding aside."""
+    return method.wire_nbytes(spec, world_size, scatter=scatter)
+
+
+def bucket_messages(
+    methods: Mapping[str, Method],
+    specs: Mapping[str, TensorSpec],
+    names: Sequence[str],
+    world_size: int,
+    *,
+    scatter: bool,
+    level: Level = "flat",
+    leaving: float = 1.0,
+) -> list[Message]:
+    """What a rank sends for one bucket to the ranks that reduce it.
+
+    1. all codecs together: one message on the uplink and, without `scatter`, one on the downlink
+    2. every other method after them, one after the other
+
+    Args:
+        methods: Of each parameter.
+        specs: Of each parameter, or of this rank's part of it.
+        names: The bucket's.
+        world_size: How many ranks reduce it.
+        scatter: As FSDP2's reduce-scatter.
+        level: Of the messages.
+        leaving: How much of a message leaves the node.
+    """
+    if world_size == 1:
+        return []
+    others = world_size - 1
+    messages: list[Message] = []
+    pairs = [(method, specs[name]) for name in names if isinstance(method := methods[name], CodecPair)]
+    rows = [(pair, spec.cut(world_size, pair.block_size, scatter=scatter).row_numel) for pair, spec in pairs]
+    for hop in ("uplink",) if scatter else ("uplink", "downlink"):
+        sizes = [getattr(pair, hop).wire_nbytes(row_numel) for pair, row_numel in rows]
+        if sizes:
+            promised = sum(sizes)
+            framed = HEADER_NBYTES + sum(round_up(size, ALIGNMENT) for size in sizes)
+            messages.append(Message(level, hop, others * promised, others * (framed - promised), leaving=leaving))
+    reduced: dict[Method, list[TensorSpec]] = {}
+    for name in names:
+        if not isinstance(methods[name], CodecPair):
+            reduced.setdefault(methods[name], []).append(specs[name])
+    for method, members in reduced.items():
+        assert isinstance(method, Reducer)
+        messages.append(
+            Message(
+                level,
+                method.label,
+                sum(method.wire_nbytes(spec, world_size, scatter=scatter) for spec in members),
+                in_series=method.num_messages(members, world_size, scatter=scatter),
+                fixed=method.fixed_size,
+                leaving=leaving,
+            )
+        )
+    return messages
+
+
+def padding_nbytes(methods: Mapping[str, Method], names: Sequence[str], world_size: int) -> int:
+    """What methods with communication of their own may send beyond their promises: two hops, padded per parameter."""
+    num_reduced = sum(not isinstance(methods[name], CodecPair) for name in names)
+    return 2 * (world_size - 1) * ALIGNMENT * num_reduced
+
+
+def message_memory(
+    methods: Mapping[str, Method],
+    specs: Mapping[str, TensorSpec],
+    names: Sequence[str],
+    world_size: int,
+    *,
+    scatter: bool,
+) -> int:
+    """Memory that the shared exchange of a bucket takes while it is under way: sent, received and summed up."""
+    row, shard = HEADER_NBYTES, 0
+    found = False
+    for name in names:
+        if isinstance(method := methods[name], CodecPair):
+            row_numel = specs[name].cut(world_size, method.block_size, scatter=scatter).row_numel
+            row += round_up(method.uplink.wire_nbytes(row_numel), ALIGNMENT)
+            shard += round_up(row_numel, ALIGNMENT)
+            found = True
+    if not found:
+        return 0
+    return 2 * world_size * row + (0 if scatter else 4 * shard)
+
+
+def _part_numel(spec: TensorSpec, shape: Shape) -> int:
+    """Elements of the largest part of a parameter, padding included: what is sent to each rank of a node."""
+    assert shape.share is not None
+    part = spec.whole.shared(replace(shape.share, index=0)).part
+    assert part is not None
+    return part.ranges[0][1] if part.row_numel is None else shape.num_peers * part.row_numel
+
+
+def intra_node_numel(specs: Mapping[str, TensorSpec], names: Sequence[str], shape: Shape, layout: Layout) -> int:
+    """Elements that this rank sends to each other rank of its node in an exact reduce-scatter of a bucket."""
+    if layout == "hsdp":
+        return sum(dim0_cut(specs[name].whole.shape, shape.num_parts).row_numel for name in names)
+    return sum(_part_numel(specs[name], shape) for name in names)
+
+
+def gradient_unit(
+    reduced: Reduced,
+    methods: Mapping[str, Method],
+    specs: Mapping[str, TensorSpec],
+    shape: Shape,
+    layout: Layout,
+    *,
+    whole_model: Sequence[str] = (),
+    local: bool = False,
+) -> Unit:
+    """What a rank sends for parameters that are reduced as one.
+
+    Args:
+        reduced: Which.
+        methods: Of all parameters.
+        specs: Of all parameters, or of this rank's parts of them.
+        shape: The ranks.
+        layout: What wraps the model.
+        whole_model: DDP's last bucket: parameters of other buckets that are reduced with it.
+        local: Steps are local, so that nothing travels to peers.
+    """
+    scatter = layout == "fsdp"
+    present = [name for name in reduced.names if scatter or specs[name].numel]  # a rank may have no part of it
+    own = [name for name in present if not (methods[name].whole_model and layout == "ddp")] + list(whole_model)
+    messages: list[Message] = []
+    memory = 0
+    if shape.share is not None and shape.num_parts > 1 and not (local and layout == "ddp"):
+        numel = intra_node_numel(specs, reduced.names, shape, layout)
+        sent = (shape.num_parts - 1) * numel * reduced.itemsize
+        messages.append(Message("intra-node", "reduce-scatter", sent, leaving=0.0))
+        memory += shape.num_parts * numel * reduced.itemsize * (1 if layout == "hsdp" else 2)
+    if not local:
+        level: Level = "flat" if shape.share is None else "inter-node"
+        leaving = shape.peers_share_leaving()
+        peers = shape.num_peers
+        messages += bucket_messages(methods, specs, own, peers, scatter=scatter, level=level, leaving=leaving)
+        memory += message_memory(methods, specs, present, peers, scatter=scatter)
+    if messages and messages[0].level == "intra-node" and layout == "ddp":
+        messages.append(replace(messages[0], what="all-gather"))
+    hops = 1 if scatter else 2
+    return Unit(
+        reduced.name,
+        sum(specs[name].whole.numel for name in reduced.names),
+        tuple(messages),
+        buffer_nbytes=memory,
+        encoded_numel=0 if local else hops * sum(specs[name].numel for name in own),
+    )
+
+
+def gradient_units(
+    reduced: Sequence[Reduced],
+    methods: Mapping[str, Method],
+    specs: Mapping[str, TensorSpec],
+    shape: Shape,
+    layout: Layout,
+    *,
+    local: bool = False,
+) -> tuple[Unit, ...]:
+    """Of a whole model, in the order in which backward comes to them."""
+    waiting = [name for each in reduced for name in each.names if methods[name].whole_model and specs[name].numel]
+    collects = layout == "ddp"
+    return tuple(
+        gradient_unit(
+            each,
+            methods,
+            specs,
+            shape,
+            layout,
+            whole_model=waiting if collects and at == len(reduced) - 1 else (),
+            local=local,
+        )
+        for at, each in enumerate(reduced)
+    )

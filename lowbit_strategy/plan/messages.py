@@ -1,0 +1,83 @@
+"""What travels: messages, and the units that are sent as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["flat", "intra-node", "inter-node"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one rank sends in one collective, or in several of one method that wait for each other.
+
+    Args:
+        level: Among which ranks: all (``flat``), those of a node, or those with the same part on all nodes.
+        what: In a word.
+        nbytes: Bytes that this rank sends to others, as the method promises them.
+        framing_nbytes: Sent besides: headers, padding.
+        in_series: Collectives, each of which waits for the one before.
+        fixed: Whether the bytes are the same whatever the values are.
+        leaving: How much of it leaves the node, from 0 to 1.
+    """
+
+    level: Level
+    what: str
+    nbytes: int
+    framing_nbytes: int = 0
+    in_series: int = 1
+    fixed: bool = True
+    leaving: float = 1.0
+
+    @property
+    def total_nbytes(self) -> int:
+        return self.nbytes + self.framing_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is sent as one: a bucket of DDP, a module that FSDP2 shards, a bucket of a fragment's movement.
+
+    Args:
+        name: For reports.
+        numel: Elements of its parameters, wholly.
+        messages: Each waits for the one before it.
+        repeats: How often it travels in a step (of a round: in a round).
+        buffer_nbytes: Memory for its messages while they are under way.
+        encoded_numel: Elements that this rank encodes and decodes for it, all hops together.
+    """
+
+    name: str
+    numel: int
+    messages: tuple[Message, ...]
+    repeats: int = 1
+    buffer_nbytes: int = 0
+    encoded_numel: int = 0
+
+    @property
+    def in_series(self) -> int:
+        """Collectives that wait for each other, each time that it travels."""
+        return sum(message.in_series for message in self.messages)
+
+    def nbytes(self, *levels: Level) -> int:
+        """Promised bytes each time that it travels, on these levels; none given: on all."""
+        return sum(message.nbytes for message in self.messages if not levels or message.level in levels)
+
+
+def step_nbytes(units: Iterable[Unit], *levels: Level) -> int:
+    """Promised bytes of a step."""
+    return sum(unit.repeats * unit.nbytes(*levels) for unit in units)
+
+
+def leaving_nbytes(units: Iterable[Unit], *levels: Level) -> int:
+    """Of `step_nbytes`, what leaves the node."""
+    return round(
+        sum(
+            unit.repeats * message.nbytes * message.leaving
+            for unit in units
+            for message in unit.messages
+            if not levels or message.level in levels
+        )
+    )

@@ -1,0 +1,210 @@
+"""A plan: everything that a set-up sends in a step and keeps in memory, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lowbit_strategy.methods._base.compressor import Assignment
+from lowbit_strategy.methods._base.method import Method, Placement
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.plan.gradients import Layout, Reduced, ddp_buckets, gradient_units, promised_nbytes
+from lowbit_strategy.plan.messages import Unit, leaving_nbytes, step_nbytes
+from lowbit_strategy.plan.rounds import anchor_nbytes, round_units
+from lowbit_strategy.plan.weights import ModuleLayout, ModuleWeights, module_weights, weight_units
+from lowbit_strategy.ranks.shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank keeps beside parameters, gradients and the optimizer's state, in bytes, by purpose.
+
+    Args:
+        residuals: What methods keep from step to step.
+        weights: What stays of FSDP2's weights between gathers.
+        messages: While they are under way, at most.
+        anchors: Local steps: anchors, the outer optimizer's state, a pseudo-gradient.
+        accumulating: Gradients that are held whole while micro-batches are accumulated without synchronising: under
+            FSDP2 a rank otherwise holds its shard of them.
+    """
+
+    residuals: int = 0
+    weights: int = 0
+    messages: int = 0
+    anchors: int = 0
+    accumulating: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of all but `accumulating`, which depends on how the loop accumulates."""
+        return self.residuals + self.weights + self.messages + self.anchors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What one rank sends and keeps.
+
+    Args:
+        shape: The ranks.
+        layout: What wraps the model.
+        specs: What this rank reduces of every parameter.
+        assignments: Method and kind of each, and why: what is exempt or of high precision.
+        gradients: Of every step, in the order in which backward produces them.
+        weights: Of every step: FSDP2's modules, in their order.
+        rounds: Local steps: of every round.
+        every: Optimizer steps of a round; 1 without local steps.
+        outer: The rule of local steps, where they are.
+        memory: By purpose.
+        coding: Of weights, if FSDP2 shards them.
+        modules: As FSDP2 gathers them.
+    """
+
+    shape: Shape
+    layout: Layout
+    specs: Mapping[str, TensorSpec]
+    assignments: Mapping[str, Assignment]
+    gradients: tuple[Unit, ...]
+    weights: tuple[Unit, ...]
+    rounds: tuple[Unit, ...]
+    every: int
+    outer: OuterRule | None
+    memory: Memory
+    coding: WeightCoding | None
+    modules: Mapping[str, ModuleLayout]
+
+    @property
+    def scatter(self) -> bool:
+        """Whether peers reduce-scatter, and not all-reduce."""
+        return self.layout == "fsdp"
+
+    def parameter_nbytes(self, name: str) -> int:
+        """Bytes sent to peers for one reduction of a parameter, framing aside."""
+        method, spec = self.assignments[name].method, self.specs[name]
+        return promised_nbytes(method, spec, self.shape.num_peers, scatter=self.scatter)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of gradients sent to peers in a step, of movements in a round; framing aside."""
+        return step_nbytes(self.rounds or self.gradients, "flat", "inter-node")
+
+    @property
+    def between_nbytes(self) -> int:
+        """Of `sent_nbytes`, what leaves the node."""
+        return leaving_nbytes(self.rounds or self.gradients, "flat", "inter-node")
+
+    @property
+    def intra_node_nbytes(self) -> int:
+        """Bytes of exact gradients sent inside the node in a step."""
+        return step_nbytes(self.gradients, "intra-node")
+
+    @property
+    def in_series(self) -> int:
+        """Collectives of a step's gradients, or of a round, that wait for each other, the longest bucket's."""
+        return max((unit.in_series for unit in self.rounds or self.gradients), default=0)
+
+    def uncompressed_nbytes(self, itemsize: int) -> int:
+        """Bytes that a ring of elements of `itemsize` bytes would send to the same peers in a step."""
+        peers = self.shape.num_peers
+        numel = sum(spec.numel for spec in self.specs.values())
+        return (1 if self.scatter else 2) * (peers - 1) * numel // peers * itemsize
+
+    def weights_memory(self, coding: WeightCoding) -> int:
+        """Memory for what would be kept with another way of sending weights."""
+        return sum(cost.kept_nbytes for cost in self._module_weights(coding))
+
+    def weights_nbytes(self, coding: WeightCoding) -> int:
+        """Bytes per step with another way of sending weights."""
+        return sum(cost.step_nbytes for cost in self._module_weights(coding))
+
+    def weights_leaving_nbytes(self, coding: WeightCoding) -> int:
+        """Of `weights_nbytes`, what leaves the node."""
+        return leaving_nbytes(weight_units(coding, self.modules, self.shape, self.layout))
+
+    def _module_weights(self, coding: WeightCoding) -> list[ModuleWeights]:
+        sharing = sharing_ranks(self.shape, self.layout)
+        return [module_weights(coding, module, sharing) for module in self.modules.values()]
+
+
+def sharing_ranks(shape: Shape, layout: Layout) -> int:
+    """Ranks that shard the model together, under FSDP2."""
+    return shape.num_parts if layout == "hsdp" else shape.world_size
+
+
+def make_plan(
+    specs: Sequence[TensorSpec],
+    assignments: Mapping[str, Assignment],
+    shape: Shape,
+    layout: Layout,
+    *,
+    reduced: Sequence[Reduced] | None = None,
+    coding: WeightCoding | None = None,
+    modules: Mapping[str, ModuleLayout] | None = None,
+    outer: OuterRule | None = None,
+    every: int | None = None,
+) -> Plan:
+    """Args:
+    specs: Parameters, or this rank's parts of them.
+    assignments: What each parameter gets (`assign_all`).
+    shape: The ranks.
+    layout: What wraps the model.
+    reduced: What is reduced as one, in the order of backward; None: buckets as DDP's of float32 gradients.
+    coding: Of weights, under FSDP2.
+    modules: What FSDP2 gathers as one, under FSDP2.
+    outer: The rule of local steps.
+    every: Optimizer steps of a round; None: of the first one.
+    """
+    by_name = {spec.name: spec for spec in specs}
+    methods = {name: assignment.method for name, assignment in assignments.items()}
+    if reduced is None:
+        reduced = ddp_buckets((spec.name, spec.whole.numel, 4) for spec in specs)
+    local = outer is not None and shape.num_peers > 1
+    gradients = gradient_units(reduced, methods, by_name, shape, layout, local=local)
+    rounds = round_units(outer, methods, by_name, shape) if local and outer is not None else ()
+    units = weight_units(coding, modules, shape, layout) if coding is not None and modules is not None else ()
+    turns = max if layout == "fsdp" else sum  # FSDP2's modules take turns, DDP's buckets may all be under way at once
+    messages = turns([unit.buffer_nbytes for unit in gradients] or [0])
+    messages += sum(unit.buffer_nbytes for unit in rounds)
+    messages += max((unit.buffer_nbytes for unit in units), default=0)
+    kept = 0
+    if coding is not None and modules is not None:
+        sharing = sharing_ranks(shape, layout)
+        kept = sum(module_weights(coding, module, sharing).kept_nbytes for module in modules.values())
+    accumulating = 0
+    if layout != "ddp":
+        accumulating = sum(each.itemsize * by_name[name].whole.numel for each in reduced for name in each.names)
+    return Plan(
+        shape=shape,
+        layout=layout,
+        specs=by_name,
+        assignments=dict(assignments),
+        gradients=gradients,
+        weights=units,
+        rounds=rounds,
+        every=1 if not local or outer is None else every or outer.round_length(0, None),
+        outer=outer if local else None,
+        memory=Memory(
+            residuals=residual_nbytes(methods, by_name, shape, scatter=layout == "fsdp"),
+            weights=kept,
+            messages=messages,
+            anchors=anchor_nbytes(outer, by_name) if local and outer is not None else 0,
+            accumulating=accumulating,
+        ),
+        coding=coding,
+        modules=modules or {},
+    )
+
+
+def residual_nbytes(
+    methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], shape: Shape, *, scatter: bool
+) -> int:
+    """Memory for what methods keep, as their stores have it: made on the meta device, they take none."""
+    peer = shape.rank // shape.num_parts
+    placement = Placement(peer, shape.num_peers, torch.device("meta"), scatter)
+    served: dict[Method, dict[str, TensorSpec]] = {}
+    for name, method in methods.items():
+        served.setdefault(method, {})[name] = specs[name]
+    return sum(method.make_store(members, placement).nbytes for method, members in served.items())

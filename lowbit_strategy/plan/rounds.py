@@ -1,0 +1,78 @@
+"""What travels in a round of local steps: fragments take turns, each in buckets, with a header before the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.plan.gradients import bucket_messages, message_memory
+from lowbit_strategy.plan.messages import Level, Message, Unit
+from lowbit_strategy.ranks.shape import Shape
+
+SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
+BUCKET_NUMEL = 2**21  # so many elements are coded while those before them travel
+_NUM_FACTS = 2  # numbers of a header beside the sample
+
+
+def cut_into(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[TensorSpec]]:
+    """Consecutive parameters in parts of about equal size, at most `num_fragments`; none is empty."""
+    total = sum(spec.numel for spec in specs)
+    parts: list[list[TensorSpec]] = [[] for _ in range(num_fragments)]
+    before = 0
+    for spec in specs:
+        middle = before + spec.numel / 2
+        parts[min(num_fragments - 1, int(middle * num_fragments / max(total, 1)))].append(spec)
+        before += spec.numel
+    return [part for part in parts if part]
+
+
+def buckets_of(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
+    """Consecutive parameters, as many in each as have `BUCKET_NUMEL` elements together, or a larger one alone."""
+    buckets: list[list[TensorSpec]] = [[]]
+    numel = 0
+    for spec in specs:
+        if any(each.numel for each in buckets[-1]) and numel + spec.numel > BUCKET_NUMEL:
+            buckets.append([])
+            numel = 0
+        buckets[-1].append(spec)
+        numel += spec.numel
+    return buckets
+
+
+def round_units(
+    rule: OuterRule, methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], shape: Shape
+) -> tuple[Unit, ...]:
+    """A round's buckets. Averaged buffers of a model, such as BatchNorm's, travel with a header: not counted here."""
+    peers, leaving = shape.num_peers, shape.peers_share_leaving()
+    level: Level = "flat" if shape.share is None else "inter-node"
+    units = []
+    for at, fragment in enumerate(cut_into(list(specs.values()), rule.fragments)):
+        numel = sum(spec.numel for spec in fragment)
+        header = _NUM_FACTS + min(SAMPLE_NUMEL, numel)
+        header_nbytes = 2 * (peers - 1) * 4 * header // peers
+        for number, bucket in enumerate(buckets_of(fragment)):
+            names = [spec.name for spec in bucket if spec.numel]
+            messages = bucket_messages(methods, specs, names, peers, scatter=False, level=level, leaving=leaving)
+            if number == 0:
+                messages.insert(0, Message(level, "header", 0, header_nbytes, leaving=leaving))
+            elements = sum(spec.numel for spec in bucket)
+            units.append(
+                Unit(
+                    f"fragment {at}, bucket {number}",
+                    sum(spec.whole.numel for spec in bucket),
+                    tuple(messages),
+                    buffer_nbytes=message_memory(methods, specs, names, peers, scatter=False),
+                    encoded_numel=2 * elements,
+                )
+            )
+    return tuple(units)
+
+
+def anchor_nbytes(rule: OuterRule, specs: Mapping[str, TensorSpec]) -> int:
+    """Memory for anchors, for what the outer optimizer keeps once it has stepped, and for a pseudo-gradient."""
+    numel = sum(spec.numel for spec in specs.values())
+    fragments = cut_into(list(specs.values()), rule.fragments)
+    largest = max((sum(spec.numel for spec in fragment) for fragment in fragments), default=0)
+    return round(numel * (4 + rule.moment_nbytes)) + 4 * largest

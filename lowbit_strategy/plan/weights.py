@@ -1,0 +1,138 @@
+"""The messages of FSDP2's weights, and what is kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from lowbit_strategy.collectives.exchange import HEADER_NBYTES
+from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_cut, round_up
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.plan.gradients import Layout
+from lowbit_strategy.plan.messages import Level, Message, Unit
+from lowbit_strategy.ranks.shape import Shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleLayout:
+    """What one sharded module gathers as one.
+
+    Args:
+        specs: Its parameters, in the order in which their shards follow each other in a row.
+        dtype: Of the gathered weights.
+        num_gathers: How often FSDP2 gathers them in a step of one forward and one backward pass.
+        coded: Whether they can be coded; no where a parameter has another type than floats, or gathers in a way of its
+            own.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    dtype: torch.dtype
+    num_gathers: int
+    coded: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleWeights:
+    """What a module's weights cost a rank.
+
+    Args:
+        gather_nbytes: Sent to others each time that they are gathered over the network, framing aside.
+        framing_nbytes: A header and the padding of every parameter, each time that codes are sent; at most.
+        exact_nbytes: Sent to others where they travel as they are.
+        num_gathers: How often they are gathered in a step of one forward and one backward pass.
+        kept_nbytes: Memory for what stays between gathers.
+        buffer_nbytes: Memory for messages: the own one, and those received unless they are what is kept.
+    """
+
+    gather_nbytes: int
+    framing_nbytes: int
+    exact_nbytes: int
+    num_gathers: int
+    kept_nbytes: int
+    buffer_nbytes: int
+
+    @property
+    def step_nbytes(self) -> int:
+        return self.gather_nbytes * self.num_gathers
+
+
+def has_codes(coding: WeightCoding, layout: ModuleLayout) -> bool:
+    """Whether a module's weights travel as codes; FSDP2's own gathers, or rows as they are, otherwise."""
+    return layout.coded and not isinstance(coding, Exact)
+
+
+def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) -> ModuleWeights:
+    """What one module's weights cost a rank, where `world_size` ranks share them."""
+    others, itemsize = world_size - 1, layout.dtype.itemsize
+    rows = [dim0_cut(spec.shape, world_size).row_numel for spec in layout.specs]
+    exact = sum(rows) * itemsize
+    coded = has_codes(coding, layout)
+    own = exact
+    if layout.coded:
+        codecs = [coding.codec(spec) for spec in layout.specs]
+        sizes = [row * itemsize if c is None else c.wire_nbytes(row) for c, row in zip(codecs, rows, strict=True)]
+        own = sum(sizes)
+    keep = "nothing" if not coded and coding.keep == "codes" else coding.keep
+    kept = {"nothing": 0, "codes": own, "replica": exact}[keep] * world_size
+    framing = HEADER_NBYTES + ALIGNMENT * len(rows)
+    message = own + framing if coded and others else 0
+    return ModuleWeights(
+        gather_nbytes=others * own,
+        framing_nbytes=others * framing,
+        exact_nbytes=others * exact,
+        num_gathers=layout.num_gathers if keep == "nothing" else 1,
+        kept_nbytes=kept,
+        buffer_nbytes=message if keep == "codes" else message * (1 + world_size),
+    )
+
+
+def row_framing(coding: WeightCoding, layout: ModuleLayout, world_size: int) -> int:
+    """Bytes of one rank's message beyond its codes, to the byte."""
+    itemsize = layout.dtype.itemsize
+    framing = HEADER_NBYTES
+    for spec in layout.specs:
+        row, codec = dim0_cut(spec.shape, world_size).row_numel, coding.codec(spec)
+        size = row * itemsize if codec is None else codec.wire_nbytes(row)
+        framing += round_up(size, ALIGNMENT) - size
+    return framing
+
+
+def weight_units(
+    coding: WeightCoding, layouts: Mapping[str, ModuleLayout], shape: Shape, layout: Layout
+) -> tuple[Unit, ...]:
+    """Of a whole model, in the order of its modules. With two levels each message first goes to every other node."""
+    num_ranks = shape.num_parts if layout == "hsdp" else shape.world_size
+    if num_ranks == 1:
+        return ()
+    two_level = layout == "fsdp" and shape.share is not None
+    flat: Level = "intra-node" if layout == "hsdp" else "flat"
+    units = []
+    for name, module in layouts.items():
+        cost = module_weights(coding, module, num_ranks)
+        coded = has_codes(coding, module)
+        row, framing = cost.gather_nbytes // (num_ranks - 1), row_framing(coding, module, num_ranks) if coded else 0
+        what = "weights" if coded else "exact weights"
+        ours = coded or coding.keep == "replica"
+        if two_level and ours:
+            nodes, inside = shape.num_peers, shape.num_parts
+            far = Message(
+                "inter-node", what, (nodes - 1) * row, (nodes - 1) * framing, fixed=not coding.sends_differences
+            )
+            near = replace(
+                far,
+                level="intra-node",
+                nbytes=(inside - 1) * nodes * row,
+                framing_nbytes=(inside - 1) * nodes * framing,
+                leaving=0.0,
+            )
+            messages: tuple[Message, ...] = (far, near)
+        else:
+            leaving = 0.0 if layout == "hsdp" else shape.world_share_leaving()
+            messages = (Message(flat, what, cost.gather_nbytes, (num_ranks - 1) * framing, leaving=leaving),)
+        numel = sum(spec.numel for spec in module.specs)
+        units.append(Unit(name, numel, messages, cost.num_gathers, cost.buffer_nbytes, numel if coded else 0))
+    return tuple(units)

@@ -1,0 +1,1 @@
+"""Who trains together: nodes, process groups, levels, and this rank's place among them."""

@@ -1,0 +1,150 @@
+"""One value for all that a rank knows of the others: who they are, and who exchanges what with whom."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lowbit_strategy.collectives.comm import Comm, GroupComm
+from lowbit_strategy.collectives.layout import Share
+from lowbit_strategy.ranks.shape import Shape, num_near
+from lowbit_strategy.ranks.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that train a model, as one of them sees it.
+
+    It is made once, before training, and handed to the engine. When members change it is made anew and handed to
+    `GradientSync.renew`, between two steps. Whatever else needs a group reads ``sync.ranks`` when it needs it. Three
+    things have a communicator of their own and are made anew with it: `ParameterDigest`, the `Gathering` of weights,
+    and HSDP's `ExactReduceScatter`.
+
+    Args:
+        world: All ranks that train the model, for agreements between steps; nothing else may use its group while
+            buckets are under way on CPU.
+        peers: The ranks that reduce the same part of every parameter as this one: compressed messages travel among
+            them. With one level these are all ranks, near and far; with two they are on different nodes; under HSDP
+            they have the same shard.
+        intra_node: The ranks that together have all parts, on one node: exact sums. None: there is one level.
+        share: Which part of every parameter this rank reduces; None: all of it.
+        topology: Which ranks share a node, as far as it is known.
+        own: Groups that were made for this value alone, which `destroy` ends.
+    """
+
+    world: Comm
+    peers: Comm
+    intra_node: Comm | None = None
+    share: Share | None = None
+    topology: Topology | None = None
+    own: tuple[dist.ProcessGroup, ...] = ()
+
+    @classmethod
+    def flat(cls, comm: Comm, topology: Topology | None = None) -> Ranks:
+        """One level: all ranks of `comm` reduce whole parameters with each other."""
+        return cls(comm, comm, topology=topology)
+
+    @property
+    def rank(self) -> int:
+        """This one's, among all."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.world.world_size
+
+    @property
+    def shape(self) -> Shape:
+        """The same as numbers."""
+        return Shape(self.world.world_size, self.world.rank, self.share, self.topology)
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing is compressed, because no other rank reduces the same."""
+        return self.peers.world_size == 1
+
+    def destroy(self) -> None:
+        """End the groups that were made for this alone."""
+        for group in self.own:
+            with contextlib.suppress(ValueError):  # the framework has destroyed all groups already
+                dist.destroy_process_group(group)
+        nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
+        for comm in (self.world, self.peers, self.intra_node):
+            if comm is not None and comm.group in self.own:
+                comm.group = nobody  # the last reference to a group holds its threads
+
+
+def make_ranks(
+    group: dist.ProcessGroup | None,
+    topology: Topology,
+    size: int | None,
+    device: torch.device,
+    *,
+    scatter: bool,
+    own_world: bool = False,
+) -> Ranks:
+    """Groups of `size` consecutive ranks, and groups of those with equal index in theirs; call on all ranks.
+
+    Args:
+        group: All ranks.
+        topology: Their nodes.
+        size: Ranks that together have a whole parameter; None: every rank reduces whole parameters with all others.
+        device: Of gradients.
+        scatter: Parameters are sharded over all ranks: this rank reduces the shards of all that have its index.
+        own_world: Make a group of all ranks, too, because another thread uses `group`.
+    """
+    members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    rank, timeout = dist.get_rank(group), timeout_of(group, device)
+    own = [_connected(dist.new_group(members, timeout=timeout), device)] if own_world else []
+    world = _comm(own[0] if own_world else group, range(len(members)), topology, rank)
+    if size is None:
+        return Ranks(world, world, topology=topology, own=tuple(own))
+    blocks = [members[at : at + size] for at in range(0, len(members), size)]
+    intra_node, _ = dist.new_subgroups_by_enumeration(blocks, timeout=timeout)
+    peers, _ = dist.new_subgroups_by_enumeration([list(same) for same in zip(*blocks, strict=True)], timeout=timeout)
+    assert intra_node is not None
+    assert peers is not None
+    for made in (intra_node, peers):
+        _connected(made, device)
+    index = rank % size
+    return Ranks(
+        world=world,
+        peers=_comm(peers, range(index, len(members), size), topology, rank),
+        intra_node=_comm(intra_node, range(rank - index, rank - index + size), topology, rank),
+        share=share_of(index, size, len(members), scatter=scatter),
+        topology=topology,
+        own=(*own, intra_node, peers),
+    )
+
+
+def share_of(index: int, size: int, world_size: int, *, scatter: bool) -> Share:
+    """What number `index` of `size` ranks of a node reduces; `scatter` as in `make_ranks`."""
+    return Share(index, size, world_size // size if scatter else None)
+
+
+def _connected(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Wait until all ranks are in it, which gloo does not: a rank that leaves at once, because of an error in what
+    follows, would break the others' connecting, and their error would hide its own.
+    """
+    if device.type == "cpu":
+        dist.barrier(group)
+    return group
+
+
+def _comm(group: dist.ProcessGroup | None, members: Iterable[int], topology: Topology, rank: int) -> GroupComm:
+    comm = GroupComm(group)
+    comm.num_near = num_near(members, topology, rank)
+    return comm
+
+
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
+    """How patient a group is; None if its backend does not say."""
+    backend = (group if group is not None else dist.distributed_c10d._get_default_group())._get_backend(device)
+    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout

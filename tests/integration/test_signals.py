@@ -1,0 +1,151 @@
+"""SIGTERM and SLURM's requeue signal at random moments, to one rank or all: a run ends or goes on, and never hangs."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+from lowbit_strategy import DiLoCo
+from tests.distributed import run_ranks
+from tests.training import ByStep, Kind, fingerprint, loader, strategy, trainer
+
+LIMIT_S = 30.0
+STEPS = 60
+
+
+class Slow(ByStep):
+    """Long enough for a signal to come at any moment of a step."""
+
+    def __init__(self, seed: int, signum: int | None, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.seed, self.signum, self.ranks = seed, signum, ranks
+        self.sent_at = float("inf")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 2 and self.signum is not None and self.global_rank in self.ranks:
+            pause = random.Random(self.seed).uniform(0.0, 0.15) + random.Random().uniform(0.0, 0.02)
+            threading.Timer(pause, self._signal).start()
+
+    def _signal(self) -> None:
+        self.sent_at = time.perf_counter()
+        assert self.signum is not None
+        os.kill(os.getpid(), self.signum)
+
+
+def _environment(folder: Path, rank: int, world_size: int) -> dict[str, str]:
+    """What SLURM sets, and a command in the place of its own that writes down how it was called."""
+    command = folder / "scontrol"
+    if rank == 0:
+        command.write_text(f"#!/bin/sh\necho $@ >> {folder}/requeued\n")
+        command.chmod(0o755)
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": str(world_size),
+        "SLURM_NTASKS_PER_NODE": str(world_size),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_NAME": "test",
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+    }
+
+
+def _terminated(
+    rank: int, world_size: int, folder: Path, kind: Kind, ranks: tuple[int, ...], number: int, local: bool = False
+) -> Any:
+    """Of each run: how it ended, how long that took, and whether its last checkpoint goes on to the same weights."""
+    options = {"outer": DiLoCo(every=4)} if local else {}
+    found = []
+    for seed in range(number):
+        own = folder / str(seed)
+        saver = ModelCheckpoint(own, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        model, ended = Slow(seed, signal.SIGTERM, ranks), "returned"
+        made = trainer(strategy(kind, **options), max_steps=10_000, callbacks=[saver], enable_checkpointing=True)
+        try:
+            made.fit(model, loader())
+        except SystemExit as error:
+            ended = type(error).__name__
+        took = time.perf_counter() - model.sent_at
+        step = (made.global_step // 3) * 3
+        again = ByStep()
+        dist.barrier()
+        trainer(strategy(kind, **options), max_steps=step + 1).fit(again, loader(), ckpt_path=own / f"step={step}.ckpt")
+        found.append((ended, took, fingerprint(again)))
+    return found
+
+
+def _requeued(
+    rank: int, world_size: int, folder: Path, kind: Kind, ranks: tuple[int, ...], number: int, local: bool = False
+) -> Any:
+    """Of each run: whether it was requeued once, and whether the job that follows ends with the same weights."""
+    os.environ.update(_environment(folder, rank, world_size))
+    dist.barrier()
+    options = {"outer": DiLoCo(every=4)} if local else {}
+    found = []
+    for seed in range(number):
+        prints = []
+        for signum in (signal.SIGUSR2, None):
+            environment = SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR2)
+            model = Slow(seed, signum, ranks)
+            made = trainer(
+                strategy(kind, **options),
+                max_steps=STEPS,
+                plugins=[environment],
+                num_nodes=1,
+                default_root_dir=folder / str(seed),
+            )
+            made.fit(model, loader())
+            prints.append(fingerprint(model))
+            dist.barrier()
+        saved = sorted(each.name for each in (folder / str(seed)).glob("hpc_ckpt_*.ckpt"))
+        found.append((prints[0] == prints[1], saved, len(model.losses) < STEPS))
+    return found
+
+
+CASES = [("ddp", (1,)), ("ddp", (0, 1)), ("fsdp", (0,)), ("hsdp", (0, 1))]
+
+
+def _counts(number: int) -> Any:
+    marks = pytest.mark.slow if number > 3 else ()
+    return pytest.param(number, marks=marks)
+
+
+@pytest.mark.parametrize("number", [_counts(2), _counts(10)])
+@pytest.mark.parametrize(("kind", "ranks"), CASES)
+def test_sigterm_ends_the_run_on_all_ranks(tmp_path: Path, kind: Kind, ranks: tuple[int, ...], number: int) -> None:
+    found = run_ranks(_terminated, 2, tmp_path, kind, ranks, number, timeout=LIMIT_S * 2 + 3 * number)
+    for first, second in zip(*found, strict=True):
+        assert first[0] == second[0] == "SIGTERMException"
+        assert max(first[1], second[1]) < LIMIT_S
+        assert first[2] == second[2]
+
+
+@pytest.mark.parametrize("number", [_counts(2), _counts(10)])
+@pytest.mark.parametrize(("kind", "ranks"), CASES)
+def test_slurm_requeues_with_a_whole_checkpoint(
+    tmp_path: Path, kind: Kind, ranks: tuple[int, ...], number: int
+) -> None:
+    found = run_ranks(_requeued, 2, tmp_path, kind, ranks, number, timeout=LIMIT_S * 2 + 5 * number)
+    for facts in found:
+        for same, saved, resumed in facts:
+            assert same
+            assert saved == ["hpc_ckpt_1.ckpt"]
+            assert resumed
+    assert len((tmp_path / "requeued").read_text().splitlines()) == number
+
+
+def test_local_steps_are_requeued_too(tmp_path: Path) -> None:
+    """Ranks that train at speeds of their own answer together after their next turn."""
+    found = run_ranks(_requeued, 2, tmp_path, "ddp", (1,), 2, True, timeout=LIMIT_S * 3)
+    assert all(same and saved == ["hpc_ckpt_1.ckpt"] for facts in found for same, saved, _ in facts)

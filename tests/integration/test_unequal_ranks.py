@@ -1,0 +1,76 @@
+"""One rank ends, or does something that the others do not: the error says which rank, and what differs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowbit_strategy import DiLoCo
+from tests.distributed import run_ranks
+from tests.training import Kind, Regression, loader, strategy, trainer
+
+TIMEOUT_S = 5
+
+
+class Unequal(Regression):
+    """Rank 1 is the one that differs, from the third step on."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and self.global_step == 3:
+            if self.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "raises":
+                raise ArithmeticError("an error of the user's own")
+        return super().training_step(batch, batch_idx)
+
+
+def _train(rank: int, world_size: int, folder: Path, kind: Kind, how: str) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        timeout=timedelta(seconds=TIMEOUT_S),
+        rank=rank,
+        world_size=world_size,
+    )
+    given: dict[str, Any] = {"max_steps": 40}
+    options: dict[str, Any] = {}
+    if how in OPTIONS and rank == 1:
+        given |= OPTIONS[how]
+    if how == "outer":
+        how, options["outer"] = "dies", DiLoCo(every=2)
+    model = Unequal(how)
+    if how == "validates" and rank == 1:
+        trainer(strategy(kind, **options), **given).fit(model, loader(), loader())
+    trainer(strategy(kind, **options), **given).fit(model, loader())
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"accumulates": {"accumulate_grad_batches": 3}}
+CASES = [
+    ("ddp", "dies", "rank 1 did not answer", "optimizer step 4"),
+    ("ddp", "raises", "rank 1 did not answer", "optimizer step 4"),
+    ("fsdp", "dies", "rank 1 did not answer", "optimizer step 4"),
+    ("hsdp", "dies", "rank 1 did not answer", "optimizer step 4"),
+    ("ddp", "outer", "rank 1 did not answer", "optimizer step"),
+    ("ddp", "accumulates", "rank 1 differs from rank 0 in Trainer(accumulate_grad_batches=...): 3 instead of 1", ""),
+    ("fsdp", "validates", "rank 1 differs from rank 0 in Trainer(enable_validation=...): True instead of False", ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "how", "expected", "also"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
+def test_the_error_names_the_rank(tmp_path: Path, kind: Kind, how: str, expected: str, also: str) -> None:
+    with pytest.raises(AssertionError) as error:
+        run_ranks(_train, 2, tmp_path, kind, how, timeout=60, process_group=None)
+    text = str(error.value)
+    assert expected in text
+    assert also in text
