@@ -15,6 +15,9 @@ node each, a Lightning script with ``Trainer(num_nodes=...)``. Modes:
   without synchronisation between hosts. Give ``--ranks-per-host``.
 * ``collective``: one all-reduce and one reduce-scatter of N elements, outside any framework.
 
+With ``--delay 75ms`` links are far: a program holds every packet for so long, one way, and hosts are set up for it.
+What a ping and one TCP stream get is printed with each run. ``--loss 0.01`` loses packets besides.
+
 A variant is a strategy's name; ``loco_ddp:flat`` has one level of ranks, ``loco1_ddp:all`` no high precision for
 embeddings and heads.
 
@@ -31,7 +34,7 @@ import platform
 import signal
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slow_links.hosts import run_on_hosts
-from slow_links.namespaces import SlowNetwork, why_not
+from slow_links.namespaces import SlowNetwork, bits_per_second, why_not
 
 SCRIPTS = Path(__file__).parent / "slow_links"
 NO_SYNC = "no-sync"
@@ -92,8 +95,8 @@ class Row:
         communication_s: ddp-step: `seconds` less those without synchronisation. Otherwise `seconds`.
         speedup: The baseline's communication over this one's.
         step_speedup: The baseline's `seconds` over this one's.
-        limit_s: What the link allows: the step without synchronisation, and its bytes at the link's rate. None: the
-            link has no limit, or steps are not measured.
+        limit_s: What the link allows: the step without synchronisation, its bytes at the link's rate, and two messages
+            one after the other, each as long as the delay. None: the link has no limit, or steps are not measured.
         sent_nbytes: On the interface of one host in one step, headers and acknowledgements included.
         bits_per_element_hop: `sent_nbytes` over what an ideal ring of H hosts moves: (H - 1) / H of the elements per
             hop.
@@ -115,6 +118,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=MODES, default="ddp-step")
     parser.add_argument("--rate", default="200mbit,1gbit", help="rates as tc writes them, with commas; none: no limit")
+    parser.add_argument("--delay", type=_seconds, default=0.0, help="of every packet, one way: 75ms")
+    parser.add_argument("--loss", type=float, default=0.0, help="share of the packets that are lost: 0.01")
+    parser.add_argument(
+        "--host-setting",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of the hosts' kernels, where links are far: net.ipv4.tcp_congestion_control=reno",
+    )
     parser.add_argument("--variants", help="strategies or compressors, with commas; the mode's baseline is added")
     parser.add_argument("--world-size", "--hosts", type=int, default=4, help="how many hosts")
     parser.add_argument("--ranks-per-host", type=int, default=1)
@@ -138,6 +150,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     ):
         parser.error("--warmup-steps, --steps, --rounds and --ranks-per-host must be at least 1, --hosts at least 2")
     return options
+
+
+def _seconds(text: str) -> float:
+    """Of a time as ``75ms`` or ``0.5s``."""
+    for unit, factor in (("ms", 1e-3), ("s", 1.0)):
+        if text.endswith(unit):
+            return float(text.removesuffix(unit)) * factor
+    raise ValueError(text)
 
 
 def variants_of(options: argparse.Namespace) -> list[str]:
@@ -164,19 +184,25 @@ def seconds_of(reports: Sequence[Any], variant: str, *, mean: bool = False) -> f
     return statistics.mean(each) if mean else statistics.median(each)
 
 
-def limit_of(rate: str, sent_nbytes: float, without_s: float) -> float | None:
-    """Seconds of a step on a link that does nothing but carry its bytes; `rate` as tc writes it."""
-    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-    number, unit = rate[:-4], rate[-4:].lower()
-    if unit not in units or not without_s:
+def limit_of(rate: str, sent_nbytes: float, without_s: float, delay_s: float = 0.0) -> float | None:
+    """Seconds of a step on a link that does nothing but carry its bytes, in two messages one after the other.
+
+    Args:
+        rate: As tc writes it, or ``none``.
+        sent_nbytes: In a step.
+        without_s: Of a step that sends nothing.
+        delay_s: One way.
+    """
+    if rate == "none" or not without_s:
         return None
-    return without_s + 8 * sent_nbytes / (float(number) * units[unit])
+    return without_s + 8 * sent_nbytes / bits_per_second(rate) + 2 * delay_s
 
 
 def rows_of(reports: Sequence[Any], rate: str, options: argparse.Namespace) -> list[Row]:
     mode, world_size = MODES[options.mode], len(reports)
     seconds_in = functools.partial(seconds_of, reports, mean=mode.mean)
     without = seconds_in(NO_SYNC) if NO_SYNC in reports[0] else 0.0
+    alone = seconds_in(INSIDE_HOST) if INSIDE_HOST in reports[0] else without
     rows = []
     for variant in reports[0]:
         operation, _, _ = variant.rpartition("/")
@@ -196,7 +222,7 @@ def rows_of(reports: Sequence[Any], rate: str, options: argparse.Namespace) -> l
                 communication_s=communication,
                 speedup=speedup,
                 step_speedup=seconds_of(reports, baseline) / seconds,
-                limit_s=limit_of(rate, sent, without),
+                limit_s=None if variant in (NO_SYNC, INSIDE_HOST) else limit_of(rate, sent, alone, options.delay),
                 sent_nbytes=sent,
                 bits_per_element_hop=8 * sent / elements,
             )
@@ -205,7 +231,10 @@ def rows_of(reports: Sequence[Any], rate: str, options: argparse.Namespace) -> l
 
 
 def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    table = Table(title=f"{options.mode}, {options.world_size} hosts, {options.ranks_per_host} ranks each")
+    far = f", {1e3 * options.delay:g} ms one way" if options.delay else ""
+    lossy = f", {options.loss:g} of packets lost" if options.loss else ""
+    title = f"{options.mode}, {options.world_size} hosts, {options.ranks_per_host} ranks each{far}{lossy}"
+    table = Table(title=title)
     table.add_column("link")
     table.add_column("variant")
     headings = (
@@ -243,11 +272,35 @@ def describe_machine() -> dict[str, Any]:
     return {"cpus": cpus, "load_before": load, "python": platform.python_version(), "torch": torch.__version__}
 
 
+def show_links(links: Mapping[str, Any]) -> None:
+    """What far links have given to programs that are not ours."""
+    for rate, link in links.items():
+        probed, packets = link["probe"], link["packets"]
+        print(
+            f"{rate}: ping {1e3 * probed['ping_s']:.1f} ms, 1.2 MB after a second of silence and an answer"
+            f" {1e3 * probed['message_s']:.0f} ms, one TCP stream {probed['stream_bps'] / 1e6:.0f} Mbit/s in"
+            f" 5 s, {probed['settled_bps'] / 1e6:.0f} in the second half. Of {packets['packets']} packets"
+            f" {packets['dropped']} found a queue full, {packets['lost']} were lost; late by"
+            f" {1e3 * packets['latest_s']:.1f} ms at most"
+        )
+
+
 def write_json(
-    path: Path, rows: Sequence[Row], samples: dict[str, Any], machine: dict[str, Any], options: argparse.Namespace
+    path: Path,
+    rows: Sequence[Row],
+    samples: dict[str, Any],
+    links: Mapping[str, Any],
+    machine: dict[str, Any],
+    options: argparse.Namespace,
 ) -> None:
     settings = {name: value for name, value in vars(options).items() if name != "json"}
-    content = {"settings": settings, "machine": machine, "rows": [asdict(row) for row in rows], "samples": samples}
+    content = {
+        "settings": settings,
+        "machine": machine,
+        "links": links,
+        "rows": [asdict(row) for row in rows],
+        "samples": samples,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -262,9 +315,13 @@ def main() -> int:
     machine = describe_machine()
     rows: list[Row] = []
     samples: dict[str, Any] = {}
-    with SlowNetwork(options.world_size) as network:
+    links: dict[str, Any] = {}
+    settings = dict(setting.split("=", 1) for setting in options.host_setting)
+    with SlowNetwork(options.world_size, delay_s=options.delay, loss=options.loss, settings=settings) as network:
         for rate in options.rate.split(","):
-            network.set_rate(None if rate == "none" else rate)
+            limit = None if rate == "none" else rate
+            network.set_rate(limit)
+            probed = network.probe() if network.is_far else {}
             print(f"{options.mode} at {rate}: {', '.join(variants_of(options))} ...", file=sys.stderr, flush=True)
             script = SCRIPTS / MODES[options.mode].script
             reports = run_on_hosts(
@@ -272,9 +329,12 @@ def main() -> int:
             )
             rows += rows_of(reports, rate, options)
             samples[rate] = reports
+            if network.is_far:
+                links[rate] = {"probe": probed, "packets": network.set_rate(limit)}
     show(rows, options)
+    show_links(links)
     if options.json is not None:
-        write_json(options.json, rows, samples, machine, options)
+        write_json(options.json, rows, samples, links, machine, options)
     return 0
 
 

@@ -129,10 +129,10 @@ class Exchange:
     def codec_bits(self) -> float:
         """The same for compressed parameters alone, by the methods' accounting."""
         sync = self.syncs[0]
-        names = [name for name, assignment in sync.assignments.items() if assignment.kind == "compressed"]
+        names = [name for name, assignment in sync.state.assignments.items() if assignment.kind == "compressed"]
         numel = sum(sync.specs[name].numel for name in names)
         hops = (2 if self.layout == "ddp" else 1) * (self.world.size - 1) / self.world.size
-        return 8 * sum(sync.sent_nbytes(name) for name in names) / max(numel, 1) / hops
+        return 8 * sum(sync.state.sent_nbytes(name) for name in names) / max(numel, 1) / hops
 
 
 def train(variant: str, compressor: Compressor, layout: Layout, seed: int, setting: Setting) -> Run:

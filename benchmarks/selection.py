@@ -32,7 +32,8 @@ from lowbit_strategy.kernels.select import CHUNK_NUMEL, add_select_, chunk_top_k
 from lowbit_strategy.kernels.sums import Sum
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, SparseReducer
+from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer
 from lowbit_strategy.methods.sparsification.dgc import DGC
 from lowbit_strategy.methods.sparsification.exdyna import ExDyna
 from lowbit_strategy.methods.sparsification.sidco import SIDCo

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from lowbit_strategy.launch.advise import advise, estimate
 from lowbit_strategy.launch.commands import PASS_ON, config, launch
 from lowbit_strategy.launch.doctor import doctor
 from lowbit_strategy.report.command import report
@@ -38,6 +39,8 @@ app.command()(doctor)
 app.command(context_settings=PASS_ON, add_help_option=False)(launch)
 app.command()(config)
 app.command()(report)
+app.command()(advise)
+app.command()(estimate)
 
 
 def main() -> None:

@@ -124,7 +124,7 @@ def facts_of(job: Job) -> dict[str, Any]:
     if binding_of(job.accelerator) is not None:
         sync = job.sync
         facts |= {"steps": sync.step_index, "sent": sync.ranks.peers.sent_nbytes}
-        facts["account"] = sum(sync.sent_nbytes(name) for name in sync.specs)
+        facts["account"] = sum(sync.state.sent_nbytes(name) for name in sync.specs)
     return facts
 
 

@@ -47,7 +47,7 @@ def three_ways(rank: int, world_size: int, folder: str, options: dict[str, Any])
     never = after(until_interrupted(rank, options))
 
     training = until_interrupted(rank, options)
-    waiting = sum(name in training.sync.carryover for name in training.sync.specs)
+    waiting = sum(name in training.sync.state.carryover for name in training.sync.specs)
     path = Path(folder) / "checkpoint"
     assert training.session is not None
     with training.session.save(path) as stamp:
@@ -92,11 +92,11 @@ def overflowing(rank: int, world_size: int, folder: str, options: dict[str, Any]
     training = Training(rank, options | {"scaler": scaler})
     losses, skipped, kept = [], 0, True
     for step in range(options["steps"]):
-        before = [value.clone() for value in (*parameters(training), *training.sync.state_tensors())]
+        before = [value.clone() for value in (*parameters(training), *training.sync.state.all_tensors())]
         losses.append(float(training.step(step)))
         if training.sync.num_skipped > skipped:
             skipped = training.sync.num_skipped
-            now = (*parameters(training), *training.sync.state_tensors())
+            now = (*parameters(training), *training.sync.state.all_tensors())
             kept &= all(torch.equal(old, new) for old, new in zip(before, now, strict=True))
     scale = scaler.get_scale()
     training.close()

@@ -82,7 +82,7 @@ def memory_of(kind: str, compressor: Any, device: torch.device) -> Figures:
         if device.type == "cuda":
             figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         if session is not None:
-            figures["residual_nbytes"] = session.sync.residual_nbytes
+            figures["residual_nbytes"] = session.sync.state.nbytes
             figures["wire_nbytes"] = session.sync.buffers.nbytes
             session.close()
     return figures

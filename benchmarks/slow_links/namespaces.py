@@ -1,20 +1,26 @@
 """Hosts behind slow links on one machine: network namespaces joined by a bridge, each link limited at both ends.
 
-The bridge has a namespace of its own, so nothing is added to the machine's own network and nothing leaves it.
+The bridge has a namespace of its own, so nothing is added to the machine's own network and nothing leaves it. Where
+links are far, a program joins the namespaces in the bridge's place (`relay`): the kernel's limiters do not delay.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from slow_links.relay import HOST_SETTINGS, Relay
 
 INTERFACE = "eth0"  # in every host
 _PREFIX = "lowbit"
@@ -35,9 +41,21 @@ class SlowNetwork:
 
     Names carry this process's id: networks of several runs live side by side, and what a killed run has left behind
     is recognised and removed by the next.
+
+    Args:
+        num_hosts: How many.
+        delay_s: Of every packet, one way.
+        loss: Share of the packets that are lost.
+        settings: Of every host's kernel where links are far, beside or in place of `relay.HOST_SETTINGS`.
     """
 
-    def __init__(self, num_hosts: int) -> None:
+    def __init__(
+        self, num_hosts: int, *, delay_s: float = 0.0, loss: float = 0.0, settings: Mapping[str, str] | None = None
+    ) -> None:
+        self.delay_s = delay_s
+        self.loss = loss
+        self._settings = HOST_SETTINGS | dict(settings or {})
+        self._relay: Relay | None = None
         run = f"{_PREFIX}-{os.getpid()}"
         self.switch = f"{run}-switch"
         self.hosts = [Host(f"{run}-h{i}", f"10.213.0.{i + 1}") for i in range(num_hosts)]
@@ -57,8 +75,15 @@ class SlowNetwork:
     ) -> None:
         self.close()
 
+    @property
+    def is_far(self) -> bool:
+        return bool(self.delay_s or self.loss)
+
     def _create(self) -> None:
         _run("ip", "netns", "add", self.switch)
+        if self.is_far:
+            self._create_far()
+            return
         _ip(self.switch, "link", "add", "bridge", "type", "bridge")
         _ip(self.switch, "link", "set", "bridge", "up")
         for index, host in enumerate(self.hosts):
@@ -70,8 +95,41 @@ class SlowNetwork:
             _ip(host.namespace, "link", "set", INTERFACE, "up")
             _ip(host.namespace, "link", "set", "lo", "up")
 
-    def set_rate(self, rate: str | None) -> None:
-        """Limit every host's link, each direction by itself, to `rate` (as `tc` writes it: 200mbit); None: no limit."""
+    def _create_far(self) -> None:
+        names = [host.namespace for host in self.hosts]
+        for name in names:
+            _run("ip", "netns", "add", name)
+        self._relay = Relay(names, INTERFACE)
+        for host in self.hosts:
+            _ip(host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+            _ip(host.namespace, "link", "set", INTERFACE, "up", "mtu", str(self._relay.mtu), "txqueuelen", "10000")
+            _ip(host.namespace, "link", "set", "lo", "up")
+            settings = [f"{name}={value}" for name, value in self._settings.items()]
+            _run("ip", "netns", "exec", host.namespace, "sysctl", "-q", "-w", *settings)
+
+    def probe(self, seconds: float = 5.0) -> dict[str, Any]:
+        """What the link between two hosts gives: see `probe`."""
+        script, (server, client) = str(Path(__file__).with_name("probe.py")), self.hosts[:2]
+        serving = subprocess.Popen(
+            ["ip", "netns", "exec", server.namespace, sys.executable, script, "serve", server.address]
+        )
+        try:
+            asking = [sys.executable, script, "ask", server.address, str(seconds)]
+            measured: dict[str, Any] = json.loads(_run("ip", "netns", "exec", client.namespace, *asking))
+        finally:
+            serving.kill()
+            serving.wait()
+        return measured
+
+    def set_rate(self, rate: str | None) -> dict[str, Any]:
+        """Limit every host's link, each direction by itself, to `rate` (as `tc` writes it: 200mbit); None: no limit.
+
+        Returns:
+            What has happened to packets so far, where links are far.
+        """
+        if self._relay is not None:
+            bps = None if rate is None else bits_per_second(rate)
+            return self._relay.set(rate=bps, delay_s=self.delay_s, loss=self.loss)
         for index, host in enumerate(self.hosts):
             for namespace, device in ((host.namespace, INTERFACE), (self.switch, f"port{index}")):
                 if rate is not None:
@@ -80,6 +138,7 @@ class SlowNetwork:
                     )
                 elif "tbf" in _run("tc", "-n", namespace, "qdisc", "show", "dev", device):
                     _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+        return {}
 
     def signal_all(self, number: signal.Signals) -> None:
         """Signal every process inside, also those in sessions of their own."""
@@ -88,10 +147,25 @@ class SlowNetwork:
 
     def close(self) -> None:
         atexit.unregister(self.close)
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
         existing = _namespaces()
         for name in [*(host.namespace for host in self.hosts), self.switch]:
             if name in existing:
                 _remove(name)
+
+
+def bits_per_second(rate: str) -> float:
+    """Of a rate as `tc` writes it.
+
+    Raises:
+        ValueError: It is written in another way.
+    """
+    match = re.fullmatch(r"([0-9.]+)(k|m|g)bit", rate.lower())
+    if match is None:
+        raise ValueError(f"{rate!r} is no rate: write 200mbit, 1gbit or 500kbit")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
 
 
 def why_not() -> str | None:

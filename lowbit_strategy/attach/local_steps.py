@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
 
 STATE_KEY = "outer"
+
+_log = logging.getLogger("lowbit_strategy")
 
 
 class Stateful(Protocol):
@@ -68,7 +71,9 @@ class LocalSteps:
         self._num_steps: dict[int, int] = {}  # of each optimizer, in this process
         self._loaded: tuple[Mapping[str, Any], bool] | None = None
         self.outer: OuterSync | None = None
-        sync.rank_state[STATE_KEY] = self
+        self._validated = (sync.step_index, 0)  # steps and turns at the last validation
+        self._warned = False
+        sync.save_per_rank(STATE_KEY, self)
         if rule.synchronous_steps == 0:
             self._start()
 
@@ -136,6 +141,27 @@ class LocalSteps:
     def _leave_synchronous_part(self) -> None:
         if self.sync.step_index >= self.rule.synchronous_steps:
             self._start()
+
+    def before_validation(self) -> None:
+        """Warn, once, if ranks have trained since the last validation but have not had a turn: it has seen the same
+        weights.
+        """
+        if self.outer is None:
+            return
+        now = (self.sync.step_index, self.outer.num_turns)
+        before, self._validated = self._validated, now
+        if self._warned or now[0] == before[0] or now[1] > before[1]:
+            return
+        self._warned = True
+        if self.sync.ranks.rank == 0:
+            _log.warning(
+                "this validation sees the weights of optimizer step %d: the ranks have trained %d steps since, each by"
+                " itself, and have had no turn (a round is %d steps). Validate less often than a round, or give outer"
+                " a smaller every; early stopping and the choice of the best checkpoint would act on old weights",
+                before[0],
+                now[0] - before[0],
+                self.outer.round_length,
+            )
 
     def close(self) -> bool:
         """Whether nothing of it runs any more."""

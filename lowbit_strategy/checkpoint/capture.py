@@ -75,13 +75,13 @@ def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _capture_parameter(sync: GradientSync, name: str) -> Saved:
-    leftover, spec = sync.carryover.get(name), sync.specs[name]
+    leftover, spec = sync.state.carryover.get(name), sync.specs[name]
     return {
         "shape": list(spec.whole.shape),
         "ranges": None if spec.part is None else [list(run) for run in spec.part.ranges],
         "memory_order": spec.memory_order,
-        "tensors": _copy(sync.tensors(name)),
-        "numbers": sync.store(name).numbers(name),
+        "tensors": _copy(sync.state.tensors(name)),
+        "numbers": sync.state.store(name).numbers(name),
         "carryover": None if leftover is None else leftover.cpu().clone(),
     }
 
@@ -145,7 +145,7 @@ def restore(
 
 def _check_model(sync: GradientSync, saved: Saved) -> None:
     """What is trained here but was not when the state was saved starts from zero; anything else must fit."""
-    own = {name: list(spec.shape) for name, spec in sync.wholes.items()}
+    own = {name: list(spec.shape) for name, spec in sync.state.wholes.items()}
     shapes = {name: entry["shape"] for name, entry in saved["parameters"].items()}
     unknown = sorted(shapes.keys() - own.keys())
     changed = sorted(name for name in own.keys() & shapes.keys() if own[name] != shapes[name])
@@ -174,10 +174,10 @@ def _copy_into(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> bo
 
 def _restore_parameter(sync: GradientSync, name: str, entry: Saved) -> None:
     memory_order = sync.specs[name].memory_order
-    same = entry["numbers"] == sync.store(name).numbers(name) and entry["memory_order"] == memory_order
-    if same and _copy_into(sync.tensors(name), entry["tensors"]):
+    same = entry["numbers"] == sync.state.store(name).numbers(name) and entry["memory_order"] == memory_order
+    if same and _copy_into(sync.state.tensors(name), entry["tensors"]):
         if entry["carryover"] is not None:
-            sync.carryover.keep(name, entry["carryover"])
+            sync.state.carryover.keep(name, entry["carryover"])
     elif (unsent := _unsent(entry, memory_order)) is not None:
         _carry_over_(sync, name, unsent)
 
@@ -185,7 +185,7 @@ def _restore_parameter(sync: GradientSync, name: str, entry: Saved) -> None:
 def _carry_over_(sync: GradientSync, name: str, whole_N: Tensor) -> None:
     """Make this rank's part of what was not sent of a parameter its residual."""
     part = sync.specs[name].part
-    sync.carry_over_(name, (whole_N if part is None else part.take(whole_N)).to(sync.device))
+    sync.state.carry_over_(name, (whole_N if part is None else part.take(whole_N)).to(sync.device))
 
 
 def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""One model's gradient synchronisation on one rank: methods, their state, and time."""
+"""One model's gradient synchronisation on one rank, step by step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Stages
 from lowbit_strategy.engine.byte_check import ByteCheck
-from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.interfaces import LocalTraining, RankState, Stateful
 from lowbit_strategy.engine.listeners import Listeners, StepListener, StepPhase
+from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.engine.whole_model import Collector
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
-from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor
+from lowbit_strategy.methods._base.method import MethodStore, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.gradients import Layout, Reduced, promised_nbytes
+from lowbit_strategy.plan.gradients import Layout, Reduced
 from lowbit_strategy.plan.plan import Plan, make_plan
 from lowbit_strategy.ranks.ranks import Ranks
 
@@ -48,7 +48,7 @@ class GradientSync:
             loss scaling: the optimizer skips such a step).
 
     Attributes:
-        specs: What is reduced: parameters, or this rank's parts of them.
+        state: What is reduced, by which method, and what methods keep.
         step_index: Optimizer steps completed.
         num_skipped: Steps that overflowed.
         weights: How FSDP2's weights travel; None under DDP.
@@ -68,8 +68,6 @@ class GradientSync:
         seed: int = 0,
         rollback: bool = False,
     ) -> None:
-        self.ranks = ranks
-        self.specs = {spec.name: spec.shared(ranks.share) for spec in specs}
         self.device = device
         self.scatter = scatter
         self.seed = seed
@@ -78,15 +76,13 @@ class GradientSync:
         self.num_skipped = 0
         self.weights: WeightSync | None = None
         self.loss_scale: float | None = None
-        self.carryover = CarryOver(device)
         self.extra_state: dict[str, Stateful] = {}
         self.rank_state: dict[str, RankState] = {}
         self.stride = 1
         self.outer: LocalTraining | None = None
-        self.assignments: dict[str, Assignment] = {}
-        self.stores: dict[Method, MethodStore] = {}
         self.buffers = WireBuffers(device)
         self._meet(ranks)
+        self.state = MethodState(specs, ranks.share, self._placement(), device)
         self._flags = StepFlags(device)
         self._listeners = Listeners()
         self._begun = False
@@ -102,36 +98,39 @@ class GradientSync:
     # -- methods ------------------------------------------------------------------------------------------------
 
     @property
-    def wholes(self) -> dict[str, TensorSpec]:  # parameters, where `specs` may have parts of them
-        return {name: spec.whole for name, spec in self.specs.items()}
+    def specs(self) -> dict[str, TensorSpec]:
+        """What is reduced: parameters, or this rank's parts of them."""
+        return self.state.specs
+
+    @property
+    def compressor(self) -> Compressor:
+        return self.state.compressor
 
     def use(self, compressor: Compressor) -> None:
         """Give every parameter its method anew. Residuals are carried over; between steps only."""
-        compressor.check(list(self.wholes.values()))
-        self.compressor = compressor
-        self._phase = compressor.phase(self.step_index)
-        self.assign(assign_all(self._phase, list(self.specs.values())))
+        self._regroup(self.state.use(compressor, self.step_index))
 
     def follow_phase(self) -> None:
         """Regroup if the compressor has another configuration for this step."""
-        phase = self.compressor.phase(self.step_index)
-        if phase != self._phase:
-            self._phase = phase
-            self.assign(assign_all(phase, list(self.specs.values())))
+        replaced = self.state.follow_phase(self.step_index)
+        if replaced is not None:
+            self._regroup(replaced)
 
     def extend(self, specs: Sequence[TensorSpec]) -> None:
         """Serve more parameters, the same on all ranks; the others keep their state. Between steps only."""
         if specs:
-            self.specs |= {spec.name: spec.shared(self.ranks.share) for spec in specs}
-            self.assign(assign_all(self._phase, list(self.specs.values())))
+            self._regroup(self.state.extend(specs))
+
+    def assign(self, assignments: Mapping[str, Assignment]) -> None:
+        """Give parameters these methods. Residuals are carried over; between steps only."""
+        self._regroup(self.state.assign(assignments))
 
     def forget(self) -> None:
         """All state as at the start; methods stay. Between steps only."""
-        self.carryover.forget()
         self._entered.clear()
         self._begun, self._num_passes, self._observers = False, 0, []
-        earlier, self.stores, self.assignments = self.assignments, {}, {}
-        self.assign(earlier)
+        self.state.forget()
+        self._regroup([])
 
     def renew(self, ranks: Ranks) -> None:
         """Reduce with other ranks from the next step on. Between steps, on all of them.
@@ -140,15 +139,9 @@ class GradientSync:
         been sent yet becomes its residual. Each rank reduces the same parts of parameters as before.
         """
         assert ranks.share == self.ranks.share
-        placed, unsent = self._placement, {name: self.export_unsent(name) for name in self.specs}
         self._meet(ranks)
-        if self._placement == placed:
-            self._start_anew()
-            return
-        self.forget()
-        for name, kept in unsent.items():
-            if kept is not None:
-                self.carry_over_(name, kept)
+        self.state.move(self._placement())
+        self._regroup([])
 
     def _meet(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -156,98 +149,29 @@ class GradientSync:
             if comm is not None:
                 comm.place = self._place
         self.byte_check = ByteCheck(ranks.peers)
-        self._placement = Placement(ranks.peers.rank, ranks.peers.world_size, self.device, self.scatter)
 
-    def assign(self, assignments: Mapping[str, Assignment]) -> None:
-        """Regroup, one parameter at a time. Between steps only.
+    def _placement(self) -> Placement:
+        return Placement(self.ranks.peers.rank, self.ranks.peers.world_size, self.device, self.scatter)
 
-        1. a store whose parameters stay is kept as it is
-        2. a parameter whose method stays, or continues its old one, keeps all state
-        3. what another method has not sent yet becomes the residual of the new one; if that keeps none, it is added
-           to the next gradient
-        """
-        earlier, old_stores = self.assignments, self.stores
-        names: dict[Method, list[str]] = {}
-        for name, assignment in assignments.items():
-            names.setdefault(assignment.method, []).append(name)
-        before: dict[Method, list[str]] = {}
-        for name, assignment in earlier.items():
-            before.setdefault(assignment.method, []).append(name)
-        self.assignments, self.stores = dict(assignments), {}
-        for method, members in names.items():
-            if before.get(method) == members:
-                self.stores[method] = old_stores[method]
-                continue
-            store = method.make_store({name: self.specs[name] for name in members}, self._placement)
-            self.stores[method] = store
-            for name in members:
-                if name in earlier:
-                    self._hand_over(name, earlier[name].method, old_stores[earlier[name].method])
-        self._replaced += [store for method, store in old_stores.items() if self.stores.get(method) is not store]
-        self._start_anew()
-
-    def _hand_over(self, name: str, earlier: Method, old_store: MethodStore) -> None:
-        """Bring one parameter's state from its old store to its new one."""
-        if self.assignments[name].method.continues(earlier):
-            _copy_where_equal(self.tensors(name), old_store.tensors(name))
-            return
-        unsent, leftover = old_store.export_unsent(name), self.carryover.release(name)
-        if leftover is not None:
-            unsent = leftover if unsent is None else unsent.add_(leftover)
-        if unsent is not None:
-            self.carry_over_(name, unsent)
-
-    def carry_over_(self, name: str, unsent: Tensor) -> None:
-        """Make `unsent`, in units of the gradient, the residual of a parameter whose state is fresh.
-
-        If its method keeps none it is added to the next gradient.
-        """
-        if not self.store(name).import_unsent_(name, unsent):
-            self.carryover.keep(name, unsent)
-
-    def _start_anew(self) -> None:
-        """No buckets yet."""
-        self._collector = Collector(list(self.specs))
+    def _regroup(self, replaced: Sequence[MethodStore]) -> None:
+        """Methods have changed: no buckets yet."""
+        self._replaced += replaced
+        state = self.state
+        self._collector = Collector(list(state.specs))
         self._context = BucketContext(
-            specs=self.specs,
-            methods={name: assignment.method for name, assignment in self.assignments.items()},
-            stores=self.stores,
+            specs=state.specs,
+            methods={name: assignment.method for name, assignment in state.assignments.items()},
+            stores=state.stores,
             comm=self.ranks.peers,
-            placement=self._placement,
+            placement=state.placement,
             buffers=self.buffers,
             flags=self._flags,
-            carryover=self.carryover,
+            carryover=state.carryover,
             collector=self._collector,
             notes_overflow=self.rollback,
         )
         self._buckets: dict[BucketLayout, Bucket] = {}
         self._backup = []
-
-    def store(self, name: str) -> MethodStore:
-        """The state of the method that serves a parameter."""
-        return self.stores[self.assignments[name].method]
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """All state of one parameter, as views."""
-        return self.store(name).tensors(name)
-
-    def residual(self, name: str) -> Tensor | None:
-        """float32 ``[numel]``: what is added to the next gradient of one parameter; None if nothing ever is."""
-        return self.store(name).residual(name)
-
-    def export_unsent(self, name: str) -> Tensor | None:
-        """What this rank has not sent yet of one parameter, in units of the gradient, leftovers included."""
-        unsent, leftover = self.store(name).export_unsent(name), self.carryover.get(name)
-        if leftover is None:
-            return unsent
-        return leftover.clone() if unsent is None else unsent.add_(leftover)
-
-    def state_tensors(self) -> list[Tensor]:
-        return [tensor for store in self.stores.values() for tensor in store.state_tensors()]
-
-    def row_numel(self, name: str) -> int:
-        """Elements of one rank's chunk of a parameter, padding included."""
-        return self._placement.cut(self.specs[name], self.assignments[name].method.block_size).row_numel
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -297,13 +221,13 @@ class GradientSync:
         self.follow_phase()
         if loss_scale is not None:
             if self.loss_scale is not None and loss_scale != self.loss_scale:
-                self._rescale_(loss_scale / self.loss_scale)
+                self.state.rescale_(loss_scale / self.loss_scale)
             self.loss_scale = loss_scale
         # Monitors are innermost: what probes do for controllers is none of the methods' time.
         self._observers = self._listeners.begin_step(StepPhase.OBSERVE) + probes
         self._listeners.begin_step(StepPhase.RECORD)
         self.byte_check.begin_step(checks=not self._observers)
-        if self.rollback and (tensors := self.state_tensors()):  # dense and stateless methods have none
+        if self.rollback and (tensors := self.state.all_tensors()):  # dense and stateless methods have none
             if not self._backup:
                 self._backup = [torch.empty_like(tensor) for tensor in tensors]
             torch._foreach_copy_(self._backup, tensors)
@@ -394,9 +318,9 @@ class GradientSync:
             if not counted:
                 self.num_skipped += 1
                 if self._backup:
-                    torch._foreach_copy_(self.state_tensors(), self._backup)
+                    torch._foreach_copy_(self.state.all_tensors(), self._backup)
         self._flags.raise_if_broken(self.ranks.rank)
-        self.carryover.end_step(counted=counted)
+        self.state.carryover.end_step(counted=counted)
         self.acknowledge_step()
         if self.outer is None and (entered or self.ranks.alone):  # a second optimizer may have stepped
             self.step_index += counted
@@ -421,22 +345,20 @@ class GradientSync:
     def serve_weights(self, weights: WeightSync) -> None:
         """FSDP2's weights travel through `weights`: its steps are the engine's, its state is saved with it."""
         self.weights = weights
-        self.extra_state["weights"] = weights
+        self.save_with("weights", weights)
+
+    def save_with(self, name: str, part: Stateful) -> None:
+        """Save and restore `part`, the same on all ranks, with the residuals."""
+        self.extra_state[name] = part
+
+    def save_per_rank(self, name: str, part: RankState) -> None:
+        """The same for what each rank has for itself."""
+        self.rank_state[name] = part
 
     def restore_progress(self, *, step_index: int, num_skipped: int, loss_scale: float | None) -> None:
         """A checkpoint's; the compressor's phase follows."""
         self.step_index, self.num_skipped, self.loss_scale = step_index, num_skipped, loss_scale
         self.follow_phase()
-
-    def _rescale_(self, factor: float) -> None:
-        for store in self.stores.values():
-            store.rescale_(factor)
-        self.carryover.rescale_(factor)
-
-    @property
-    def residual_nbytes(self) -> int:
-        """Bytes of all state on this rank."""
-        return sum(store.nbytes for store in self.stores.values())
 
     def expect(self, reduced: Sequence[Reduced]) -> None:
         """What will be reduced as one, in the order of backward: for `plan`."""
@@ -450,7 +372,7 @@ class GradientSync:
         later = tuple(name for name in reversed(self.specs) if name not in known)
         return make_plan(
             list(self.specs.values()),
-            self.assignments,
+            self.state.assignments,
             self.ranks.shape,
             layout,
             reduced=[*self._expected, *([Reduced(later)] if later else ())],
@@ -459,14 +381,3 @@ class GradientSync:
             outer=None if outer is None else outer.rule,
             every=None if outer is None else outer.round_length,
         )
-
-    def sent_nbytes(self, name: str) -> int:
-        """Bytes this rank sends to others for one reduction of a parameter, headers and padding aside."""
-        method, spec = self.assignments[name].method, self.specs[name]
-        return promised_nbytes(method, spec, self.ranks.peers.world_size, scatter=self.scatter)
-
-
-def _copy_where_equal(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
-    for key, value in targets.items():
-        if (source := sources.get(key)) is not None and source.shape == value.shape:
-            value.copy_(source)

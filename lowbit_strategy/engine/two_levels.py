@@ -79,7 +79,7 @@ class TwoLevelBuckets:
         if layout not in self._plans:
             if len(self._plans) >= _KEPT_PLANS:
                 self._plans.clear()
-            self._plans[layout] = _Plan(layout, self._sync.wholes, self._share)
+            self._plans[layout] = _Plan(layout, self._sync.state.wholes, self._share)
         plan = self._plans[layout]
         part_N = torch.empty(plan.numel, dtype=x.dtype, device=x.device)
         between = self._sync.reduce(plan.layout, part_N, part_N)  # now: the engine counts buckets as they come

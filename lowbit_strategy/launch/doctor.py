@@ -74,6 +74,7 @@ def examine() -> Iterator[Finding]:
     yield from _cpu_kernels()
     yield from _gpu_kernels()
     yield from _backends()
+    yield from _far_links()
     yield from _compiler()
     yield from _strategies()
 
@@ -169,6 +170,12 @@ def _backends() -> Iterator[Finding]:
         return
     for name, available in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())):
         yield Finding("ok" if available else "note", name, "available" if available else "not in this build of torch")
+
+
+def _far_links() -> Iterator[Finding]:
+    from lowbit_strategy.launch.far_links import examine_far_links
+
+    yield from examine_far_links()
 
 
 def _compiler() -> Iterator[Finding]:

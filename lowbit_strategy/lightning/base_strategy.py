@@ -150,6 +150,8 @@ class LowBitMixin(_Base):
         if self.session is not None and self._in_fit and self.lightning_module is not None:
             self._defer_signals(self.lightning_module.trainer)
         if self.session is not None and self._in_fit:
+            if self.session.local is not None:
+                self.session.local.before_validation()
             self._validates.enter_context(self.session.shared_weights())
         super().on_validation_start()
 

@@ -131,7 +131,7 @@ def weight_units(
             )
             messages: tuple[Message, ...] = (far, near)
         else:
-            leaving = 0.0 if layout == "hsdp" else shape.world_share_leaving()
+            leaving = 0.0 if layout == "hsdp" else shape.world_share_leaving() if ours else shape.ring_share_leaving
             messages = (Message(flat, what, cost.gather_nbytes, (num_ranks - 1) * framing, leaving=leaving),)
         numel = sum(spec.numel for spec in module.specs)
         units.append(Unit(name, numel, messages, cost.num_gathers, cost.buffer_nbytes, numel if coded else 0))

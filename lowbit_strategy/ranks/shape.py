@@ -48,6 +48,12 @@ class Shape:
         """The same of what it sends to all ranks."""
         return self._leaving(range(self.world_size))
 
+    @property
+    def ring_share_leaving(self) -> float:
+        """The same in a ring, as the framework's own collectives: of a node's ranks one sends to the next node."""
+        per_node = None if self.topology is None else self.topology.ranks_per_node
+        return (1.0 / per_node if per_node else 1.0) if self.has_nodes else 0.0
+
     def _leaving(self, members: range) -> float:
         others = len(members) - 1
         if not others:

@@ -105,13 +105,13 @@ class AdaptiveDriver:
         self.accumulation = self.controller.initial_accumulation
         self.levels = {}
         sync.subscribe(self, StepPhase.DECIDE)
-        sync.extra_state[EXTRA_STATE_KEY] = self
+        sync.save_with(EXTRA_STATE_KEY, self)
         if sync.device.type == "cuda":
             self._compile_kernels()
 
     def _initial_state(self) -> State:
         self._names = tuple(self.sync.specs)
-        specs = list(self.sync.wholes.values())
+        specs = list(self.sync.state.wholes.values())
         for level in self.controller.levels:
             level.check(specs)
         return self.controller.init(self._judged(specs), self.sync.ranks.peers.world_size, scatter=self.sync.scatter)
@@ -197,7 +197,7 @@ class AdaptiveDriver:
         sync, values = self.sync, {}
         for slot in bucket.slots:
             values[slot.name] = bucket.compensated(slot, x, out)
-            residual = sync.store(slot.name).residual(slot.name)
+            residual = sync.state.store(slot.name).residual(slot.name)
             if residual is not None:
                 self._residuals[slot.name] = squared_norm(residual)
         for level in self._probe.levels:

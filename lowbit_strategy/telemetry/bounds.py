@@ -25,7 +25,7 @@ class BoundsObserver:
         self._rank = sync.ranks.rank
         self._bounds = bounds
         self._state: State = bounds.init()
-        sync.extra_state["bounds"] = self
+        sync.save_with("bounds", self)
 
     def check(self, observation: Observation) -> list[str]:
         """A sentence for each group that leaves its bounds or is within them again; logged as a warning on rank 0."""

@@ -65,13 +65,13 @@ def try_level(
 
 def _starts_warm(sync: GradientSync) -> bool:
     """Whether a method with communication of its own keeps more than residuals."""
-    keys = {key for name in sync.specs for key in sync.tensors(name)}
+    keys = {key for name in sync.specs for key in sync.state.tensors(name)}
     return any("residual" not in key and "." not in key for key in keys)
 
 
 def _forget_residuals_(sync: GradientSync) -> None:
     for name in sync.specs:
-        for key, tensor in sync.tensors(name).items():
+        for key, tensor in sync.state.tensors(name).items():
             if "residual" in key:
                 tensor.zero_()
 

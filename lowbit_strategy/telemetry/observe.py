@@ -198,7 +198,7 @@ class Observer:
         sync = self.sync
         views = [bucket.view(slot, x, out) for slot in bucket.slots]
         for slot in bucket.slots:
-            residual = sync.store(slot.name).residual(slot.name)
+            residual = sync.state.store(slot.name).residual(slot.name)
             self._residuals[slot.name] = (
                 torch.zeros(1, device=sync.device) if residual is None else squared_norm(residual).view(1)
             )
@@ -237,7 +237,7 @@ class Observer:
     def _summarize(self, seconds: float | None) -> Observation:
         sync, everyone = self.sync, self.sync.ranks.world
         names, device = list(sync.specs), sync.device
-        sent_by_name = {name: torch.tensor([sync.sent_nbytes(name)], device=device) for name in names}
+        sent_by_name = {name: torch.tensor([sync.state.sent_nbytes(name)], device=device) for name in names}
         parts = ((self._energies, NUM_ENERGIES), (self._residuals, 1), (self._end_to_end, NUM_SUMS), (sent_by_name, 1))
         rows = torch.cat([table(part, names, width, device) for part, width in parts], dim=1)
         last = torch.zeros(1, _WIDTH, dtype=torch.float64, device=device)
@@ -277,13 +277,13 @@ class Observer:
 
     def _figures(self, names: Sequence[str], sums: dict[str, Tensor]) -> Figures:
         sync = self.sync
-        compressed = [name for name in names if sync.assignments[name].kind != "exempt"]
+        compressed = [name for name in names if sync.state.assignments[name].kind != "exempt"]
         chosen = torch.stack([sums[name] for name in compressed or names]).sum(dim=0).tolist()
         h, sent, error, product, residual, end_to_end, mean, _ = chosen
         numel = sum(sync.specs[name].whole.numel for name in names)
         nbytes = sum(float(sums[name][-1]) for name in names) / sync.ranks.world_size
         traffic = self._hops() * numel
-        methods = dict.fromkeys(sync.assignments[name].method.label for name in names)
+        methods = dict.fromkeys(sync.state.assignments[name].method.label for name in names)
         return Figures(
             numel=numel,
             relative_error=_ratio(error, h, 0.0),

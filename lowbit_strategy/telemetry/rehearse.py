@@ -33,7 +33,7 @@ def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch
     specs = [spec for spec in _SPECS if isinstance(level.assign(spec).method, CodecPair)]
     for dtype in _DTYPES if specs else ():
         sync = GradientSync(level, specs, Ranks.flat(LocalComm(world_size)), device, scatter=scatter)
-        widths = [sync.row_numel(spec.name) if scatter else spec.numel for spec in specs]
+        widths = [sync.state.row_numel(spec.name) if scatter else spec.numel for spec in specs]
         *offsets, total = itertools.accumulate(widths, initial=0)
         entries = tuple(Entry(spec.name, at) for spec, at in zip(specs, offsets, strict=True))
         x = torch.ones(total * world_size if scatter else total, dtype=dtype, device=device)

@@ -127,7 +127,7 @@ def overflow(folder: Path, kind: Kind) -> Facts:
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     job = prepared(accelerator)
     train(job, 1)
-    before = [tensor.clone() for tensor in job.sync.state_tensors()]
+    before = [tensor.clone() for tensor in job.sync.state.all_tensors()]
     bits = fingerprint(job.model)
     batch = next(iter(job.batches))
     factor = float("inf") if accelerator.process_index == 1 else 1.0
@@ -135,7 +135,7 @@ def overflow(folder: Path, kind: Kind) -> Facts:
     everywhere = all(not bool(torch.isfinite(param.grad).all()) for param in list(job.model.parameters())[-1:])
     job.optimizer.step()
     job.optimizer.zero_grad()
-    after = job.sync.state_tensors()
+    after = job.sync.state.all_tensors()
     skipped = {
         "skipped": job.sync.num_skipped,
         "optimizer skipped": job.optimizer.step_was_skipped,

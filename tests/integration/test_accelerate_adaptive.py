@@ -241,7 +241,7 @@ def monitoring(folder: Path, kind: Kind) -> Facts:
     go(job, 12)
     go(plain, 12)
     facts = {"sent": job.sync.ranks.peers.sent_nbytes, "plain": plain.sync.ranks.peers.sent_nbytes}
-    facts |= {"losses": (job.losses, plain.losses), "account": sum(map(job.sync.sent_nbytes, job.sync.specs))}
+    facts |= {"losses": (job.losses, plain.losses), "account": sum(map(job.sync.state.sent_nbytes, job.sync.specs))}
     if accelerator.is_main_process:
         facts |= {"logged": kept.logged, "record": read_record(folder), "tb": [p.name for p in folder.glob("run/*")]}
         facts["hyper-parameters"] = kept.configuration, next(folder.rglob("hparams.yml")).read_text()

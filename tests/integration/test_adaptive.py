@@ -34,7 +34,7 @@ def observing(folder: Path, layout: str, method: str) -> Facts:
     observer = Observer(sync, wants=lambda step: step == 2, group_by="parameter")
     counted = []
     for step in range(3):
-        before = {spec.name: sync.residual(spec.name) for spec in SPECS}
+        before = {spec.name: sync.state.residual(spec.name) for spec in SPECS}
         grads = harness.grads(step)
         with count_traffic() as traffic:
             harness.reduce(sync, [list(grads)], grads, torch.float32)
@@ -42,7 +42,7 @@ def observing(folder: Path, layout: str, method: str) -> Facts:
         sync.end_step()
     compensated, left = {}, {}
     for spec in SPECS:
-        residual = sync.residual(spec.name)
+        residual = sync.state.residual(spec.name)
         if residual is not None:  # exact error feedback: what was not sent is the residual
             compensated[spec.name] = float((grads[spec.name] + before[spec.name]).square().sum())
             left[spec.name] = float(residual.square().sum())

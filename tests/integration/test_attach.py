@@ -159,7 +159,7 @@ def memory_order(folder: Path) -> Facts:
             made.session.load(path, stamp)
         sync = made.session.sync
         for name in ("0.weight", "2.weight"):
-            spec, values = sync.specs[name], sync.export_unsent(name)
+            spec, values = sync.specs[name], sync.state.export_unsent(name)
             out, inner, height, width = spec.shape
             in_order = values.view(spec.shape)
             if memory_format == torch.channels_last:

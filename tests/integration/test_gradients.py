@@ -68,7 +68,7 @@ class Bench:
         """What all ranks and owners together have not sent yet, of the mean."""
         carryover = {}
         for name, spec in self.sync.specs.items():
-            unsent = self.sync.export_unsent(name)
+            unsent = self.sync.state.export_unsent(name)
             total = torch.zeros(spec.numel) if unsent is None else mean(unsent)
             carryover[name] = total.view(spec.shape)
         return carryover
@@ -102,7 +102,7 @@ def worst(total: Grads, expected: Grads) -> float:
 
 def _half_steps(bench: Bench, name: str, x: Tensor) -> Tensor:
     """Half of a 4-bit quantisation step of every element's block."""
-    row = bench.sync.row_numel(name)
+    row = bench.sync.state.row_numel(name)
     half = torch.zeros(x.numel())
     for start in range(0, x.numel(), row):
         for block in range(start, min(start + row, x.numel()), 32):
@@ -121,7 +121,7 @@ def first_step(folder: Path, kind: Kind) -> Facts:
     for name, grad in bench.grads().items():
         exact = mean(own[name])
         error = (grad - exact).abs()
-        if bench.sync.assignments[name].kind == "exempt":
+        if bench.sync.state.assignments[name].kind == "exempt":
             dense[name] = worst({name: grad}, {name: exact})
             continue
         bound = mean(_half_steps(bench, name, own[name]))
@@ -239,7 +239,10 @@ def loss_scaling(folder: Path, kind: Kind, what: str) -> Facts:
     for step in range(8):
         loss, bad = regression(step), step == BAD_STEP
         own = bench.own_grads(loss)
-        before = ([p.detach().clone() for p in bench.net.parameters()], [t.clone() for t in bench.sync.state_tensors()])
+        before = (
+            [p.detach().clone() for p in bench.net.parameters()],
+            [t.clone() for t in bench.sync.state.all_tensors()],
+        )
         optimizer.zero_grad()
         bench.session.begin_step(scaler)
         scale = scaler.get_scale()
@@ -254,14 +257,14 @@ def loss_scaling(folder: Path, kind: Kind, what: str) -> Facts:
             add_(came, {name: mean(grad) for name, grad in own.items()})
             add_(sent, {name: grad / scale for name, grad in grads.items()})
             continue
-        after = (list(bench.net.parameters()), bench.sync.state_tensors())
+        after = (list(bench.net.parameters()), bench.sync.state.all_tensors())
         seen["parameters"], seen["state"] = (
             all(bool((a == b).all()) for a, b in zip(*pair, strict=True)) for pair in zip(before, after, strict=True)
         )
         seen["finite"] = all(bool(grad.isfinite().all()) for grad in grads.values())
         seen["step"] = step
     add_(sent, {name: carryover / bench.sync.loss_scale for name, carryover in bench.carryover().items()})
-    clean = all(bool(tensor.isfinite().all()) for tensor in bench.sync.state_tensors())
+    clean = all(bool(tensor.isfinite().all()) for tensor in bench.sync.state.all_tensors())
     return seen | {"error": worst(sent, came), "scales": scales, "clean": clean, "skipped": bench.sync.num_skipped}
 
 

@@ -81,7 +81,7 @@ def facts_of(trained: Trainer) -> dict[str, Any]:
         "type": type(model).__name__,
         "steps": sync.step_index,
         "sent": sync.ranks.peers.sent_nbytes,
-        "account": sum(sync.sent_nbytes(name) for name in sync.specs),
+        "account": sum(sync.state.sent_nbytes(name) for name in sync.specs),
         "bits": fingerprint(trained.model),
         "unused": getattr(model, "find_unused_parameters", None),
     }

@@ -70,7 +70,7 @@ def by_name(folder: Path) -> Facts:
         "print": fingerprint(model),
         "world": (sync.ranks.peers.world_size, sync.ranks.world_size),
         "sent": sync.ranks.peers.sent_nbytes,
-        "accounted": 20 * sum(sync.sent_nbytes(name) for name in sync.specs),
+        "accounted": 20 * sum(sync.state.sent_nbytes(name) for name in sync.specs),
         "numel": sum(spec.numel for spec in sync.specs.values()),
         "steps": sync.step_index,
         "batches": len(made.train_dataloader),

@@ -97,7 +97,7 @@ def by_class(folder: Path, kind: Kind) -> Facts:
     compressor = LoCo(bits=8, beta=0.5, block_size=32, exempt=("net.4.*", "@vector"))
     model = Regression()
     made = fit(kind, model, options={"compressor": compressor, "seed": 5}, max_steps=3)
-    assignments = made.strategy.sync.assignments
+    assignments = made.strategy.sync.state.assignments
     return {
         "compressor": made.strategy.sync.compressor == compressor,
         "seed": made.strategy.sync.seed,
@@ -197,7 +197,7 @@ class _Around(L.Callback):
 
     def _state(self, trainer: L.Trainer, module: L.LightningModule) -> tuple[list[Tensor], list[Tensor]]:
         params = [param.detach().clone() for param in module.parameters()]
-        return params, [tensor.clone() for tensor in trainer.strategy.sync.state_tensors()]
+        return params, [tensor.clone() for tensor in trainer.strategy.sync.state.all_tensors()]
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         self.before = self._state(trainer, module)
@@ -258,7 +258,7 @@ def loops(folder: Path, kind: Kind) -> Facts:
     made.fit(model, loader(), loader())
     first = made.strategy.sync
     seen["first"] = first.step_index
-    seen["residual"] = [tensor.clone() for tensor in first.state_tensors()]
+    seen["residual"] = [tensor.clone() for tensor in first.state.all_tensors()]
     seen["after"] = made.validate(model, loader())[0]["val_loss"]
     seen["test"] = made.test(model, loader())[0]["test_loss"]
     seen["predicted"] = torch.cat(made.predict(model, loader())).shape
@@ -267,7 +267,7 @@ def loops(folder: Path, kind: Kind) -> Facts:
     second = made.strategy.sync
     seen["new"] = second is not first
     seen["carried"] = all(
-        bool((a == b).all()) for a, b in zip(seen.pop("residual"), second.state_tensors(), strict=True)
+        bool((a == b).all()) for a, b in zip(seen.pop("residual"), second.state.all_tensors(), strict=True)
     )
     made.fit_loop.epoch_loop.max_steps = 8
     made.fit(model, loader(), loader())
@@ -357,7 +357,7 @@ def one_rank(folder: Path, kind: Kind) -> Facts:
     return {
         "losses": list(losses.values()),
         "logged": logged,
-        "residuals": sync.residual_nbytes,
+        "residuals": sync.state.nbytes,
         "sent": sync.ranks.peers.sent_nbytes,
         "steps": sync.step_index,
     }

@@ -117,6 +117,23 @@ def test_where_no_rank_is_finite_the_anchors_stay(facts: list[Facts]) -> None:
     assert "on rank 0, rank 1: the anchors stay as they are" in facts[0]["lines"][0]
 
 
+def seldom(folder: Path, every: int) -> Facts:
+    """Validation after every epoch of 12 steps."""
+    with listen() as lines:
+        made = trainer(ddp(DiLoCo(every=every)), max_steps=-1, max_epochs=3)
+        made.fit(Regression(), loader(), loader(16))
+    return {"lines": [line for line in lines if "this validation sees the weights of optimizer step" in line]}
+
+
+@scenarios(seldom, every=(10, 20))
+def test_validation_before_a_turn_is_warned_of(facts: list[Facts], request: pytest.FixtureRequest) -> None:
+    every = dict(request.node.callspec.params["facts"].arguments)["every"]
+    assert len(facts[0]["lines"]) == (every == 20)
+    assert facts[1]["lines"] == []
+    if every == 20:
+        assert "step 0: the ranks have trained 12 steps since" in facts[0]["lines"][0]
+
+
 class FirstWeights(Callback):
     """What the model and the outer optimizer start from, whole."""
 

@@ -45,7 +45,7 @@ def sharded(folder: Path) -> Facts:
         "held": held,
         "observed": observer.last.weights_nbytes,
         "announced": announced.buffer_nbytes,
-        "module": world_size * sum(sync.sent_nbytes(name) for name in ("0.weight", "0.bias")) // (world_size - 1),
+        "module": world_size * sum(sync.state.sent_nbytes(name) for name in ("0.weight", "0.bias")) // (world_size - 1),
         "weights": announced.weights.used.step_nbytes,
         "counted": sync.weights.nbytes,
         "parameters": sum(spec.numel for spec in sync.specs.values()),

@@ -168,7 +168,7 @@ def shapes(folder: Path, kind: Kind) -> Facts:
         "print": fingerprint(model),
         "still": sorted(before.keys() - moved),
         "tied": model.head.weight is model.embedding.weight,
-        "kinds": {name: assignment.kind for name, assignment in made.strategy.sync.assignments.items()},
+        "kinds": {name: assignment.kind for name, assignment in made.strategy.sync.state.assignments.items()},
     }
 
 
@@ -209,7 +209,7 @@ def unfreezing(folder: Path, kind: Kind) -> Facts:
         made = fit(kind, model, max_steps=8, callbacks=callbacks)
         sync, moved = made.strategy.sync, not torch.equal(full_parameters(model)["net.0.weight"], before)
         seen["thawed" if callbacks else "frozen"] = (moved, "net.0.weight" in sync.specs, sync.step_index)
-    seen["residual"] = all(bool(sync.residual(name).any()) for name in ("net.0.weight", "net.2.weight"))
+    seen["residual"] = all(bool(sync.state.residual(name).any()) for name in ("net.0.weight", "net.2.weight"))
     return seen | {"print": fingerprint(model)}
 
 

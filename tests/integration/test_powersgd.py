@@ -99,7 +99,7 @@ def _same_start(sync: GradientSync, order: list[str]) -> None:
     """Draw the first Q as their hook does."""
     generator = torch.Generator().manual_seed(int(np.random.RandomState(5).randint(1_000_000_000)))
     for name in order:
-        if "q" in (tensors := sync.tensors(name)):
+        if "q" in (tensors := sync.state.tensors(name)):
             tensors["q"].copy_(torch.randn(1, *tensors["q"].shape, generator=generator)[0])
 
 

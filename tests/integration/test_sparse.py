@@ -23,7 +23,7 @@ from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import install
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.exclusive_partitions import _Model
+from lowbit_strategy.methods._sparse_base.flat_model import FlatModel
 from lowbit_strategy.methods.sparsification.adacomp import AdaComp
 from lowbit_strategy.methods.sparsification.dgc import DGC
 from lowbit_strategy.methods.sparsification.exdyna import ExDyna
@@ -345,13 +345,13 @@ def _follow_exdyna(rank: int, world_size: int, densities: tuple[float, ...]) -> 
     results = {}
     for density in densities:
         selections: list[Any] = []
-        select = _Model.select
+        select = FlatModel.select
 
         def spy(self: Any, *args: Any, into: list[Any] = selections, original: Any = select) -> Any:
             into.append((yield from original(self, *args)))
             return into[-1]
 
-        with mock.patch.object(_Model, "select", spy):
+        with mock.patch.object(FlatModel, "select", spy):
             sync = GradientSync(
                 ExDyna(density=density, **_ALL), specs, Ranks.flat(GroupComm(dist.new_group())), _CPU, scatter=False
             )

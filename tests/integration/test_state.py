@@ -162,12 +162,12 @@ def another_configuration(folder: Path, kind: Kind) -> Facts:
     """What one configuration has not sent passes to another: ``residual / (1 - beta)``, and the owner's residual."""
     made = fit(kind, ByStep(), options={"compressor": LoCo(block_size=32, beta=0.5, residual="float32")}, max_steps=4)
     sync = made.strategy.sync
-    unsent = sync.export_unsent("net.2.weight")
+    unsent = sync.state.export_unsent("net.2.weight")
     made.save_checkpoint(folder / "one.ckpt")
 
     class Look(L.Callback):
         def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-            self.residual = trainer.strategy.sync.residual("net.2.weight")
+            self.residual = trainer.strategy.sync.state.residual("net.2.weight")
 
     look = Look()
     made = trainer(strategy(kind, LoCo(bits=3, beta=0.8, block_size=64)), max_steps=5, callbacks=[look])
@@ -189,13 +189,13 @@ def frozen_since(folder: Path, kind: Kind) -> Facts:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     made = fit(kind, All(), max_steps=4)
-    carryover = made.strategy.sync.residual("net.2.weight")
+    carryover = made.strategy.sync.state.residual("net.2.weight")
     made.save_checkpoint(folder / "all.ckpt")
     model = All()
     model.net[2].requires_grad_(False)
     made = trainer(strategy(kind), max_steps=6)
     made.fit(model, loader(), ckpt_path=folder / "all.ckpt")
-    kept = made.strategy.sync.residual("net.2.weight")
+    kept = made.strategy.sync.state.residual("net.2.weight")
     made.save_checkpoint(folder / "part.ckpt")
     made = trainer(strategy(kind), max_steps=8)
     made.fit(All(), loader(), ckpt_path=folder / "part.ckpt")

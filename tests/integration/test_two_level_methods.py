@@ -75,7 +75,7 @@ def test_what_came_in_has_come_out_or_is_in_a_residual(name: str, kind: Kind) ->
             if kind != "hsdp":
                 assert sync.ranks.intra_node.sent_nbytes == STEPS * sync.plan().intra_node_nbytes
         for spec in SPECS:
-            method = world.syncs[0].assignments[spec.name].method
+            method = world.syncs[0].state.assignments[spec.name].method
             if method.conserves(scatter=kind == "fsdp"):
                 error = (out[spec.name] + unsent[spec.name] - came[spec.name]).norm()
                 assert error <= 2e-5 * (1.0 + came[spec.name].norm()), spec.name
@@ -117,7 +117,9 @@ def test_residuals_follow_when_nodes_or_ranks_change(kind: Kind, policy: Any) ->
                 _same(changed.unsent(), unsent, policy)
     one_level = flat(2)
     _restored(one_level, saved, policy)
-    means = {spec.name: torch.stack([sync.export_unsent(spec.name) for sync in one_level]).mean(0) for spec in SPECS}
+    means = {
+        spec.name: torch.stack([sync.state.export_unsent(spec.name) for sync in one_level]).mean(0) for spec in SPECS
+    }
     _same(means, unsent, policy)
     with make(name, kind, 2, 2, conserving=True) as again:
         _restored(again.syncs, [capture(sync) for sync in one_level], policy)

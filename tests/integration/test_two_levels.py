@@ -56,10 +56,10 @@ def by_name(folder: Path, kind: Kind) -> Facts:
         "gathering": None if sync.weights is None else type(sync.weights.comm).__name__,
         "world": (sync.ranks.peers.world_size, sync.ranks.world_size),
         "sent": sync.ranks.peers.sent_nbytes,
-        "accounted": 20 * sum(sync.sent_nbytes(name) for name in sync.specs),
+        "accounted": 20 * sum(sync.state.sent_nbytes(name) for name in sync.specs),
         "inside": (sync.ranks.intra_node.sent_nbytes, 20 * sync.plan().intra_node_nbytes),
-        "residual": sync.residual_nbytes,
-        "numel": sum(spec.numel for spec in sync.wholes.values()),
+        "residual": sync.state.nbytes,
+        "numel": sum(spec.numel for spec in sync.state.wholes.values()),
         "log": lines,
     }
 

@@ -38,7 +38,7 @@ class _AtStart(L.Callback):
 
 def _residuals(trainer: Any) -> dict[str, Tensor]:
     sync = trainer.strategy.sync
-    return {name: sync.export_unsent(name) for name in NAMES}
+    return {name: sync.state.export_unsent(name) for name in NAMES}
 
 
 def _run(rank: int, world_size: int, folder: Path, resumed: bool, save: bool) -> dict[tuple[str, str], Seen]:

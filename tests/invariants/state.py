@@ -27,7 +27,7 @@ def collect_nonfinite(harness: InvariantHarness) -> Evidence:
             poisoned[name][poisoned[name].numel() // 2] = value
     means = harness.run(sync, poisoned)
     bad = {name for name, _ in _POISON if name in means and not means[name].isfinite().all()}
-    dirty = sum(not tensor.isfinite().all() for tensor in sync.state_tensors() if tensor.is_floating_point())
+    dirty = sum(not tensor.isfinite().all() for tensor in sync.state.all_tensors() if tensor.is_floating_point())
     after = harness.run(sync, harness.grads(2))
     still = [name for name, mean in after.items() if not mean.isfinite().all()]
     return {"bad": bad, "dirty": dirty, "still": still}
@@ -52,13 +52,13 @@ def collect_rollback(harness: InvariantHarness) -> Evidence:
     sync = harness.sync(rollback=True)
     harness.run(sync, harness.grads(0))
     sync.follow_phase()
-    before, step_index = fingerprint(sync.state_tensors()), sync.step_index
+    before, step_index = fingerprint(sync.state.all_tensors()), sync.step_index
     poisoned = harness.grads(1)
     if harness.comm.rank == 0:
         poisoned["cube"][7] = float("inf")
     harness.reduce(sync, [list(poisoned)], poisoned, torch.float32)
     counted = sync.end_step()
-    same = fingerprint(sync.state_tensors()) == before and sync.step_index == step_index
+    same = fingerprint(sync.state.all_tensors()) == before and sync.step_index == step_index
     return {"counted": counted, "same": same}
 
 
@@ -91,7 +91,7 @@ def collect_resume(harness: InvariantHarness) -> Evidence:
 
 
 def _state(sync: GradientSync) -> list[int]:
-    return [fingerprint(sync.state_tensors()), sync.step_index, sync.num_skipped]
+    return [fingerprint(sync.state.all_tensors()), sync.step_index, sync.num_skipped]
 
 
 def check_resume(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
@@ -134,11 +134,11 @@ def collect_zero(harness: InvariantHarness) -> Evidence:
         harness.run(sync, harness.grads(step))
     idle = harness.grads(2)
     idle["matrix"].zero_()
-    method = sync.assignments["matrix"].method
+    method = sync.state.assignments["matrix"].method
     keeps = isinstance(method, CodecPair) and method.uplink.residual_gain is not None
-    before = {key: t.clone() for key, t in sync.tensors("matrix").items() if key.startswith("uplink.")}
+    before = {key: t.clone() for key, t in sync.state.tensors("matrix").items() if key.startswith("uplink.")}
     harness.run(sync, idle)
-    after = sync.tensors("matrix")
+    after = sync.state.tensors("matrix")
     moved = [key for key, value in before.items() if not torch.equal(value, after[key])]
     return {"nonzero": nonzero, "moved": moved if keeps else []}
 

@@ -11,7 +11,7 @@ import torch
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor
+from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from tests.invariants.harness import (
     SPECS,
     Case,
@@ -51,8 +51,8 @@ def add(total: Grads, values: Grads) -> None:
 
 def balance(sync: GradientSync, total_in: Grads, total_out: Grads) -> Evidence:
     """What went in, what came out and what has not been sent yet, for each parameter that obeys a conservation law."""
-    lawful = [name for name, a in sync.assignments.items() if a.method.conserves(scatter=sync.scatter)]
-    unsent = {name: sync.export_unsent(name) for name in lawful}
+    lawful = [name for name, a in sync.state.assignments.items() if a.method.conserves(scatter=sync.scatter)]
+    unsent = {name: sync.state.export_unsent(name) for name in lawful}
     return {"in": total_in, "out": total_out, "unsent": unsent}
 
 
@@ -61,15 +61,15 @@ def _account(sync: GradientSync) -> dict[str, Any]:
     codecs, padding, reducers, exact = 0, 0, 0, True
     others = sync.ranks.peers.world_size - 1
     hops = 1 if sync.scatter else 2
-    for name, assignment in sync.assignments.items():
+    for name, assignment in sync.state.assignments.items():
         if isinstance(assignment.method, CodecPair):
-            codecs += sync.sent_nbytes(name)
+            codecs += sync.state.sent_nbytes(name)
             padding += 15 * hops * others
         else:
-            reducers += sync.sent_nbytes(name)
+            reducers += sync.state.sent_nbytes(name)
             padding += 32 * others  # reducers cut a bucket, not a parameter: rounding of rows to whole bytes
             exact = exact and assignment.method.fixed_size
-    has_codecs = any(isinstance(method, CodecPair) for method in sync.stores)
+    has_codecs = any(isinstance(method, CodecPair) for method in sync.state.stores)
     return {
         "low": codecs + reducers + (16 * hops * others if has_codecs else 0) - (padding if reducers else 0),
         "high": codecs + reducers + (16 * hops * others if has_codecs else 0) + padding,
@@ -161,7 +161,7 @@ def collect_mean(harness: InvariantHarness) -> Evidence:
         add(total_out, means)
     return balance(sync, total_in, total_out) | {
         "first": first,
-        "kinds": {name: assignment.kind for name, assignment in sync.assignments.items()},
+        "kinds": {name: assignment.kind for name, assignment in sync.state.assignments.items()},
         "steps": steps,
         "exact": compressor is not harness.preset,
     }

@@ -68,3 +68,21 @@ def test_rooms_are_not_overfull() -> None:
 def test_files_hold_one_idea() -> None:
     lines = {str(path): len(path.read_text().splitlines()) for path in modules().values()}
     assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
+
+
+def test_nothing_sets_attributes_of_the_engine_from_outside() -> None:
+    found = []
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in (inner for each in targets if each is not None for inner in ast.walk(each)):
+                if isinstance(target, ast.Attribute) and _is_engine(target.value):
+                    found.append(f"{path.relative_to(ROOT)}:{target.lineno} sets {target.attr}")
+    assert found == []
+
+
+def _is_engine(node: ast.expr) -> bool:
+    """By the one name that everything gives an engine."""
+    return (isinstance(node, ast.Name) and node.id == "sync") or (
+        isinstance(node, ast.Attribute) and node.attr in ("sync", "_sync")
+    )

@@ -122,7 +122,7 @@ class NodesWorld:
         total = {spec.name: torch.zeros(spec.numel) for spec in self.specs}
         for sync in self.syncs:
             for name, spec in sync.specs.items():
-                part, own, at = spec.part, sync.export_unsent(name), 0
+                part, own, at = spec.part, sync.state.export_unsent(name), 0
                 for start, length in part.ranges if part is not None and own is not None else ():
                     total[name][start : start + length] += own[at : at + length] / self.num_nodes
                     at += length

@@ -40,7 +40,7 @@ class OneTensor:
         return buffers[0]
 
     def state(self, rank: int) -> dict[str, Tensor]:
-        return self.syncs[rank].tensors("p")
+        return self.syncs[rank].state.tensors("p")
 
 
 def gaussian(shape: tuple[int, ...], seed: int) -> Tensor:

@@ -8,31 +8,19 @@ what the ranks chose is as large as the sum. Then every rank contributes its own
 from __future__ import annotations
 
 import math
-import zlib
-from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.sparse_layout import (
     POSITION_NBYTES,
-    SparseLayout,
-    damaged_message,
-    joined,
-    sparse_layout,
 )
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
-from lowbit_strategy.kernels.sums import OverflowedSum
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.block_partitions import (
@@ -41,39 +29,18 @@ from lowbit_strategy.methods._sparse_base.block_partitions import (
     cut_anew,
     equal_sizes,
     is_lopsided,
-    make_grid,
 )
 from lowbit_strategy.methods._sparse_base.common_positions import PositionSumReducer
+from lowbit_strategy.methods._sparse_base.flat_model import FlatModel, Selection
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    Condition,
-    no_entries,
     num_kept,
-    pending_sums,
-    undo_,
     zero_residuals,
 )
 
-_SAMPLE_KEPT = 256  # of all ranks' samples above the threshold: the count is off by 6 % then
 _BAND = 1.1  # counts further than this factor from the target: the threshold is estimated anew
 _CALM = 0.03  # largest move of an estimate, in its logarithm, that the online rule can follow
 _PROPORTIONAL, _INTEGRAL = 0.02, 0.003  # feedback sums up: a percent more threshold can halve the count
-_TINY = torch.finfo(torch.float32).tiny
 _MEMORY = 0.7  # weight of older counts in loads: one step's counts are noisy
-_MOST = 4  # times the wanted count, whatever the gradient: a spike must not fill the network
-
-
-class Selection(NamedTuple):
-    """What all ranks chose.
-
-    Args:
-        indices: What each view sends: ascending flat positions, int64.
-        counts: Elements chosen in each partition.
-        finite: Whether all ranks' gradients were.
-    """
-
-    indices: list[Tensor]
-    counts: list[int]
-    finite: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +81,7 @@ class ExclusiveReducer(PositionSumReducer):
             return
         order = {name: i for i, name in enumerate(state)}  # buckets come in any order
         views = sorted(views, key=lambda view: order[view.spec.name])
-        model = _Model(views, state, comm, step)
+        model = FlatModel(views, state, comm, step)
         control = state[views[0].spec.name]
         sizes = self._sizes(model, control)
         bounds = model.bounds(sizes)
@@ -127,7 +94,7 @@ class ExclusiveReducer(PositionSumReducer):
         self._learn_(model, control, selection, sizes)
 
     def _threshold(
-        self, model: _Model, control: StateTensors, bounds: Sequence[int]
+        self, model: FlatModel, control: StateTensors, bounds: Sequence[int]
     ) -> Generator[Pending, None, float]:
         """Follow the last count and the trend; estimate where there is nothing to follow yet."""
         if self.density == 1.0:
@@ -145,7 +112,7 @@ class ExclusiveReducer(PositionSumReducer):
         control["threshold"].fill_(threshold)
         return float(control["threshold"])
 
-    def _sizes(self, model: _Model, control: StateTensors) -> list[int]:
+    def _sizes(self, model: FlatModel, control: StateTensors) -> list[int]:
         """Blocks of each partition; equal shares at the start, and where the world or the model has another size."""
         equal = equal_sizes(model.grid.num_blocks, model.comm.world_size)
         if len(equal) == 1:
@@ -156,7 +123,7 @@ class ExclusiveReducer(PositionSumReducer):
         _keep_sizes_(control, equal)
         return equal
 
-    def _learn_(self, model: _Model, control: StateTensors, selection: Selection, sizes: Sequence[int]) -> None:
+    def _learn_(self, model: FlatModel, control: StateTensors, selection: Selection, sizes: Sequence[int]) -> None:
         control["ratio"].fill_(sum(selection.counts) / num_kept(self.density, model.grid.numel))
         if not self.adjust or len(sizes) == 1:
             return
@@ -180,159 +147,3 @@ class ExclusiveReducer(PositionSumReducer):
 
 def _keep_sizes_(control: StateTensors, sizes: Sequence[int]) -> None:
     control["sizes"].zero_()[: len(sizes)] = torch.tensor(sizes, dtype=torch.int16)
-
-
-class _Model:
-    """The views of one step as one flat model, whose sums are formed by whoever first has to read them.
-
-    Attributes:
-        found: Conditions of the gradients; an overflow may show only when a sum is formed.
-    """
-
-    def __init__(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> None:
-        self.views, self.comm, self.step = views, comm, step
-        self.found, self._totals = pending_sums(views, state)
-        self.residuals = [state[view.spec.name]["residual"] for view in views]
-        self.starts, at = [], 0
-        for view in views:
-            self.starts.append(at)
-            at += view.spec.numel
-        self.grid = make_grid(at)
-        self.device = views[0].x.device
-
-    def bounds(self, sizes: Sequence[int]) -> list[int]:
-        """Edges of W partitions; with more ranks than blocks the last ones are empty."""
-        bounds = self.grid.bounds(sizes)
-        return bounds + [self.grid.numel] * (self.comm.world_size + 1 - len(bounds))
-
-    def _own(self, bounds: Sequence[int]) -> tuple[int, int]:
-        partition = (self.step.index + self.comm.rank) % self.comm.world_size
-        return bounds[partition], bounds[partition + 1]
-
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, range]]:
-        """What lies in [start, stop): of which view, where it begins, counted from `start`, and its elements."""
-        first = max(bisect_right(self.starts, start) - 1, 0)
-        for i in range(first, len(self.views)):
-            if self.starts[i] >= stop:
-                break
-            numel = self.views[i].spec.numel
-            if piece := range(max(start - self.starts[i], 0), min(stop - self.starts[i], numel)):
-                yield i, max(start, self.starts[i]) - start, piece
-
-    def estimate(self, density: float, bounds: Sequence[int]) -> Generator[Pending, None, float]:
-        """A threshold from samples of what each rank is about to choose from: their tails are put together."""
-        self._form()
-        num = min(self.grid.numel, math.ceil(_SAMPLE_KEPT / density))
-        tail = num_kept(density, num)
-        sample = torch.cat(
-            [torch.empty(0, dtype=torch.float32, device=self.device)]
-            + [
-                sample_magnitudes(
-                    self.residuals[i][piece.start : piece.stop],
-                    math.ceil(num * len(piece) / self.grid.numel),
-                    seed=self.step.seed ^ zlib.crc32(self.views[i].spec.name.encode()),
-                )
-                for i, _, piece in self._pieces(*self._own(bounds))
-            ]
-        )
-        largest = top_k(sample, min(tail, sample.numel()))[1]
-        message = torch.zeros(tail + 1, dtype=torch.float32, device=self.device)
-        message[0] = sample.numel()
-        message[1 : 1 + largest.numel()] = largest
-        tails = torch.empty(self.comm.world_size, tail + 1, dtype=torch.float32, device=self.device)
-        yield self.comm.all_gather(tails, message)
-        kept = num_kept(density, int(tails[:, 0].sum()))
-        threshold = largest_threshold(tails[:, 1:].reshape(-1), kept)
-        return max(threshold, _TINY)  # nothing but zeros: from the smallest number on, so that zeros are not chosen
-
-    def select(self, threshold: float, bounds: Sequence[int], wanted: int) -> Generator[Pending, None, Selection]:
-        """Choose in the own partition; inform all ranks. Together they choose at most four times what is wanted.
-
-        Raises:
-            RuntimeError: A rank has sent a table or a position that does not fit its partition.
-        """
-        comm, world_size, shift = self.comm, self.comm.world_size, self.step.index
-        most = _MOST * wanted * (comm.rank + 1) // world_size - _MOST * wanted * comm.rank // world_size
-        positions = self._above(threshold, *self._own(bounds), most)
-        self._form()  # the values of the views outside of the own partition
-        if world_size == 1:
-            return Selection(self._split(positions), [positions.numel()], Condition.NONFINITE not in self.found)
-        layout = _partition_layout(max(1, *(stop - start for start, stop in pairwise(bounds))), self.device)
-        located = layout.locate([positions])
-        if Condition.NONFINITE in self.found:
-            located.counts_DK.bitwise_not_()  # negative ones announce it
-        counts_WK = torch.empty(world_size, layout.num_blocks, dtype=torch.int32, device=self.device)
-        yield comm.all_gather(counts_WK, located.counts_DK[0])
-        finite = min(counts_WK[:, 0].tolist()) >= 0
-        if not finite:
-            counts_WK = torch.maximum(counts_WK, ~counts_WK)
-        sizes_W = [sizes[0] for sizes in layout.sizes(counts_WK)]
-        splits = [POSITION_NBYTES * size for size in sizes_W]
-        received = torch.empty(sum(splits), dtype=torch.uint8, device=self.device)
-        wires_WB = located.positions.expand(world_size, -1)
-        yield comm.all_to_all_uneven(received, wires_WB.reshape(-1), splits, [wires_WB.shape[1]] * world_size)
-        wires = received.split_with_sizes(splits)
-        ranks = [(partition - shift) % world_size for partition in range(world_size)]
-        chosen = [layout.positions(counts_WK[r], [sizes_W[r]], wires[r])[0] for r in ranks]
-        for (start, stop), part in zip(pairwise(bounds), chosen, strict=True):
-            if layout.spans[0] > stop - start and part.numel() and int(part.max()) >= stop - start:
-                raise damaged_message("a position lies beyond the end of its partition")
-            part += start
-        return Selection(self._split(joined(chosen)), [sizes_W[r] for r in ranks], finite)
-
-    def _above(self, threshold: float, start: int, stop: int, most: int) -> Tensor:
-        """Positions, counted from `start`, of live elements in [start, stop) that reach the threshold; the largest of
-        them if they are more than `most`.
-        """
-        reached: list[tuple[Tensor, Tensor]] = []
-        for i, at, piece in self._pieces(start, stop):
-            if self.found[i] is not Condition.LIVE:
-                continue
-            share = len(piece) * most // (_MOST * max(stop - start, 1))
-            try:
-                if len(piece) == self.views[i].spec.numel:
-                    found = self._totals[i].above(threshold, expected=share)
-                else:
-                    self._totals[i].formed()
-                    found = select_above(self.residuals[i][piece.start : piece.stop], threshold, expected=share)
-            except OverflowedSum:
-                self._overflowed(i)
-                continue
-            reached.append((found[0].long().add_(at) if at else found[0].long(), found[1]))
-        if not reached:
-            return no_entries(self.device).indices
-        indices = joined([indices for indices, _ in reached])
-        if indices.numel() <= most:
-            return indices
-        return indices.index_select(0, top_k(joined([values for _, values in reached]), most)[0])
-
-    def _form(self) -> None:
-        for i, total in enumerate(self._totals):
-            try:
-                total.formed()
-            except OverflowedSum:
-                self._overflowed(i)
-
-    def _overflowed(self, i: int) -> None:
-        undo_(self.residuals[i], self.views[i].flat())
-        self.found[i] = Condition.NONFINITE
-
-    def _split(self, positions: Tensor) -> list[Tensor]:
-        """Ascending positions in the model as ascending positions in each view."""
-        if len(self.starts) == 1:
-            return [positions]
-        edges = torch.tensor([*self.starts, self.grid.numel], device=self.device)
-        at = torch.searchsorted(positions, edges).tolist()
-        return [positions[at[i] : at[i + 1]] - start for i, start in enumerate(self.starts)]
-
-    def block_counts(self, selection: Selection) -> Tensor:
-        """Chosen elements of each block; the tail counts for the last."""
-        parts = [indices + start for indices, start in zip(selection.indices, self.starts, strict=True)]
-        block = (torch.cat(parts) // self.grid.block_numel).clamp_(max=self.grid.num_blocks - 1)
-        return torch.bincount(block, minlength=self.grid.num_blocks)
-
-
-@lru_cache
-def _partition_layout(numel: int, device: torch.device) -> SparseLayout:
-    """Of messages about the positions in one partition."""
-    return sparse_layout(("",), (flat_cut(numel, 1, 1),), 1, device, scatter=False)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from enum import Enum
 from typing import ClassVar, Literal
 
@@ -34,11 +33,8 @@ from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels import sparse
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.sums import OverflowedSum, Sum
-from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.compact_residual import ResidualDtype
-from lowbit_strategy.options.configuration import configuration
 
 Values = Literal["float32", "bfloat16", "int8", "int7", "int6", "int5", "int4", "int3", "int2"]
 _CODECS: dict[str, Codec] = {
@@ -283,31 +279,3 @@ class SparseReducer(Reducer):
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
         return entries_sum_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=scatter)
-
-
-@configuration
-class SparseCompressor(Compressor):
-    """Configurations of sparse methods.
-
-    Args:
-        density: Share of the elements that is sent, in (0, 1]. Smaller: fewer bytes, staler elements.
-        values: How values travel: ``float32``, ``bfloat16``, ``int8`` to ``int2`` (blocks with a scale) or any codec.
-            What a coarser one leaves out stays in the residual. A position costs 2 bytes besides.
-        residual: ``float32``: 4 bytes per parameter on every rank; ``bfloat16``: 2; ``int8``: 1, with a scale per 128
-            elements. The smaller ones round at random: what they add on average is nothing, but noise.
-    """
-
-    is_sparse: ClassVar[bool] = True
-    approaches_mean: ClassVar[bool] = False  # not in as few steps as the shared tests take
-
-    density: float = 0.01
-    values: Values | Codec = "float32"
-    residual: ResidualDtype = "float32"
-
-    def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
-        check_density(self.density)
-        value_codec(self.values)
-
-    def conserving(self) -> SparseCompressor:
-        return replace(self, residual="float32")

@@ -16,8 +16,7 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.select import largest_threshold
-from lowbit_strategy.kernels.sums import Sum, top_k
+from lowbit_strategy.kernels.sums import Sum
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
@@ -28,13 +27,13 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec
 from lowbit_strategy.methods._sparse_base.common_positions import WholeReducer
 from lowbit_strategy.methods._sparse_base.compact_residual import compact
+from lowbit_strategy.methods._sparse_base.sampled_selection import select_by_sample
+from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
-    SparseCompressor,
     SparseReducer,
     check_density,
     conditions,
-    nonzero,
     overflowed,
     pending_sums,
     value_codec,
@@ -42,36 +41,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
 )
 from lowbit_strategy.options.configuration import configuration
 
-_SAMPLE_SHARE = 0.01
-_SAMPLE_KEPT = 128  # of the sample above the threshold, if 1 % has fewer: the count is off by 9 % then
-_MAX_ROUNDS = 10
-_LEAST = 0.8
 _WHOLE = WholeReducer()
-_TINY = torch.finfo(torch.float32).tiny
-
-
-def select_by_sample(total: Sum, k: int, *, seed: int) -> Chosen:
-    """About the k largest elements of the sum, 0.8 k to k of them, in a few passes and without sorting it.
-
-    A threshold is taken from a sample. While it selects fewer than 0.8 k it is lowered by a fifth, at most ten times;
-    if it selects more than k, the largest of those are taken. Where the sample would be a quarter of it, the
-    largest are taken.
-    """
-    numel = total.numel()
-    num = max(math.ceil(_SAMPLE_SHARE * numel), math.ceil(_SAMPLE_KEPT * numel / k))
-    if 4 * num >= numel:
-        return nonzero(Chosen(*top_k(total, k)))
-    sample = total.sample(num, seed=seed)
-    threshold = max(largest_threshold(sample, round(k / numel * num)), _TINY)  # zeros are never sent
-    for _ in range(1 + _MAX_ROUNDS):
-        indices, values = total.above(threshold, expected=k)
-        if indices.numel() >= _LEAST * k or threshold == _TINY:
-            break
-        threshold = max(threshold * 0.8, _TINY)
-    if indices.numel() > k:
-        chosen, values = top_k(Sum(values), k)
-        indices = indices.index_select(0, chosen)
-    return Chosen(indices.long(), values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

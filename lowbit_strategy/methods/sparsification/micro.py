@@ -8,7 +8,8 @@ from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.exclusive_partitions import ExclusiveReducer
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor, value_codec
+from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
+from lowbit_strategy.methods._sparse_base.sparse_reducer import value_codec
 from lowbit_strategy.options.configuration import configuration
 
 

@@ -20,9 +20,9 @@ from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
 from lowbit_strategy.methods._sparse_base.compact_residual import compact
+from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
-    SparseCompressor,
     accumulate_,
     conditions,
     value_codec,

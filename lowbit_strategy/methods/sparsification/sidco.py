@@ -26,8 +26,8 @@ from lowbit_strategy.methods._sparse_base.fitted_thresholds import (
     fitted_threshold,
     most_stages,
 )
+from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    SparseCompressor,
     SparseReducer,
     nonzero,
     value_codec,

@@ -20,8 +20,8 @@ from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec, FeedbackReducer
 from lowbit_strategy.methods._sparse_base.compact_residual import compact
+from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    SparseCompressor,
     SparseReducer,
     check_density,
     value_codec,

@@ -75,7 +75,7 @@ def observed(accelerator: Accelerator, model: nn.Module) -> dict:
     seen = {"model": type(model).__name__, "records": sorted(records)}
     if (sync := getattr(getattr(accelerator, "lowbit", None), "sync", None)) is not None:
         seen |= {"steps": sync.step_index, "sent": sync.ranks.peers.sent_nbytes}
-        seen["account"] = sum(sync.sent_nbytes(name) for name in sync.specs)
+        seen["account"] = sum(sync.state.sent_nbytes(name) for name in sync.specs)
     return seen
 
 

@@ -50,7 +50,7 @@ def main() -> None:
     facts = {"losses": losses(whole), "bits": weights(whole), "model": type(whole.model_wrapped).__name__}
     if (sync := getattr(getattr(whole.accelerator, "lowbit", None), "sync", None)) is not None:
         facts |= {"steps": sync.step_index, "sent": sync.ranks.peers.sent_nbytes}
-        facts["account"] = sum(sync.sent_nbytes(name) for name in sync.specs)
+        facts["account"] = sum(sync.state.sent_nbytes(name) for name in sync.specs)
     again = trainer(out / "again")
     again.train(resume_from_checkpoint=str(out / "whole" / "checkpoint-4"))
     facts["resumed"] = losses(again) == losses(whole) and weights(again) == facts["bits"]

@@ -117,6 +117,31 @@ def test_what_a_killed_run_left_behind_is_removed_and_what_lives_is_not() -> Non
         assert len(_own_namespaces(slow)) == 2
 
 
+def test_a_delay_adds_two_ways_to_the_limit() -> None:
+    assert _options("--delay", "75ms").delay == 0.075
+    assert _options("--delay", "0.5s").delay == 0.5
+    assert network.limit_of("200mbit", 5e6, 0.25) == pytest.approx(0.45)
+    assert network.limit_of("200mbit", 5e6, 0.25, 0.075) == pytest.approx(0.6)
+    assert network.limit_of("none", 5e6, 0.25, 0.075) is None
+
+
+@pytest.mark.root
+def test_far_links_delay_and_limit_what_plain_sockets_send() -> None:
+    with SlowNetwork(2, delay_s=0.04) as far:
+        far.set_rate("50mbit")
+        probed, packets = far.probe(3.0), far.set_rate("50mbit")
+        assert 0.08 <= probed["ping_s"] < 0.12
+        assert 30e6 < probed["settled_bps"] < 52e6
+        assert packets["packets"] > 1000
+        assert packets["lost"] == 0
+    assert not _own_namespaces(far)
+    with SlowNetwork(2, loss=0.2) as lossy:
+        lossy.set_rate(None)
+        lossy.probe(0.5)
+        packets = lossy.set_rate(None)
+        assert 0.1 < packets["lost"] / packets["packets"] < 0.3
+
+
 # Bits per element and hop; with headers, and what is exempt or at high precision in so small a model.
 BITS = {
     "no-sync": (0, 30),

@@ -54,7 +54,7 @@ def missing(syncs: Sequence[GradientSync]) -> dict[str, Tensor]:
     """The mean over ranks of what each has not sent."""
     found = {}
     for spec in SPECS:
-        parts = [sync.export_unsent(spec.name) for sync in syncs]
+        parts = [sync.state.export_unsent(spec.name) for sync in syncs]
         found[spec.name] = torch.stack([torch.zeros(spec.numel) if part is None else part for part in parts]).mean(0)
     return found
 

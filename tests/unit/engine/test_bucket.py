@@ -63,7 +63,7 @@ def observed(compressor: Compressor, *, scatter: bool, steps: int = 3) -> Iterat
         recorder = Recorder(traces=True)
         sync.subscribe(recorder, StepPhase.OBSERVE)
         grads = gradients(step, SPECS)
-        residuals = {name: sync.residual(name) for name in grads}
+        residuals = {name: sync.state.residual(name) for name in grads}
         residuals = {name: torch.zeros_like(grads[name]) if r is None else r.clone() for name, r in residuals.items()}
         means = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
         sync.unsubscribe(recorder)
@@ -102,7 +102,7 @@ def test_what_waits_in_idle_blocks_is_not_to_be_sent(compressor: Compressor, idl
     for kept in (slice(0, 96), slice(0, 0)):  # three blocks of 32, or none
         grad = torch.zeros_like(grads["a"])
         grad.view(-1)[kept] = grads["a"].view(-1)[kept]
-        residual, recorder = sync.residual("a"), Compensated(traces=False)
+        residual, recorder = sync.state.residual("a"), Compensated(traces=False)
         assert residual is not None
         sync.subscribe(recorder, StepPhase.OBSERVE)
         active = (grad.view(-1, idle) != 0).any(1).repeat_interleave(idle)
@@ -118,7 +118,9 @@ def test_observing_changes_no_bit() -> None:
     for step in range(3):
         wanted, found = (reduce_step(sync, gradients(step, SPECS)) for sync in (plain, watched))
         assert all(torch.equal(wanted[name], found[name]) for name in wanted)
-        assert all(torch.equal(a, b) for a, b in zip(plain.state_tensors(), watched.state_tensors(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(plain.state.all_tensors(), watched.state.all_tensors(), strict=True)
+        )
 
 
 def test_the_innermost_observer_measures_the_methods_alone() -> None:
@@ -139,7 +141,7 @@ def test_the_innermost_observer_measures_the_methods_alone() -> None:
 
 def test_a_leftover_residual_is_added_before_anyone_reduces() -> None:
     sync = engine(Dense(), SPECS)
-    sync.carryover.keep("b", torch.full((1200,), 2.0))
+    sync.state.carryover.keep("b", torch.full((1200,), 2.0))
     recorder = Recorder(traces=True)
     sync.subscribe(recorder, StepPhase.OBSERVE)
     grads = gradients(0, SPECS)

@@ -131,7 +131,7 @@ def test_an_overflow_puts_everything_back_and_is_not_counted() -> None:
     sync = engine(EXACT, rollback=True)
     reduce_step(sync, gradients(0))
     sync.subscribe(Log("monitor", log), StepPhase.OBSERVE)
-    before = [tensor.clone() for tensor in sync.state_tensors()]
+    before = [tensor.clone() for tensor in sync.state.all_tensors()]
     bad = gradients(1)
     bad["bias"][3] = torch.inf
     means = reduce_step(sync, bad, end=False)
@@ -139,7 +139,7 @@ def test_an_overflow_puts_everything_back_and_is_not_counted() -> None:
     assert not sync.end_step()
     assert (sync.step_index, sync.num_skipped) == (1, 1)
     assert log[-1] == "monitor ends False"
-    assert all(torch.equal(a, b) for a, b in zip(before, sync.state_tensors(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, sync.state.all_tensors(), strict=True))
     reduce_step(sync, gradients(1))
     assert sync.step_index == 2  # the flag is down again
 
@@ -165,10 +165,10 @@ def test_phases_change_when_a_step_begins() -> None:
 def test_regrouping_keeps_the_stores_of_methods_whose_parameters_stay() -> None:
     sync = engine(EXACT)
     reduce_step(sync, gradients(0))
-    stores = dict(sync.stores)
-    sync.assign(dict(sync.assignments))
-    assert dict(sync.stores) == stores
-    assert all(sync.stores[method] is store for method, store in stores.items())
+    stores = dict(sync.state.stores)
+    sync.assign(dict(sync.state.assignments))
+    assert dict(sync.state.stores) == stores
+    assert all(sync.state.stores[method] is store for method, store in stores.items())
 
 
 def test_new_parameters_join_and_the_others_keep_their_state() -> None:
@@ -186,7 +186,7 @@ def test_forgetting_is_starting_anew_with_the_same_methods() -> None:
     sync, fresh = engine(EXACT), engine(EXACT)
     for step in range(3):
         reduce_step(sync, gradients(step))
-    sync.carryover.keep("bias", torch.ones(37))
+    sync.state.carryover.keep("bias", torch.ones(37))
     sync.forget()
     sync.step_index = 0
     for step in range(2):
@@ -197,9 +197,9 @@ def test_forgetting_is_starting_anew_with_the_same_methods() -> None:
 @pytest.mark.parametrize("compressor", [EXACT, QSGD(bits=3), ExDyna(density=0.1)], ids=lambda c: c.name)
 def test_bytes_of_state_are_those_of_its_tensors(compressor: object) -> None:
     sync = engine(compressor)  # type: ignore[arg-type]
-    assert sync.residual_nbytes == sum(tensor.nbytes for tensor in sync.state_tensors())
-    by_name = sum(t.nbytes for name in sync.specs for t in sync.tensors(name).values())
-    assert sync.residual_nbytes == by_name
+    assert sync.state.nbytes == sum(tensor.nbytes for tensor in sync.state.all_tensors())
+    by_name = sum(t.nbytes for name in sync.specs for t in sync.state.tensors(name).values())
+    assert sync.state.nbytes == by_name
 
 
 def test_a_model_of_one_scalar() -> None:

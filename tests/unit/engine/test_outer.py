@@ -155,7 +155,7 @@ def test_a_pseudo_gradient_is_reduced_with_its_residual(compressor: Compressor) 
     moves = [{name: before[name] - p.detach() for name, p in model.named_parameters()} for model in ranks.models]
     ranks.together(lambda rank: ranks.outers[rank].after_step())
     for name, anchor in ranks.outers[0].anchors.items():
-        unsent = [outer.sync.export_unsent(name) for outer in ranks.outers]
+        unsent = [outer.sync.state.export_unsent(name) for outer in ranks.outers]
         lacking = sum(0.0 if each is None else each.view_as(anchor) for each in unsent) / 2
         mean = (moves[0][name] + moves[1][name]) / 2
         torch.testing.assert_close(before[name] - anchor + lacking, mean, rtol=0, atol=1e-6)

@@ -35,26 +35,26 @@ def test_carryover_is_sent_by_a_method_that_keeps_no_residual() -> None:
 def test_an_idle_parameter_keeps_its_carryover() -> None:
     sync = engine(TWO)
     reduce_step(sync, gradients(0))
-    carryover = sync.residual(WEIGHTS[0])
+    carryover = sync.state.residual(WEIGHTS[0])
     sync.use(Dense())
     idle = gradients(1) | {WEIGHTS[0]: torch.zeros(48 * 64)}
     assert not reduce_step(sync, idle)[WEIGHTS[0]].any()
-    torch.testing.assert_close(sync.carryover.get(WEIGHTS[0]), carryover)
+    torch.testing.assert_close(sync.state.carryover.get(WEIGHTS[0]), carryover)
     sync.use(TWO)  # and takes it along
-    assert WEIGHTS[0] not in sync.carryover
-    torch.testing.assert_close(sync.residual(WEIGHTS[0]), carryover)
+    assert WEIGHTS[0] not in sync.state.carryover
+    torch.testing.assert_close(sync.state.residual(WEIGHTS[0]), carryover)
 
 
 def test_an_overflow_keeps_the_carryover() -> None:
     sync = engine(TWO, rollback=True)
     reduce_step(sync, gradients(0))
-    carryover = sync.residual(WEIGHTS[0]).clone()
+    carryover = sync.state.residual(WEIGHTS[0]).clone()
     sync.use(Dense())
     bad = gradients(1)
     bad["bias"][3] = torch.inf
     reduce_step(sync, bad, end=False)
     assert not sync.end_step()
-    torch.testing.assert_close(sync.carryover.get(WEIGHTS[0]), carryover)
+    torch.testing.assert_close(sync.state.carryover.get(WEIGHTS[0]), carryover)
     grads = gradients(2)
     means = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
     torch.testing.assert_close(means[WEIGHTS[0]], grads[WEIGHTS[0]] + carryover)
@@ -82,8 +82,8 @@ def test_resuming_with_another_method_is_as_switching_to_it(following: Compresso
     capture.restore(resumed, saved, load_rank=lambda _: saved, on_world_size_change="reset")
     switched.use(following)
     for name in WEIGHTS:
-        want = switched.residual(name) if following is TWO else switched.carryover.get(name)
-        have = resumed.residual(name) if following is TWO else resumed.carryover.get(name)
+        want = switched.state.residual(name) if following is TWO else switched.state.carryover.get(name)
+        have = resumed.state.residual(name) if following is TWO else resumed.state.carryover.get(name)
         assert want.any()
         torch.testing.assert_close(have, want)
 
@@ -94,9 +94,9 @@ def test_parameters_whose_method_stays_keep_every_bit() -> None:
     names = [spec.name for spec in SPECS]
     sync = engine(per_parameter((light, heavy), dict.fromkeys(names, 1)))
     reduce_step(sync, gradients(0))
-    before = {key: value.clone() for key, value in sync.tensors(WEIGHTS[0]).items()}
+    before = {key: value.clone() for key, value in sync.state.tensors(WEIGHTS[0]).items()}
     sync.use(per_parameter((light, heavy), {WEIGHTS[0]: 1, WEIGHTS[1]: 0, "bias": 0}))
-    after = sync.tensors(WEIGHTS[0])
+    after = sync.state.tensors(WEIGHTS[0])
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert any(value.any() for value in before.values())

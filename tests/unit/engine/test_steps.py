@@ -31,7 +31,7 @@ def test_a_step_that_has_begun_is_not_regrouped_while_it_reduces() -> None:
     sync.begin_step()
     with mock.patch.object(sync, "assign", side_effect=AssertionError("regrouped inside a collective's stream")):
         reduce_step(sync, gradients(1), end=False)
-    assert {method.uplink.fmt.bits for method in sync.stores if method.residual_gain != torch.inf} == {2}
+    assert {method.uplink.fmt.bits for method in sync.state.stores if method.residual_gain != torch.inf} == {2}
 
 
 def test_beginning_twice_is_beginning_once() -> None:
@@ -77,7 +77,7 @@ def test_replaced_state_lives_until_the_step_is_over() -> None:
     """Reads of it may still be queued on another stream when a step begins late, inside a collective."""
     sync = engine(TWO_PHASES)
     reduce_step(sync, gradients(0))
-    old = [weakref.ref(tensor) for tensor in sync.state_tensors()]
+    old = [weakref.ref(tensor) for tensor in sync.state.all_tensors()]
     reduce_step(sync, gradients(1), end=False)
     gc.collect()
     assert all(ref() is not None for ref in old)

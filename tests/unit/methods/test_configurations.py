@@ -130,7 +130,7 @@ def test_powersgd_starts_dense() -> None:
     ranks = OneTensor(compressor, (64, 64), 1)
     sync: GradientSync = ranks.syncs[0]
     assert isinstance(compressor.phase(2), Dense)
-    assert sync.assignments["p"].method == Dense().method(sync.specs["p"])
+    assert sync.state.assignments["p"].method == Dense().method(sync.specs["p"])
 
 
 def test_files_nest_compressors() -> None:

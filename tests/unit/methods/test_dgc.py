@@ -14,9 +14,10 @@ from lowbit_strategy.kernels.reference.select import top_k
 from lowbit_strategy.kernels.sums import Sum
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec
+from lowbit_strategy.methods._sparse_base.sampled_selection import select_by_sample
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import preset
-from lowbit_strategy.methods.sparsification.dgc import DGC, select_by_sample
+from lowbit_strategy.methods.sparsification.dgc import DGC
 from lowbit_strategy.methods.wrappers.partition import Partition
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
 from lowbit_strategy.ranks.ranks import Ranks

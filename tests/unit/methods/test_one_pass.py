@@ -15,7 +15,7 @@ from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels import native
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseCompressor
+from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from lowbit_strategy.methods.sparsification.dgc import DGC
 from lowbit_strategy.methods.sparsification.exdyna import ExDyna
 from lowbit_strategy.methods.sparsification.sidco import SIDCo

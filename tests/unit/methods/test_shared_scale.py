@@ -125,4 +125,4 @@ def test_bytes_of_shared_trits() -> None:
     """1.6 bits uplink, three bits downlink on two ranks (five values: three to a byte), half of the tensor each."""
     ranks = OneTensor(TernGrad(), (60, 1024), 2)
     agreed = 2 * 60 * 4 // 2
-    assert ranks.syncs[0].sent_nbytes("p") == 30 * 1024 // 5 + 30 * 1024 // 3 + agreed
+    assert ranks.syncs[0].state.sent_nbytes("p") == 30 * 1024 // 5 + 30 * 1024 // 3 + agreed

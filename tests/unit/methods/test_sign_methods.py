@@ -162,7 +162,7 @@ def test_onebitsgd_is_its_definition(world_size: int) -> None:
 @pytest.mark.parametrize("compressor", [SignSGD(), EFSignSGD(), OneBitSGD()])
 def test_bytes_are_an_eighth_of_a_byte_an_element_and_scales(compressor: SignSGD | EFSignSGD | OneBitSGD) -> None:
     ranks = OneTensor(compressor, (64, 1024), 2)
-    per_element = ranks.syncs[0].sent_nbytes("p") / 65536
+    per_element = ranks.syncs[0].state.sent_nbytes("p") / 65536
     scale = {"signsgd": 2, "efsignsgd": 2, "onebitsgd": 4}[compressor.name] / compressor.block_size
     uplink = (1 / 8 + scale) / 2  # half of the tensor goes to the other rank
     downlink = (52 / 256 + 2 / 256) / 2 if compressor.name == "signsgd" else uplink

@@ -15,6 +15,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base import exclusive_partitions as exclusive
+from lowbit_strategy.methods._sparse_base import flat_model
 from lowbit_strategy.methods._sparse_base.compact_residual import round_to_bfloat16
 from lowbit_strategy.methods.sparsification.adacomp import AdaComp
 from lowbit_strategy.methods.sparsification.dgc import DGC
@@ -204,7 +205,7 @@ def test_exdynas_description_has_the_constants_of_its_code() -> None:
     assert f"further than a factor of {exclusive._BAND:g} from the target" in text
     assert f"move by more than {100 * exclusive._CALM:g} % per step" in text
     assert "more than four times the wanted number" in text
-    assert exclusive._MOST == 4
+    assert flat_model._MOST == 4
 
 
 RESIDUALS = ["bfloat16", "int8"]
@@ -225,7 +226,7 @@ def test_a_compact_residual_is_small_and_unbiased(kind: type[Compressor], residu
         state = ranks.state(0)
         nbytes = state["residual"].nbytes + (state["residual_scale"].nbytes if "residual_scale" in state else 0)
     assert nbytes <= {"bfloat16": 2, "int8": 1.05}[residual] * 2400
-    left = ranks.syncs[0].residual("p").double() + ranks.syncs[1].residual("p").double()
+    left = ranks.syncs[0].state.residual("p").double() + ranks.syncs[1].state.residual("p").double()
     came = 80 * (gaussian((2400,), 0) + gaussian((2400,), 1)).double() / 2
     lost = came - results[residual] - left / 2
     assert float(lost.norm() / came.norm()) < {"bfloat16": 0.02, "int8": 0.06}[residual]
@@ -265,7 +266,7 @@ def test_chunks_lose_nothing_on_either_hop(world_size: int, values: str, residua
         mean = ranks.step(gradients)
         assert 0 < int(mean.count_nonzero()) <= 140
         went += mean.double()
-    left = sum(sync.export_unsent("p").double() for sync in ranks.syncs) / world_size  # the owners' residuals too
+    left = sum(sync.state.export_unsent("p").double() for sync in ranks.syncs) / world_size  # the owners' residuals too
     lost = came - went - left
     assert float(lost.norm() / came.norm()) < (1e-5 if residual == "float32" else 0.05)
 

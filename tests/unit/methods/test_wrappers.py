@@ -95,7 +95,7 @@ def test_decay_forgets() -> None:
 
 def test_feedback_in_8_bits_costs_a_quarter_and_does_nearly_as_well() -> None:
     wide, narrow = (ErrorFeedback(compressor=QSGD(bits=3), residual=r) for r in ("float32", "int8"))
-    memory = [OneTensor(c, (32, 64), 2).syncs[0].residual_nbytes for c in (wide, narrow)]
+    memory = [OneTensor(c, (32, 64), 2).syncs[0].state.nbytes for c in (wide, narrow)]
     assert memory[1] < 0.27 * memory[0]
     assert mean_of(narrow, 40) < 2 * mean_of(wide, 40)
 
@@ -267,9 +267,9 @@ def test_residuals_of_the_warm_up_go_on() -> None:
     g = [gaussian((32, 64), rank) for rank in range(2)]
     for _ in range(2):
         ranks.step(g)
-    before = ranks.syncs[0].residual("p")
+    before = ranks.syncs[0].state.residual("p")
     ranks.syncs[0].follow_phase()
-    after = ranks.syncs[0].residual("p")
+    after = ranks.syncs[0].state.residual("p")
     assert before is not None
     assert after is not None
     assert torch.allclose(after[1024:], before[1024:], atol=1e-6)  # the first half also takes the owner's residual

@@ -47,7 +47,7 @@ def unsent(syncs: Sequence[GradientSync]) -> Tensor:
     """The mean over ranks of what each has not sent."""
     rows = []
     for sync in syncs:
-        parts = [sync.export_unsent(spec.name) for spec in SPECS]
+        parts = [sync.state.export_unsent(spec.name) for spec in SPECS]
         rows.append(torch.cat([torch.zeros(s.numel) if p is None else p for s, p in zip(SPECS, parts, strict=True)]))
     return torch.stack(rows).mean(0)
 
@@ -64,7 +64,7 @@ def test_groups_made_anew_change_nothing(name: str) -> None:
     for index in range(3, 6):
         assert torch.equal(step(again, syncs, index)[1], step(never, others, index)[1])
     for sync, other in zip(syncs, others, strict=True):
-        assert all(map(torch.equal, sync.state_tensors(), other.state_tensors()))
+        assert all(map(torch.equal, sync.state.all_tensors(), other.state.all_tensors()))
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)

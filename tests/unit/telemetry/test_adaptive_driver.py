@@ -153,7 +153,7 @@ def test_decisions_are_applied_by_regrouping() -> None:
     bits = []
     for step in range(4):
         reduce_step(sync, gradients(step))
-        bits.append(sync.assignments[WEIGHTS[0]].method.uplink.fmt.bits)
+        bits.append(sync.state.assignments[WEIGHTS[0]].method.uplink.fmt.bits)
     assert bits == [8, 8, 2, 2]
     assert [(event.step, event.switch.after) for event in driver.events] == [
         (0, "loco(bits=8, block_size=64, reset_steps=None)"),
@@ -168,7 +168,7 @@ def test_decisions_name_no_parameter_that_every_level_exempts() -> None:
     for step in range(2):
         reduce_step(sync, gradients(step))
         assert driver.levels.keys() == set(WEIGHTS)
-    assert sync.assignments["bias"].kind == "exempt"
+    assert sync.state.assignments["bias"].kind == "exempt"
 
 
 def test_an_overflowed_step_is_not_decided_twice_and_teaches_nothing() -> None:

@@ -22,7 +22,7 @@ def test_figures_against_an_independent_computation() -> None:
     sync = engine(COMPRESSOR, scatter=True)
     observer = Observer(sync, wants=lambda step: step == 3, group_by="parameter")
     for step in range(4):
-        before = {name: sync.residual(name) for name in WEIGHTS}
+        before = {name: sync.state.residual(name) for name in WEIGHTS}
         grads = gradients(step)
         sent = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
     compensated = {name: grads[name] + before[name] for name in WEIGHTS} | {"bias": grads["bias"]}

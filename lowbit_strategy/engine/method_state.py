@@ -1,0 +1,189 @@
+"""What is reduced and by which method: the assignment of every parameter, and what methods keep between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.layout import Share
+from lowbit_strategy.engine.carryover import CarryOver
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
+from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.plan.gradients import promised_nbytes
+
+
+class MethodState:
+    """Methods and residuals of one model's parameters on one rank. Whatever changes them is called between steps.
+
+    Args:
+        specs: All trainable parameters, in the same order on all ranks.
+        share: Which part of each parameter this rank reduces; None: all of it.
+        placement: Where state lives.
+        device: Of gradients.
+
+    Attributes:
+        specs: What is reduced, by name: parameters, or this rank's parts of them.
+        compressor: Gives every parameter its method.
+        assignments: The method of each parameter, and why.
+        stores: The state of all parameters that share a method.
+        carryover: What a method had not sent yet and the next one does not keep.
+    """
+
+    compressor: Compressor
+    _phase: Compressor
+
+    def __init__(
+        self, specs: Iterable[TensorSpec], share: Share | None, placement: Placement, device: torch.device
+    ) -> None:
+        self.placement = placement
+        self.carryover = CarryOver(device)
+        self.assignments: dict[str, Assignment] = {}
+        self.stores: dict[Method, MethodStore] = {}
+        self._share = share
+        self.specs = {spec.name: spec.shared(share) for spec in specs}
+
+    @property
+    def wholes(self) -> dict[str, TensorSpec]:
+        """Parameters, where `specs` may have parts of them."""
+        return {name: spec.whole for name, spec in self.specs.items()}
+
+    # -- methods --------------------------------------------------------------------------------------------------
+
+    def use(self, compressor: Compressor, step_index: int) -> list[MethodStore]:
+        """Give every parameter its method anew; residuals are carried over. Returns as `assign`."""
+        compressor.check(list(self.wholes.values()))
+        self.compressor = compressor
+        self._phase = compressor.phase(step_index)
+        return self.assign(assign_all(self._phase, list(self.specs.values())))
+
+    def follow_phase(self, step_index: int) -> list[MethodStore] | None:
+        """Regroup if the compressor has another configuration for this step. Returns as `assign`; None: it has not."""
+        phase = self.compressor.phase(step_index)
+        if phase == self._phase:
+            return None
+        self._phase = phase
+        return self.assign(assign_all(phase, list(self.specs.values())))
+
+    def extend(self, specs: Iterable[TensorSpec]) -> list[MethodStore]:
+        """Serve more parameters, the same on all ranks; the others keep their state. Returns as `assign`."""
+        self.specs |= {spec.name: spec.shared(self._share) for spec in specs}
+        return self.assign(assign_all(self._phase, list(self.specs.values())))
+
+    def forget(self) -> None:
+        """All state as at the start; methods stay."""
+        self.carryover.forget()
+        earlier, self.stores, self.assignments = self.assignments, {}, {}
+        self.assign(earlier)
+
+    def move(self, placement: Placement) -> None:
+        """Other ranks reduce with this one: state is made anew, and what has not been sent yet becomes its residual."""
+        if placement == self.placement:
+            return
+        unsent = {name: self.export_unsent(name) for name in self.specs}
+        self.placement = placement
+        self.forget()
+        for name, kept in unsent.items():
+            if kept is not None:
+                self.carry_over_(name, kept)
+
+    def assign(self, assignments: Mapping[str, Assignment]) -> list[MethodStore]:
+        """Regroup, one parameter at a time.
+
+        1. a store whose parameters stay is kept as it is
+        2. a parameter whose method stays, or continues its old one, keeps all state
+        3. what another method has not sent yet becomes the residual of the new one; if that keeps none, it is added
+           to the next gradient
+
+        Returns:
+            Stores that are not used any more; a stream may still read them.
+        """
+        earlier, old_stores = self.assignments, self.stores
+        names: dict[Method, list[str]] = {}
+        for name, assignment in assignments.items():
+            names.setdefault(assignment.method, []).append(name)
+        before: dict[Method, list[str]] = {}
+        for name, assignment in earlier.items():
+            before.setdefault(assignment.method, []).append(name)
+        self.assignments, self.stores = dict(assignments), {}
+        for method, members in names.items():
+            if before.get(method) == members:
+                self.stores[method] = old_stores[method]
+                continue
+            store = method.make_store({name: self.specs[name] for name in members}, self.placement)
+            self.stores[method] = store
+            for name in members:
+                if name in earlier:
+                    self._hand_over(name, earlier[name].method, old_stores[earlier[name].method])
+        return [store for method, store in old_stores.items() if self.stores.get(method) is not store]
+
+    def _hand_over(self, name: str, earlier: Method, old_store: MethodStore) -> None:
+        """Bring one parameter's state from its old store to its new one."""
+        if self.assignments[name].method.continues(earlier):
+            _copy_where_equal(self.tensors(name), old_store.tensors(name))
+            return
+        unsent, leftover = old_store.export_unsent(name), self.carryover.release(name)
+        if leftover is not None:
+            unsent = leftover if unsent is None else unsent.add_(leftover)
+        if unsent is not None:
+            self.carry_over_(name, unsent)
+
+    def carry_over_(self, name: str, unsent: Tensor) -> None:
+        """Make `unsent`, in units of the gradient, the residual of a parameter whose state is fresh.
+
+        If its method keeps none it is added to the next gradient.
+        """
+        if not self.store(name).import_unsent_(name, unsent):
+            self.carryover.keep(name, unsent)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def store(self, name: str) -> MethodStore:
+        """The state of the method that serves a parameter."""
+        return self.stores[self.assignments[name].method]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """All state of one parameter, as views."""
+        return self.store(name).tensors(name)
+
+    def residual(self, name: str) -> Tensor | None:
+        """float32 ``[numel]``: what is added to the next gradient of one parameter; None if nothing ever is."""
+        return self.store(name).residual(name)
+
+    def export_unsent(self, name: str) -> Tensor | None:
+        """What this rank has not sent yet of one parameter, in units of the gradient, leftovers included."""
+        unsent, leftover = self.store(name).export_unsent(name), self.carryover.get(name)
+        if leftover is None:
+            return unsent
+        return leftover.clone() if unsent is None else unsent.add_(leftover)
+
+    def all_tensors(self) -> list[Tensor]:
+        return [tensor for store in self.stores.values() for tensor in store.state_tensors()]
+
+    def row_numel(self, name: str) -> int:
+        """Elements of one rank's chunk of a parameter, padding included."""
+        return self.placement.cut(self.specs[name], self.assignments[name].method.block_size).row_numel
+
+    def sent_nbytes(self, name: str) -> int:
+        """Bytes this rank sends to others for one reduction of a parameter, headers and padding aside."""
+        method, placement = self.assignments[name].method, self.placement
+        return promised_nbytes(method, self.specs[name], placement.world_size, scatter=placement.scatter)
+
+    def rescale_(self, factor: float) -> None:
+        """The loss scale has changed by `factor`."""
+        for store in self.stores.values():
+            store.rescale_(factor)
+        self.carryover.rescale_(factor)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all state on this rank."""
+        return sum(store.nbytes for store in self.stores.values())
+
+
+def _copy_where_equal(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
+    for key, value in targets.items():
+        if (source := sources.get(key)) is not None and source.shape == value.shape:
+            value.copy_(source)

@@ -1,0 +1,205 @@
+"""``lowbit advise`` and ``lowbit estimate``: what a set-up would cost, from numbers alone."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lowbit_strategy.launch import units
+
+_T = TypeVar("_T")
+_ENCODED_PER_S = 20e9  # elements a hop, assumed: a GPU reads and writes some hundred gigabytes per second
+_INTRA_LATENCY_S, _INTRA_NBYTES_PER_S = 5e-6, 50e9  # assumed, of links inside a node
+
+Params = Annotated[str | None, typer.Option(help="Parameters of a transformer, such as 7e9 or 7B.")]
+Model = Annotated[str | None, typer.Option(help="package:Class, called without arguments on the meta device.")]
+HFConfig = Annotated[Path | None, typer.Option(help="A folder with the config.json of a Hugging Face model.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Machines.")]
+RanksPerNode = Annotated[int, typer.Option(min=1, help="Processes on each.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def advise(
+    params: Params = None,
+    model: Model = None,
+    hf_config: HFConfig = None,
+    nodes: Nodes = 2,
+    ranks_per_node: RanksPerNode = 8,
+    link: Annotated[str, typer.Option(help="Bandwidth of a node, such as 10gbit: measured, not nominal.")] = "10gbit",
+    latency: Annotated[str, typer.Option(help="Between nodes, one way, such as 0.1ms.")] = "0.1ms",
+    compute: Annotated[str, typer.Option(help="A step without communication, such as 0.9s.")] = "1s",
+    memory: Annotated[str | None, typer.Option(help="Of a device, such as 80GB: what does not fit is marked.")] = None,
+    close: Annotated[bool, typer.Option("--close", help="Recommend what is a little worse in loss, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the step time of every sensible set-up, and say which to use, or that none helps."""
+    from lowbit_strategy.plan import advice
+    from lowbit_strategy.plan.cost import Cluster, Link
+
+    wanted, cluster, compute_s, limit = _or_exit(
+        "advise",
+        lambda: (
+            _wanted(params, model, hf_config, nodes, ranks_per_node),
+            Cluster(
+                inter_node=Link(units.duration(latency), units.rate(link)),
+                intra_node=Link(_INTRA_LATENCY_S, _INTRA_NBYTES_PER_S),
+                encoded_per_s=_ENCODED_PER_S,
+            ),
+            units.duration(compute),
+            None if memory is None else units.size(memory),
+        ),
+    )
+    found = _or_exit("advise", lambda: advice.choices(wanted, cluster, compute_s))
+    best = advice.advised(found, wanted, limit, "close" if close else "same")
+    if as_json:
+        chosen = None if best is None else best.line
+        print(json.dumps({"choices": [_as_dict(each, wanted) for each in found], "advice": chosen}, indent=1))
+        return
+    title = f"{wanted.numel:.3g} parameters, {nodes} x {ranks_per_node} ranks, {link} and {latency} between nodes"
+    Console().print(_table(found, wanted, limit, title))
+    print(f"given: {link}, {latency}, {compute} of compute; assumed: 50 GB/s inside a node, 2e10 elements/s encoded")
+    if best is None:
+        print("Do not use this package here: nothing that keeps the loss is 5 % faster than the framework's own.")
+    else:
+        print(f"Use: {best.line}")
+
+
+def estimate(
+    params: Params = None,
+    model: Model = None,
+    hf_config: HFConfig = None,
+    nodes: Nodes = 2,
+    ranks_per_node: RanksPerNode = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Memory and bytes of every sensible set-up; no link needed."""
+    from lowbit_strategy.plan import advice
+
+    wanted = _or_exit("estimate", lambda: _wanted(params, model, hf_config, nodes, ranks_per_node))
+    found = _or_exit("estimate", lambda: advice.choices(wanted))
+    if as_json:
+        print(json.dumps({"choices": [_as_dict(each, wanted) for each in found]}, indent=1))
+        return
+    Console().print(_table(found, wanted, None, f"{wanted.numel:.3g} parameters, {nodes} x {ranks_per_node} ranks"))
+
+
+def _or_exit(command: str, call: Callable[[], _T]) -> _T:
+    try:
+        return call()
+    except ValueError as error:
+        print(f"lowbit {command}: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def _wanted(params: str | None, model: str | None, hf_config: Path | None, nodes: int, ranks_per_node: int) -> Any:
+    """Raises:
+    ValueError: Not one of the three is given, or it cannot be built.
+    """
+    from lowbit_strategy.plan.advice import Wanted
+    from lowbit_strategy.plan.models import transformer
+
+    if sum(each is not None for each in (params, model, hf_config)) != 1:
+        raise ValueError("give one of --params, --model and --hf-config")
+    if params is not None:
+        return Wanted(transformer(units.count(params)), nodes, ranks_per_node, itemsize=2)
+    from lowbit_strategy.model.parameters import describe_parameters
+
+    module = _on_meta(_maker(model) if model is not None else _from_hf(hf_config))
+    specs = describe_parameters(module)
+    if not specs:
+        raise ValueError("the model has no parameter that requires a gradient")
+    itemsizes = {param.element_size() for param in module.parameters()}
+    return Wanted(specs, nodes, ranks_per_node, itemsize=4 if 4 in itemsizes else 2)
+
+
+def _maker(name: str) -> Callable[[], Any]:
+    package, _, attribute = name.partition(":")
+    sys.path.insert(0, ".")
+    try:
+        found: Any = getattr(importlib.import_module(package), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--model {name}: {error}; give it as package.module:Class") from error
+    return found
+
+
+def _from_hf(folder: Path | None) -> Callable[[], Any]:
+    assert folder is not None
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError("--hf-config needs transformers: pip install 'lowbit-strategy[transformers]'") from error
+    return lambda: AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+
+
+def _on_meta(make: Callable[[], Any]) -> Any:
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return make()
+    except Exception as error:
+        raise ValueError(f"the model cannot be built on the meta device: {type(error).__name__}: {error}") from error
+
+
+def _as_dict(choice: Any, wanted: Any) -> dict[str, Any]:
+    from lowbit_strategy.plan.advice import memory_of
+
+    return {
+        "name": choice.name,
+        "line": choice.line,
+        "quality": choice.quality if choice.line else None,
+        "step": None if choice.time is None else asdict(choice.time),
+        "between_nbytes": round(choice.between_nbytes),
+        "sent_nbytes": choice.plan.sent_nbytes,
+        "in_series": choice.plan.in_series,
+        "memory_nbytes": memory_of(choice, wanted),
+        "kept_nbytes": asdict(choice.plan.memory),
+        "break_even_nbytes_per_s": choice.break_even,
+    }
+
+
+def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -> Table:
+    from lowbit_strategy.plan.advice import memory_of
+
+    timed = found[0].time is not None
+    table = Table(title=title)
+    table.add_column("set-up")
+    columns = ["step", "from - to", "x fp32", "x bf16", "break-even"] if timed else []
+    for name in [*columns, "between nodes", "memory", "loss"]:
+        table.add_column(name, justify="right")
+    own: dict[str, float] = {}
+    for each in found:
+        row = []
+        layout = each.plan.layout
+        if each.time is not None:
+            if not each.line:
+                own[f"{layout} {each.name[-4:]}"] = each.time.seconds
+            ratios = [own.get(f"{layout} {kind}", 0.0) / each.time.seconds for kind in ("at32", "bf16")]
+            row = [f"{each.time.seconds:.2f} s", f"{each.time.low:.2f} - {each.time.high:.2f}"]
+            row += [f"{ratio:.2f}" if ratio else "" for ratio in ratios] + [_rate(each)]
+        held = memory_of(each, wanted)
+        too_much = " !" if limit is not None and held > limit else ""
+        loss = {"same": "no worse", "close": "close", "local": "other algorithm"}[each.quality] if each.line else ""
+        table.add_row(each.name, *row, f"{each.between_nbytes / 1e9:.2f} GB", f"{held / 1e9:.1f} GB{too_much}", loss)
+    return table
+
+
+def _rate(choice: Any) -> str:
+    from lowbit_strategy.plan.cost import ANY_RATE
+
+    if not choice.line:
+        return ""
+    if choice.break_even is None:
+        return "never"
+    return "always" if choice.break_even >= ANY_RATE else f"{choice.break_even * 8 / 1e9:.3g} Gbit/s"

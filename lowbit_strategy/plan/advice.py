@@ -1,0 +1,208 @@
+"""Which set-up suits a model and its links: every sensible one planned, its step predicted, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lowbit_strategy.collectives.layout import Share
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, fitted
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.outer.registry import OUTER_RULES, compressor_for
+from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.methods.registry import PRESETS
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.methods.weights.registry import default_weights
+from lowbit_strategy.plan.cost import Cluster, StepTime, break_even, step_time, uncompressed
+from lowbit_strategy.plan.gradients import Layout, Reduced, ddp_buckets
+from lowbit_strategy.plan.messages import Unit
+from lowbit_strategy.plan.models import layers_of
+from lowbit_strategy.plan.plan import Plan, make_plan
+from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.topology import Topology
+
+Quality = Literal["same", "close", "local"]
+
+WORTH_IT = 0.95  # of the uncompressed step's time: below it, compression is worth its trouble
+_LATE = 10**6  # a step at which all warm-ups are over
+_COMPRESSED: tuple[tuple[str, Quality], ...] = (("loco", "same"), ("loco1", "close"), ("powersgd", "close"))
+_STEPS = ("diloco",)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be trained, and where.
+
+    Args:
+        specs: Parameters.
+        nodes: Machines.
+        ranks_per_node: Processes on each.
+        itemsize: Bytes of an element of weights and gradients without compression: 2 for bf16, 4 for float32.
+    """
+
+    specs: Sequence[TensorSpec]
+    nodes: int
+    ranks_per_node: int
+    itemsize: int = 4
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def numel(self) -> int:
+        return sum(spec.numel for spec in self.specs)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One set-up and what it costs.
+
+    Args:
+        name: The strategy's; ``ddp`` and ``fsdp`` with a type of float are the framework's own.
+        line: What to paste; empty for the framework's own.
+        plan: What it sends and keeps.
+        time: Of a step; None: without links there is no prediction.
+        quality: ``same``: 4 bits and more, whose loss was measured to be no worse; ``close``: a little worse;
+            ``local``: ranks train by themselves, which is another algorithm.
+        break_even: Bytes per second between nodes below which it is faster than bf16 without compression.
+    """
+
+    name: str
+    line: str
+    plan: Plan
+    time: StepTime | None = None
+    quality: Quality = "same"
+    break_even: float | None = None
+
+    @property
+    def between_nbytes(self) -> float:
+        """Bytes per step that leave the node, of one rank."""
+        plan = self.plan
+        return _leaving(plan.gradients) + _leaving(plan.weights) + _leaving(plan.rounds) / plan.every
+
+
+def _leaving(units: Sequence[Unit]) -> float:
+    return sum(each.total_nbytes * each.leaving * unit.repeats for unit in units for each in unit.messages)
+
+
+def plan_for(
+    wanted: Wanted,
+    layout: Layout,
+    compressor: Compressor,
+    *,
+    coding: WeightCoding | None = None,
+    outer: OuterRule | None = None,
+    assigned: Mapping[str, Assignment] | None = None,
+) -> Plan:
+    """A strategy's plan with its defaults: two levels where nodes have several ranks, HSDP with a replica per node."""
+    assigned = assign(wanted, compressor) if assigned is None else assigned
+    nodes, per_node = wanted.nodes, wanted.ranks_per_node
+    shape_of_nodes = Topology((per_node,) * nodes, wanted.world_size)
+    two_level = per_node > 1 and (layout == "hsdp" or (nodes > 1 and outer is None))
+    share = Share(0, per_node, nodes if layout == "fsdp" else None) if two_level else None
+    parts = [spec.shared(share) for spec in wanted.specs]
+    modules = layers_of(list(wanted.specs), wanted.itemsize)
+    if layout == "ddp":
+        reduced = ddp_buckets((spec.name, spec.numel, wanted.itemsize) for spec in wanted.specs)
+    else:
+        members = [(name, module.specs) for name, module in reversed(modules.items())]
+        reduced = [Reduced(tuple(spec.name for spec in specs), wanted.itemsize, name) for name, specs in members]
+    return make_plan(
+        parts,
+        {part.name: fitted(assigned[part.name], part) for part in parts},
+        Shape(wanted.world_size, 0, share, shape_of_nodes),
+        layout,
+        reduced=reduced,
+        coding=None if layout == "ddp" else coding or _unchosen(layout, compressor),
+        modules=None if layout == "ddp" else modules,
+        outer=outer,
+    )
+
+
+def assign(wanted: Wanted, compressor: Compressor) -> Mapping[str, Assignment]:
+    """What each whole parameter gets once all warm-ups are over."""
+    late = compressor.at(_LATE)
+    late.check(wanted.specs)
+    return assign_all(late, wanted.specs)
+
+
+def _unchosen(layout: Layout, compressor: Compressor) -> WeightCoding:
+    return Exact() if layout == "hsdp" else default_weights(compressor)
+
+
+def choices(wanted: Wanted, cluster: Cluster | None = None, compute_s: float | None = None) -> list[Choice]:
+    """Every sensible set-up, the framework's own first; the fastest of each layout before the others.
+
+    Args:
+        wanted: Model and ranks.
+        cluster: Links; None: bytes and memory only.
+        compute_s: A step without communication.
+    """
+    found: list[Choice] = []
+    assigned = {name: assign(wanted, PRESETS[name]) for name in ("dense", *(name for name, _ in _COMPRESSED))}
+    for layout in _layouts(wanted):
+        base = plan_for(wanted, layout, PRESETS["dense"], assigned=assigned["dense"])
+        half = uncompressed(base, 2)
+        own = [_timed("float32", layout, uncompressed(base, 4), cluster, compute_s)]
+        own.append(_timed("bf16", layout, half, cluster, compute_s))
+        ours = [
+            _timed(name, layout, plan, cluster, compute_s, half, quality)
+            for name, quality in _COMPRESSED
+            for plan in [plan_for(wanted, layout, PRESETS[name], assigned=assigned[name])]
+        ]
+        if layout != "fsdp":
+            for name in _STEPS:
+                plan = plan_for(wanted, layout, compressor_for(name), outer=OUTER_RULES[name])
+                ours.append(_timed(name, layout, plan, cluster, compute_s, half, "local"))
+        found += own + (ours if cluster is None else sorted(ours, key=_seconds))
+    return found
+
+
+def _layouts(wanted: Wanted) -> tuple[Layout, ...]:
+    return ("ddp", "fsdp", "hsdp") if wanted.nodes > 1 and wanted.ranks_per_node > 1 else ("ddp", "fsdp")
+
+
+def _timed(
+    name: str,
+    layout: Layout,
+    plan: Plan,
+    cluster: Cluster | None,
+    compute_s: float | None,
+    against: Plan | None = None,
+    quality: Quality = "same",
+) -> Choice:
+    ours = against is not None
+    full, line = (f"{name}_{layout}", f'strategy="{name}_{layout}"') if ours else (f"{layout}, {name}", "")
+    if cluster is None or compute_s is None:
+        return Choice(full, line, plan, quality=quality)
+    even = None if against is None else break_even(plan, against, cluster, compute_s)
+    return Choice(full, line, plan, step_time(plan, cluster, compute_s), quality, even)
+
+
+def _seconds(choice: Choice) -> float:
+    assert choice.time is not None
+    return choice.time.seconds
+
+
+def memory_of(choice: Choice, wanted: Wanted) -> int:
+    """What a rank holds for the model: weights, gradients, two moments in float32, and what compression keeps."""
+    plan = choice.plan
+    shared = 1 if plan.layout == "ddp" else wanted.world_size if plan.layout == "fsdp" else wanted.ranks_per_node
+    return round(wanted.numel * (2 * wanted.itemsize + 8) / shared) + plan.memory.total
+
+
+def advised(
+    found: Sequence[Choice], wanted: Wanted, memory: float | None = None, quality: Quality = "same"
+) -> Choice | None:
+    """The fastest of that quality that fits into `memory` bytes; None: the framework's own does as well."""
+    allowed = ("same",) if quality == "same" else ("same", "close")
+    fits = [choice for choice in found if memory is None or memory_of(choice, wanted) <= memory]
+    own = [_seconds(choice) for choice in fits if not choice.line]
+    ours = [choice for choice in fits if choice.line and choice.quality in allowed]
+    if not ours:
+        return None
+    best = min(ours, key=_seconds)
+    return best if not own or _seconds(best) < WORTH_IT * min(own) else None

@@ -1,0 +1,225 @@
+"""How long a step takes: a pure function of a plan, of links and of a step's time without communication.
+
+A message takes ``collectives in series x latency + bytes / bandwidth``; encoding and decoding come on top. What of it
+shows in a step depends on what it can overlap:
+
+* DDP, HSDP: a bucket is sent once backward has produced it, ``T = max(compute, bucket by bucket) + last bucket``
+* FSDP2: the next module's weights are gathered while one computes; gradients follow each module's backward pass
+* local steps: a round's messages, less what its delay hides, over the steps of the round
+
+Besides the estimate there are bounds: everything that can overlap does (`low`), or nothing does (`high`).
+
+References:
+    Agarwal et al., "On the Utility of Gradient Compression in Distributed Training Systems", MLSys 2022, arXiv
+    2103.00543, section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lowbit_strategy.plan.messages import Level, Message, Unit
+from lowbit_strategy.plan.plan import Memory, Plan
+
+ANY_RATE = 1e12  # bytes per second: faster than any link
+FORWARD_SHARE = 1 / 3  # of a step's compute: backward takes twice as long
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Args:
+    latency_s: Seconds from one end to the other.
+    nbytes_per_s: Bytes per second.
+    """
+
+    latency_s: float
+    nbytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """What messages travel on.
+
+    Args:
+        inter_node: The link of a node, which its ranks share.
+        intra_node: Of each rank to the others of its node.
+        encoded_per_s: Elements per second that a rank encodes or decodes, a hop; None: in no time.
+        ways: Latencies that one collective costs: 2 where the sender first waits for the receiver (gloo).
+        overlaps: Whether messages travel while a rank computes.
+    """
+
+    inter_node: Link
+    intra_node: Link
+    encoded_per_s: float | None = None
+    ways: int = 1
+    overlaps: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step: the estimate, and what it cannot leave if the figures it is made from are right."""
+
+    seconds: float
+    low: float
+    high: float
+
+
+def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> tuple[float, float]:
+    """What a message waits for latency, and how long its bytes take; all ranks of a node send theirs at once."""
+    far = message.total_nbytes * message.leaving
+    link = cluster.inter_node if message.leaving else cluster.intra_node
+    latency = message.in_series * cluster.ways * link.latency_s
+    travelling = far * ranks_per_node / cluster.inter_node.nbytes_per_s
+    return latency, travelling + (message.total_nbytes - far) / cluster.intra_node.nbytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    latency: float
+    busy: float  # encoding and bytes
+
+    @property
+    def seconds(self) -> float:
+        return self.latency + self.busy
+
+
+def unit_cost(unit: Unit, cluster: Cluster, ranks_per_node: int) -> _Cost:
+    """Of one time that it travels."""
+    parts = [message_seconds(message, cluster, ranks_per_node) for message in unit.messages]
+    encoding = unit.encoded_numel / cluster.encoded_per_s if cluster.encoded_per_s else 0.0
+    return _Cost(sum(latency for latency, _ in parts), sum(busy for _, busy in parts) + encoding)
+
+
+def step_time(plan: Plan, cluster: Cluster, compute_s: float) -> StepTime:
+    """Of one step, a mean over a round where steps are local.
+
+    Args:
+        plan: What is sent.
+        cluster: On what.
+        compute_s: A step without communication: forward, backward, optimizer.
+    """
+    per_node = ranks_per_node(plan)
+    gradients = [unit_cost(unit, cluster, per_node) for unit in plan.gradients]
+    weights = [unit_cost(unit, cluster, per_node) for unit in plan.weights]
+    rounds = [unit_cost(unit, cluster, per_node) for unit in plan.rounds]
+    sent = sum(each.seconds for each in gradients)
+    sent += sum(unit.repeats * each.seconds for unit, each in zip(plan.weights, weights, strict=True))
+    busy = sum(each.busy for each in gradients)
+    busy += sum(unit.repeats * each.busy for unit, each in zip(plan.weights, weights, strict=True))
+    late = sum(each.seconds for each in rounds)
+    hidden = 0.0 if plan.outer is None else plan.outer.delay_of(plan.outer.shortest_turn) * compute_s
+    turns = 1 if plan.outer is None else plan.outer.fragments
+    shown = max(0.0, late - turns * hidden) / plan.every
+    last = gradients[-1].seconds if gradients else 0.0
+    low = max(compute_s, busy) + max(0.0, sum(each.busy for each in rounds) - turns * hidden) / plan.every
+    high = compute_s + sent + late / plan.every
+    if not cluster.overlaps:
+        return StepTime(compute_s + sent + shown, low, high)
+    if weights:
+        seconds = _with_prefetch(plan, gradients, weights, compute_s)
+    else:
+        seconds = _bucket_by_bucket(plan.gradients, gradients, compute_s)
+    return StepTime(max(low, min(high, seconds + shown)), low, max(high, low + last))
+
+
+def ranks_per_node(plan: Plan) -> int:
+    """As far as it is known; 1 otherwise."""
+    topology = plan.shape.topology
+    return 1 if topology is None else topology.ranks_per_node or 1
+
+
+def _bucket_by_bucket(units: Sequence[Unit], costs: Sequence[_Cost], compute_s: float) -> float:
+    """Buckets leave in the order in which backward produces them; two are under way at a time."""
+    total = sum(unit.numel for unit in units) or 1
+    ready, free = FORWARD_SHARE * compute_s, 0.0
+    lanes = min(2, len(units))
+    for at, (unit, cost) in enumerate(zip(units, costs, strict=True)):
+        ready += (1 - FORWARD_SHARE) * compute_s * unit.numel / total
+        alone = at == len(units) - 1
+        free = max(free, ready) + cost.busy + cost.latency / (1 if alone else lanes)
+    return max(compute_s, free)
+
+
+def _with_prefetch(plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Cost], compute_s: float) -> float:
+    """One link, in the order of use: weights before a module runs, its gradients after its backward pass."""
+    modules = list(zip(plan.weights, weights, strict=True))
+    total = sum(unit.numel for unit in plan.weights) or 1
+    link = done = 0.0
+    for unit, cost in modules:
+        link += cost.seconds  # issued while the module before computes
+        done = max(done, link) + FORWARD_SHARE * compute_s * unit.numel / total
+        link = max(link, done - FORWARD_SHARE * compute_s * unit.numel / total)
+    link = max(link, done)
+    waiting = list(gradients)
+    each = len(waiting) / max(1, len(modules))
+    sent = 0.0
+    for unit, cost in reversed(modules):
+        if unit.repeats > 1:
+            link += cost.seconds
+        done = max(done, link) + (1 - FORWARD_SHARE) * compute_s * unit.numel / total
+        sent += each
+        while sent >= 1 and waiting:
+            link = max(link, done) + waiting.pop(0).seconds
+            sent -= 1
+    link += sum(cost.seconds for cost in waiting)
+    return max(done, link)
+
+
+# -- without compression ----------------------------------------------------------------------------------------------
+
+
+def ring_message(nbytes: float, plan: Plan, *, hops: int) -> Message:
+    """A ring over `nbytes`, by one hop or two (all-reduce): every link between nodes carries it once a hop.
+
+    A rank waits for a message per other node in each hop; those inside nodes cost less and are left out.
+    """
+    world_size, per_node = plan.shape.world_size, ranks_per_node(plan)
+    sent = hops * (world_size - 1) * nbytes / world_size
+    nodes = -(-world_size // per_node)
+    level: Level = "flat" if nodes > 1 else "intra-node"
+    leaving = 1 / per_node if nodes > 1 else 0.0
+    return Message(level, "ring", round(sent), in_series=hops * max(1, nodes - 1), leaving=leaving)
+
+
+def uncompressed(plan: Plan, itemsize: int) -> Plan:
+    """What the framework sends by itself for the same model on the same ranks, all elements of `itemsize` bytes."""
+    if plan.shape.world_size == 1:
+        return plan
+    hops = 2 if plan.layout == "ddp" else 1
+    source = plan.gradients or plan.rounds
+    if plan.layout == "hsdp":
+        hops = 2  # inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
+    gradients = tuple(
+        replace(unit, messages=(ring_message(unit.numel * itemsize, plan, hops=hops),), encoded_numel=0)
+        for unit in source
+    )
+    weights = tuple(
+        replace(
+            unit,
+            messages=unit.messages
+            if plan.layout == "hsdp"
+            else (ring_message(unit.numel * plan.modules[unit.name].dtype.itemsize, plan, hops=1),),
+            repeats=plan.modules[unit.name].num_gathers,
+            encoded_numel=0,
+        )
+        for unit in plan.weights
+    )
+    return replace(plan, gradients=gradients, weights=weights, rounds=(), every=1, outer=None, memory=Memory())
+
+
+def break_even(plan: Plan, other: Plan, cluster: Cluster, compute_s: float) -> float | None:
+    """Bytes per second between nodes below which `plan` is faster than `other`: None at none, `ANY_RATE` at all."""
+    assert plan.shape.world_size == other.shape.world_size
+
+    def gains(nbytes_per_s: float) -> bool:
+        at = replace(cluster, inter_node=Link(cluster.inter_node.latency_s, nbytes_per_s))
+        return step_time(plan, at, compute_s).seconds < 0.99 * step_time(other, at, compute_s).seconds
+
+    low, high = 1e4, ANY_RATE
+    if not gains(low):
+        return None
+    for _ in range(11):  # to a hundredth
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if gains(middle) else (low, middle)
+    return low if low < 0.9 * ANY_RATE else ANY_RATE

@@ -1,0 +1,79 @@
+"""``lowbit advise`` and ``lowbit estimate`` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lowbit_strategy.cli import app
+from lowbit_strategy.launch import units
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"})
+    return result.exit_code, result.output
+
+
+def test_advice_ends_with_a_line_to_paste() -> None:
+    code, output = invoke("advise", "--params", "1e9", "--nodes", "4", "--ranks-per-node", "2", "--link", "1gbit")
+    assert code == 0
+    assert 'Use: strategy="loco_' in output
+    assert "break-even" in output
+
+
+def test_advice_against_this_package() -> None:
+    code, output = invoke("advise", "--params", "1e8", "--ranks-per-node", "1", "--link", "10tbit", "--latency", "1us")
+    assert code == 0
+    assert "Do not use this package here" in output
+
+
+def test_json_has_what_the_table_has() -> None:
+    code, output = invoke("advise", "--params", "1e8", "--json")
+    assert code == 0
+    found = json.loads(output)
+    loco = next(each for each in found["choices"] if each["name"] == "loco_ddp")
+    assert loco["step"]["low"] <= loco["step"]["seconds"] <= loco["step"]["high"]
+    assert loco["in_series"] == 4  # inside the node, between nodes and back
+    assert loco["memory_nbytes"] > loco["kept_nbytes"]["residuals"] > 0
+
+
+def test_estimate_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_model.py").write_text(
+        "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(nn.Linear(4096, 4096), nn.Linear(4096, 4096))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, output = invoke("estimate", "--model", "own_model:Net", "--nodes", "2", "--ranks-per-node", "1", "--json")
+    assert code == 0
+    found = {each["name"]: each for each in json.loads(output)["choices"]}
+    assert found["loco_ddp"]["step"] is None
+    assert found["loco_ddp"]["sent_nbytes"] < found["ddp, bf16"]["sent_nbytes"] / 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give one of --params, --model and --hf-config"),
+        (("--params", "many"), "'many' is not a number such as 7e9 or 7B"),
+        (("--params", "1000"), "give a model"),
+        (("--model", "torch.nn:Nothing"), "give it as package.module:Class"),
+        (("--model", "torch.nn:Linear"), "cannot be built on the meta device"),
+        (("--hf-config", "nowhere"), "nowhere has no config.json"),
+        (("--params", "1e9", "--link", "fast"), "'fast' is not a bandwidth"),
+        (("--params", "1e9", "--compute", "0s"), "it must be above 0"),
+    ],
+)
+def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
+    code, output = invoke("advise", *arguments)
+    assert code == 2
+    assert message in output
+
+
+def test_quantities() -> None:
+    assert units.rate("10gbit") == units.rate("10 Gbit/s") == 1.25e9
+    assert units.duration("0.1ms") == pytest.approx(1e-4)
+    assert units.size("80GB") == 80e9
+    assert units.count("7B") == units.count("7e9") == 7e9

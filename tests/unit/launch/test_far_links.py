@@ -1,0 +1,42 @@
+"""What the doctor says about TCP for far links: from files as the kernel's, and from this machine's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lowbit_strategy.launch.far_links import examine_far_links
+
+TUNED = {
+    "tcp_rmem": "4096 131072 67108864",
+    "tcp_wmem": "4096\t131072\t67108864",
+    "tcp_slow_start_after_idle": "0",
+    "tcp_congestion_control": "bbr",
+}
+
+
+def _kernel(folder: Path, **changed: str) -> Path:
+    for name, value in (TUNED | changed).items():
+        (folder / name).write_text(value + "\n")
+    return folder
+
+
+def test_a_host_prepared_for_far_links_has_nothing_to_note(tmp_path: Path) -> None:
+    findings = list(examine_far_links(_kernel(tmp_path)))
+    assert [finding.level for finding in findings] == ["ok"] * 4
+    assert findings[0].found == "at most 67.1 MB"
+
+
+def test_each_setting_that_slows_far_links_is_noted(tmp_path: Path) -> None:
+    for name, value in {
+        "tcp_rmem": "4096 131072 6291456",
+        "tcp_wmem": "4096 16384 4194304",
+        "tcp_slow_start_after_idle": "1",
+        "tcp_congestion_control": "cubic",
+    }.items():
+        levels = [finding.level for finding in examine_far_links(_kernel(tmp_path, **{name: value}))]
+        assert levels.count("note") == 1
+        assert levels.index("note") == list(TUNED).index(name)
+
+
+def test_where_the_kernel_does_not_say_nothing_is_said(tmp_path: Path) -> None:
+    assert list(examine_far_links(tmp_path)) == []

@@ -1,0 +1,98 @@
+"""Step times predicted from numbers: laws that any prediction must obey, and figures that others published."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.published_steps import TOLERANCE, rows
+from lowbit_strategy import PRESETS, LoCo
+from lowbit_strategy.methods._base.compressor import assign_all
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.plan.advice import Choice, Wanted, advised, choices, plan_for
+from lowbit_strategy.plan.cost import Cluster, Link, break_even, step_time, uncompressed
+from lowbit_strategy.plan.gradients import Reduced
+from lowbit_strategy.plan.models import transformer
+from lowbit_strategy.plan.plan import make_plan
+from lowbit_strategy.ranks.shape import Shape
+from lowbit_strategy.ranks.topology import Topology
+
+SLOW, FAST = Link(0.01, 1e9 / 8), Link(1e-6, 1e12)
+
+
+def cluster(link: Link = SLOW, *, ways: int = 1, overlaps: bool = True) -> Cluster:
+    return Cluster(inter_node=link, intra_node=Link(5e-6, 50e9), ways=ways, overlaps=overlaps)
+
+
+def test_one_bucket_takes_its_latencies_and_its_bytes() -> None:
+    """`T = messages in series x latency + bytes / bandwidth`, after all of backward."""
+    specs = [TensorSpec("weight", (1024, 1024))]
+    shape = Shape(4, 0, None, Topology((1,) * 4, 4))
+    plan = make_plan(specs, assign_all(LoCo(), specs), shape, "ddp", reduced=[Reduced(("weight",))])
+    (unit,) = plan.gradients
+    nbytes = sum(message.total_nbytes for message in unit.messages)
+    for ways in (1, 2):
+        found = step_time(plan, cluster(ways=ways), 0.5).seconds
+        assert found == pytest.approx(0.5 + 2 * ways * SLOW.latency_s + nbytes / SLOW.nbytes_per_s)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("name", ["loco", "dense", "topk"])
+def test_a_prediction_lies_between_its_bounds_and_grows_with_worse_links(layout: str, name: str) -> None:
+    wanted = Wanted(transformer(1e9), 4, 2, itemsize=2)
+    plan = plan_for(wanted, layout, PRESETS[name])  # type: ignore[arg-type]
+    before = 0.0
+    for nbytes_per_s in (1e12, 1e10, 1e9, 1e8, 1e7):
+        link = Link(1e-4, nbytes_per_s)
+        found = step_time(plan, cluster(link), 0.5)
+        assert 0.5 <= found.low <= found.seconds <= found.high
+        assert found.seconds >= before
+        assert step_time(plan, cluster(Link(1e-2, nbytes_per_s)), 0.5).seconds >= found.seconds
+        assert step_time(plan, cluster(link, overlaps=False), 0.5).seconds >= found.seconds
+        before = found.seconds
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
+def test_break_even_is_where_both_are_as_fast(layout: str) -> None:
+    wanted = Wanted(transformer(1e9), 4, 2, itemsize=2)
+    plan = plan_for(wanted, layout, LoCo())  # type: ignore[arg-type]
+    stock = uncompressed(plan, 2)
+    at = break_even(plan, stock, cluster(), 0.5)
+    assert at is not None
+    for factor, gains in ((0.5, True), (2.0, False)):
+        if at * factor < 5e11:
+            link = cluster(Link(SLOW.latency_s, at * factor))
+            assert (step_time(plan, link, 0.5).seconds < 0.99 * step_time(stock, link, 0.5).seconds) is gains
+
+
+def best(found: list[Choice], wanted: Wanted, memory: float | None = None) -> str | None:
+    chosen = advised(found, wanted, memory)
+    return None if chosen is None else chosen.name
+
+
+def test_advice_for_seven_billion_parameters_takes_a_second() -> None:
+    wanted = Wanted(transformer(7e9), 4, 8, itemsize=2)
+    choices(Wanted(transformer(1e8), 4, 8, itemsize=2))  # imports
+    assert not dist.is_initialized()
+    started = time.process_time()
+    found = choices(wanted, cluster(Link(1e-4, 10e9 / 8)), 0.9)
+    assert time.process_time() - started < 1.0
+    assert 6.5e9 < wanted.numel < 7.5e9
+    assert best(found, wanted) in ("loco_ddp", "loco_hsdp")
+    assert best(found, wanted, 80e9) == "loco_hsdp"  # DDP's weights and moments alone take more
+    assert best(found, wanted, 20e9) == "loco_fsdp"
+
+
+def test_it_declines_where_links_are_fast() -> None:
+    wanted = Wanted(transformer(1e9), 2, 1, itemsize=2)
+    assert best(choices(wanted, cluster(FAST), 1.0), wanted) is None
+    assert best(choices(wanted, cluster(SLOW), 1.0), wanted) is not None
+
+
+def test_two_of_three_published_figures_are_within_a_fifth() -> None:
+    found = rows()
+    assert len(found) >= 15
+    assert sum(row.within for row in found) / len(found) >= 2 / 3
+    assert all(abs(row.ratio - 1) < 2 * TOLERANCE for row in found)
