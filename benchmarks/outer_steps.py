@@ -12,6 +12,8 @@ training included, is tuned on seeds that are used for nothing else.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import time
 from concurrent.futures import wait
@@ -23,8 +25,10 @@ import torch
 import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from benchmarks.runs import Runs, warmup_then_cosine
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.methods._base.tensor_spec import Role, TensorSpec
@@ -56,6 +60,7 @@ class Variant:
 
     outer: Any = None
     compressor: Any = None
+    beta2: float = 0.95
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +83,7 @@ TWO_BITS = FOUR_BITS | {"bits": 2, "codebook": "fitted", "block_size": 64, "high
 VARIANTS = {
     "dense": Variant(),
     "diloco": Variant(outer={"name": "diloco", "every": 30}, compressor=FOUR_BITS),
-    "streamingdiloco": Variant(
-        outer={"name": "streamingdiloco", "every": 30, "fragments": 4, "delay": 2, "mix": 0.5}, compressor=TWO_BITS
-    ),
+    "streamingdiloco": Variant(outer={"name": "streamingdiloco", "every": 30}),
     "sparseloco": Variant(outer={"name": "sparseloco", "every": 30}),
 }
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
@@ -215,25 +218,54 @@ class Synchronous:
 class Local:
     """Every rank its own `OuterSync`."""
 
-    def __init__(self, variant: Variant, params: Params, seed: int) -> None:
-        rule = as_outer(variant.outer)
+    def __init__(self, variant: Variant, params: Params, optimizer: Optimizer, seed: int) -> None:
+        rule = self.rule = as_outer(variant.outer)
         compressor = default_compressor(rule) if variant.compressor is None else as_compressor(variant.compressor)
         workers = next(iter(params.values())).shape[0]
         specs = [TensorSpec(name, tuple(param.shape[1:]), _role(name)) for name, param in params.items()]
         self.world = ThreadedWorld(workers)
         self.numel = sum(spec.numel for spec in specs)
-        self.outers = []
-        for rank, comm in enumerate(self.world.comms):
-            sync = GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=False, seed=seed)
-            self.outers.append(OuterSync(sync, {name: param.data[rank] for name, param in params.items()}, rule))
-        self.steps = 0
+        self.params, self.optimizer, self.steps = params, optimizer, 0
+        self.syncs = [
+            GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=False, seed=seed)
+            for comm in self.world.comms
+        ]
+        self.outers: list[OuterSync] = []
+        if not rule.synchronous_steps:
+            self._start()
+
+    def _start(self) -> None:
+        """Steps are local from now on."""
+        for rank, sync in enumerate(self.syncs):
+            if self.steps:
+                sync.forget()
+            own = {name: param.data[rank] for name, param in self.params.items()}
+            self.outers.append(OuterSync(sync, own, self.rule, states=functools.partial(self._states, rank)))
+
+    def _states(self, rank: int) -> dict[str, dict[str, Tensor]]:
+        kept = {name: self.optimizer.state.get(param, {}) for name, param in self.params.items()}
+        return {name: {key: value[rank] for key, value in state.items() if value.dim()} for name, state in kept.items()}
 
     def before_step(self) -> None:
-        return None
+        """In the synchronous part gradients are reduced, both hops, through the compressor."""
+        if self.outers:
+            return
+        parts = [(name, param.grad) for name, param in self.params.items() if param.grad is not None]
+        offsets = itertools.accumulate((grad[0].numel() for _, grad in parts), initial=0)
+        layout = BucketLayout(tuple(Entry(name, at) for (name, _), at in zip(parts, offsets, strict=False)))
+        flat = [torch.cat([grad[rank].reshape(-1) for _, grad in parts]) for rank in range(len(self.syncs))]
+        self.world.reduce(self.syncs, layout, flat, flat)
+        sizes = [grad[0].numel() for _, grad in parts]
+        for rank, mean_N in enumerate(flat):
+            for (_, grad), mean in zip(parts, mean_N.split(sizes), strict=True):
+                grad[rank].copy_(mean.view_as(grad[rank]))
 
     def after_step(self, learning_rate: float) -> None:
         self.steps += 1
-        self._together(lambda outer: outer.after_step(learning_rate))
+        if self.outers:
+            self._together(lambda outer: outer.after_step(learning_rate))
+        elif self.steps >= self.rule.synchronous_steps:
+            self._start()
 
     def finish(self) -> None:
         self._together(lambda outer: outer.finish())
@@ -260,8 +292,9 @@ def train(model_name: str, variant: Variant, rate: float, seed: int, setting: Se
     """The whole run; deterministic."""
     model, started = MODELS[model_name], time.process_time()
     params = initial(model, setting.workers, setting.context, seed)
-    ranks = Synchronous(params) if variant.outer is None else Local(variant, params, seed)
-    optimizer = torch.optim.AdamW(params.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    betas = (0.9, variant.beta2)
+    optimizer = torch.optim.AdamW(params.values(), lr=rate, betas=betas, weight_decay=0.1, fused=True)
+    ranks = Synchronous(params) if variant.outer is None else Local(variant, params, optimizer, seed)
     text = standard_library("train")
     order = torch.Generator().manual_seed(10_000 + seed)
     window = torch.arange(setting.context + 1)

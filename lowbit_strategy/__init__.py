@@ -19,7 +19,9 @@ from lowbit_strategy.methods.outer.postlocalsgd import PostLocalSGD
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, as_outer
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.outer.sparseloco import SparseLoCo
+from lowbit_strategy.methods.outer.streamingdiloco import StreamingDiLoCo
 from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.quantization.eden import EDEN
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.quantization.multiscale import MultiScale
@@ -54,6 +56,7 @@ from lowbit_strategy.version import __version__
 
 __all__ = [
     "DGC",
+    "EDEN",
     "EF21",
     "OUTER_RULES",
     "PRESETS",
@@ -89,6 +92,7 @@ __all__ = [
     "SignSGD",
     "SparseLoCo",
     "Stepwise",
+    "StreamingDiLoCo",
     "TensorSpec",
     "TernGrad",
     "TopK",

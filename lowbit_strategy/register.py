@@ -18,7 +18,7 @@ import wrapt
 
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.presets import register_presets
-from lowbit_strategy.methods.outer.registry import OUTER_RULES, compressor_for
+from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.options.suggestions import nearest
 
@@ -73,9 +73,9 @@ def strategy_names() -> Iterator[tuple[str, Compressor, str, dict[str, Any]]]:
         for ending, given in _ddp_endings():
             yield f"{name}_ddp{ending}", compressor, "DDP", given
     for name, rule in OUTER_RULES.items():
-        yield f"{name}_hsdp", compressor_for(name), "FSDP", {"shard_size": "node", "outer": rule}
+        yield f"{name}_hsdp", default_compressor(rule), "FSDP", {"shard_size": "node", "outer": rule}
         for ending, given in _ddp_endings():
-            yield f"{name}_ddp{ending}", compressor_for(name), "DDP", {**given, "outer": rule}
+            yield f"{name}_ddp{ending}", default_compressor(rule), "DDP", {**given, "outer": rule}
 
 
 def _ddp_endings() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.attach.digest import ParameterDigest
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.fragment import local_part
 from lowbit_strategy.engine.outer import Courier, OuterSync
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.methods.outer.rule import OuterRule
@@ -85,12 +86,27 @@ class LocalSteps:
             self._model.broadcast_buffers = False
 
     def _make_outer(self) -> OuterSync:
-        outer = OuterSync(self.sync, self._params, self.rule, buffers=self._buffers, courier=self._courier)
+        outer = OuterSync(
+            self.sync, self._params, self.rule, buffers=self._buffers, courier=self._courier, states=self._states
+        )
         outer.on_left_out = self._forget_moments
         if self._check_digest:
             digest = ParameterDigest(outer.anchors, self.sync.ranks.peers, self.sync.device)
             outer.on_turn = lambda: digest.after_step(self.sync.step_index)
         return outer
+
+    def _states(self) -> dict[str, dict[str, Tensor]]:
+        """What this rank's optimizers keep of each parameter, as far as it is a tensor."""
+        kept = [state for part in self.own().values() if isinstance(state := getattr(part, "state", None), Mapping)]
+        return {
+            name: {
+                key: local_part(value)
+                for state in kept
+                for key, value in state.get(param, {}).items()
+                if isinstance(value, Tensor) and value.dim()
+            }
+            for name, param in self._params.items()
+        }
 
     def _forget_moments(self) -> None:
         """This rank's weights were not finite, so its optimizers' moments are not either: they start anew."""

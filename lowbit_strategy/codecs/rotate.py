@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from lowbit_strategy.kernels.reference.rng import dither
 from lowbit_strategy.kernels.segments import Segments
 
 _SIGN_KEY = 0x5167
+Transform = Literal["hadamard", "cosine"]
 DENSE_BLOCK = 128  # rotated together where the codec itself has no blocks
 
 
@@ -26,6 +30,8 @@ class RotatedCodec(Codec):
     Args:
         codec: Encodes the rotated blocks.
         size: Elements rotated together, a power of two that divides the codec's block size; None takes the block size.
+        transform: ``cosine`` is the discrete cosine transform in the place of ``H D``: smooth rows become few large
+            coefficients, which is what selection wants and the opposite of what a grid does.
 
     Raises:
         ValueError: `size` does not fit.
@@ -33,6 +39,7 @@ class RotatedCodec(Codec):
 
     codec: Codec
     size: int | None = None
+    transform: Transform = "hadamard"
 
     def __post_init__(self) -> None:
         size, block_size = self.rotation_size, self.block_size
@@ -49,7 +56,8 @@ class RotatedCodec(Codec):
 
     @property
     def label(self) -> str:
-        return f"{self.codec.label}, rotated by {self.rotation_size}"
+        how = "rotated by" if self.transform == "hadamard" else "cosines of"
+        return f"{self.codec.label}, {how} {self.rotation_size}"
 
     def nearest(self) -> RotatedCodec:
         return replace(self, codec=self.codec.nearest())
@@ -71,7 +79,7 @@ class RotatedCodec(Codec):
         if not segments.rows:
             return
         packed = pack_segments(segments, self.block_size)
-        rotated = hadamard(packed.collect(x).view(-1, self.rotation_size) * self._signs(x.device)).view(-1)
+        rotated = self._rotated(packed.collect(x).view(-1, self.rotation_size)).view(-1)
         self.codec.encode_segments_(rotated, wire, packed.padded_segments, seed=seed, flag=flag)
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
@@ -80,10 +88,22 @@ class RotatedCodec(Codec):
         packed: Packed = pack_segments(segments, self.block_size)
         rotated = torch.empty(packed.numel, dtype=torch.float32, device=out.device)
         self.codec.decode_sum_segments_(wire_WB, rotated, packed.padded_segments, alpha=alpha)
-        packed.spread_((hadamard(rotated.view(-1, self.rotation_size)) * self._signs(out.device)).view(-1), out)
+        packed.spread_(self._restored(rotated.view(-1, self.rotation_size)).view(-1), out)
 
-    def _signs(self, device: torch.device) -> Tensor:
-        return dither(0, self.rotation_size, _SIGN_KEY, device).lt(0).float() * -2.0 + 1.0
+    def _rotated(self, x_KN: Tensor) -> Tensor:
+        if self.transform == "cosine":
+            return cosines(x_KN, inverse=False)
+        return hadamard(x_KN * rotation_signs(self.rotation_size, x_KN.device))
+
+    def _restored(self, y_KN: Tensor) -> Tensor:
+        if self.transform == "cosine":
+            return cosines(y_KN, inverse=True)
+        return hadamard(y_KN) * rotation_signs(self.rotation_size, y_KN.device)
+
+
+def rotation_signs(size: int, device: torch.device) -> Tensor:
+    """float32 [size] of 1 and -1: fixed, the same everywhere."""
+    return dither(0, size, _SIGN_KEY, device).lt(0).float() * -2.0 + 1.0
 
 
 def hadamard(x_KN: Tensor) -> Tensor:
@@ -97,3 +117,24 @@ def hadamard(x_KN: Tensor) -> Tensor:
         y = torch.stack((upper + lower, upper - lower), 2)
         half *= 2
     return y.reshape(-1, size) * size**-0.5
+
+
+def cosines(x_KN: Tensor, *, inverse: bool) -> Tensor:
+    """Orthonormal discrete cosine transform (type II) of the rows, or its inverse. Added up in order: the same bits for
+    any K.
+    """
+    matrix = _cosine_matrix(x_KN.shape[1]).to(x_KN.device)
+    rows = matrix if inverse else matrix.T
+    y = torch.zeros_like(x_KN)
+    for n in range(x_KN.shape[1]):
+        y.addcmul_(x_KN[:, n, None], rows[n])
+    return y
+
+
+@functools.cache
+def _cosine_matrix(size: int) -> Tensor:
+    """float32 [frequency, place]."""
+    place, frequency = torch.arange(size, dtype=torch.float64), torch.arange(size, dtype=torch.float64)[:, None]
+    matrix = (math.pi / size * (place + 0.5) * frequency).cos() * (2 / size) ** 0.5
+    matrix[0] *= 0.5**0.5
+    return matrix.float()

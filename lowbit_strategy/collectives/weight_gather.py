@@ -256,7 +256,8 @@ class WeightGather:
         message = self._buffers.borrow(1, code.nbytes)
         if self._differences:
             assert self._replica is not None
-            code.encode_(x_N, x_N.float() - self._own(self._replica).float(), message.view(-1))
+            self._replica.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)  # or a block would be NaN for good
+            code.encode_(x_N, _difference(x_N, self._own(self._replica)), message.view(-1))
         else:
             code.encode_(x_N, x_N, message.view(-1))
         received = self._room_for_codes(code)
@@ -284,6 +285,11 @@ class WeightGather:
                 shape = (self._comm.world_size, code.nbytes)
                 self._codes_WB = torch.zeros(shape, dtype=torch.uint8, device=self._device)
         return self._codes_WB
+
+
+def _difference(x_N: Tensor, replica_N: Tensor) -> Tensor:
+    """float32: ``x - h``, and 0 where both are the same infinity."""
+    return torch.where(x_N == replica_N, 0.0, x_N.float() - replica_N.float())
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -134,7 +134,9 @@ class AccordionBatch(Controller):
         small: Batches accumulated into one step in critical regimes.
         large: The same elsewhere.
         eta, interval, unit, gradient, learning_rate_drop: See `Accordion`; judged on the whole model.
-        only_grows: False lets the batch shrink in a later critical regime.
+        only_grows: False lets the batch shrink in a later critical regime. With ``unit="steps"`` two windows are
+            compared only if their batches are of one size, since noise in a mean falls with the batch: after a change
+            of the batch one window passes without a decision.
 
     Raises:
         ValueError: A field is out of range.
@@ -165,7 +167,12 @@ class AccordionBatch(Controller):
 
     def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
         judged = [spec.name for spec in specs if spec.ndim > 1]
-        return {"regimes": self.regimes.init(), "accumulation": self.small, "judged": judged}
+        return {
+            "regimes": self.regimes.init(),
+            "accumulation": self.small,
+            "batches": [self.small, self.small],  # of the window before and of this one; 0: of several sizes
+            "judged": judged,
+        }
 
     def reads_accumulated(self, progress: Progress, state: State) -> bool:
         return self.regimes.closes(progress, state["regimes"])
@@ -175,7 +182,9 @@ class AccordionBatch(Controller):
         # Gradients are means over a step's batches. A window of one epoch has fewer of them where batches are larger,
         # and a smaller sum; a window in steps has as many as ever.
         norm = total_norm(norms) * (state["accumulation"] if self.unit == "epochs" else 1)
-        finding = self.regimes.update(telemetry, {MODEL: norm}, state["regimes"])
+        earlier, present = state["batches"]
+        comparable = self.unit == "epochs" or earlier == present != 0
+        finding = self.regimes.update(telemetry, {MODEL: norm}, state["regimes"], comparable=comparable)
         before = accumulation = state["accumulation"]
         switches: tuple[Switch, ...] = ()
         if finding.critical is not None:
@@ -183,8 +192,17 @@ class AccordionBatch(Controller):
             accumulation = max(before, wanted) if self.only_grows else wanted
             if accumulation != before:
                 switches = (Switch("batch", f"x{before}", f"x{accumulation}", finding.reasons[MODEL]),)
+        if self.regimes.closes(telemetry.progress, state["regimes"]):
+            batches = [present, accumulation]
+        else:
+            batches = [earlier, present if accumulation == before else 0]
         return Decision(
-            state={"regimes": finding.state, "accumulation": accumulation, "judged": state["judged"]},
+            state={
+                "regimes": finding.state,
+                "accumulation": accumulation,
+                "batches": batches,
+                "judged": state["judged"],
+            },
             probe=Probe(accumulate=self.regimes.accumulate(telemetry.progress)),
             switches=switches,
             accumulation=accumulation,

@@ -61,16 +61,27 @@ class CriticalRegimes:
     def accumulate(self, progress: Progress) -> Accumulate | None:
         return self.gradient if self.window(progress) is not None else None
 
-    def update(self, telemetry: Telemetry, norms: Mapping[str, float], state: State) -> Finding:
-        """`norms`: of what is asked about, by name; only looked at when a window closes."""
+    def update(
+        self, telemetry: Telemetry, norms: Mapping[str, float], state: State, *, comparable: bool = True
+    ) -> Finding:
+        """One step.
+
+        Args:
+            telemetry: Of the step.
+            norms: Of what is asked about, by name; only looked at when a window closes.
+            state: What the step before has left.
+            comparable: Whether the window that closes is of the same kind as the one before. If not it only becomes
+                what the next one is compared with.
+        """
         progress = telemetry.progress
         critical: dict[str, bool] | None = None
         reasons: dict[str, str] = {}
         following = dict(state, window=self.window(progress), learning_rate=progress.learning_rate)
         if self.closes(progress, state):
-            critical = {}
-            for name, norm in norms.items():
-                critical[name], reasons[name] = self._judge(state["norms"].get(name), norm)
+            if comparable or not state["norms"]:
+                critical = {}
+                for name, norm in norms.items():
+                    critical[name], reasons[name] = self._judge(state["norms"].get(name), norm)
             following["norms"] = dict(norms)
         if self._fell(state["learning_rate"], progress.learning_rate):
             reason = f"the learning rate fell from {state['learning_rate']:.3g} to {progress.learning_rate:.3g}"

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.sampling import spread_sample
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.rounds import SAMPLE_NUMEL, buckets_of
 
@@ -20,7 +21,7 @@ class Fragment:
 
     Attributes:
         anchors: float32, by name, each of the shape of its parameter: views of one flat tensor.
-        stride, sample_numel: Of the sample.
+        sample: Places of the elements from which the drift of ranks is measured.
         buckets: Parts of the pseudo-gradient, each with the places of its parameters in it. One at least.
     """
 
@@ -29,9 +30,8 @@ class Fragment:
         self._params = {spec.name: params[spec.name] for spec in specs}
         self.numel = sum(spec.numel for spec in specs)
         self.buckets = _buckets(self._specs)
-        self.stride = max(1, self.numel // SAMPLE_NUMEL)
-        self.sample_numel = min(SAMPLE_NUMEL, self.numel)
         device = next(iter(self.params.values())).device
+        self.sample = spread_sample(self.numel, SAMPLE_NUMEL, 0, device).positions_N
         self._anchor = torch.empty(self.numel, dtype=torch.float32, device=device)
         self.anchors = self.views(self._anchor)
         self.rebase()

@@ -15,10 +15,11 @@ from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.flight import Courier, Flight, Inline
 from lowbit_strategy.engine.fragment import Fragment
+from lowbit_strategy.engine.inner_state import InnerState, States
 from lowbit_strategy.engine.turn_header import TurnHeader
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.handshake import plain
-from lowbit_strategy.plan.rounds import SAMPLE_NUMEL, cut_into
+from lowbit_strategy.plan.rounds import cut_into
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -43,6 +44,7 @@ class OuterSync:
         rule: When, and by which optimizer.
         buffers: Gives those of the model, by name; those of floating point are averaged.
         courier: Brings fragments to the other ranks.
+        states: Gives what the inner optimizers keep of each parameter, by its name and their key.
 
     Attributes:
         every: Optimizer steps of each coming round in the place of the rule's; None: as the rule has it.
@@ -61,6 +63,7 @@ class OuterSync:
         *,
         buffers: Callable[[], Mapping[str, Tensor]] = dict,
         courier: Courier | None = None,
+        states: Callable[[], States] = dict,
     ) -> None:
         self.sync = sync
         self.rule = rule
@@ -72,6 +75,7 @@ class OuterSync:
         self.on_left_out: Callable[[], None] = lambda: None
         self._courier = courier if courier is not None else Inline()
         self._buffers = AveragedBuffers(buffers)
+        self._inner = InnerState(sync, rule.average_state, states) if rule.average_state else None
         parts = cut_into(list(sync.specs.values()), rule.fragments)
         self.fragments = [Fragment(part, params) for part in parts]
         self._optimizer = rule.optimizer(list(self.anchors.values()))
@@ -80,6 +84,7 @@ class OuterSync:
         self._turn = 0  # of the round: the fragment that is sent next
         self._since = 0  # optimizer steps since the last turn
         self._every = rule.round_length(sync.step_index, None)
+        self._rates: tuple[float | None, float | None] = (None, None)  # learning rates of the last two steps
         self._finished = False  # since the last step: the model is the user's, who may have loaded other weights
         self._spread: Tensor | None = None
         sync.train_locally(self)
@@ -127,6 +132,7 @@ class OuterSync:
         """
         self.sync.count_local_step()
         self._since += 1
+        self._rates = (self._rates[1], learning_rate)
         moved = self._finished = False
         if self._flight is not None:
             self._flight.age += 1
@@ -165,7 +171,7 @@ class OuterSync:
         x_N.masked_fill_(finite == 0, 0.0)
         with_buffers = self._turn == len(self.fragments) - 1
         header = TurnHeader.of(
-            x_N[:: fragment.stride][:SAMPLE_NUMEL],
+            x_N[fragment.sample],
             [change.masked_fill_(finite == 0, 0.0) for change in self._buffers.changes()] if with_buffers else (),
             done=done,
             asks=self.asks(),
@@ -179,13 +185,19 @@ class OuterSync:
         stages[0] = self._with_header(stages[0], header.flat)
         sent, self._turn, self._since = self._turn, (self._turn + 1) % len(self.fragments), 0
         if self._turn == 0:
-            every = self.every if self.every is not None else self.rule.round_length(sync.step_index, learning_rate)
-            self._every = max(every, len(self.fragments))
+            self._every = max(self._next_round(learning_rate), len(self.fragments))
         arrivals = [
             self._courier.submit(each, x, last=layout.last) for each, (layout, x) in zip(stages, reduced, strict=True)
         ]
         self._flight = Flight(sent, x_N, header, arrivals, self.rule.delay_of(self.turn_length))
         return self._flight
+
+    def _next_round(self, learning_rate: float | None) -> int:
+        if self.every is not None:
+            return self.every
+        earlier, last = self._rates
+        rising = earlier is not None and last is not None and last > earlier
+        return self.rule.round_length(self.sync.step_index, learning_rate, rising=rising)
 
     def _finite(self, x_N: Tensor) -> Tensor:
         """1 if all is finite, on all ranks that have one model together, otherwise 0."""
@@ -243,6 +255,9 @@ class OuterSync:
             self.use_shared(new_round=False)
             self.on_left_out()
         self.num_turns += 1
+        if self._inner is not None:
+            rounds = (self.num_turns - 1) // len(self.fragments) + 1
+            self._inner.average(fragment.params, rounds, last=average)
         self.sync.end_step()
         self.on_turn()
         return True
@@ -353,6 +368,7 @@ class OuterSync:
             "wanted": self.every,
             "turn": self._turn,
             "since": self._since,
+            "rates": list(self._rates),
             "num_turns": self.num_turns,
             "anchors": self.anchors,
             "optimizer class": type(self._optimizer).__name__,
@@ -399,6 +415,8 @@ class OuterSync:
             return
         self._every, self._turn, self._since = state["every"], state["turn"] % len(self.fragments), state["since"]
         self.num_turns, self.every = state["num_turns"], state["wanted"]
+        earlier, last = state["rates"]
+        self._rates = (earlier, last)
         for name, param in self.params.items():
             if name in state["weights"]:
                 param.copy_(state["weights"][name])

@@ -8,6 +8,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.presets import as_compressor, from_options, preset, register_presets
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.quantization.eden import EDEN
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.quantization.multiscale import MultiScale
@@ -41,6 +42,7 @@ PRESETS: dict[str, Compressor] = {
     "adacomp": AdaComp(),
     "dense": Dense(),
     "dgc": DGC(warmup_steps=100),
+    "eden": EDEN(),
     "ef21": EF21(),
     "efsignsgd": EFSignSGD(),
     "errorfeedback": ErrorFeedback(),

@@ -9,7 +9,7 @@ from typing import Literal
 from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, fitted
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.outer.registry import OUTER_RULES, compressor_for
+from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weights.base import WeightCoding
@@ -155,7 +155,7 @@ def choices(wanted: Wanted, cluster: Cluster | None = None, compute_s: float | N
         ]
         if layout != "fsdp":
             for name in _STEPS:
-                plan = plan_for(wanted, layout, compressor_for(name), outer=OUTER_RULES[name])
+                plan = plan_for(wanted, layout, default_compressor(OUTER_RULES[name]), outer=OUTER_RULES[name])
                 ours.append(_timed(name, layout, plan, cluster, compute_s, half, "local"))
         found += own + (ours if cluster is None else sorted(ours, key=_seconds))
     return found

@@ -25,6 +25,7 @@ from lowbit_strategy.control.levels import labels, per_parameter
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.sampling import squared_norm
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.telemetry.end_to_end import NUM_SUMS, MeanSample
 from lowbit_strategy.telemetry.inform import inform
@@ -198,7 +199,7 @@ class AdaptiveDriver:
             values[slot.name] = bucket.compensated(slot, x, out)
             residual = sync.state.store(slot.name).residual(slot.name)
             if residual is not None:
-                self._residuals[slot.name] = torch.dot(residual, residual)
+                self._residuals[slot.name] = squared_norm(residual)
         for level in self._probe.levels:
             configuration = self.controller.levels[level].phase(sync.step_index)
             self._measured[level] |= try_level(configuration, values, sync.specs, sync.step_context().seed)

@@ -1,7 +1,7 @@
 """The error of a whole reduction, both hops: the result against the true mean of the ranks' gradients.
 
 The true mean would take an uncompressed all-reduce. A sample of every parameter is enough for its norm, and costs a few
-kilobytes: the same elements on all ranks, evenly spread, others in every step.
+kilobytes: the same elements on all ranks, evenly spread, at hashed places, others in every step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.engine.sampling import Sample, spread_sample
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.methods._base.reducer import View
 
@@ -32,11 +33,11 @@ class MeanSample:
     def __init__(self, views: Sequence[View], comm: Comm, seed: int, device: torch.device) -> None:
         self._views = views
         self._comm = comm
-        self._strides = [-(-view.spec.numel // _SAMPLE) or 1 for view in views]
-        self._starts = [hash32(seed + at) % stride for at, stride in enumerate(self._strides)]
+        self._samples = [
+            spread_sample(view.spec.numel, _SAMPLE, hash32(seed + at), view.x.device) for at, view in enumerate(views)
+        ]
         picked = [
-            view.flat()[start::stride].to(torch.float32, copy=True)
-            for view, start, stride in zip(views, self._starts, self._strides, strict=True)
+            view.flat()[sample.positions_N].to(torch.float32) for view, sample in zip(views, self._samples, strict=True)
         ]
         self._lengths = [part.numel() for part in picked]
         self._sample = torch.cat(picked) if picked else torch.empty(0, dtype=torch.float32, device=device)
@@ -53,27 +54,29 @@ class MeanSample:
         self._sample /= self._comm.world_size
 
     def sums(self) -> dict[str, Tensor]:
-        """After the bucket has been reduced: float32 [2] for each parameter, to be summed over ranks.
+        """After the bucket has been reduced: float64 [2] for each parameter, to be summed over ranks.
 
         The squared norms of the error and of the true mean, estimated for all elements. Under DDP every rank has the
         whole result and gives a W-th; under FSDP2 a rank gives what its own row shows.
         """
+        means = self._sample.split(self._lengths)
         return {
-            view.spec.name: self._compare(view, mean, start, stride)
-            for view, mean, start, stride in zip(
-                self._views, self._sample.split(self._lengths), self._starts, self._strides, strict=True
-            )
+            view.spec.name: self._compare(view, mean, sample)
+            for view, mean, sample in zip(self._views, means, self._samples, strict=True)
         }
 
-    def _compare(self, view: View, mean: Tensor, start: int, stride: int) -> Tensor:
+    def _compare(self, view: View, mean_N: Tensor, sample: Sample) -> Tensor:
         world_size, rank = self._comm.world_size, self._comm.rank
         if not view.scatter:
-            error = view.out[start::stride].float() - mean
-            return torch.stack([error.square().sum(), mean.square().sum()]) * (stride / world_size)
+            return _sums(view.out[sample.positions_N], mean_N, sample.weights_N / world_size)
         first, length = rank * view.cut.row_numel, view.cut.row_length(rank)
-        begin = max(0, -(-(first - start) // stride))  # the first sampled element at or after the own row's first
-        end = max(begin, -(-(first + length - start) // stride))
-        own = mean[begin:end]
-        offset = start + begin * stride - first
-        result = view.out[offset:length:stride][: own.numel()].float() / world_size
-        return torch.stack([(result - own).square().sum(), own.square().sum()]) * stride
+        places = torch.tensor([first, first + length], device=sample.positions_N.device)
+        own = slice(*torch.searchsorted(sample.positions_N, places).tolist())
+        result = view.out[sample.positions_N[own] - first].float() / world_size
+        return _sums(result, mean_N[own], sample.weights_N[own])
+
+
+def _sums(result_N: Tensor, mean_N: Tensor, weights_N: Tensor) -> Tensor:
+    """float64: in float32 the squares of elements below 1e-19 would vanish."""
+    result, mean = result_N.double(), mean_N.double()
+    return torch.stack([torch.dot(each.square(), weights_N) for each in (result - mean, mean)])

@@ -11,6 +11,7 @@ from lowbit_strategy.collectives.comm import Comm, wait_for_all
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.sampling import squared_norm
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.ranks.ranks import Ranks
@@ -33,10 +34,9 @@ def sum_over_ranks(values: Tensor, comm: Comm) -> Tensor:
 
 
 def energies(compensated: Tensor, sent: Tensor) -> Tensor:
-    """float32 [4]: squares of the compensated gradient, of what was sent, of the difference; and their dot product."""
-    error = compensated - sent
-    pairs = ((compensated, compensated), (sent, sent), (error, error), (compensated, sent))
-    return torch.stack([torch.dot(a, b) for a, b in pairs])
+    """float64 [4]: squares of the compensated gradient, of what was sent, of the difference; and their dot product."""
+    h, s, error = squared_norm(compensated), squared_norm(sent), squared_norm(compensated - sent)
+    return torch.stack([h, s, error, (h + s - error) / 2])
 
 
 def try_level(

@@ -16,6 +16,7 @@ from lowbit_strategy.control.groups import GroupBy, check_group_by, grouped
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.sampling import squared_norm
 from lowbit_strategy.telemetry.end_to_end import NUM_SUMS, MeanSample
 from lowbit_strategy.telemetry.measure import NUM_ENERGIES, energies, sum_over_ranks, table
 
@@ -199,7 +200,7 @@ class Observer:
         for slot in bucket.slots:
             residual = sync.state.store(slot.name).residual(slot.name)
             self._residuals[slot.name] = (
-                torch.zeros(1, device=sync.device) if residual is None else torch.dot(residual, residual).view(1)
+                torch.zeros(1, device=sync.device) if residual is None else squared_norm(residual).view(1)
             )
         sample = MeanSample(views, sync.ranks.peers, sync.step_context().shared_seed, sync.device)
         self.sampling_nbytes += sample.sent_nbytes

@@ -64,7 +64,7 @@ def replicas(folder: Path, shard_size: int) -> Facts:
             net(torch.randn(2, WIDTH)).sum().backward()
             optimizer.step()
             session.end_step(optimizer)
-    sent = session.sync.comm.sent_nbytes
+    sent = session.sync.ranks.peers.sent_nbytes
     session.finish()
     session.close()
     return {"logged": list(logged), "sent": sent}

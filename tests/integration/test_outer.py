@@ -25,7 +25,11 @@ from tests.scenarios import Facts, scenarios
 from tests.training import ByStep, Regression, dataset, fingerprint, full_parameters, listen, loader, mlp, trainer
 
 STREAMING = DiLoCo(every=6, momentum=0.5, fragments=3, delay=1, mix=0.5)
-RULES = {"diloco": DiLoCo(every=4, momentum=0.5), "streaming": STREAMING}
+RULES = {
+    "diloco": DiLoCo(every=4, momentum=0.5),
+    "streaming": STREAMING,
+    "averaged": DiLoCo(every=4, momentum=0.5, fragments=2, average_state={"exp_avg": 1, "exp_avg_sq": 2}),
+}
 
 
 def outer_strategy(rule: Any, compressor: Any = None, **options: Any) -> LowBitDDPStrategy:

@@ -20,6 +20,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
+from lowbit_strategy.methods.quantization.eden import EDEN
 from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.quantization.multiscale import MultiScale
@@ -83,6 +84,10 @@ CONFIGURATIONS: dict[str, Compressor] = {name: _warmed_up(compressor) for name, 
     "feedback on two scales": ErrorFeedback(compressor=MultiScale(bits=2, finer_bits=2)),
     "one of sixteen": TopK(selection="group", density=1 / 16, values="int2", residual="int8"),
     "top-k of chunks, fading": TopK(selection="chunk", density=1 / 4, decay=0.5),
+    "top-k of chunks, gathered": TopK(selection="chunk", density=1 / 4, gather=True),
+    "top-k of cosines": TopK(selection="chunk", density=1 / 4, cosines=64, values="int8"),
+    "demo": TopK(selection="chunk", density=1 / 16, cosines=64, gather=True, decay=0.9),
+    "eden, 3 bits and 1, plain feedback": EDEN(bits=1, return_bits=3, beta=0.0, residual="int8"),
     "rank 1": PowerSGD(rank=1),
     "rank 2, cold start": PowerSGD(rank=2, warm_start=False, start_step=1),
     "warm-up of three": WarmUp(compressor=LoCo(bits=4), steps=3),

@@ -27,7 +27,7 @@ class DiLoCo(OuterRule):
         nesterov: Nesterov's momentum instead of the classic one.
         optimizer_class: Another outer optimizer: the name of a class of ``torch.optim``, or what makes an optimizer of
             the anchors when it is called with them and ``lr``. `momentum` and `nesterov` are then its own business.
-        fragments, delay, mix: See `OuterRule`.
+        fragments, delay, mix, average_state, synchronous, num_steps: See `OuterRule`.
 
     Raises:
         ValueError: A field is out of range, or ``torch.optim`` has no such class.

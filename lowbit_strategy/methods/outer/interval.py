@@ -19,18 +19,26 @@ class Interval(ABC):
         """Optimizer steps of the shortest round that may come."""
 
     @abstractmethod
-    def at(self, step: int, learning_rate: float | None) -> int:
-        """Optimizer steps of the round that begins after `step` steps."""
+    def at(self, step: int, learning_rate: float | None, *, rising: bool = False) -> int:
+        """Optimizer steps of the round that begins.
+
+        Args:
+            step: Optimizer steps completed.
+            learning_rate: Of the inner optimizer; None if it is not known.
+            rising: Whether the last step's was higher than that of the step before: a warm-up.
+        """
 
 
 @configuration
 class Quadratic(Interval):
     """The quadratic rule: ``every = max(minimum, floor((alpha / learning rate)^2))``, at most `maximum`.
 
-    While the learning rate is high ranks synchronise often; as it falls rounds grow.
+    While the learning rate is high ranks synchronise often; as it falls rounds grow. While it rises, in a warm-up,
+    rounds are as long as they will be right after it.
 
     Args:
         alpha: The learning rate at which rounds would have one step. Larger: longer rounds.
+        peak: The learning rate that the warm-up leads to. None: not known, and rounds have `minimum` until it is over.
         minimum: Optimizer steps of the shortest round.
         maximum: No interval is longer.
 
@@ -42,10 +50,13 @@ class Quadratic(Interval):
     """
 
     alpha: float
+    peak: float | None = None
     minimum: int = 4
     maximum: int = 500
 
     def __post_init__(self) -> None:
+        if self.peak is not None and not self.peak > 0.0:
+            raise ValueError(f"peak must be above 0, the highest learning rate, or None, got {self.peak!r}")
         if not self.alpha > 0.0:
             raise ValueError(f"alpha must be above 0, in units of the learning rate, got {self.alpha!r}")
         check_positive("minimum", self.minimum)
@@ -56,8 +67,10 @@ class Quadratic(Interval):
     def shortest(self) -> int:
         return self.minimum
 
-    def at(self, step: int, learning_rate: float | None) -> int:
-        if not learning_rate:  # not known, or 0 at the start of a warm-up
+    def at(self, step: int, learning_rate: float | None, *, rising: bool = False) -> int:
+        if rising or not learning_rate:  # or not known, or 0 at the start of a warm-up
+            learning_rate = self.peak
+        if learning_rate is None:
             return self.minimum
         return min(self.maximum, max(self.minimum, math.floor((self.alpha / learning_rate) ** 2)))
 
@@ -86,5 +99,5 @@ class Stepwise(Interval):
     def shortest(self) -> int:
         return min(length for _, length in self.lengths)
 
-    def at(self, step: int, learning_rate: float | None) -> int:
+    def at(self, step: int, learning_rate: float | None, *, rising: bool = False) -> int:
         return next(length for start, length in reversed(self.lengths) if start <= step)

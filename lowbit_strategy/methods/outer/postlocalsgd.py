@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods.outer.localsgd import LocalSGD
 from lowbit_strategy.options.configuration import configuration
 
@@ -13,12 +12,12 @@ from lowbit_strategy.options.configuration import configuration
 class PostLocalSGD(LocalSGD):
     """Gradients are synchronised in each of the first steps, through the same compressor; local SGD goes on from there.
 
-    At the start of training weights move fastest, and ranks that train alone drift furthest apart. What the compressor
-    still holds of gradients is dropped at the change: it is in other units than pseudo-gradients.
+    Every rule has a synchronous part if it is asked for; this one has it by default.
 
     Args:
-        synchronous: Optimizer steps of the synchronous part. More: closer to synchronous training, more bytes.
-        every, fragments, delay, mix: See `OuterRule`; of the local part.
+        synchronous: Optimizer steps of the synchronous part, at least 1, or a share of `num_steps`. More: closer to
+            synchronous training, more bytes.
+        num_steps, every, fragments, delay, mix, average_state: See `OuterRule`; of the local part.
 
     Raises:
         ValueError: A field is out of range.
@@ -29,12 +28,9 @@ class PostLocalSGD(LocalSGD):
 
     name: ClassVar[str] = "postlocalsgd"
 
-    synchronous: int = 1000
+    synchronous: int | float = 1000
 
     def __post_init__(self) -> None:
         LocalSGD.__post_init__(self)
-        check_positive("synchronous", self.synchronous)
-
-    @property
-    def synchronous_steps(self) -> int:
-        return self.synchronous
+        if not self.synchronous:
+            raise ValueError("synchronous must be a positive integer, or a share of the run: without it use LocalSGD")

@@ -15,6 +15,7 @@ from lowbit_strategy.methods.outer.overlaplocalsgd import OverlapLocalSGD
 from lowbit_strategy.methods.outer.postlocalsgd import PostLocalSGD
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.outer.sparseloco import SparseLoCo
+from lowbit_strategy.methods.outer.streamingdiloco import StreamingDiLoCo
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, convert, register_conversion
 from lowbit_strategy.options.suggestions import did_you_mean
@@ -27,23 +28,15 @@ OUTER_RULES: dict[str, OuterRule] = {
     "overlaplocalsgd": OverlapLocalSGD(),
     "postlocalsgd": PostLocalSGD(),
     "sparseloco": SparseLoCo(),
-    "streamingdiloco": DiLoCo(fragments=4, delay=5, mix=0.5),
+    "streamingdiloco": StreamingDiLoCo(),
 }
 
 register_other_names(OUTER_RULES, "it is an outer rule, outer={0!r} beside a compressor or alone (strategy {0}_ddp)")
 
 # Rounds are few, so nothing is reset, and errors of a few pseudo-gradients are fed back in full.
 _FOUR_BITS = LoCo(beta=0.0, reset_steps=None)
-_COMPRESSORS: dict[str, Compressor] = {
-    "streamingdiloco": LoCo(bits=2, codebook="fitted", block_size=64, beta=0.0, reset_steps=None),
-}
 
 _INTERVALS: dict[str, type[Interval]] = {"quadratic": Quadratic, "stepwise": Stepwise}
-
-
-def compressor_for(name: str) -> Compressor:
-    """What strategy names such as ``diloco_ddp`` compress pseudo-gradients with."""
-    return _COMPRESSORS.get(name) or OUTER_RULES[name].compressor() or _FOUR_BITS
 
 
 def default_compressor(rule: OuterRule) -> Compressor:

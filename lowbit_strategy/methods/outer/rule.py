@@ -15,6 +15,24 @@ from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.options.configuration import configuration
 
+AverageState = bool | Mapping[str, int] | tuple[tuple[str, int], ...]
+
+# What the optimizers of torch keep in the shape of a parameter, every round.
+ALL_STATE = tuple(
+    (key, 1)
+    for key in (
+        "acc_delta",
+        "exp_avg",
+        "exp_avg_sq",
+        "exp_inf",
+        "grad_avg",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "square_avg",
+        "sum",
+    )
+)
+
 _PROBE_NUMEL = 1024
 
 
@@ -39,9 +57,23 @@ class OuterRule(ABC):
         delay: Optimizer steps between sending a fragment and applying what has come back, at most a turn's length.
             Larger: slower links are hidden, the anchor is older.
         mix: Share of a rank's own weights that is kept when the anchor comes, in [0, 1).
+        average_state: What the inner optimizers keep of each parameter, averaged with its weights: rounds between two
+            averages by the optimizer's own key, as in ``{"exp_avg": 3, "exp_avg_sq": 3}`` for Adam; True: whatever
+            torch's optimizers keep, every round. It travels at 4 bits without a residual. Ranks that begin a round with
+            equal moments drift less far apart; each key costs up to as many bytes as the weights.
+        synchronous: So many optimizer steps at the start gradients are synchronised, through the same compressor;
+            below 1 a share of `num_steps`. At the start of training weights move fastest, and ranks that train alone
+            drift furthest apart. What the compressor still holds of gradients is dropped at the change: it is in other
+            units than pseudo-gradients.
+        num_steps: Optimizer steps of the whole run, where `synchronous` is a share of them.
 
     Raises:
         ValueError: A field is out of range.
+
+    References:
+        `average_state`: Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation
+        Models", 2025, arXiv 2505.22549. `synchronous`: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018,
+        arXiv 1808.07217.
     """
 
     name: ClassVar[str]
@@ -50,8 +82,17 @@ class OuterRule(ABC):
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
+    average_state: AverageState = False
+    synchronous: int | float = 0
+    num_steps: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_start()
+        if not isinstance(self.average_state, bool):
+            pairs = tuple(sorted(dict(self.average_state).items()))
+            object.__setattr__(self, "average_state", pairs)
+            for key, every in pairs:
+                check_positive(f"average_state[{key!r}]", every)
         check_positive("fragments", self.fragments)
         shortest = self._shortest
         check_positive("every", shortest)
@@ -68,6 +109,20 @@ class OuterRule(ABC):
             )
         if not 0.0 <= self.mix < 1.0:
             raise ValueError(f"mix must be in [0, 1), got {self.mix!r}: with 1 the anchor would never reach a rank")
+
+    def _check_start(self) -> None:
+        if self.num_steps is not None:
+            check_positive("num_steps", self.num_steps)
+        share = isinstance(self.synchronous, float) and self.synchronous < 1.0
+        if self.synchronous < 0 or (isinstance(self.synchronous, float) and not share):
+            raise ValueError(
+                f"synchronous must be a number of steps or a share of the run below 1, got {self.synchronous!r}"
+            )
+        if share and self.synchronous and self.num_steps is None:
+            raise ValueError(
+                f"synchronous={self.synchronous!r} is a share of the run: give its length as num_steps, or a number of"
+                " steps"
+            )
 
     @property
     def _shortest(self) -> int:
@@ -87,6 +142,10 @@ class OuterRule(ABC):
             parts.append(f"{self.fragments} fragments")
         if self.delay:
             parts.append(f"{self.delay} steps later")
+        if self.average_state is True:
+            parts.append("the optimizer's state besides")
+        elif self.average_state:
+            parts += [f"{key} averaged every {every} rounds" for key, every in dict(self.average_state).items()]
         return ", ".join(parts)
 
     def check(self, assignments: Mapping[str, Assignment]) -> None:
@@ -117,7 +176,9 @@ class OuterRule(ABC):
     @property
     def synchronous_steps(self) -> int:
         """So many optimizer steps at the start gradients are synchronised, and nothing of this rule happens."""
-        return 0
+        if isinstance(self.synchronous, float) and self.num_steps is not None:
+            return round(self.synchronous * self.num_steps)
+        return int(self.synchronous)
 
     def delay_of(self, turn_length: int) -> int:
         """Optimizer steps between sending a fragment and applying what has come back.
@@ -131,11 +192,12 @@ class OuterRule(ABC):
         """What the publication compresses pseudo-gradients with; None: any compressor serves."""
         return None
 
-    def round_length(self, step: int, learning_rate: float | None) -> int:
+    def round_length(self, step: int, learning_rate: float | None, *, rising: bool = False) -> int:
         """Optimizer steps of the round that begins.
 
         Args:
             step: Optimizer steps completed.
             learning_rate: What the inner optimizer's first parameter group has; None if it is not known.
+            rising: Whether the step before had a lower one.
         """
-        return self.every if isinstance(self.every, int) else self.every.at(step, learning_rate)
+        return self.every if isinstance(self.every, int) else self.every.at(step, learning_rate, rising=rising)

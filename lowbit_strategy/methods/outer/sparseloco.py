@@ -23,12 +23,14 @@ _VALUES = BlockFormat(bits=2, block_size=64, scale_rule="mean_abs", codebook=(-1
 class SparseLoCo(OuterRule):
     """The largest 64th of every 4,096 elements, 2 bits each; what is not sent stays, times 0.95 per round, for later.
 
+    Every rank's message goes to all ranks, as published: their mean is exact.
+
     There is no outer momentum: it would be spent on the few elements that have come. The residual takes its place.
 
     Args:
         every: Optimizer steps of a round; see `OuterRule`.
         lr: The outer SGD steps with it.
-        fragments, delay, mix: See `OuterRule`.
+        fragments, delay, mix, average_state, synchronous, num_steps: See `OuterRule`.
 
     Raises:
         ValueError: A field is out of range.
@@ -54,4 +56,4 @@ class SparseLoCo(OuterRule):
         return SGD(anchors, lr=self.lr)
 
     def compressor(self) -> Compressor:
-        return TopK(density=1 / 64, return_density=1 / 16, values=BlockCodec(_VALUES), selection="chunk", decay=0.95)
+        return TopK(density=1 / 64, values=BlockCodec(_VALUES), selection="chunk", gather=True, decay=0.95)

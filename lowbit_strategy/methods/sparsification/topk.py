@@ -8,15 +8,17 @@ from typing import ClassVar, Literal
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.codecs.group import GROUPS, GroupTop
+from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.sums import Sum, top_k
 from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.gathered import GatheredReducer
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec
+from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec, FeedbackReducer
 from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
@@ -81,6 +83,12 @@ class TopK(SparseCompressor):
             ``1 / density``, the same again with the shortest positions.
         return_density: With ``chunk`` under DDP the owner sends this share of the means back; None takes `density`.
             The ranks together send up to W times `density`, so more returns what they chose sooner.
+        cosines: With ``chunk``, the largest coefficients of a discrete cosine transform of so many consecutive
+            elements, a power of two, in the place of the largest elements; None: no transform. With `decay` and
+            `gather` it is DeMo, but for its two-dimensional transform and the sign that its optimizer takes.
+        gather: With ``chunk`` and ``group``, every rank's message goes to all ranks in the place of an owner's sum:
+            nothing is chosen or coded a second time, and traffic grows with W. Fewer bytes than through owners where
+            few elements are sent on few ranks.
         decay: With ``chunk`` and ``group`` this share of the residual is left in the next step, in (0, 1].
         exempt, high_precision: Which parameters; see `Compressor`.
 
@@ -97,6 +105,8 @@ class TopK(SparseCompressor):
 
     selection: Selection = "exact"
     return_density: float | None = None
+    cosines: int | None = None
+    gather: bool = False
     decay: float = 1.0
 
     def __post_init__(self) -> None:
@@ -107,6 +117,16 @@ class TopK(SparseCompressor):
                 raise ValueError("return_density needs selection='chunk': the exact selection sends all that was sent")
             if self.selection == "group":
                 raise ValueError("return_density needs selection='chunk': groups are the same size both ways")
+        if self.cosines is not None and self.selection != "chunk":
+            raise ValueError(f"cosines need selection='chunk', got selection={self.selection!r}")
+        if self.cosines is not None:
+            self._codec(self.density)  # checks the size
+        if self.gather and self.selection == "exact":
+            raise ValueError("gather=True needs selection='chunk' or 'group': the exact selection gathers anyway")
+        if self.gather and self.return_density is not None:
+            raise ValueError("return_density needs gather=False: what is gathered has no downlink")
+        if self.gather and self.residual != "float32":
+            raise ValueError(f"gather=True keeps its residual in float32, got residual={self.residual!r}")
         if self.selection != "exact" and self.residual == "bfloat16":
             raise ValueError(
                 f"selection={self.selection!r} keeps its residual in float32 or int8, got residual='bfloat16'"
@@ -121,10 +141,17 @@ class TopK(SparseCompressor):
     def method(self, spec: TensorSpec) -> Method:
         if self.selection == "exact":
             return compact(TopKReducer(density=self.density, codec=value_codec(self.values)), self.residual)
+        if self.gather:
+            return FeedbackReducer(inner=GatheredReducer(codec=self._codec(self.density)), decay=self.decay)
         return CodecPair(*(self._feedback(d) for d in (self.density, self.return_density or self.density)))
 
     def _feedback(self, density: float) -> FeedbackCodec:
         residual: Literal["float32", "int8"] = "int8" if self.residual == "int8" else "float32"
+        return FeedbackCodec(codec=self._codec(density), residual=residual, decay=self.decay)
+
+    def _codec(self, density: float) -> Codec:
         values = value_codec(self.values)
-        codec = GroupTop(round(1 / density), values) if self.selection == "group" else ChunkTopK(density, values)
-        return FeedbackCodec(codec=codec, residual=residual, decay=self.decay)
+        if self.selection == "group":
+            return GroupTop(round(1 / density), values)
+        codec = ChunkTopK(density, values)
+        return codec if self.cosines is None else RotatedCodec(codec, self.cosines, "cosine")

@@ -21,6 +21,8 @@ class WeightDelta(BlockWeights):
     3. one all-gather of the codes c of all owners per sharded module
     4. every rank, the owner too: ``h += c``; the module computes with h
 
+    Where a weight is NaN its block is NaN on all ranks in that step, and differences begin from 0 in the next.
+
     So errors do not add up: ``|x - h|`` is what C leaves of one difference, and differences are as small as the
     optimizer's steps. A checkpoint has each owner's part of h; when it is resumed these are sent exactly once.
 

@@ -8,25 +8,40 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit_strategy import OUTER_RULES, Dense, DiLoCo, ExDyna, LocalSGD, LoCo, OuterRule, OverlapLocalSGD
+from lowbit_strategy import (
+    OUTER_RULES,
+    Dense,
+    DiLoCo,
+    ExDyna,
+    LocalSGD,
+    LoCo,
+    OuterRule,
+    OverlapLocalSGD,
+    Quadratic,
+    TopK,
+)
 from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.control.base import Controller, Decision, Telemetry
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.fragment import Fragment
 from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.outer.registry import compressor_for
+from lowbit_strategy.methods._sparse_base.sparse_reducer import value_codec
+from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.plan.rounds import cut_into
 from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.register import strategy_names
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from recipes.gpt import GPT
 from tests.worlds.threaded import ThreadedWorld
@@ -102,7 +117,7 @@ def test_how_many_buckets_a_fragment_has_changes_nothing(name: str, monkeypatch:
     found = []
     for bucket_numel in (2**21, 40):
         monkeypatch.setattr("lowbit_strategy.plan.rounds.BUCKET_NUMEL", bucket_numel)
-        ranks = Replicas(OUTER_RULES[name], compressor_for(name))
+        ranks = Replicas(OUTER_RULES[name], default_compressor(OUTER_RULES[name]))
         fragment = ranks.outers[0].fragments[0]
         parts = [part for _, part in fragment.buckets]
         assert (len(parts) > 1) == (bucket_numel == 40 and len(fragment.params) > 1)
@@ -117,7 +132,7 @@ def test_how_many_buckets_a_fragment_has_changes_nothing(name: str, monkeypatch:
 
 @pytest.mark.parametrize("name", OUTER_RULES)
 def test_every_rule_ends_with_the_same_weights(name: str) -> None:
-    ranks = Replicas(OUTER_RULES[name], compressor_for(name))
+    ranks = Replicas(OUTER_RULES[name], default_compressor(OUTER_RULES[name]))
     for seed in range(62):
         ranks.step(seed)
     first = ranks.outers[0]
@@ -252,7 +267,7 @@ def test_bits_per_parameter_and_step(name: str, bits: float) -> None:
     numel = sum(param.numel() for param in model.parameters())
     report = plan(
         model,
-        compressor_for(name),
+        default_compressor(OUTER_RULES[name]),
         Planned(world_size=4, scatter=False),
         device=CPU,
         options=SyncOptions(outer=OUTER_RULES[name]),
@@ -283,4 +298,62 @@ def test_a_controller_changes_the_length_of_rounds() -> None:
         ranks.step(seed)
         turns.append(ranks.outers[0].num_turns)
     assert turns == [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
+    ranks.world.close()
+
+
+def test_the_sample_of_the_drift_is_in_step_with_no_row() -> None:
+    """256 elements of a matrix whose rows have 64: a stride would take a few of its columns."""
+    specs = [TensorSpec("weight", (256, 64))]
+    fragment = Fragment(specs, {"weight": torch.zeros(256, 64)})
+    assert len(set((fragment.sample % 64).tolist())) > 48
+
+
+@pytest.mark.parametrize("peak", [None, 8e-3])
+def test_rounds_of_a_warm_up_are_no_longer_than_those_after_it(peak: float | None) -> None:
+    """The learning rate rises over 20 steps: as published, rounds have the length that comes right after."""
+    rule = LocalSGD(every=Quadratic(alpha=16e-3, peak=peak, minimum=2))
+    ranks = Replicas(rule)
+    lengths = []
+    for step in range(60):
+        rate = 8e-3 * min(1.0, (step + 1) / 20)
+        ranks.together(functools.partial(_step_at, ranks, rate))
+        lengths.append(ranks.outers[0].round_length)
+    assert max(lengths[:20]) == (2 if peak is None else 4)
+    assert set(lengths[24:]) == {4}
+    ranks.world.close()
+
+
+def _step_at(ranks: Replicas, rate: float, rank: int) -> None:
+    ranks.outers[rank].after_step(rate)
+
+
+def test_a_rule_has_the_same_compressor_by_every_name() -> None:
+    for name, rule in OUTER_RULES.items():
+        assert default_compressor(as_outer(name)) == default_compressor(as_outer({"name": name})) == by_strategy(name)
+        assert as_outer(name).name == rule.name == name
+
+
+def by_strategy(name: str) -> Compressor:
+    return next(compressor for known, compressor, *_ in strategy_names() if known == f"{name}_ddp")
+
+
+def test_the_mean_of_sparse_messages_is_exact() -> None:
+    """What one rank sends reaches all ranks whole: the first round's anchor moves by the mean of what was sent."""
+    compressor = default_compressor(OUTER_RULES["sparseloco"])
+    assert isinstance(compressor, TopK)
+    ranks = Replicas(OUTER_RULES["sparseloco"], replace(compressor, exempt=()), world_size=4)
+    for _ in range(29):
+        for outer in ranks.outers:
+            outer.after_step()
+    for rank in range(4):
+        ranks.local_step(rank, 2)
+    before = {name: anchor.clone() for name, anchor in ranks.outers[0].anchors.items()}
+    moved = [{name: before[name] - param for name, param in outer.params.items()} for outer in ranks.outers]
+    ranks.together(lambda rank: ranks.outers[rank].after_step())
+    for name, spec in ranks.outers[0].sync.specs.items():
+        if spec.ndim > 1:
+            codec = ChunkTopK(1 / 64, value_codec(compressor.values))
+            wires = torch.stack([codec.encode(each[name].reshape(-1), seed=0) for each in moved])
+            mean = codec.decode_sum(wires, spec.numel).view(spec.shape) / 4
+            torch.testing.assert_close(ranks.outers[0].anchors[name], before[name] - mean, rtol=0, atol=1e-7)
     ranks.world.close()

@@ -1,0 +1,161 @@
+"""The inner optimizers' state, averaged over the ranks every so many rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.outer.rule import ALL_STATE, AverageState
+from lowbit_strategy.methods.outer.state_code import StateCode
+from lowbit_strategy.plan.rounds import BUCKET_NUMEL
+
+# Squares are sent as their roots, whose range is half as wide. None of these is ever negative.
+_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
+
+States = Mapping[str, Mapping[str, Tensor]]  # by parameter name, then by the optimizer's own key
+
+
+class InnerState:
+    """Averages what the inner optimizers keep of each parameter, in the turns of an `OuterSync`.
+
+    In the turn of a fragment, for each key that has its round:
+
+    1. which ranks keep it of which parameters: one float each, added up over ranks
+    2. the mean over those ranks goes through an exchange of its own, blockwise codes without a residual; squares go as
+       their roots
+    3. it replaces each rank's own. A mean of squares is at least the own root over the number of ranks, whatever
+       rounding says: what an optimizer divides by never vanishes
+
+    Nothing of it has to be saved: rounds are counted by turns, and the state is in the optimizers.
+
+    Args:
+        sync: Of the weights; its communicator is used, and its account of bytes.
+        every: Rounds between two averages by key.
+        states: Gives what this rank's optimizers keep, live tensors of the size of what this rank has of the parameter.
+    """
+
+    def __init__(self, sync: GradientSync, every: AverageState, states: Callable[[], States]) -> None:
+        self._sync = sync
+        self._every = dict(ALL_STATE if every is True else every or ())
+        self._states = states
+        specs = [
+            replace(spec, name=_joined(key, name)) for key in sorted(self._every) for name, spec in sync.specs.items()
+        ]
+        self._ranks = replace(sync.ranks, share=None, intra_node=None)  # specs are of parts already
+        self._exchange = GradientSync(StateCode(), specs, self._ranks, sync.device, scatter=False, seed=sync.seed)
+
+    def average(self, names: Iterable[str], round_index: int, *, last: bool = False) -> None:
+        """In the turn of a fragment, on all ranks.
+
+        Args:
+            names: The fragment's parameters.
+            round_index: Rounds completed, with this one.
+            last: All keys have their round.
+        """
+        pairs = [
+            (key, name)
+            for name in names
+            for key in sorted(self._every)
+            if last or round_index % self._every[key] == 0
+            if self._sync.specs[name].numel
+        ]
+        before = self._sync.ranks.peers.sent_nbytes
+        if pairs and self._sync.ranks.peers.world_size > 1:
+            self._average(pairs)
+        self._sync.byte_check.besides(self._sync.ranks.peers.sent_nbytes - before)
+
+    def _average(self, pairs: Sequence[tuple[str, str]]) -> None:
+        own = self._own(pairs)
+        counts = torch.tensor([float(tensor is not None) for tensor in own], device=self._sync.device)
+        self._sync.ranks.peers.all_reduce(counts).wait()
+        kept = [
+            _Kept(key, self._sync.specs[name], tensor, int(count))
+            for (key, name), tensor, count in zip(pairs, own, counts.tolist(), strict=True)
+            if count
+        ]
+        if not kept:
+            return
+        self._exchange.begin_step()
+        for part in _buckets(kept):
+            self._reduce(part)
+        self._exchange.end_step()
+
+    @torch.no_grad()
+    def _reduce(self, part: Sequence[_Kept]) -> None:
+        entries, at = [], 0
+        for each in part:
+            entries.append(Entry(_joined(each.key, each.spec.name), at))
+            at += each.spec.numel
+        x_N = torch.cat([each.sent(self._sync.device) for each in part])
+        for pending in self._exchange.reduce(BucketLayout(tuple(entries), last=True), x_N, x_N):
+            if pending is not None:
+                pending.wait()
+        for each, mean_N in zip(part, x_N.split([each.spec.numel for each in part]), strict=True):
+            each.take_(mean_N * (self._sync.ranks.peers.world_size / each.num_ranks))
+
+    def _own(self, pairs: Sequence[tuple[str, str]]) -> list[Tensor | None]:
+        """What this rank keeps; None where it keeps none, or where it is not finite."""
+        states, specs = self._states(), self._sync.specs
+        found = [states.get(name, {}).get(key) for key, name in pairs]
+        fitting = [
+            each if each is not None and each.numel() == specs[name].numel else None
+            for each, (_, name) in zip(found, pairs, strict=True)
+        ]
+        finite = [each.isfinite().all() for each in fitting if each is not None]
+        usable = iter(torch.stack(finite).tolist() if finite else ())
+        return [each if each is not None and next(usable) else None for each in fitting]
+
+
+class _Kept(NamedTuple):
+    """One key of one parameter that some ranks keep.
+
+    Args:
+        key: The optimizer's.
+        spec: The parameter.
+        tensor: This rank's own, live; None if it keeps none.
+        num_ranks: Ranks that do.
+    """
+
+    key: str
+    spec: TensorSpec
+    tensor: Tensor | None
+    num_ranks: int
+
+    def sent(self, device: torch.device) -> Tensor:
+        """float32 ``[numel]``."""
+        if self.tensor is None:
+            return torch.zeros(self.spec.numel, device=device)
+        values = self.tensor.detach().float().reshape(-1)
+        return values.sqrt() if self.key in _SQUARES else values
+
+    def take_(self, mean_N: Tensor) -> None:
+        """Replace the own by the mean."""
+        if self.tensor is None:
+            return
+        mean = mean_N.view(self.tensor.shape)
+        if self.key in _SQUARES:
+            mean = torch.maximum(mean, self.tensor.float().sqrt() / self.num_ranks).square()
+        self.tensor.copy_(mean)
+
+
+def _joined(key: str, name: str) -> str:
+    return f"{name}[{key}]"
+
+
+def _buckets(items: Iterable[_Kept]) -> Iterator[list[_Kept]]:
+    """As many in each as have `BUCKET_NUMEL` elements together, or a larger one alone."""
+    part: list[_Kept] = []
+    for item in items:
+        if part and sum(each.spec.numel for each in part) + item.spec.numel > BUCKET_NUMEL:
+            yield part
+            part = []
+        part.append(item)
+    if part:
+        yield part

@@ -1,0 +1,286 @@
+"""Compressed collectives of tensors, over any process group: for what is neither a gradient nor a weight.
+
+Embeddings of recommenders, tokens of experts, activations between stages. Each function takes a tensor and gives a new
+one; all ranks of the group call it, with the same `codec`. Nothing is remembered from call to call: what a code leaves
+out is lost, or within the bound of a `Bounded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.bounded import Bounded
+from lowbit_strategy.collectives.comm import Comm, GroupComm
+from lowbit_strategy.collectives.layout import flat_cut
+from lowbit_strategy.kernels.format import uniform
+
+__all__ = ["Bounded", "Code", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+
+Code = Codec | Bounded | int
+Operation = Literal["mean", "sum"]
+_BLOCK_SIZE = 128
+
+
+def all_reduce(
+    x: Tensor, codec: Code = 4, *, op: Operation = "mean", group: dist.ProcessGroup | None = None, seed: int = 0
+) -> Tensor:
+    """The mean, or the sum, over the ranks; bit-identical on all of them.
+
+    1. the tensor is cut into a chunk per rank; each is coded and sent to its owner
+    2. the owner adds up what it decodes, in rank order, and codes the result
+    3. all ranks gather and decode the results
+
+    Args:
+        x: Floats of any shape, the same on all ranks.
+        codec: Bits of a blockwise code, any codec, or `Bounded`, whose bound holds for the result.
+        op: ``mean`` or ``sum``.
+        group: The default group if None.
+        seed: Of codecs that round at random: another one per call.
+
+    Returns:
+        A tensor of the shape and type of `x`.
+
+    Raises:
+        ValueError: `codec` is no code, or `op` no operation.
+    """
+    comm, code = GroupComm(group), _Coder.of(codec)
+    _check(op)
+    cut = flat_cut(x.numel(), comm.world_size, code.block_size)
+    sizes = [cut.row_length(rank) for rank in range(comm.world_size)]
+    # half of a bound for each hop; the errors of a sum add up
+    up, down = code.within(0.5 / (comm.world_size if op == "sum" else 1)), code.within(0.5)
+    own = _sum(x.detach().reshape(-1).split(sizes), up, comm, op, seed)
+    parts = _gather(own, down, comm, sizes, seed + 1)
+    return torch.cat(parts).view(x.shape).to(x.dtype)
+
+
+def reduce_scatter(
+    x: Tensor, codec: Code = 4, *, op: Operation = "mean", group: dist.ProcessGroup | None = None, seed: int = 0
+) -> Tensor:
+    """The mean, or the sum, over the ranks; rank r gets the r-th of W equal parts of dim 0.
+
+    Args:
+        x: Floats, ``[W * n, ...]``.
+        codec: As in `all_reduce`.
+        op: ``mean`` or ``sum``.
+        group: The default group if None.
+        seed: As in `all_reduce`.
+
+    Returns:
+        ``[n, ...]`` in the type of `x`.
+
+    Raises:
+        ValueError: Dim 0 cannot be divided by the number of ranks; `codec` is no code, or `op` no operation.
+    """
+    comm, code = GroupComm(group), _Coder.of(codec)
+    _check(op)
+    parts = _equal_parts(x.detach(), comm.world_size)
+    total = _sum(
+        [part.reshape(-1) for part in parts],
+        code.within(1.0 / (comm.world_size if op == "sum" else 1)),
+        comm,
+        op,
+        seed,
+    )
+    return total.view(parts[0].shape).to(x.dtype)
+
+
+def all_gather(
+    x: Tensor,
+    codec: Code = 4,
+    *,
+    backward: Code | None = None,
+    group: dist.ProcessGroup | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """All ranks' tensors, one after the other along dim 0. Differentiable: gradients are summed by `reduce_scatter`.
+
+    Args:
+        x: Floats, ``[n, ...]``, of the same shape on all ranks.
+        codec: As in `all_reduce`. The own part is decoded as well: all ranks have the same result.
+        backward: Of the gradients; None: as `codec`.
+        group: The default group if None.
+        seed: As in `all_reduce`.
+
+    Returns:
+        ``[W * n, ...]`` in the type of `x`.
+
+    Raises:
+        ValueError: `codec` is no code.
+    """
+    result: Tensor = _AllGather.apply(x, codec, codec if backward is None else backward, group, seed)
+    return result
+
+
+def all_to_all(
+    x: Tensor,
+    codec: Code = 4,
+    *,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    backward: Code | None = None,
+    group: dist.ProcessGroup | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Parts of dim 0 to the ranks in order, as ``torch.distributed.all_to_all_single``. Differentiable: gradients go
+    back the same way.
+
+    Args:
+        x: Floats, ``[n, ...]``.
+        codec: As in `all_reduce`. What stays on this rank is coded like the rest.
+        output_splits: Rows from every rank; None: as `input_splits`.
+        input_splits: Rows to every rank; None: equal parts.
+        backward: Of the gradients; None: as `codec`.
+        group: The default group if None.
+        seed: As in `all_reduce`.
+
+    Returns:
+        ``[sum(output_splits), ...]`` in the type of `x`.
+
+    Raises:
+        ValueError: Splits do not fit; `codec` is no code.
+    """
+    world_size = dist.get_world_size(group)
+    ins = _splits(x, input_splits, world_size, "input_splits")
+    outs = list(output_splits) if output_splits is not None else ins
+    if len(outs) != world_size:
+        raise ValueError(f"output_splits must have a number for each of {world_size} ranks, got {len(outs)}")
+    result: Tensor = _AllToAll.apply(x, ins, outs, codec, codec if backward is None else backward, group, seed)
+    return result
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codec: Code, backward: Code, group: Any, seed: int) -> Tensor:
+        ctx.options = (backward, group, seed)
+        comm = GroupComm(group)
+        parts = _gather(x.reshape(-1), _Coder.of(codec), comm, [x.numel()] * comm.world_size, seed)
+        return torch.cat([part.view(x.shape) for part in parts]).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        codec, group, seed = ctx.options
+        return reduce_scatter(grads[0], codec, op="sum", group=group, seed=seed), None, None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ins: list[int], outs: list[int], codec: Code, backward: Code, group: Any, seed: int
+    ) -> Tensor:
+        ctx.options = (ins, outs, backward, group, seed)
+        row = x[:1].numel() if x.shape[0] else x.new_empty((1, *x.shape[1:])).numel()
+        messages = [part.reshape(-1) for part in x.split(ins)]
+        received = _send(messages, _Coder.of(codec), GroupComm(group), [count * row for count in outs], seed)
+        return torch.cat(received).view(sum(outs), *x.shape[1:]).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ins, outs, codec, group, seed = ctx.options
+        gradient = all_to_all(grads[0], codec, output_splits=ins, input_splits=outs, group=group, seed=seed)
+        return gradient, None, None, None, None, None, None
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+class _Coder:
+    """Either kind of code with one interface."""
+
+    def __init__(self, code: Codec | Bounded) -> None:
+        self._code = code
+
+    @classmethod
+    def of(cls, code: Code) -> _Coder:
+        if isinstance(code, int) and not isinstance(code, bool):
+            return cls(BlockCodec(uniform(code, _BLOCK_SIZE)))
+        if not isinstance(code, (Codec, Bounded)):
+            raise ValueError(f"codec must be a number of bits, a codec or Bounded(1e-3), got {code!r}")
+        return cls(code)
+
+    @property
+    def block_size(self) -> int:
+        return _BLOCK_SIZE if isinstance(self._code, Bounded) else self._code.block_size
+
+    def within(self, share: float) -> _Coder:
+        """The same with this share of its bound, if it has one."""
+        code = self._code
+        return _Coder(replace(code, bound=code.bound * share)) if isinstance(code, Bounded) else self
+
+    def nbytes(self, numel: int) -> int | None:
+        """Of a message; None: it depends on the values."""
+        return None if isinstance(self._code, Bounded) else self._code.wire_nbytes(numel)
+
+    def encode(self, x_N: Tensor, seed: int) -> Tensor:
+        if isinstance(self._code, Bounded):
+            return self._code.encode(x_N)
+        return self._code.encode(x_N.float(), seed=seed)
+
+    def decode(self, wire_B: Tensor, numel: int) -> Tensor:
+        if isinstance(self._code, Bounded):
+            return self._code.decode(wire_B, numel)
+        return self._code.decode_sum(wire_B.contiguous()[None], numel)
+
+
+def _send(messages: Sequence[Tensor], code: _Coder, comm: Comm, numels: Sequence[int], seed: int) -> list[Tensor]:
+    """One tensor to each rank, one of `numels` elements from each; decoded, float32."""
+    wires = [code.encode(message, seed + rank) for rank, message in enumerate(messages)]
+    received = _transport(wires, comm, [code.nbytes(numel) for numel in numels])
+    return [code.decode(wire, numel) for wire, numel in zip(received, numels, strict=True)]
+
+
+def _gather(x_N: Tensor, code: _Coder, comm: Comm, numels: Sequence[int], seed: int) -> list[Tensor]:
+    """The same tensor to all ranks."""
+    wire = code.encode(x_N.detach(), seed)
+    received = _transport([wire] * comm.world_size, comm, [code.nbytes(numel) for numel in numels])
+    return [code.decode(each, numel) for each, numel in zip(received, numels, strict=True)]
+
+
+def _transport(wires: Sequence[Tensor], comm: Comm, sizes: Sequence[int | None]) -> list[Tensor]:
+    """Bytes to and from every rank. Sizes that the receiver cannot know travel before."""
+    sent = [wire.numel() for wire in wires]
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        out = torch.empty(comm.world_size, 1, dtype=torch.int64, device=wires[0].device)
+        comm.all_to_all(out, torch.tensor(sent, device=out.device).view(-1, 1)).wait()
+        known = out.view(-1).tolist()
+    received = torch.empty(sum(known), dtype=torch.uint8, device=wires[0].device)
+    comm.all_to_all_uneven(received, torch.cat(list(wires)), known, sent).wait()
+    return list(received.split(known))
+
+
+def _sum(parts: Sequence[Tensor], code: _Coder, comm: Comm, op: Operation, seed: int) -> Tensor:
+    """float32: the own part of all ranks, added in rank order."""
+    received = _send(parts, code, comm, [parts[comm.rank].numel()] * comm.world_size, seed)
+    total = received[0].clone()
+    for part in received[1:]:
+        total += part
+    return total / comm.world_size if op == "mean" else total
+
+
+def _check(op: str) -> None:
+    if op not in ("mean", "sum"):
+        raise ValueError(f"op must be 'mean' or 'sum', got {op!r}")
+
+
+def _equal_parts(x: Tensor, world_size: int) -> Sequence[Tensor]:
+    return x.split(_splits(x, None, world_size, "dim 0"))
+
+
+def _splits(x: Tensor, splits: Sequence[int] | None, world_size: int, what: str) -> list[int]:
+    rows = x.shape[0] if x.dim() else 0
+    if splits is None:
+        if not x.dim() or rows % world_size:
+            raise ValueError(f"dim 0 must be a multiple of the {world_size} ranks, got a tensor of {tuple(x.shape)}")
+        return [rows // world_size] * world_size
+    if len(splits) != world_size or sum(splits) != rows:
+        raise ValueError(f"{what} must be {world_size} numbers that add up to {rows} rows, got {list(splits)!r}")
+    return list(splits)

@@ -1,0 +1,43 @@
+"""How the inner optimizer's state travels: blockwise codes of what it is now, without a residual."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
+
+
+@configuration
+class StateCode(Compressor):
+    """Rounded to the nearest code of its block, as weights are under FSDP2.
+
+    State is replaced by its mean, it does not add up: what an earlier round has left out is no part of it any more.
+
+    Args:
+        bits: Of a code.
+        block_size: Elements that share a scale.
+        high_precision_bits: Of embeddings and output heads.
+        exempt, high_precision: Which parameters; see `Compressor`.
+    """
+
+    name: ClassVar[str] = "statecode"
+
+    bits: int = 4
+    block_size: int = 128
+    high_precision_bits: int = 4
+
+    def _pair(self, bits: int) -> CodecPair:
+        stateful = PlainCodec(BlockCodec(uniform(bits, self.block_size)))
+        return CodecPair(stateful, stateful)
+
+    def method(self, spec: TensorSpec) -> CodecPair:
+        return self._pair(self.bits)
+
+    def high_precision_method(self, spec: TensorSpec) -> CodecPair:
+        return self._pair(max(self.bits, self.high_precision_bits))
