@@ -1,0 +1,174 @@
+"""Random sequences of what scripts do with a model, with weights kept between gathers and without: the same to the bit.
+
+What is kept must never be seen after the weights have changed, whatever changed them. The reference keeps nothing, so
+every gather sends what the owners have.
+"""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lowbit_strategy import Dense, Exact, LoCo, WeightCode
+from lowbit_strategy.custom_loop import SyncOptions, attach_fsdp, prepare
+from tests.ddp_loop import CPU
+from tests.distributed import run_ranks
+from tests.nodes import nodes_of
+
+WIDTH = 48
+LENGTH = 12
+ACTIONS = ("train",) * 4 + ("accumulate", "evaluate", "look", "edit", "save", "load", "freeze", "unfreeze", "mode")
+KEEPS: dict[str, tuple[Any, ...]] = {
+    "code": (WeightCode(keep="nothing"), WeightCode(), WeightCode(keep="replica")),
+    "exact": ("exact", Exact(keep="replica")),
+}
+
+
+class Program:
+    """One model, and the actions of one seed on it; all ranks take the same ones, with data of their own."""
+
+    def __init__(self, weights: Any, compressor: Any, folder: Path, shard_size: int | None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(3)))
+        options = SyncOptions(weights=weights, shard_size=shard_size)
+        prepared = prepare(self.model, compressor, options, scatter=True)
+        world_size, size = dist.get_world_size(), shard_size or dist.get_world_size()
+        mesh = init_device_mesh("cpu", (world_size // size, size), mesh_dim_names=("replicas", "shards"))["shards"]
+        for block in self.model[:2]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.session = attach_fsdp(self.model, prepared, device=CPU)
+        self.sharded = list(self.model.parameters())  # FSDP2 shows others where a module stays gathered
+        self.optimizer = torch.optim.SGD(self.sharded, lr=0.05, momentum=0.9)
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
+        self.looked = False  # a forward pass that no backward pass has followed
+        self.folder, self.saved, self.seen = folder, None, list[float]()
+
+    def forward(self) -> Tensor:
+        x = torch.randn(4, WIDTH, generator=self.generator)
+        loss: Tensor = (self.model(x) - x.roll(1, 1)).square().mean()
+        self.seen.append(loss.item())
+        return loss
+
+    def shards(self) -> list[Tensor]:
+        return [p.to_local() if isinstance(p, DTensor) else p for p in self.sharded]
+
+    def backward(self) -> None:
+        self.looked = False
+        loss = self.forward()
+        self.session.begin_step()
+        loss.backward()
+
+    def train(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.session.end_step()
+
+    def accumulate(self) -> None:
+        self.model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        self.backward()
+        self.model.set_requires_gradient_sync(True)  # type: ignore[operator]
+        self.train()
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        self.model.eval()
+        self.forward()
+        self.model.train()
+
+    @torch.no_grad()
+    def look(self) -> None:
+        self.forward()
+        self.looked = True
+
+    def mode(self) -> None:
+        self.model.train(not self.model.training)
+
+    def edit(self) -> None:
+        """Past the version counters. Between a forward pass in training and its backward pass it has to be said."""
+        if self.looked:
+            self.session.weights_changed()
+        for shard in self.shards():
+            shard.data.mul_(0.97)
+
+    def save(self) -> None:
+        with self.session.save(self.folder / "some.ckpt") as stamp:
+            self.saved = (stamp, [shard.clone() for shard in self.shards()])
+
+    @torch.no_grad()
+    def load(self) -> None:
+        if self.saved is not None:
+            stamp, values = self.saved
+            for shard, value in zip(self.shards(), values, strict=True):
+                shard.copy_(value)
+            self.session.load(self.folder / "some.ckpt", stamp)
+
+    def freeze(self) -> None:
+        self.turn(False)
+
+    def unfreeze(self) -> None:
+        self.turn(True)
+
+    def turn(self, trains: bool) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self.model[1].requires_grad_(trains)
+
+    def run(self, seed: int) -> list[float]:
+        chosen = random.Random(seed)
+        for _ in range(LENGTH):
+            getattr(self, chosen.choice(ACTIONS))()
+        self.model.train()
+        self.train()
+        self.forward()
+        self.session.close()
+        return [*self.seen, *(float(shard.double().sum()) for shard in self.shards())]
+
+
+def _programs(rank: int, world_size: int, folder: Path, kind: str, shard_size: int | None, seeds: range) -> Any:
+    """Seeds of which a run is not the reference's."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        timeout=timedelta(seconds=30),
+        rank=rank,
+        world_size=world_size,
+    )
+    wrong = []
+    with nodes_of(2):
+        for seed in seeds:
+            own = folder / str(seed)
+            compressor = LoCo(block_size=32) if seed % 2 else Dense()
+            runs = [Program(weights, compressor, own, shard_size).run(seed) for weights in KEEPS[kind]]
+            wrong += [(seed, at) for at, run in enumerate(runs) if run != runs[0]]
+    return wrong
+
+
+LAYOUTS = {"fsdp": (2, None), "two levels": (4, None), "hsdp": (4, 2)}
+
+
+def _counts(number: int) -> Any:
+    return pytest.param(number, marks=pytest.mark.slow if number > 20 else ())
+
+
+@pytest.mark.parametrize("number", [_counts(6), _counts(100)])
+@pytest.mark.parametrize("kind", KEEPS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_kept_is_never_seen_when_it_is_old(tmp_path: Path, layout: str, kind: str, number: int) -> None:
+    world_size, shard_size = LAYOUTS[layout]
+    if number > 20 and layout != "fsdp":
+        number //= 2
+    found = run_ranks(_programs, world_size, tmp_path, kind, shard_size, range(number), timeout=280, process_group=None)
+    assert found == [[]] * world_size
