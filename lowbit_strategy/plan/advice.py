@@ -124,7 +124,7 @@ def plan_for(
 
 def assign(wanted: Wanted, compressor: Compressor) -> Mapping[str, Assignment]:
     """What each whole parameter gets once all warm-ups are over."""
-    late = compressor.at(_LATE)
+    late = compressor.phase(_LATE)
     late.check(wanted.specs)
     return assign_all(late, wanted.specs)
 
