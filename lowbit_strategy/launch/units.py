@@ -36,11 +36,11 @@ def _parse(text: str, units: dict[str, float], what: str) -> float:
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text)
     if match is None or match[2] not in units:
-        raise ValueError(f"{text!r} is not {what}")
+        raise ValueError(f"{text!r} is no quantity that is known here: give {what}")
     try:
         value = float(match[1])
     except ValueError:
-        raise ValueError(f"{text!r} is not {what}") from None
+        raise ValueError(f"{text!r} is no quantity that is known here: give {what}") from None
     if not 0 < value < 1e18:
-        raise ValueError(f"{text!r} is not {what}: it must be above 0")
+        raise ValueError(f"{text!r} must be above 0: give {what}")
     return value * units[match[2]]

@@ -13,7 +13,7 @@ from lowbit_strategy.ranks.shape import Shape
 
 SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
 BUCKET_NUMEL = 2**21  # so many elements are coded while those before them travel
-_NUM_FACTS = 2  # numbers of a header beside the sample
+_NUM_FACTS = 3  # numbers of a header beside the sample and one per rank
 
 
 def cut_into(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[TensorSpec]]:
@@ -50,7 +50,7 @@ def round_units(
     units = []
     for at, fragment in enumerate(cut_into(list(specs.values()), rule.fragments)):
         numel = sum(spec.numel for spec in fragment)
-        header = _NUM_FACTS + min(SAMPLE_NUMEL, numel)
+        header = _NUM_FACTS + peers + min(SAMPLE_NUMEL, numel)
         header_nbytes = 2 * (peers - 1) * 4 * header // peers
         for number, bucket in enumerate(buckets_of(fragment)):
             names = [spec.name for spec in bucket if spec.numel]

@@ -57,13 +57,13 @@ def test_estimate_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.Mon
     ("arguments", "message"),
     [
         ((), "give one of --params, --model and --hf-config"),
-        (("--params", "many"), "'many' is not a number such as 7e9 or 7B"),
+        (("--params", "many"), "give a number such as 7e9 or 7B"),
         (("--params", "1000"), "give a model"),
         (("--model", "torch.nn:Nothing"), "give it as package.module:Class"),
         (("--model", "torch.nn:Linear"), "cannot be built on the meta device"),
         (("--hf-config", "nowhere"), "nowhere has no config.json"),
-        (("--params", "1e9", "--link", "fast"), "'fast' is not a bandwidth"),
-        (("--params", "1e9", "--compute", "0s"), "it must be above 0"),
+        (("--params", "1e9", "--link", "fast"), "give a bandwidth such as 10gbit"),
+        (("--params", "1e9", "--compute", "0s"), "must be above 0: give a time"),
     ],
 )
 def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
