@@ -5,30 +5,47 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.plan.fitting import SHARE_OF_DEVICE, Setup, choices, choose
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 
-if TYPE_CHECKING:
-    from lowbit_strategy.attach.attach import Prepared
 
+class _Prepared(Protocol):
+    """What of a prepared model decides: a dataclass with these fields."""
+
+    @property
+    def compressor(self) -> Compressor: ...
+    @property
+    def options(self) -> SyncOptions: ...
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]: ...
+    @property
+    def scatter(self) -> bool: ...
+    @property
+    def shard_size(self) -> int | None: ...
+
+
+_P = TypeVar("_P", bound=_Prepared)
 _log = logging.getLogger("lowbit_strategy")
 
 
 def fitted(
-    prepared: Prepared,
+    prepared: _P,
     weights: WeightCoding | None,
     ranks: Ranks,
     device: torch.device,
     modules: Mapping[str, ModuleLayout] | None = None,
-) -> Prepared:
+) -> _P:
     """`prepared` with what fits, on all ranks alike; as it is where nothing limits the memory.
 
     Raises:
@@ -50,7 +67,7 @@ def fitted(
     if chosen.differs and ranks.world.rank == 0:
         _log.info("to fit into %.2f GB of memory, %s: %s", room / 1e9, chosen.differs, chosen.arithmetic())
     options = prepared.options if chosen.weights == weights else replace(prepared.options, weights=chosen.weights)
-    return replace(prepared, compressor=chosen.compressor, options=options)
+    return replace(prepared, compressor=chosen.compressor, options=options)  # type: ignore[type-var]
 
 
 def _room(memory: float | None, device: torch.device, ranks: Ranks) -> tuple[int | None, int]:

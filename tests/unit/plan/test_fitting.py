@@ -80,7 +80,9 @@ def test_llama_70b_on_8_nodes_of_8_keeps_less_than_12_gb_without_the_user() -> N
     differs = chosen(LLAMA_70B, 8)
     assert "gathered again" in differs
     smaller = LoCo(residual="int4") if "4 bits" in differs else LoCo()
-    assert total(LLAMA_70B, 8, smaller, WeightCode(keep="nothing")) < 12
+    memory = choice(smaller, WeightCode(keep="nothing"), setup(LLAMA_70B, 8, 8)).memory
+    assert (memory.residuals + memory.weights) / 1e9 < 12
+    assert memory.messages / 1e9 < 20  # of the root, which has embedding and head: exact float32 rows inside the node
 
 
 def test_llama_13b_on_one_node_keeps_less_than_10_gb_without_the_user() -> None:
