@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import re
+from typing import Any
 
+from docutils import nodes
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.domains.python import PythonDomain
+from sphinx.environment import BuildEnvironment
+from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
+from sphinx.util.nodes import make_refnode
 
 import lowbit_strategy
 
@@ -48,19 +55,13 @@ PUBLIC_MODULES = (
     "lowbit_strategy.accelerate",
     "lowbit_strategy.control",
     "lowbit_strategy.custom_loop",
+    "lowbit_strategy.extend",
     "lowbit_strategy.fabric",
     "lowbit_strategy.lightning",
     "lowbit_strategy.lightning_fabric",
     "lowbit_strategy.metrics",
     "lowbit_strategy.pytorch_lightning",
     "lowbit_strategy.transformers",
-)
-# Without an `__all__`: what contributors build on, and the part for custom loops.
-PUBLIC_NAMES = (
-    "lowbit_strategy.codecs.base.Codec",
-    "lowbit_strategy.collectives.stateful_codec.StatefulCodec",
-    "lowbit_strategy.methods._base.method.Method",
-    "lowbit_strategy.methods._base.reducer.Reducer",
 )
 
 
@@ -69,7 +70,7 @@ def warn_of_what_is_missing(app: Sphinx, _exception: Exception | None) -> None:
     domain = app.env.get_domain("py")
     assert isinstance(domain, PythonDomain)
     public = [f"{module}.{name}" for module in PUBLIC_MODULES for name in importlib.import_module(module).__all__]
-    for name in [*public, *PUBLIC_NAMES]:
+    for name in public:
         if name not in domain.objects:
             logging.getLogger(__name__).warning("%s is public but not in the reference: add it to docs/api", name)
 
@@ -80,6 +81,44 @@ def keep_first_sentence(_app: Sphinx, what: str, _name: str, _obj: object, _opti
         lines[0] = lines[0].replace(": ", " \u2013 ")
 
 
+class LinkArXiv(SphinxTransform):
+    """Every ``arXiv 2407.04480``, in pages and docstrings, is a link."""
+
+    default_priority = 900
+    _NUMBER = re.compile(r"arXiv\s+(\d{4}\.\d{4,5})")
+
+    def apply(self, **kwargs: Any) -> None:
+        for node in list(self.document.findall(nodes.Text)):
+            inside = isinstance(node.parent, (nodes.literal, nodes.literal_block, nodes.reference))
+            if inside or not self._NUMBER.search(node.astext()):
+                continue
+            parts: list[nodes.Node] = []
+            for at, text in enumerate(self._NUMBER.split(node.astext())):
+                if at % 2:
+                    link = nodes.reference("", f"arXiv {text}", refuri=f"https://arxiv.org/abs/{text}")
+                    parts.append(link)
+                elif text:
+                    parts.append(nodes.Text(text))
+            node.parent.replace(node, parts)
+
+
+def resolve_by_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> Any:
+    """Types in signatures and names in docstrings are called where they are defined: find where they are documented."""
+    target = node.get("reftarget", "")
+    if node.get("refdomain") != "py":
+        return None
+    domain = env.get_domain("py")
+    assert isinstance(domain, PythonDomain)
+    ending = f".{target.rpartition('.')[2]}"
+    found = sorted((name for name in domain.objects if name.endswith(ending)), key=lambda name: (name.count("."), name))
+    if not found or (target.count(".") and not target.startswith("lowbit_strategy.")):
+        return None
+    entry = domain.objects[found[0]]
+    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, found[0])
+
+
 def setup(app: Sphinx) -> None:
+    app.add_transform(LinkArXiv)
+    app.connect("missing-reference", resolve_by_name)
     app.connect("autodoc-process-docstring", keep_first_sentence, priority=400)  # before napoleon
     app.connect("env-check-consistency", lambda app, env: warn_of_what_is_missing(app, None))

@@ -4,14 +4,17 @@ Importing this package registers the strategy names ``<compressor>_ddp`` and ``<
 Fabric, whichever of their namespaces is or will be imported.
 """
 
+from lowbit_strategy.attach.digest import DivergenceError
+from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.outer.diloco import DiLoCo
 from lowbit_strategy.methods.outer.interval import Quadratic, Stepwise
 from lowbit_strategy.methods.outer.localsgd import LocalSGD
 from lowbit_strategy.methods.outer.overlaplocalsgd import OverlapLocalSGD
 from lowbit_strategy.methods.outer.postlocalsgd import PostLocalSGD
-from lowbit_strategy.methods.outer.registry import OUTER_RULES
+from lowbit_strategy.methods.outer.registry import OUTER_RULES, as_outer
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.outer.sparseloco import SparseLoCo
 from lowbit_strategy.methods.quantization.dense import Dense
@@ -24,7 +27,7 @@ from lowbit_strategy.methods.quantization.qsgd import QSGD
 from lowbit_strategy.methods.quantization.sharedscale import SharedScale
 from lowbit_strategy.methods.quantization.signsgd import SignSGD
 from lowbit_strategy.methods.quantization.terngrad import TernGrad
-from lowbit_strategy.methods.registry import PRESETS, from_options, preset
+from lowbit_strategy.methods.registry import PRESETS, as_compressor, from_options, preset
 from lowbit_strategy.methods.sparsification.adacomp import AdaComp
 from lowbit_strategy.methods.sparsification.dgc import DGC
 from lowbit_strategy.methods.sparsification.exdyna import ExDyna
@@ -34,6 +37,7 @@ from lowbit_strategy.methods.sparsification.randomk import RandomK
 from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
 from lowbit_strategy.methods.sparsification.sidco import SIDCo
 from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import as_weights
 from lowbit_strategy.methods.weights.weightcode import WeightCode
@@ -56,6 +60,7 @@ __all__ = [
     "Compressor",
     "Dense",
     "DiLoCo",
+    "DivergenceError",
     "EFSignSGD",
     "ErrorFeedback",
     "ExDyna",
@@ -74,6 +79,7 @@ __all__ = [
     "PowerSGD",
     "Quadratic",
     "RandomK",
+    "ResidualFileError",
     "Rotate",
     "SIDCo",
     "ScaleCom",
@@ -81,15 +87,43 @@ __all__ = [
     "SignSGD",
     "SparseLoCo",
     "Stepwise",
+    "TensorSpec",
     "TernGrad",
     "TopK",
     "WarmUp",
     "WeightCode",
+    "WeightCoding",
     "WeightDelta",
     "__version__",
+    "as_compressor",
+    "as_outer",
     "as_weights",
     "from_options",
     "preset",
 ]
 
 register_when_imported()
+
+_IN_FRAMEWORKS = {  # names that are looked for here, and where they are
+    "LowBitDDPStrategy": "lowbit_strategy.lightning (or .pytorch_lightning, .fabric, .lightning_fabric)",
+    "LowBitFSDPStrategy": "lowbit_strategy.lightning (or .pytorch_lightning, .fabric, .lightning_fabric)",
+    "AdaptiveCompression": "lowbit_strategy.lightning (or .pytorch_lightning)",
+    "CompressionMonitor": "lowbit_strategy.lightning (or .pytorch_lightning, .accelerate)",
+    "LowBitPlugin": "lowbit_strategy.accelerate",
+    "LowBitAccelerator": "lowbit_strategy.accelerate",
+    "attach": "lowbit_strategy.transformers",
+    "adapt": "lowbit_strategy.fabric, or lowbit_strategy.custom_loop for a loop of your own",
+    "monitor": "lowbit_strategy.fabric, or lowbit_strategy.custom_loop for a loop of your own",
+    "SyncOptions": "lowbit_strategy.custom_loop",
+}
+
+
+def __getattr__(name: str) -> object:
+    """What needs a framework is in that framework's module, so that importing this package imports none.
+
+    Raises:
+        ImportError: `name` is such a name. An AttributeError would lose its text in ``from lowbit_strategy import``.
+    """
+    if name in _IN_FRAMEWORKS:
+        raise ImportError(f"{name} is in {_IN_FRAMEWORKS[name]}, not in lowbit_strategy itself")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

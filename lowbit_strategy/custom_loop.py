@@ -10,13 +10,19 @@
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.custom_loop import LoopClock, adapt, control_of, monitor
 from lowbit_strategy.telemetry.monitor_options import MonitorOptions
+from lowbit_strategy.telemetry.observe import Observer
 
 __all__ = [
     "CHECKPOINT_KEY",
+    "AdaptiveDriver",
+    "GradientSync",
     "LoopClock",
     "MonitorOptions",
+    "Observer",
     "Session",
     "SyncOptions",
     "adapt",

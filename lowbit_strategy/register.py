@@ -6,6 +6,8 @@ at once, another one as soon as it is imported.
 
 from __future__ import annotations
 
+import re
+import sys
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +17,7 @@ from typing import Any
 import wrapt
 
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.presets import register_presets
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, compressor_for
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.options.suggestions import nearest
@@ -36,6 +39,30 @@ def register_when_imported() -> None:
     """Once per process; called by ``import lowbit_strategy``."""
     for namespace in _NAMESPACES:
         wrapt.register_post_import_hook(_register, namespace)
+
+
+def register_compressor(name: str, compressor: Compressor) -> None:
+    """Make a compressor known by name: strategies ``<name>_ddp``, ``<name>_fsdp``, ``<name>_hsdp``, and `name` wherever
+    a compressor is expected. Call it where every process comes by, at the end of the module that has the compressor.
+
+    Args:
+        name: Lower-case letters, digits and underscores.
+        compressor: A configuration.
+
+    Raises:
+        ValueError: The name is taken, or not of this form.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ValueError(f"name must be lower-case letters, digits and underscores, got {name!r}")
+    if PRESETS.get(name) == compressor:
+        return  # the module has been imported under two names
+    if name in {*PRESETS, *OUTER_RULES}:
+        raise ValueError(f"there is a compressor or outer rule called {name!r} already: choose another name")
+    PRESETS[name] = compressor
+    register_presets({name: compressor})
+    for namespace in _NAMESPACES:
+        if namespace in sys.modules:
+            _register(sys.modules[namespace])
 
 
 def strategy_names() -> Iterator[tuple[str, Compressor, str, dict[str, Any]]]:

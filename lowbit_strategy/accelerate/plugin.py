@@ -6,26 +6,19 @@ from typing import Any
 
 from lowbit_strategy.accelerate.binding import Binding
 from lowbit_strategy.accelerate.options import PluginOptions
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.options.configuration import positional_configuration
+from lowbit_strategy.options.documentation import documented_options
 
 
+@documented_options(SyncOptions)
 @positional_configuration
 class LowBitPlugin(PluginOptions):
     """Compressed gradient synchronisation for Accelerate; pure configuration, so one plugin serves any number.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        seed: Of stochastic rounding and selection; the same on all ranks.
-        on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
-        on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
-        check_digest: DDP: compare a digest of the parameters over the ranks now and then, see `SyncOptions`.
-        two_level: Add gradients up exactly inside a node and compress between nodes, see `SyncOptions`.
-        shard_size: FSDP2: shard over so many ranks of a node (``"node"``: all) and compress between the replicas, as
-            ``dp_replicate_size`` of Accelerate's parallelism configuration, which may be given instead.
-        weights: FSDP2: how weights travel: `Exact`, `WeightCode` or `WeightDelta`, or a name such as ``"delta4"``.
-            None: codes of 8 bits with LoCo, exactly with other compressors.
-        outer: Local steps with an outer optimizer between synchronisations, such as ``DiLoCo(every=30)``; see
-            `SyncOptions`.
+        @SyncOptions: seed, weights, outer and all others; what they do is filled in from there.
         controller: One of `lowbit_strategy.control`: chooses compressors in the place of `compressor`.
         monitor: Logs what compression does through `Accelerator.log`, or the HF Trainer's.
         record: Folder of the record that `lowbit report` draws. True: the accelerator's logging folder (its

@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.digest import ParameterDigest
 from lowbit_strategy.attach.local_steps import local_steps
+from lowbit_strategy.attach.order_checks import check_bare, check_ddp, check_fsdp
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions, check_outer
 from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
@@ -31,6 +32,7 @@ from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import check_weights, default_weights
@@ -70,18 +72,28 @@ class Prepared:
 
 def prepare(
     module: nn.Module,
-    compressor: Compressor,
-    options: SyncOptions,
+    compressor: Compressor | str,
+    options: SyncOptions | None = None,
     *,
-    scatter: bool,
+    scatter: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Prepared:
     """Check the configuration against the model, on all ranks together.
 
+    Args:
+        module: The model, before it is wrapped or sharded, with everything frozen that is not trained.
+        compressor: A configuration such as ``LoCo(bits=4)``, or a preset's name.
+        options: What stands beside the compressor; None: the defaults.
+        scatter: False: it will be wrapped in DDP; True: sharded with ``fully_shard``.
+        group: All ranks that train it; None: all ranks.
+
     Raises:
-        ValueError: The compressor cannot serve a parameter of this model, or there is nothing to train.
+        ValueError: The model is wrapped, the compressor cannot serve a parameter of it, or there is nothing to train.
         RuntimeError: The ranks differ, or a compiler setting bypasses hooks.
     """
+    check_bare(module)
+    compressor = as_compressor(compressor)
+    options = SyncOptions() if options is None else options
     specs = checked_specs(module, compressor, options, scatter=scatter)
     handshake(facts(compressor, module, scatter=scatter, settings=_settings(options)), group)
     if dist.get_rank(group) == 0:
@@ -105,14 +117,8 @@ def checked_specs(
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
     refuse_sparse_gradients(module)
+    check_outer(options.outer, two_level=options.two_level, scatter=scatter, shard_size=options.shard_size)
     if options.outer is not None:
-        if options.two_level:
-            raise ValueError("two_level=True does not go with outer: under DDP each rank takes local steps by itself")
-        if scatter and options.shard_size is None:
-            raise ValueError(
-                "outer needs replicas that train by themselves, and FSDP2 shards one model over all ranks: give"
-                ' shard_size="node" as well, for local steps between nodes'
-            )
         options.outer.check(assign_all(compressor, specs))
     if not scatter:
         refuse_python_reducer()
@@ -142,16 +148,28 @@ def _settings(options: SyncOptions) -> dict[str, object]:
 
 def warn_of_one_rank() -> None:
     """Logged in all frameworks alike, once per run."""
-    _log.warning("one rank: gradients are not sent to anybody, so nothing is compressed")
+    _log.warning("lowbit_strategy: one rank: gradients are not sent to anybody, so nothing is compressed")
 
 
 def attach_ddp(
-    model: DistributedDataParallel, prepared: Prepared, *, device: torch.device, has_scaler: bool = False
+    model: DistributedDataParallel, prepared: Prepared, *, device: torch.device | None = None, has_scaler: bool = False
 ) -> Session:
     """Register the hook, unless there is one rank only.
 
     On CPU, and for local steps, a group of its own, as patient as DDP's, keeps its collectives apart from DDP's.
+
+    Args:
+        model: What was prepared, in ``DistributedDataParallel``.
+        prepared: By `prepare`.
+        device: Of the gradients; None: of the parameters.
+        has_scaler: Whether a loss scaler is used (float16).
+
+    Raises:
+        ValueError: `model` is not what was prepared, or not wrapped in DDP.
+        RuntimeError: The ranks differ, or the model has a communication hook already.
     """
+    check_ddp(model, prepared.specs, scatter=prepared.scatter)
+    device = _device_of(model) if device is None else device
     group = model.process_group
     handshake(_circumstances(device, has_scaler), group)
     model.join_hook = _refuse_join  # type: ignore[method-assign]
@@ -194,15 +212,24 @@ def attach_fsdp(
     module: nn.Module,
     prepared: Prepared,
     *,
-    device: torch.device,
+    device: torch.device | None = None,
     group: dist.ProcessGroup | None = None,
     has_scaler: bool = False,
 ) -> Session:
     """Give every FSDP2 module under `module` its compressed reduce-scatter.
 
+    Args:
+        module: What was prepared, after ``fully_shard``.
+        prepared: By `prepare`, with ``scatter=True``.
+        device: Of the gradients; None: of the parameters.
+        group: All ranks that train it; None: all ranks.
+        has_scaler: Whether a loss scaler is used (float16).
+
     Raises:
         ValueError: `module` has no FSDP2 module, or is sharded in a way that cannot be compressed.
     """
+    check_fsdp(module, scatter=prepared.scatter)
+    device = _device_of(module) if device is None else device
     handshake(_circumstances(device, has_scaler), group)
     if prepared.shard_size is not None:
         return _attach_hsdp(module, prepared, prepared.shard_size, device, group, has_scaler)
@@ -311,14 +338,27 @@ def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_s
     if ranks.world_size == 1:
         warn_of_one_rank()
     elif ranks.alone and ranks.rank == 0:
-        _log.warning("one replica: gradients are reduced inside of it, exactly, and nothing is compressed")
+        _log.warning("%s", _one_replica(options))
     return sync
+
+
+def _one_replica(options: SyncOptions) -> str:
+    off = "" if options.outer is None else f", and {type(options.outer).__name__} takes no local steps"
+    return (
+        "lowbit_strategy: one replica: the model is sharded over all ranks, inside of which gradients are added up"
+        f" exactly, so nothing is compressed{off}. Start several nodes. To try it on one, give a smaller shard_size, or"
+        " start the ranks with LOCAL_WORLD_SIZE set to fewer than they are"
+    )
 
 
 def _report(sync: GradientSync) -> None:
     """Called when everything is attached: only then the memory for messages is known."""
     if sync.ranks.rank == 0 and not sync.ranks.alone:
         inform("%s", build_report(sync).render())
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(param.device for param in module.parameters() if param.requires_grad)
 
 
 def _with_index(device: torch.device) -> torch.device:

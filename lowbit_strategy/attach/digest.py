@@ -105,8 +105,9 @@ def _message(step_index: int, names: list[str], each_WP: Tensor) -> str:
     return (
         f"after optimizer step {step_index} the ranks no longer hold the same parameters: {names[first]}{more}"
         f" differ{'' if others else 's'} between {ranks}. Look for code that changes gradients or parameters on some"
-        " ranks only, between backward and the end of the step; if there is none, report it. Go back to a checkpoint"
-        " from before. check_digest=False trains on regardless"
+        " ranks only, between backward and the end of the step, and go back to a checkpoint from before. Where ranks"
+        " have processors of different types, which round differently, small differences are expected:"
+        " check_digest=False does not compare. If neither is so, report it"
     )
 
 

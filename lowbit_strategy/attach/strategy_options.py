@@ -1,31 +1,37 @@
 """The constructors of the strategies, one for DDP and one for FSDP2, the same for Lightning and Fabric.
 
 Their arguments are written out, so that LightningCLI and editors know them. All that is about synchronisation goes into
-one `SyncOptions`: a coming option (how weights are coded, two levels of ranks, the size of a shard group, outer steps)
-is a field there, an argument in the two constructors here and a field of `LowBitPlugin`; a test compares the three.
+one `SyncOptions`: a new option is a field there, an argument in the two constructors here and a field of
+`LowBitPlugin`; a test compares the three. What an option does is written in `SyncOptions` alone: `documented_options`
+fills it in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.attach.sync_options import SyncOptions, check_outer
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
-from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB, check_ddp_options, unknown_option
+from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
+from lowbit_strategy.methods.outer.registry import OUTER_RULES, as_outer, default_compressor
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.registry import as_compressor
+from lowbit_strategy.methods.registry import PRESETS, as_compressor
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.registry import as_weights, check_weights
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
+from lowbit_strategy.options.suggestions import unknown_option
 from lowbit_strategy.ranks.topology import find_topology, hybrid_mesh, resolve_shard_size
 
 # On CUDA each bucket costs a fixed time on the host, so fewer and larger ones than DDP's 25 MiB.
@@ -79,9 +85,13 @@ class DDPConstructor(_Options):
                 raise ValueError(f"the compressor is the communication hook: leave {option} out")
         if (weights := kwargs.pop("weights", None)) is not None:
             check_weights(as_weights(weights), scatter=False)
-        check_ddp_options(kwargs, super().__init__)
+        of_ddp = [
+            name for each in (super().__init__, DistributedDataParallel) for name in inspect.signature(each).parameters
+        ]
+        _refuse_unknown(type(self), kwargs, (*_own_options(DDPConstructor), *of_ddp))
         super().__init__(**kwargs)
         rule = None if outer is None else as_outer(outer)
+        check_outer(rule, two_level=two_level, scatter=False)
         self.compressor = _compressor(compressor, rule)
         self.options = SyncOptions(
             seed=seed,
@@ -122,7 +132,7 @@ class FSDPConstructor(_Options):
         timeout: timedelta | None = timedelta(minutes=30),
         **unknown: Any,
     ) -> None:
-        _refuse(unknown)
+        _refuse_unknown(type(self), unknown, _own_options(FSDPConstructor), _FSDP1_REMEDIES)
         super().__init__(  # type: ignore[call-arg]
             **self.stock_options(),
             tensor_parallel_size=1,
@@ -132,6 +142,7 @@ class FSDPConstructor(_Options):
         )
         self.min_shard_numel = _positive("min_shard_numel", min_shard_numel)
         rule = None if outer is None else as_outer(outer)
+        check_outer(rule, two_level=two_level, scatter=True, shard_size=shard_size)
         self.compressor = _compressor(compressor, rule)
         self.options = SyncOptions(
             seed=seed,
@@ -186,20 +197,34 @@ def _positive(name: str, value: object) -> int:
     return value
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
+def _own_options(constructor: type) -> list[str]:
+    signature = inspect.signature(constructor)
+    return [name for name, option in signature.parameters.items() if option.kind is not option.VAR_KEYWORD]
+
+
+def _refuse_unknown(
+    strategy: type, options: Iterable[str], known: Iterable[str], remedies: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Raises:
-    TypeError: There is an option.
+    TypeError: There is an option that is not in `known`. The message has the nearest one, or where the option goes.
     """
-    known = (
-        "min_shard_numel",
-        "save_distributed_checkpoint",
-        "process_group_backend",
-        "timeout",
-        "seed",
-        "shard_size",
-        "two_level",
-    )
+    known = list(dict.fromkeys(known))
     for name in options:
-        if name in _FSDP1_REMEDIES:
-            raise TypeError(f"{name} is an option of FSDP1, and this strategy is FSDP2: {_FSDP1_REMEDIES[name]}")
-        raise unknown_option(name, known)
+        if name in remedies:
+            raise TypeError(f"{name} is an option of FSDP1, and this strategy is FSDP2: {remedies[name]}")
+        if name not in known:
+            raise unknown_option(strategy.__name__, name, known, advice=_whose(strategy, name))
+
+
+def _whose(strategy: type, name: str) -> str:
+    """Where an option goes that is none of a strategy's; empty if nothing has it."""
+    if name in {field.name for field in dataclasses.fields(SyncOptions)} & set(_own_options(FSDPConstructor)):
+        return "it is for FSDP2, LowBitFSDPStrategy"  # asked of DDP
+    for of, form, configurations in (
+        ("compressor", f"{strategy.__name__}({{}}({{}}=...))", PRESETS),
+        ("outer rule", "outer={}({}=...)", OUTER_RULES),
+    ):
+        for each in (LoCo(), *configurations.values()) if of == "compressor" else configurations.values():
+            if name in {field.name for field in dataclasses.fields(each)}:
+                return f"it is an option of the {of}, {form.format(type(each).__name__, name)}"
+    return ""

@@ -53,3 +53,20 @@ class SyncOptions:
             raise ValueError(f'shard_size must be a positive number of ranks, "node" or None, got {self.shard_size}')
         if self.shard_size is not None and self.two_level is not None:
             raise ValueError("two_level must not be given with shard_size: replicas of shards are two levels already")
+
+
+def check_outer(
+    rule: OuterRule | None, *, two_level: bool | None, scatter: bool, shard_size: int | str | None = None
+) -> None:
+    """Raises:
+    ValueError: Local steps do not go together with these options.
+    """
+    if rule is None:
+        return
+    if two_level:
+        raise ValueError("two_level=True does not go with outer: under DDP each rank takes local steps by itself")
+    if scatter and shard_size is None:
+        raise ValueError(
+            "outer needs replicas that train by themselves, and FSDP2 shards one model over all ranks: give"
+            ' shard_size="node" as well, for local steps between nodes'
+        )

@@ -35,7 +35,7 @@ from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.options.conversion import convert
-from lowbit_strategy.options.suggestions import did_you_mean
+from lowbit_strategy.options.suggestions import did_you_mean, nearest
 
 SECTION = "lowbit_config"
 VARIABLE = "LOWBIT_CONFIG"  # the section as JSON, or the path of a file that holds it
@@ -74,8 +74,14 @@ def _compressor(entries: Section) -> Compressor:
         return name
     choices = ["compressor", *OTHER_KEYS]
     if name is None:
-        hints = [did_you_mean(str(key), choices) for key in entries]
-        raise ValueError(f"{SECTION}: compressor is missing{max(hints, key=len, default='.')}")
+        for target in (["compressor"], OTHER_KEYS):
+            misspelled = [key for key in entries if nearest(str(key), target)]
+            if misspelled:
+                hint = did_you_mean(str(misspelled[0]), target)
+                raise ValueError(
+                    f"{SECTION}: unknown key {misspelled[0]!r}{hint} Without a compressor: {', '.join(choices)}"
+                )
+        raise ValueError(f"{SECTION}: compressor is missing: name one, such as loco, or a controller or outer rule")
     if not isinstance(name, str):
         raise ValueError(f"{SECTION}: compressor must be a name such as loco, got {name!r}")
     choices += ["options", *option_names(preset(name))]

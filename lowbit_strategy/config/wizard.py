@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import tempfile
 import termios
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,18 +13,27 @@ from typing import Any
 import typer
 import yaml
 from accelerate.commands.config.config import get_user_input
+from accelerate.commands.config.default import write_basic_config
 
 from lowbit_strategy.accelerate.support import check_served
 from lowbit_strategy.config.section import OTHER_KEYS, SECTION, Section, plugin_from_section
 from lowbit_strategy.methods.registry import PRESETS, preset
 
 
-def configure(path: Path) -> None:
+def configure(path: Path, given: Section | None = None) -> None:
     """Ask, and write `path`. A file that is there keeps its Accelerate part as it is, comments included.
 
+    Args:
+        path: Of the file.
+        given: The section. Nothing is asked then, and Accelerate's part of a new file is what it finds this machine to
+            have.
+
     Raises:
-        ValueError: `path` is not a YAML file, or standard input is no terminal; nothing is written then.
+        ValueError: `path` is not a YAML file, a key or value of `given` is not valid, or standard input is no terminal
+            and there are questions; nothing is written then.
     """
+    if given is not None:
+        plugin_from_section(given)
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"the configuration is written as YAML: call the file {path.with_suffix('.yaml')}")
     if path.exists():
@@ -31,9 +42,9 @@ def configure(path: Path) -> None:
         if not isinstance(yaml.safe_load(text), dict):
             raise ValueError(f"{path} is not a configuration file of Accelerate: it must be a mapping")
     else:
-        text = _ask_accelerate(path)
+        text = _ask_accelerate(path) if given is None else _accelerate_defaults()
     _warn_of(yaml.safe_load(text))
-    section = ask_section()
+    section = ask_section() if given is None else given
     path.write_text(with_section(text, section), encoding="utf-8")
     typer.echo(f"Written: {path}. Train with: lowbit launch --config_file {path} train.py")
 
@@ -44,10 +55,17 @@ def _ask_accelerate(path: Path) -> str:
         return yaml.safe_dump(get_user_input().to_dict(), sort_keys=True)
     except (termios.error, EOFError, OSError):  # its menus read single keys
         raise ValueError(
-            f"Accelerate's questions need a terminal: run this in one, or make {path} without questions, accelerate"
-            f" config default --config_file {path}, and add a {SECTION} section to it such as"
-            f" {SECTION}: {{compressor: loco, bits: 4}}"
+            f"Accelerate's questions need a terminal: run this in one, or make {path} without questions: lowbit config"
+            f" --defaults --config-file {path}"
         ) from None
+
+
+def _accelerate_defaults() -> str:
+    """Accelerate's part of a new file, as ``accelerate config default`` writes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "accelerate.json"
+        write_basic_config(save_location=str(path))
+        return yaml.safe_dump(json.loads(path.read_text(encoding="utf-8")), sort_keys=True)
 
 
 def _warn_of(config: Mapping[str, Any]) -> None:

@@ -12,7 +12,11 @@ from lowbit_strategy.options.configuration import positional_configuration
 
 @positional_configuration
 class Static(Controller):
-    """Every parameter has the same level at every step."""
+    """Every parameter has the same level at every step.
+
+    Args:
+        level: The compressor.
+    """
 
     level: Compressor
 

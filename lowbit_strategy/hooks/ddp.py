@@ -2,10 +2,6 @@
 
 # No postponed annotations here: DDP compares the annotations of a hook with the types themselves.
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +12,6 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.model.parameters import canonical_name
-from lowbit_strategy.options.suggestions import did_you_mean
 
 # On gloo several smaller buckets fill a slow link better than DDP's 25 MiB: their exchanges overlap each other and
 # backward. Measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md.
@@ -75,23 +70,6 @@ class DDPHook:
 
 def _reduce_bucket(hook: DDPHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return hook.reduce(bucket)
-
-
-def check_ddp_options(options: Mapping[str, Any], constructor: Callable[..., Any]) -> None:
-    """Options of a strategy that are neither its own nor DDP's, before DDP finds them when training starts.
-
-    Raises:
-        TypeError: There is one; the message has the nearest name.
-    """
-    known = [*inspect.signature(constructor).parameters, *inspect.signature(DistributedDataParallel).parameters]
-    for name in options:
-        if name not in known:
-            raise unknown_option(name, known)
-
-
-def unknown_option(name: str, known: Sequence[str]) -> TypeError:
-    hint = did_you_mean(name, known)
-    return TypeError(f"unknown option {name!r}{hint} Options of the compressor go into it: LoCo(bits=4)")
 
 
 def refuse_python_reducer() -> None:

@@ -30,12 +30,28 @@ def config(
             "--config-file", "--config_file", help="Written; one that is there keeps all but its lowbit_config section."
         ),
     ] = Path("lowbit.yaml"),
+    defaults: Annotated[
+        bool,
+        typer.Option("--defaults", help="Ask nothing: Accelerate's defaults for this machine, and LoCo at 4 bits."),
+    ] = False,
+    section: Annotated[
+        str | None,
+        typer.Option(
+            "--lowbit_config",
+            "--lowbit-config",
+            help="Ask nothing: this section, '{compressor: loco2, seed: 3}', with Accelerate's defaults.",
+        ),
+    ] = None,
 ) -> None:
     """Ask what to compress and how, and write a configuration file for lowbit launch."""
     from lowbit_strategy.config import wizard
+    from lowbit_strategy.config.section import read_section
 
     try:
-        wizard.configure(config_file)
+        given = (
+            read_section(section) if section is not None else {"compressor": "loco", "bits": 4} if defaults else None
+        )
+        wizard.configure(config_file, given)
     except ValueError as error:
         print(f"lowbit config: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

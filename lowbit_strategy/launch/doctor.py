@@ -191,7 +191,10 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _strategies() -> Iterator[Finding]:
+    from lowbit_strategy.methods.outer.registry import OUTER_RULES
     from lowbit_strategy.methods.registry import PRESETS
 
     names = ", ".join(sorted(PRESETS))
-    yield Finding("ok", "compressors", names, "strategy names: loco_ddp, loco_fsdp and so on")
+    yield Finding("ok", "compressors", names, "strategy names: loco_ddp, loco_fsdp, loco_hsdp and so on")
+    rules = ", ".join(sorted(OUTER_RULES))
+    yield Finding("ok", "local steps", rules, "strategy names: diloco_ddp, diloco_hsdp and so on")

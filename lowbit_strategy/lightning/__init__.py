@@ -5,27 +5,23 @@ from __future__ import annotations
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.lightning.adaptive import AdaptiveCompressionMixin
 from lowbit_strategy.lightning.ddp import LowBitDDPMixin
 from lowbit_strategy.lightning.fsdp import LowBitFSDPMixin
 from lowbit_strategy.lightning.monitor import CompressionMonitorMixin
+from lowbit_strategy.options.documentation import documented_options
 
 __all__ = ["AdaptiveCompression", "CompressionMonitor", "LowBitDDPStrategy", "LowBitFSDPStrategy"]
 
 
+@documented_options(SyncOptions)
 class LowBitDDPStrategy(LowBitDDPMixin, DDPStrategy):
     """DDP with compressed gradient synchronisation.
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        seed: Of stochastic rounding and selection.
-        on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
-        on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
-        check_digest: Compare a digest of the parameters over the ranks now and then, see `SyncOptions`.
-        outer: Local steps with an outer optimizer between synchronisations: a rule such as ``DiLoCo(every=30)`` or its
-            name; see `SyncOptions`. Under FSDP2 between replicas, with `shard_size`.
-        two_level: Add gradients up exactly inside a node and compress between nodes, see `SyncOptions`. None: wherever
-            several nodes have as many ranks each, more than one.
+        @SyncOptions: seed, outer and the others that are for DDP; what they do is filled in from there.
         kwargs: As for ``DDPStrategy``, without its hooks. In a notebook ``start_method="fork"`` (the name
             ``loco_ddp_notebook``) trains on several processes; with ``"fork"`` and ``"spawn"`` save with
             ``ModelCheckpoint``: when ``fit`` has returned, the processes have ended and their residuals are gone.
@@ -38,6 +34,7 @@ class LowBitDDPStrategy(LowBitDDPMixin, DDPStrategy):
     """
 
 
+@documented_options(SyncOptions)
 class LowBitFSDPStrategy(LowBitFSDPMixin, ModelParallelStrategy):
     """FSDP2 with compressed gradient reduce-scatter, for any LightningModule: no ``configure_model`` needed.
 
@@ -47,13 +44,7 @@ class LowBitFSDPStrategy(LowBitFSDPMixin, ModelParallelStrategy):
 
     Args:
         compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
-        seed: Of stochastic rounding and selection.
-        on_world_size_change: Resuming on another number of ranks: ``reset`` or ``fold``, see `SyncOptions`.
-        on_missing_residual: A checkpoint's residual file is missing or damaged: ``error`` or ``reset``.
-        check_digest: With `shard_size`: compare the replicas' parameters now and then, see `SyncOptions`.
-        two_level: As for `LowBitDDPStrategy`.
-        shard_size: Shard over so many ranks of a node, ``"node"`` for all of them, and compress between the replicas
-            (HSDP; the names ``loco_hsdp`` and so on). None: shard over all ranks.
+        @SyncOptions: seed, weights, shard_size and all others; what they do is filled in from there.
         min_shard_numel: Smallest block that is gathered and reduced by itself. Smaller: less memory, more messages.
         save_distributed_checkpoint: True: a folder of shards; False: one full file, which ``load_from_checkpoint``
             reads.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.lightning.control_callback import ControlCallbackMixin, Where
+from lowbit_strategy.options.configuration import refusing_unknown_options
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.model_control import ModelControl
 
@@ -18,6 +19,7 @@ else:
 class AdaptiveCompressionMixin(ControlCallbackMixin, _Base):
     """See `lowbit_strategy.lightning.AdaptiveCompression`."""
 
+    @refusing_unknown_options
     def __init__(self, controller: Controller, *, record: Where = True) -> None:
         super().__init__(record)
         if not isinstance(controller, Controller):

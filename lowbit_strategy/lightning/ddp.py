@@ -57,12 +57,12 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, _Base):
         if not any(_UNUSED in str(argument) for argument in exception.args):
             super().on_exception(exception)
             return
-        exception.args = (
+        advice = (
             "The model has parameters that the loss of training_step does not depend on, and DDP waits for their"
             ' gradients. If that is intended, use Trainer(strategy="loco_ddp_find_unused_parameters_true") (or the same'
-            f" name of another compressor), or {type(self).__name__}(..., find_unused_parameters=True).",
-            *exception.args,
+            f" name of another compressor), or {type(self).__name__}(..., find_unused_parameters=True)."
         )
+        exception.args = ("\n".join([advice, *map(str, exception.args)]),)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lowbit_strategy.control.groups import GroupBy
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.lightning.control_callback import ControlCallbackMixin, Where
+from lowbit_strategy.options.configuration import refusing_unknown_options
 from lowbit_strategy.telemetry.model_control import ModelControl
 from lowbit_strategy.telemetry.monitor_options import MonitorOptions
 from lowbit_strategy.telemetry.observe import Observation
@@ -20,6 +21,7 @@ else:
 class CompressionMonitorMixin(ControlCallbackMixin, _Base):
     """See `lowbit_strategy.lightning.CompressionMonitor`."""
 
+    @refusing_unknown_options
     def __init__(
         self,
         every_n_steps: int = 50,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from typing_extensions import dataclass_transform
 
 from lowbit_strategy.options.conversion import Source, convert_all, types_of
+from lowbit_strategy.options.suggestions import unknown_option
 
 T = TypeVar("T")
 
@@ -24,6 +27,7 @@ def configuration(cls: type[T]) -> type[T]:
     for tuples, mappings for dataclasses, and what `register_conversion` allows.
 
     Raises:
+        TypeError: By the constructor, if there is no such option. The message has the nearest one.
         ValueError: By the constructor, if values are of another type. The message has field, value and what is allowed,
             for all of them.
     """
@@ -38,10 +42,14 @@ def positional_configuration(cls: type[T]) -> type[T]:
 
 def _checking(cls: type[T]) -> type[T]:
     initialize = cls.__init__
-    names = [field.name for field in dataclasses.fields(cls) if field.init and not field.kw_only]  # type: ignore[arg-type]
+    fields = [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    known = [field.name for field in fields]
+    names = [field.name for field in fields if not field.kw_only]
 
     @functools.wraps(initialize)
     def __init__(self: Any, *values: Any, **options: Any) -> None:
+        if unknown := next((name for name in options if name not in known), None):
+            raise unknown_option(type(self).__name__, unknown, known)
         kinds = types_of(cls)  # type: ignore[arg-type]
         given = [*zip(names, values, strict=False), *options.items()]
         made = convert_all([(name, value, kinds.get(name, Any)) for name, value in given], Source.CODE)
@@ -51,3 +59,16 @@ def _checking(cls: type[T]) -> type[T]:
 
     cls.__init__ = __init__  # type: ignore[method-assign]
     return cls
+
+
+def refusing_unknown_options(initialize: Callable[..., None]) -> Callable[..., None]:
+    """A constructor written by hand, with the same error for options that it does not have."""
+    known = [name for name in inspect.signature(initialize).parameters if name != "self"]
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, *values: Any, **options: Any) -> None:
+        if unknown := next((name for name in options if name not in known), None):
+            raise unknown_option(type(self).__name__, unknown, known)
+        initialize(self, *values, **options)
+
+    return __init__

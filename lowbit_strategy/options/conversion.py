@@ -114,7 +114,7 @@ def _parts(parts: Iterable[tuple[str, Any, Any]], source: Source) -> list[Any]:
         try:
             made.append(_converted(value, kind, source))
         except Mismatch:
-            faults.append((place, f" must be {_describe(kind, source)}, got {value!r}"))
+            faults.append((place, f" must be {describe_type(kind, source)}, got {value!r}"))
         except Faults as error:
             faults += [(place + below, text) for below, text in error.faults]
         except (TypeError, ValueError) as error:
@@ -223,11 +223,11 @@ def _instance(value: Any, kind: Any, source: Source) -> Any:
 # -- what is accepted -------------------------------------------------------------------------------------------------
 
 
-def _describe(kind: Any, source: Source) -> str:
-    """What a field of type `kind` accepts, for errors; empty for what has no form in files."""
+def describe_type(kind: Any, source: Source) -> str:
+    """What a field of type `kind` accepts, in a few words; empty for what has no form in files."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(filter(None, (_describe(each, source) for each in arguments)))
+        return " or ".join(filter(None, (describe_type(each, source) for each in arguments)))
     if origin is typing.Literal:
         *others, last = map(repr, arguments)
         return f"{', '.join(others)} or {last}" if others else last
@@ -243,8 +243,8 @@ def _describe_elements(kinds: Sequence[Any], source: Source) -> str:
     if source is Source.FILE:
         return "a list" if any_length else f"a list of {len(kinds)}"
     if any_length:
-        return f"a tuple, each element {_describe(kinds[0], source)}"
-    return f"a tuple of {len(kinds)}: {'; '.join(_describe(each, source) for each in kinds)}"
+        return f"a tuple, each element {describe_type(kinds[0], source)}"
+    return f"a tuple of {len(kinds)}: {'; '.join(describe_type(each, source) for each in kinds)}"
 
 
 def _describe_class(kind: Any, source: Source) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowbit_strategy.telemetry.run_record import FILE_NAME, read_record
+from lowbit_strategy.telemetry.run_record import FILE_NAME, read_runs
 
 Line = dict[str, Any]
 
@@ -126,30 +127,47 @@ class Run:
         return any(line.get(WEIGHTS) for line in self.observations)
 
 
-def find_run(folder: Path) -> Path:
-    """`folder`, or the newest run in it, one or two levels down.
+def runs_in(folder: Path) -> list[Path]:
+    """`folder`, or the runs in it, one or two levels down, the newest first.
 
     Raises:
         FileNotFoundError: There is none; the message says how to get one.
     """
     if (folder / FILE_NAME).is_file():
-        return folder
+        return [folder]
     below = [path for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{FILE_NAME}")]
     if not below:
-        read_record(folder)  # its error says how to get a record
-    return max(below, key=lambda path: path.stat().st_mtime).parent
+        read_runs(folder)  # its error says how to get a record
+    return [path.parent for path in sorted(below, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
-def read_run(folder: str | Path) -> Run:
-    """Raises:
-    FileNotFoundError: There is no record in `folder`.
-    ValueError: The record has no line, or one that is none.
+def read_run(folder: str | Path, number: int | None = None) -> Run:
+    """The last run in the record in `folder`, or the one with this number, from 1.
+
+    Raises:
+        FileNotFoundError: There is no record in `folder`.
+        ValueError: The record has no line, or one that is none, or no run of this number.
     """
     folder = Path(folder)
-    lines = read_record(folder)
-    if not lines:
+    runs = read_runs(folder)
+    if not runs[-1]:
         raise ValueError(f"the record in {folder} is empty: the run has not begun to train yet")
-    return _run(folder, lines)
+    if number is not None and not 1 <= number <= len(runs):
+        raise ValueError(f"--run must be 1 to {len(runs)}: the record in {folder} has as many, got {number}")
+    return _run(folder, runs[-1 if number is None else number - 1])
+
+
+def describe_runs(folder: Path) -> list[str]:
+    """Each run in a record, in a few words."""
+    runs = [_run(folder, lines) for lines in read_runs(folder)]
+    return [
+        f"{at}: {_begun(run)}, {len(run.observations)} observations, {run.last_step} steps"
+        for at, run in enumerate(runs, start=1)
+    ]
+
+
+def _begun(run: Run) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(run.start["time"])) if "time" in run.start else "no start"
 
 
 def read_baseline(folder: str | Path) -> Run:
@@ -161,7 +179,7 @@ def read_baseline(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     try:
-        return read_run(find_run(folder))
+        return read_run(runs_in(folder)[0])
     except FileNotFoundError:
         tables = [folder / "metrics.csv", *folder.glob("*/metrics.csv"), *folder.glob("*/*/metrics.csv")]
         tables = [path for path in tables if path.is_file()]

@@ -41,7 +41,16 @@ def _plain(value: Any) -> Any:
 
 
 def read_record(folder: str | Path) -> list[dict[str, Any]]:
-    """All lines of the record in `folder`, in order; steps that a resumed run did again are left out the first time.
+    """All lines of the last run in `folder`, in order; steps that a resumed run did again are left out the first time.
+
+    Raises:
+        FileNotFoundError: As for `read_runs`.
+    """
+    return read_runs(folder)[-1]
+
+
+def read_runs(folder: str | Path) -> list[list[dict[str, Any]]]:
+    """The runs that were written into the record in `folder`, one after the other. One that was resumed is one run.
 
     Raises:
         FileNotFoundError: There is no record; the message names the ways to get one.
@@ -53,12 +62,17 @@ def read_record(folder: str | Path) -> list[dict[str, Any]]:
             " callbacks (the logger's folder, such as lightning_logs/version_0); with Accelerate and the HF Trainer, of"
             " one with a controller or a monitor (the folder given as record, or the output_dir)"
         )
-    lines: list[dict[str, Any]] = []
+    runs: list[list[dict[str, Any]]] = [[]]
     for line in _parse(path):
-        if line["kind"] == "start":
-            lines = [earlier for earlier in lines if earlier["step"] < line["step"] or earlier["kind"] == "start"]
-        lines.append(line)
-    return lines
+        lines = runs[-1]
+        if line["kind"] == "start" and lines:
+            begins_anew = line["step"] <= lines[0]["step"] and any(each["kind"] != "start" for each in lines)
+            if begins_anew:
+                runs.append([])
+            else:
+                runs[-1] = [each for each in lines if each["step"] < line["step"] or each["kind"] == "start"]
+        runs[-1].append(line)
+    return runs
 
 
 def _parse(path: Path) -> Iterator[dict[str, Any]]:

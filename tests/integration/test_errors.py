@@ -186,9 +186,9 @@ def test_strategy_options(kind: Kind) -> None:
 
 
 def test_ddp_options() -> None:
-    with pytest.raises(TypeError, match="unknown option 'find_unused'; did you mean 'find_unused_parameters'"):
+    with pytest.raises(TypeError, match="has no option 'find_unused'; did you mean 'find_unused_parameters'"):
         LowBitDDPStrategy(find_unused=True)
-    with pytest.raises(TypeError, match=r"Options of the compressor go into it: LoCo\(bits=4\)"):
+    with pytest.raises(TypeError, match=r"option of the compressor, LowBit\w+\(LoCo\(bits=...\)\)"):
         LowBitDDPStrategy(bits=4)
     with pytest.raises(ValueError, match="the compressor is the communication hook: leave ddp_comm_hook out"):
         LowBitDDPStrategy(ddp_comm_hook=print)

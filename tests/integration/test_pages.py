@@ -33,7 +33,7 @@ def shorter(command: str) -> str:
     return re.sub(r"--steps (\d+)", lambda steps: f"--steps {4 + int(steps[1]) // 50}", command)
 
 
-PAGES = ("accelerate.md", "fabric.md", "hf-trainer.md", "lightning.md")
+PAGES = ("accelerate.md", "fabric.md", "hf-trainer.md", "lightning.md", "pytorch.md")
 CASES = [(page, command) for page in PAGES for command in runnable(page)]
 
 
@@ -52,6 +52,7 @@ def test_the_pages_have_what_is_run() -> None:
     assert {"compressed_trainer.py", "trainer.py", "job.yaml", "adaptive.yaml"} <= files("hf-trainer.md").keys()
     assert {"model.py", "compressed.py", "train.py", "config.yaml"} <= files("lightning.md").keys()
     assert {"loop.py"} <= files("fabric.md").keys()
+    assert {"ddp.py", "fsdp2.py"} == files("pytorch.md").keys()
     assert len(CASES) >= 18
 
 
@@ -59,6 +60,9 @@ def test_the_pages_have_what_is_run() -> None:
 ELSEWHERE = {
     "pip install .": "tests/unit/test_packaging.py builds and installs",
     "lowbit doctor": "tests/unit/test_cli.py",
+    "python train.py": "test_new_compressor.py",
+    "python -m pytest tests/integration/test_invariants.py -k float8": "test_new_compressor.py, on the page's file",
+    "lowbit launch --dry-run --config_file job.yaml --num_processes 16 --num_machines 2 train.py": "test_dry_run.py",
     "lowbit report lightning_logs/version_0": "test_adaptive_pages.py, after the training that the page shows",
     "python -m pytest tests/gpu": "needs a GPU",
     "python benchmarks/gpu_kernels.py --json gpu.json": "needs a GPU",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -19,11 +19,17 @@ from lowbit_strategy.options.conversion import (
 from lowbit_strategy.options.suggestions import did_you_mean
 
 _presets: dict[str, Compressor] = {}
+_others: dict[str, str] = {}  # names of what is no compressor, and where they go
 
 
 def register_presets(presets: Mapping[str, Compressor]) -> None:
     """Make configurations known by name."""
     _presets.update(presets)
+
+
+def register_other_names(names: Iterable[str], advice: str) -> None:
+    """Names that are no compressors' and may be taken for one: `advice` says where they go, ``{}`` is the name."""
+    _others.update({name: advice.format(name) for name in names})
 
 
 def preset(name: str) -> Compressor:
@@ -34,6 +40,8 @@ def preset(name: str) -> Compressor:
     """
     key = name.lower()
     if key not in _presets:
+        if key in _others:
+            raise ValueError(f"{name!r} is no compressor: {_others[key]}")
         known = sorted(_presets)
         raise ValueError(f"unknown compressor {name!r}{did_you_mean(key, known)} Known: {', '.join(known)}")
     return _presets[key]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.presets import register_other_names
 from lowbit_strategy.methods.outer.diloco import DiLoCo
 from lowbit_strategy.methods.outer.interval import Interval, Quadratic, Stepwise
 from lowbit_strategy.methods.outer.localsgd import LocalSGD
@@ -28,6 +29,8 @@ OUTER_RULES: dict[str, OuterRule] = {
     "sparseloco": SparseLoCo(),
     "streamingdiloco": DiLoCo(fragments=4, delay=5, mix=0.5),
 }
+
+register_other_names(OUTER_RULES, "it is an outer rule, outer={0!r} beside a compressor or alone (strategy {0}_ddp)")
 
 # Rounds are few, so nothing is reset, and errors of a few pseudo-gradients are fed back in full.
 _FOUR_BITS = LoCo(beta=0.0, reset_steps=None)

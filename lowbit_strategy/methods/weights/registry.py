@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.presets import register_other_names
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
@@ -16,6 +17,8 @@ from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, cal
 from lowbit_strategy.options.suggestions import did_you_mean
 
 WEIGHTS: dict[str, type[WeightCoding]] = {"exact": Exact, "code": WeightCode, "delta": WeightDelta}
+
+register_other_names(WEIGHTS, "it is a way of sending weights, weights={!r} beside a compressor (FSDP2)")
 
 # Everything that reports compare, and what a configuration file may name in one word.
 CHOICES: tuple[WeightCoding, ...] = (

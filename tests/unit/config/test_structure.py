@@ -119,7 +119,7 @@ TWO_LEVELS = {"light": "loco", "heavy": "loco2"}
         ),
         ({"controller": {"name": "schedule", "phases": ["loco"]}}, r"phases\[0\] must be a mapping"),
         ({"controller": {"name": "accordion_batch"}}, "compressor is missing"),
-        ({"controler": {"name": "static"}}, r"compressor is missing; did you mean 'controller'\?"),
+        ({"controler": {"name": "static"}}, r"unknown key 'controler'; did you mean 'controller'\?"),
         ({"compressor": "loco", "controler": {}}, r"unknown key 'controler'; did you mean 'controller'\?"),
         ({"compressor": "loco", "monitor": 50}, "monitor must be true or a mapping such as"),
         ({"compressor": "loco", "monitor": {"every_n_step": 5}}, r"did you mean 'every_n_steps'\?"),

@@ -118,3 +118,28 @@ def test_only_yaml_is_written(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["config", "--config-file", str(tmp_path / "job.json")])
     assert result.exit_code == 2
     assert "job.yaml" in result.output
+
+
+def test_without_questions(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    main = "from lowbit_strategy.cli import main; main()"
+    command = [sys.executable, "-c", main, "config", "--defaults", "--config-file", str(path)]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, env=env)
+    assert done.returncode == 0, done.stderr
+    written = yaml.safe_load(path.read_text())
+    assert written.pop("lowbit_config") == {"compressor": "loco", "bits": 4}
+    ClusterConfig(**written)  # Accelerate takes the rest
+
+
+def test_a_section_that_is_given_is_checked_and_written(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(BASE)
+    given = "{compressor: loco2, weights: delta4}"
+    result = CliRunner().invoke(app, ["config", "--config-file", str(path), "--lowbit_config", given])
+    assert result.exit_code == 0, result.output
+    assert path.read_text() == f"{BASE}lowbit_config:\n  compressor: loco2\n  weights: delta4\n"
+    result = CliRunner().invoke(app, ["config", "--config-file", str(path), "--lowbit_config", "{compressor: lco}"])
+    assert result.exit_code == 2
+    assert "unknown compressor 'lco'; did you mean 'loco'" in result.output
+    assert "loco2" in path.read_text()

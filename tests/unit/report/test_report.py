@@ -231,9 +231,29 @@ def test_the_newest_run_below_a_folder(tmp_path: Path) -> None:
         result = run_report(given)
         assert result.exit_code == 0, result.output
         assert "the newest run in it is" in result.output
+        assert "The others, which can be given in its place:" in result.output
+        assert "lightning_logs/version_0" in result.output.replace("\n", "")
         page = tmp_path / "lightning_logs" / "version_1" / "report" / "index.html"
         assert page.is_file()
         page.unlink()
+
+
+def test_a_record_of_two_runs(tmp_path: Path) -> None:
+    """A folder given as `record` twice: the last run is drawn, and the report says that there is another one."""
+    record = write_run(tmp_path)
+    assert "runs in its record" not in run_report(tmp_path).output
+    record.write("start", 0)
+    for options, drawn in (((), "0 observations, 0 decisions"), (("--run", "1"), "20 observations, 1 decisions")):
+        result = run_report(tmp_path, *options)
+        assert result.exit_code == 0, result.output
+        assert "has 2 runs in its record" in result.output
+        assert drawn in result.output
+    result = run_report(tmp_path, "--run", "3")
+    assert result.exit_code == 2
+    assert "--run must be 1 to 2" in result.output
+    record.write("levels", 3, labels=LABELS, shares={}, parameters={}, accumulation=None)
+    record.write("start", 3)  # resumed: the same run
+    assert "has 2 runs in its record" in run_report(tmp_path).output
 
 
 # -- two runs -------------------------------------------------------------------------------------------------------

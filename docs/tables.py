@@ -1,0 +1,236 @@
+"""Tables of names and options in the pages, made from the code: ``python docs/tables.py`` puts them where they go.
+
+A page has ``<!-- table: name -->`` before and ``<!-- end of table -->`` after each. A test fails where one is out of
+date.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from lowbit_strategy import OUTER_RULES, PRESETS, Compressor
+from lowbit_strategy.accelerate import CompressionMonitor, LowBitPlugin
+from lowbit_strategy.control import Bounds
+from lowbit_strategy.control.registry import CONTROLLERS
+from lowbit_strategy.custom_loop import SyncOptions
+from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
+from lowbit_strategy.methods.outer.interval import Quadratic, Stepwise
+from lowbit_strategy.methods.weights.registry import WEIGHTS
+from lowbit_strategy.options.conversion import Source, describe_type, types_of
+from lowbit_strategy.options.documentation import arguments
+from lowbit_strategy.register import strategy_names
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def filled(text: str) -> str:
+    """A page with its tables as the code has them now."""
+    return _BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def _texts_of(cls: type) -> dict[str, str]:
+    """What docstrings say of a class's options, its bases' included."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        refers = {name for name, text in arguments(base).items() if name in texts and "ee `OuterRule`" in text}
+        texts |= {name: text for name, text in arguments(base).items() if name not in refers}
+    return texts
+
+
+def _cell(text: str) -> str:
+    """A docstring's markup in a table of Markdown."""
+    return text.replace("``", "`").replace("|", "\\|")
+
+
+def _value(kind: Any) -> str:
+    return re.sub(r"'(\w+)'", r"`\1`", _cell(describe_type(kind, Source.FILE))) or "in code only"
+
+
+def _default(value: Any) -> str:
+    if value is inspect.Parameter.empty:
+        return "required"
+    if isinstance(value, Compressor):
+        return _compressor(value)
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(repr(each) for each in value)}]`".replace("'", '"')
+    return f"`{value}`"
+
+
+def _compressor(value: Compressor) -> str:
+    """As a file has it: a preset's name, or a mapping of what differs from it."""
+    if same := next((name for name, preset in PRESETS.items() if preset == value), None):
+        return f"`{same}`"
+    name = next(name for name, preset in PRESETS.items() if type(preset) is type(value))
+    fields = dataclasses.fields(value)
+    differ = {field.name: getattr(value, field.name) for field in fields}
+    differ = {key: each for key, each in differ.items() if each != getattr(PRESETS[name], key)}
+    return f"`{{compressor: {name}, {', '.join(f'{key}: {_plain(each)}' for key, each in differ.items())}}}`"
+
+
+def _options(function: Any, *, without: Iterable[str] = ()) -> str:
+    """A row per option: name, what a file may give, default, meaning."""
+    texts = _texts_of(function) if isinstance(function, type) else arguments(function)
+    kinds, rows = types_of(function), ["| key | value | default | |", "|---|---|---|---|"]
+    for name, option in inspect.signature(function).parameters.items():
+        if name in without or name == "_":
+            continue
+        default = option.default
+        if isinstance(function, type) and dataclasses.is_dataclass(function):
+            default = _field_default(function, name)
+        rows.append(f"| `{name}` | {_value(kinds[name])} | {_default(default)} | {_cell(texts[name])} |")
+    return "\n".join(rows)
+
+
+def _field_default(cls: Any, name: str) -> Any:
+    field = cls.__dataclass_fields__[name]
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return inspect.Parameter.empty if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def section_keys() -> str:
+    return _options(LowBitPlugin, without=("compressor",))
+
+
+def strategy_options() -> str:
+    """Those of both strategies beside the compressor, and of which they are."""
+    of = {"DDP": LowBitDDPStrategy, "FSDP2": LowBitFSDPStrategy}
+    names = {name: inspect.signature(cls).parameters for name, cls in of.items()}
+    every = [name for name in {**names["DDP"], **names["FSDP2"]} if name not in ("kwargs", "unknown", "compressor")]
+    texts = arguments(SyncOptions) | {
+        "process_group_backend": "As for `ModelParallelStrategy`.",
+        "timeout": "Of all process groups, this package's too.",
+    }
+    texts = _texts_of(LowBitFSDPStrategy) | texts
+    rows = ["| option | of | |", "|---|---|---|"]
+    for name in every:
+        where = [kind for kind, known in names.items() if name in known]
+        rows.append(f"| `{name}` | {', '.join(where)} | {_cell(texts[name])} |")
+    return "\n".join(rows)
+
+
+def compressor_options() -> str:
+    """One table per class, with the presets that are made of it."""
+    classes: dict[type, list[str]] = {}
+    for name, preset in PRESETS.items():
+        classes.setdefault(type(preset), []).append(name)
+    common = {field.name for field in dataclasses.fields(Compressor)}
+    parts = [f"**Every compressor**\n\n{_options(Compressor)}"]
+    for cls, names in classes.items():
+        title = ", ".join(f"`{name}`" for name in names)
+        if {field.name for field in dataclasses.fields(cls)} == common:  # type: ignore[arg-type]
+            parts.append(f"**{title}**: no more options.")
+            continue
+        changed = _changes(cls, names)
+        parts.append(f"**{title}**\n\n{_options(cls, without=common)}{changed}")
+    return "\n\n".join(parts)
+
+
+def _changes(cls: Any, names: list[str]) -> str:
+    """What presets set otherwise than the class does."""
+    lines = []
+    for name in names:
+        preset = PRESETS[name]
+        other = {
+            field.name: getattr(preset, field.name)
+            for field in dataclasses.fields(cls)
+            if getattr(preset, field.name) != _field_default(cls, field.name)
+        }
+        if other:
+            lines.append(f"`{name}` is " + ", ".join(f"`{key}: {_plain(value)}`" for key, value in other.items()) + ".")
+    return "\n\n" + "\n".join(lines) if lines else ""
+
+
+def _plain(value: Any) -> str:
+    return _default(value).strip("`")
+
+
+def outer_options() -> str:
+    parts = []
+    for name, rule in OUTER_RULES.items():
+        parts.append(f"**`{name}`**\n\n{_with_values(rule)}")
+    for cls in (Quadratic, Stepwise):
+        parts.append(f"**`every: {{name: {cls.__name__.lower()}}}`**\n\n{_options(cls)}")
+    return "\n\n".join(parts)
+
+
+def _with_values(configuration: Any) -> str:
+    """As `_options`, with the values of one preset as defaults."""
+    cls = type(configuration)
+    text = _options(cls)
+    for field in dataclasses.fields(cls):
+        before, now = _default(_field_default(cls, field.name)), _default(getattr(configuration, field.name))
+        text = re.sub(rf"(\| `{field.name}` \|.*?\| ){re.escape(before)} \|", lambda found: f"{found[1]}{now} |", text)  # noqa: B023
+    return text
+
+
+def weights_options() -> str:
+    return "\n\n".join(f"**`{name}`**\n\n{_options(cls)}" for name, cls in WEIGHTS.items())
+
+
+def controller_options() -> str:
+    return "\n\n".join(f"**`{name}`**\n\n{_options(made)}" for name, made in sorted(CONTROLLERS.items()))
+
+
+def monitor_options() -> str:
+    return f"**`monitor`**\n\n{_options(CompressionMonitor)}\n\n**`bounds`**\n\n{_options(Bounds)}"
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def names() -> str:
+    """How many strategy names there are, and of what."""
+    ends = ("_ddp", "_fsdp", "_hsdp")
+    count = {end: sum(name.endswith(end) for name, *_ in strategy_names()) for end in ends}
+    return (
+        "Strategy names are `<compressor>_ddp`, `<compressor>_fsdp` and `<compressor>_hsdp` for"
+        f" {len(PRESETS)} compressors, and `<rule>_ddp` and\n`<rule>_hsdp` for {len(OUTER_RULES)} rules of local steps:"
+        f" {count['_ddp']}, {count['_fsdp']} and {count['_hsdp']} names."
+    )
+
+
+def compressor_names() -> str:
+    """All names in one sentence."""
+    return (
+        ", ".join(f"`{name}`" for name in sorted(PRESETS))
+        + ".\n\nLocal steps: "
+        + ", ".join(f"`{name}`" for name in sorted(OUTER_RULES))
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    made.__name__: made
+    for made in (
+        compressor_names,
+        compressor_options,
+        controller_options,
+        monitor_options,
+        names,
+        outer_options,
+        section_keys,
+        strategy_options,
+        weights_options,
+    )
+}
+
+if __name__ == "__main__":
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        if (after := filled(before)) != before:
+            page.write_text(after, encoding="utf-8")
+            print(page.relative_to(ROOT))

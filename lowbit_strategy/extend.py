@@ -1,0 +1,30 @@
+"""What a compressor of your own is made of, and `register_compressor`, which gives it its names.
+
+The page "Write a compressor" shows how; the architecture says which base class serves what.
+"""
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.collectives.stateful_codec import StatefulCodec
+from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.reducer import Reducer
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec
+from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.register import register_compressor
+
+__all__ = [
+    "Codec",
+    "CodecPair",
+    "Compressor",
+    "FeedbackCodec",
+    "Method",
+    "PlainCodec",
+    "Reducer",
+    "StatefulCodec",
+    "TensorSpec",
+    "configuration",
+    "register_compressor",
+]
