@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -16,6 +17,8 @@ from sphinx.util import logging
 from sphinx.util.nodes import make_refnode
 
 import lowbit_strategy
+
+FOLDER = Path(__file__).resolve().parent
 
 project = "lowbit_strategy"
 author = "The lowbit_strategy authors"
@@ -102,6 +105,24 @@ class LinkArXiv(SphinxTransform):
             node.parent.replace(node, parts)
 
 
+class NarrowPictures(SphinxTransform):
+    """A picture that has a version for narrow screens, ``<name>_narrow.svg`` beside it, is followed by that one.
+
+    `_static/wide.css` shows one of the two.
+    """
+
+    default_priority = 400  # before Sphinx collects pictures
+
+    def apply(self, **kwargs: Any) -> None:
+        for node in list(self.document.findall(nodes.image)):
+            narrow = f"{node['uri'].removesuffix('.svg')}_narrow.svg"
+            if node["uri"].endswith(".svg") and (FOLDER / narrow).is_file():
+                twin = node.deepcopy()
+                twin["uri"], twin["classes"] = narrow, ["narrow"]
+                node["classes"] = [*node["classes"], "broad"]
+                node.parent.insert(node.parent.index(node) + 1, twin)
+
+
 def resolve_by_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> Any:
     """Types in signatures and names in docstrings are called where they are defined: find where they are documented."""
     target = node.get("reftarget", "")
@@ -119,6 +140,7 @@ def resolve_by_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, cont
 
 def setup(app: Sphinx) -> None:
     app.add_transform(LinkArXiv)
+    app.add_transform(NarrowPictures)
     app.connect("missing-reference", resolve_by_name)
     app.connect("autodoc-process-docstring", keep_first_sentence, priority=400)  # before napoleon
     app.connect("env-check-consistency", lambda app, env: warn_of_what_is_missing(app, None))

@@ -17,13 +17,15 @@ LABELS = {"ddp": ("uncompressed", GREY), "loco_ddp": ("LoCo, 4 bits", BLUE)}
 def main() -> None:
     runs = json.loads((HERE / "runs" / "demo.json").read_text())
     network = json.loads((HERE.parents[1] / "benchmarks" / "results" / "network_ddp_step.json").read_text())
-    figure, (losses, nbytes, seconds) = plt.subplots(
-        1, 3, figsize=(11, 3.4), layout="constrained", width_ratios=(5, 2, 4)
-    )
-    draw_losses(losses, runs)
-    draw_bytes(nbytes, runs)
-    draw_seconds(seconds, network["rows"])
-    save(figure, "demo")
+    for name, shape, options in (
+        ("demo", (1, 3), {"figsize": (11, 3.4), "width_ratios": (5, 2, 4)}),
+        ("demo_narrow", (3, 1), {"figsize": (4.6, 9.5)}),
+    ):
+        figure, (losses, nbytes, seconds) = plt.subplots(*shape, layout="constrained", **options)
+        draw_losses(losses, runs)
+        draw_bytes(nbytes, runs)
+        draw_seconds(seconds, network["rows"])
+        save(figure, name)
 
 
 def draw_losses(axes: Any, runs: dict[str, Any]) -> None:

@@ -43,28 +43,37 @@ def results() -> Results:
     return Results(path, Setting(**json.loads(path.read_text())["setting"]), Run)
 
 
+# Labelled in the picture, with the place of the label from the point, in points; all others are dots.
+LABELLED = {
+    "dgc": ("dgc", (6, 6)),
+    "powersgd, rank 2": ("powersgd", (12, 22)),
+    "loco1": ("loco1", (-52, 16)),
+    "loco2": ("loco2", (2, 26)),
+    "loco": ("loco", (12, 26)),
+    "bfloat16": ("bfloat16", (-40, -24)),
+}
+
+
 def draw_frontier() -> None:
-    """Gap of the validation loss over bits per element and hop, one panel per kind of model, names beside them."""
+    """Gap of the validation loss over bits per element and hop, one panel per kind of model."""
     found = results()
     models = [model for model in ("recurrent", "convolutional", "transformer") if found.of(model=model)]
-    variants = [name for name in dict.fromkeys(run.variant for run in found.runs) if name != DENSE]
-    mean_bits = {name: statistics.fmean(run.codec_bits for run in found.of(variant=name)) for name in variants}
-    numbers = {name: place + 1 for place, name in enumerate(sorted(variants, key=mean_bits.__getitem__))}
-    figure, panels = plt.subplots(1, len(models), figsize=(4.1 * len(models), 4.4), squeeze=False, sharey=True)
-    for axes, model in zip(panels[0], models, strict=True):
-        draw_model(axes, found, model, numbers)
-    panels[0][0].set_ylabel("validation loss over uncompressed, %")
-    panels[0][0].legend(fontsize=8, loc="lower left")
-    names = [f"{number} {label(name)}" for name, number in numbers.items()]
-    columns, rows = 6, -(-len(names) // 6)
-    figure.tight_layout(rect=(0, 0.05 * rows + 0.02, 1, 1))
-    for place, name in enumerate(names):
-        figure.text(0.02 + place // rows / columns, 0.05 * (rows - place % rows) - 0.02, name, fontsize=8)
-    save(figure, "loss_over_bits")
+    for name, shape, size in (
+        ("loss_over_bits", (1, len(models)), (11, 4.0)),
+        ("loss_over_bits_narrow", (len(models), 1), (4.6, 9)),
+    ):
+        figure, panels = plt.subplots(*shape, figsize=size, squeeze=False, sharey=True, sharex=True, layout="constrained")
+        for axes, model in zip(panels.flat, models, strict=True):
+            draw_model(axes, found, model)
+        for axes in panels[:, 0]:
+            axes.set_ylabel("validation loss over uncompressed, %")
+        for axes in panels[-1]:
+            axes.set_xlabel("bits per element and hop")
+        panels[0][-1].legend(fontsize=9, loc="upper right", frameon=False)
+        save(figure, name)
 
 
-def draw_model(axes: Any, found: Results, model: str, numbers: dict[str, int]) -> None:
-    points: list[tuple[float, float]] = []
+def draw_model(axes: Any, found: Results, model: str) -> None:
     for variant, layout in dict.fromkeys((run.variant, run.layout) for run in found.of(model=model)):
         gaps = found.gaps(variant, layout, model)
         if variant == DENSE or not gaps:
@@ -72,24 +81,21 @@ def draw_model(axes: Any, found: Results, model: str, numbers: dict[str, int]) -
         bits = found.of(variant=variant, layout=layout, model=model)[0].codec_bits
         mean = statistics.fmean(gaps)
         error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
-        color, marker = (BLUE, "o") if layout == "ddp" else (ORANGE, "s")
-        axes.errorbar(bits, mean, error, fmt=marker, color=color, capsize=2, markersize=4)
-        if layout == "ddp":
-            points.append((bits, mean))
-            axes.annotate(str(numbers[variant]), (bits, mean), (4, 3), textcoords="offset points", fontsize=8)
-    frontier: list[tuple[float, float]] = []
-    for bits, mean in sorted(points):
-        if not frontier or mean < frontier[-1][1]:
-            frontier.append((bits, mean))
-    axes.plot(*zip(*frontier, strict=True), color=GREEN, linewidth=1.2, label="frontier, DDP", zorder=0)
-    axes.plot([], [], "o", color=BLUE, markersize=4, label="DDP, two hops")
-    axes.plot([], [], "s", color=ORANGE, markersize=4, label="FSDP2, one hop")
+        named = label(variant) in LABELLED
+        color = (BLUE if layout == "ddp" else ORANGE) if named else GREY
+        axes.errorbar(bits, mean, error, fmt="o" if layout == "ddp" else "s", color=color, capsize=2,
+                      markersize=6 if named else 3, alpha=1.0 if named else 0.6, zorder=3 if named else 2)  # fmt: skip
+        if named and layout == "ddp":
+            text, place = LABELLED[label(variant)]
+            axes.annotate(text, (bits, mean), place, textcoords="offset points", fontsize=10, weight="bold", color=color,
+                          arrowprops={"arrowstyle": "-", "color": color, "lw": 0.8})  # fmt: skip
+    axes.plot([], [], "o", color=BLUE, markersize=6, label="DDP, two hops")
+    axes.plot([], [], "s", color=ORANGE, markersize=6, label="FSDP2, one hop")
+    axes.plot([], [], "o", color=GREY, markersize=3, alpha=0.6, label="other methods")
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("symlog", linthresh=1, linscale=1.5)
-    axes.set_xticks([0.125, 0.25, 0.5, 1, 2, 4, 8], ["1/8", "1/4", "1/2", "1", "2", "4", "8"])
-    axes.set_yticks([-2, -1, -0.5, 0, 0.5, 1, 2, 5, 10], ["-2", "-1", "-0.5", "0", "0.5", "1", "2", "5", "10"])
-    axes.set(xlabel="bits per element and hop", title=model)
+    axes.set_xticks([0.125, 0.5, 1, 2, 4, 8, 16], ["1/8", "1/2", "1", "2", "4", "8", "16"])
+    axes.set(title=model, xlim=(0.09, 26), ylim=(-2.5, 14))
 
 
 def draw_constant_gradient() -> None:

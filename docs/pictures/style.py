@@ -67,6 +67,33 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], text:
         axes.text(*middle, text, ha="center", va="center", fontsize=9, bbox={"fc": "white", "ec": "none", "pad": 1})
 
 
+def decisions(name: str, questions: Any, last: str, *, height: float, **font: Any) -> None:
+    """A column of questions, answers beside them: `name`, and ``<name>_narrow`` for narrow screens.
+
+    Args:
+        name: Of the files.
+        questions: Each with the answer that leaves the column, what follows from it, and its colour.
+        last: What is left at the column's end.
+        height: Of the picture, in inches.
+        font: Of `last`.
+    """
+    for suffix, width, (left, wide), (right, narrow) in (
+        ("", 6.5, (6, 42), (66, 30)),
+        ("_narrow", 4.6, (1, 51), (61, 38)),
+    ):
+        figure, axes = canvas(width, height, units=(100, 96))
+        step, middle = 94 / (len(questions) + 1), left + wide / 2
+        tall = 0.7 * step
+        for at, (question, answer, result, color) in enumerate(questions):
+            top = 95 - at * step
+            box(axes, left, top - tall, wide, tall, question, BLUE)
+            box(axes, right, top - tall, narrow, tall, result, color)
+            arrow(axes, (left + wide, top - tall / 2), (right, top - tall / 2), answer)
+            arrow(axes, (middle, top - tall), (middle, top - step), "no" if answer == "yes" else "yes")
+        box(axes, left, 95 - len(questions) * step - tall, wide, tall, last, GREEN, **font)
+        save(figure, f"{name}{suffix}")
+
+
 def save(figure: Any, name: str) -> None:
     figure.savefig(HERE / f"{name}.svg", metadata={"Date": None})
     plt.close(figure)
