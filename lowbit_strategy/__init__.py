@@ -4,6 +4,8 @@ Importing this package registers the strategy names ``<compressor>_ddp`` and ``<
 Fabric, whichever of their namespaces is or will be imported.
 """
 
+import sys
+
 from lowbit_strategy.attach.digest import DivergenceError
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -122,8 +124,11 @@ def __getattr__(name: str) -> object:
     """What needs a framework is in that framework's module, so that importing this package imports none.
 
     Raises:
-        ImportError: `name` is such a name. An AttributeError would lose its text in ``from lowbit_strategy import``.
+        AttributeError: There is no such name. To an import statement, which would put words of its own in the place of
+            an AttributeError's, it is an ImportError.
     """
-    if name in _IN_FRAMEWORKS:
-        raise ImportError(f"{name} is in {_IN_FRAMEWORKS[name]}, not in lowbit_strategy itself")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _IN_FRAMEWORKS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    imported = "importlib" in sys._getframe(1).f_code.co_filename
+    error = ImportError if imported else AttributeError
+    raise error(f"{name} is in {_IN_FRAMEWORKS[name]}, not in lowbit_strategy itself")

@@ -62,7 +62,9 @@ def draw_frontier() -> None:
         ("loss_over_bits", (1, len(models)), (11, 4.0)),
         ("loss_over_bits_narrow", (len(models), 1), (4.6, 9)),
     ):
-        figure, panels = plt.subplots(*shape, figsize=size, squeeze=False, sharey=True, sharex=True, layout="constrained")
+        figure, panels = plt.subplots(
+            *shape, figsize=size, squeeze=False, sharey=True, sharex=True, layout="constrained"
+        )
         for axes, model in zip(panels.flat, models, strict=True):
             draw_model(axes, found, model)
         for axes in panels[:, 0]:
@@ -87,8 +89,9 @@ def draw_model(axes: Any, found: Results, model: str) -> None:
                       markersize=6 if named else 3, alpha=1.0 if named else 0.6, zorder=3 if named else 2)  # fmt: skip
         if named and layout == "ddp":
             text, place = LABELLED[label(variant)]
-            axes.annotate(text, (bits, mean), place, textcoords="offset points", fontsize=10, weight="bold", color=color,
-                          arrowprops={"arrowstyle": "-", "color": color, "lw": 0.8})  # fmt: skip
+            line = {"arrowstyle": "-", "color": color, "lw": 0.8}
+            axes.annotate(text, (bits, mean), place, textcoords="offset points", fontsize=10, weight="bold",
+                          color=color, arrowprops=line)  # fmt: skip
     axes.plot([], [], "o", color=BLUE, markersize=6, label="DDP, two hops")
     axes.plot([], [], "s", color=ORANGE, markersize=6, label="FSDP2, one hop")
     axes.plot([], [], "o", color=GREY, markersize=3, alpha=0.6, label="other methods")

@@ -1,4 +1,4 @@
-"""A training loop of one's own that calls in another order is told which mistake it is."""
+"""A training loop of one's own that calls in another order gets an error that names the mistake."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def replicas(folder: Path, shard_size: int) -> Facts:
         session = attach_fsdp(net, prepared)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for _ in range(2):
+            session.begin_step()
             net(torch.randn(2, WIDTH)).sum().backward()
             optimizer.step()
             session.end_step(optimizer)

@@ -56,14 +56,14 @@ def test_a_docstring_s_own_text_goes_first() -> None:
             own: Another one.
             @Source: one and three; filled in
                 from there.
-            two: Said here.
+            two: Its own text.
         """
 
         def __init__(self, own: int, one: int, two: int) -> None:
             pass
 
     assert arguments(Source) == {"one": "The first, in two lines.", "two": "Both.", "three": "Both."}
-    assert arguments(Taking) == {"own": "Another one.", "one": "The first, in two lines.", "two": "Said here."}
+    assert arguments(Taking) == {"own": "Another one.", "one": "The first, in two lines.", "two": "Its own text."}
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------

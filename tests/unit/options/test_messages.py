@@ -109,6 +109,9 @@ def test_names_that_are_in_a_framework_s_module() -> None:
     with pytest.raises(ImportError, match=r"LowBitPlugin is in lowbit_strategy\.accelerate, not in lowbit_strategy"):
         from lowbit_strategy import LowBitPlugin  # type: ignore[attr-defined]  # noqa: F401
     assert not hasattr(lowbit_strategy, "nothing")
+    assert not hasattr(lowbit_strategy, "LowBitPlugin")  # for those who ask without importing
+    with pytest.raises(AttributeError, match=r"LowBitPlugin is in lowbit_strategy\.accelerate"):
+        lowbit_strategy.LowBitPlugin  # noqa: B018
     for name, where in lowbit_strategy._IN_FRAMEWORKS.items():  # each is where the text says
         module = where.split()[0].removeprefix("lowbit_strategy.").rstrip(",")
         assert hasattr(__import__(f"lowbit_strategy.{module}", fromlist=[name]), name)
