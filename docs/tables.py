@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit_strategy import OUTER_RULES, PRESETS, Compressor
-from lowbit_strategy.accelerate import CompressionMonitor, LowBitPlugin
+from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions
 from lowbit_strategy.control import Bounds
 from lowbit_strategy.control.registry import CONTROLLERS
 from lowbit_strategy.custom_loop import SyncOptions
@@ -187,7 +187,7 @@ def controller_options() -> str:
 
 
 def monitor_options() -> str:
-    return f"**`monitor`**\n\n{_options(CompressionMonitor)}\n\n**`bounds`**\n\n{_options(Bounds)}"
+    return f"**`monitor`**\n\n{_options(MonitorOptions)}\n\n**`bounds`**\n\n{_options(Bounds)}"
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ _IN_FRAMEWORKS = {  # names that are looked for here, and where they are
     "LowBitDDPStrategy": "lowbit_strategy.lightning (or .pytorch_lightning, .fabric, .lightning_fabric)",
     "LowBitFSDPStrategy": "lowbit_strategy.lightning (or .pytorch_lightning, .fabric, .lightning_fabric)",
     "AdaptiveCompression": "lowbit_strategy.lightning (or .pytorch_lightning)",
-    "CompressionMonitor": "lowbit_strategy.lightning (or .pytorch_lightning, .accelerate)",
+    "CompressionMonitor": "lowbit_strategy.lightning (or .pytorch_lightning)",
     "LowBitPlugin": "lowbit_strategy.accelerate",
     "LowBitAccelerator": "lowbit_strategy.accelerate",
     "attach": "lowbit_strategy.transformers",

@@ -1,9 +1,9 @@
 """Language model training as Hugging Face's example scripts do it: their argument classes, the Trainer, perplexity.
 
-A GPT-2 from a configuration, no hub: the tokenizer is bytes. The script knows nothing of compression; the launcher adds it.
+A GPT-2 from a configuration, no hub: tokens are bytes. The script knows nothing of compression; the launcher adds it.
 
 lowbit launch --config_file recipes/configs/ddp.yaml recipes/run_clm.py --output_dir runs/clm --max_steps 100
-accelerate launch --config_file ACCELERATE.yaml recipes/run_clm.py --output_dir runs/clm --max_steps 100   # uncompressed
+torchrun --nproc-per-node 2 recipes/run_clm.py --output_dir runs/clm --max_steps 100     # uncompressed
 """
 
 from __future__ import annotations

@@ -63,6 +63,12 @@ ELSEWHERE = {
     "python train.py": "test_new_compressor.py",
     "python -m pytest tests/integration/test_invariants.py -k float8": "test_new_compressor.py, on the page's file",
     "lowbit launch --dry-run --config_file job.yaml --num_processes 16 --num_machines 2 train.py": "test_dry_run.py",
+    "torchrun --nproc-per-node 2 recipes/lora.py --steps 60": "test_recipes.py",
+    "python recipes/resnet.py --epochs 3": "test_recipes.py",
+    "python recipes/wandb_offline.py --steps 60": "test_recipes.py",
+    "lowbit launch --config_file recipes/configs/ddp.yaml recipes/run_clm.py --output_dir runs/clm --max_steps 100": (
+        "test_recipes.py"
+    ),
     "lowbit report lightning_logs/version_0": "test_adaptive_pages.py, after the training that the page shows",
     "python -m pytest tests/gpu": "needs a GPU",
     "python benchmarks/gpu_kernels.py --json gpu.json": "needs a GPU",

@@ -30,8 +30,8 @@ untyped: Any = lambda each: each  # noqa: E731 (mistakes are not for the type ch
             "CompressionMonitor has no option 'every'; did you mean 'every_n_steps'? Known: every_n_steps, group_by",
         ),
         (
-            lambda: untyped(accelerate.CompressionMonitor)(every=50),
-            "CompressionMonitor has no option 'every'; did you mean 'every_n_steps'?",
+            lambda: untyped(accelerate.MonitorOptions)(every=50),
+            "MonitorOptions has no option 'every'; did you mean 'every_n_steps'?",
         ),
         (
             lambda: untyped(AdaptiveCompression)(controler=None),
@@ -87,7 +87,7 @@ def test_unknown_options(make: Callable[[], object], message: str) -> None:
         (lambda: plugin_from_section({"bits": 3, "compresor": "loco"}), "unknown key 'compresor'; did you mean"),
         (lambda: plugin_from_section({"seed": 3}), "lowbit_config: compressor is missing: name one, such as loco"),
         (lambda: CompressionMonitor(bounds=untyped({})), "bounds: give at least one of max_error"),
-        (lambda: untyped(accelerate.CompressionMonitor)(bounds={}), "bounds: give at least one of max_error"),
+        (lambda: untyped(accelerate.MonitorOptions)(bounds={}), "bounds: give at least one of max_error"),
         (lambda: LowBitFSDPStrategy(outer=DiLoCo()), "outer needs replicas that train by themselves, and FSDP2 shards"),
         (lambda: fabric.LowBitFSDPStrategy(outer="diloco"), 'give shard_size="node" as well'),
         (lambda: LowBitDDPStrategy(outer="diloco", two_level=True), "two_level=True does not go with outer"),
