@@ -30,11 +30,11 @@ from torch.optim import Optimizer
 from benchmarks.runs import Runs, warmup_then_cosine
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.methods._base.tensor_spec import Role, TensorSpec
 from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.rounds.outer import OuterSync
 from recipes.text import standard_library
 from tests.worlds.threaded import ThreadedWorld
 

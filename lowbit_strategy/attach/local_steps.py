@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from lowbit_strategy.attach.digest import ParameterDigest
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.fragment import local_part
-from lowbit_strategy.engine.outer import Courier, OuterSync
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
+from lowbit_strategy.rounds.fragment import local_part
+from lowbit_strategy.rounds.outer import AsyncReducer, OuterSync
 
 STATE_KEY = "outer"
 
@@ -41,7 +41,7 @@ class LocalSteps:
         rule: When ranks synchronise, and how.
         params: By the names that `sync` knows.
         buffers: Gives those of the model, by name.
-        courier: Brings fragments to the other ranks while training goes on.
+        reducer: Brings fragments to the other ranks while training goes on.
         model: DDP around the model, which is to leave gradients and buffers alone; None under FSDP2.
         check_digest: Compare the anchors over the ranks now and then.
 
@@ -56,7 +56,7 @@ class LocalSteps:
         params: Mapping[str, nn.Parameter],
         *,
         buffers: Callable[[], Mapping[str, Tensor]],
-        courier: Courier | None,
+        reducer: AsyncReducer | None,
         model: DistributedDataParallel | None = None,
         check_digest: bool = True,
     ) -> None:
@@ -65,7 +65,7 @@ class LocalSteps:
         self.own: Callable[[], Mapping[str, Stateful]] = dict
         self._params = dict(params)
         self._buffers = buffers
-        self._courier = courier
+        self._reducer = reducer
         self._model = model
         self._check_digest = check_digest
         self._num_steps: dict[int, int] = {}  # of each optimizer, in this process
@@ -87,7 +87,7 @@ class LocalSteps:
 
     def _make_outer(self) -> OuterSync:
         outer = OuterSync(
-            self.sync, self._params, self.rule, buffers=self._buffers, courier=self._courier, states=self._states
+            self.sync, self._params, self.rule, buffers=self._buffers, reducer=self._reducer, states=self._states
         )
         outer.on_left_out = self._forget_moments
         if self._check_digest:
@@ -118,7 +118,7 @@ class LocalSteps:
         """More parameters are trained, and `sync` knows them."""
         self._params |= dict(params)
         if self.outer is not None:
-            self.outer.land()
+            self.outer.apply()
             state = self.outer.state_dict()
             self.outer = self._make_outer()
             self.outer.load_state_dict(state | {"weights": {}})  # the model has them, and may be about to run backward
@@ -165,7 +165,7 @@ class LocalSteps:
 
     def close(self) -> bool:
         """Whether nothing of it runs any more."""
-        return not isinstance(self._courier, BucketWorker) or self._courier.close()
+        return not isinstance(self._reducer, BucketWorker) or self._reducer.close()
 
     def finish(self) -> None:
         """Training ends: see `OuterSync.finish`."""
@@ -239,13 +239,13 @@ def local_steps(
         rule,
         trainable_parameters(module),
         buffers=lambda: {canonical_name(name): buffer for name, buffer in module.named_buffers()},
-        courier=courier_for(rule, sync.device),
+        reducer=reducer_for(rule, sync.device),
         model=ddp,
         check_digest=check_digest,
     )
 
 
-def courier_for(rule: OuterRule, device: torch.device) -> Courier | None:
+def reducer_for(rule: OuterRule, device: torch.device) -> AsyncReducer | None:
     """What lets training go on while fragments travel; None where each is applied at once."""
     if rule.delay_of(rule.shortest_turn) == 0:
         return None

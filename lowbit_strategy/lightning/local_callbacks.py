@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.attach.session import Session
-from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.lightning.signals import DeferredSignals
+from lowbit_strategy.rounds.outer import OuterSync
 
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # they, and what derives from them, copy the module
 _MOMENTS = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")

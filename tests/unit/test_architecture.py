@@ -75,10 +75,18 @@ def test_nothing_sets_attributes_of_the_engine_from_outside() -> None:
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            for target in (inner for each in targets if each is not None for inner in ast.walk(each)):
-                if isinstance(target, ast.Attribute) and _is_engine(target.value):
+            for target in (inner for each in targets if each is not None for inner in _attributes(each)):
+                if _is_engine(target.value):
                     found.append(f"{path.relative_to(ROOT)}:{target.lineno} sets {target.attr}")
     assert found == []
+
+
+def _attributes(target: ast.expr) -> Iterator[ast.Attribute]:
+    """What is set of an object, or put into one of its attributes."""
+    for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+        each = each.value if isinstance(each, ast.Subscript) else each
+        if isinstance(each, ast.Attribute):
+            yield each
 
 
 def _is_engine(node: ast.expr) -> bool:

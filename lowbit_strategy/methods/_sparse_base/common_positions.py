@@ -13,8 +13,8 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse_layout import Chosen
-from lowbit_strategy.collectives.sparse_values import ValueSum, value_sum_nbytes
+from lowbit_strategy.collectives.sparse.layout import Chosen
+from lowbit_strategy.collectives.sparse.values import ValueSum, value_sum_nbytes
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View

@@ -16,7 +16,7 @@ import torch
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse_layout import (
+from lowbit_strategy.collectives.sparse.layout import (
     POSITION_NBYTES,
 )
 from lowbit_strategy.collectives.stateful_codec import StateTensors

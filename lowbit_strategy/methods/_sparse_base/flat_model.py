@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import flat_cut
-from lowbit_strategy.collectives.sparse_layout import (
+from lowbit_strategy.collectives.sparse.layout import (
     POSITION_NBYTES,
     SparseLayout,
     damaged_message,

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from lowbit_strategy.collectives.sparse_layout import Chosen
+from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.kernels.select import largest_threshold
 from lowbit_strategy.kernels.sums import Sum, top_k
 from lowbit_strategy.methods._sparse_base.sparse_reducer import nonzero

@@ -26,8 +26,8 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse import entries_sum_nbytes, exchange_entries
-from lowbit_strategy.collectives.sparse_layout import Chosen, SparseLayout, sparse_layout
+from lowbit_strategy.collectives.sparse.entries import entries_sum_nbytes, exchange_entries
+from lowbit_strategy.collectives.sparse.layout import Chosen, SparseLayout, sparse_layout
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels import sparse

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse_layout import (
+from lowbit_strategy.collectives.sparse.layout import (
     COUNT_NBYTES,
     POSITION_NBYTES,
     Chosen,

@@ -9,7 +9,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.codecs.group import GROUPS, GroupTop
 from lowbit_strategy.codecs.rotate import RotatedCodec
-from lowbit_strategy.collectives.sparse_layout import Chosen
+from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.sums import Sum, top_k

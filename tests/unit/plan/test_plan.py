@@ -12,7 +12,6 @@ from torch import nn
 
 from lowbit_strategy import PRESETS, DiLoCo, Exact, LoCo, TopK, WeightCode, WeightDelta
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.registry import OUTER_RULES
@@ -24,6 +23,7 @@ from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks, share_of
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.rounds.outer import OuterSync
 from tests.invariants.harness import CONFIGURATIONS, LAST_STEP, SPECS, InvariantHarness, everything
 from tests.worlds.single import engine
 from tests.worlds.threaded import ThreadedWorld

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.engine.averaged_buffers import AveragedBuffers
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.flight import Courier, Flight, Inline
-from lowbit_strategy.engine.fragment import Fragment
-from lowbit_strategy.engine.inner_state import InnerState, States
-from lowbit_strategy.engine.turn_header import TurnHeader
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.handshake import plain
 from lowbit_strategy.plan.rounds import cut_into
+from lowbit_strategy.rounds.anchored_model import AnchoredModel
+from lowbit_strategy.rounds.averaged_buffers import AveragedBuffers
+from lowbit_strategy.rounds.fragment import Fragment
+from lowbit_strategy.rounds.in_flight import AsyncReducer, InFlight, Inline
+from lowbit_strategy.rounds.inner_state import InnerState, States
+from lowbit_strategy.rounds.turn_header import TurnHeader
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -43,7 +44,7 @@ class OuterSync:
         params: By name, as `sync` knows them.
         rule: When, and by which optimizer.
         buffers: Gives those of the model, by name; those of floating point are averaged.
-        courier: Brings fragments to the other ranks.
+        reducer: Brings fragments to the other ranks.
         states: Gives what the inner optimizers keep of each parameter, by its name and their key.
 
     Attributes:
@@ -62,7 +63,7 @@ class OuterSync:
         rule: OuterRule,
         *,
         buffers: Callable[[], Mapping[str, Tensor]] = dict,
-        courier: Courier | None = None,
+        reducer: AsyncReducer | None = None,
         states: Callable[[], States] = dict,
     ) -> None:
         self.sync = sync
@@ -73,14 +74,12 @@ class OuterSync:
         self.asks: Callable[[], bool] = bool
         self.asked = False
         self.on_left_out: Callable[[], None] = lambda: None
-        self._courier = courier if courier is not None else Inline()
-        self._buffers = AveragedBuffers(buffers)
+        self._reducer = reducer if reducer is not None else Inline()
         self._inner = InnerState(sync, rule.average_state, states) if rule.average_state else None
         parts = cut_into(list(sync.specs.values()), rule.fragments)
-        self.fragments = [Fragment(part, params) for part in parts]
+        self.model = AnchoredModel([Fragment(part, params) for part in parts], AveragedBuffers(buffers), sync)
         self._optimizer = rule.optimizer(list(self.anchors.values()))
-        self._flight: Flight | None = None
-        self._aside: dict[str, Tensor] | None = None
+        self._in_flight: InFlight | None = None
         self._turn = 0  # of the round: the fragment that is sent next
         self._since = 0  # optimizer steps since the last turn
         self._every = rule.round_length(sync.step_index, None)
@@ -92,11 +91,15 @@ class OuterSync:
     @property
     def anchors(self) -> dict[str, Tensor]:
         """float32, by name: what all ranks share."""
-        return {name: anchor for fragment in self.fragments for name, anchor in fragment.anchors.items()}
+        return self.model.anchors
 
     @property
     def params(self) -> dict[str, Tensor]:
-        return {name: param for fragment in self.fragments for name, param in fragment.params.items()}
+        return self.model.params
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        return self.model.fragments
 
     @property
     def turn_length(self) -> int:
@@ -134,13 +137,13 @@ class OuterSync:
         self._since += 1
         self._rates = (self._rates[1], learning_rate)
         moved = self._finished = False
-        if self._flight is not None:
-            self._flight.age += 1
-            moved = self._land_if_due()
+        if self._in_flight is not None:
+            self._in_flight.age += 1
+            moved = self._apply_if_due()
         if self._since >= self.turn_length:
-            moved = self.land() or moved  # a fragment that is still under way: rounds have become shorter
+            moved = self.apply() or moved  # a fragment that is still under way: rounds have become shorter
             self._launch(learning_rate, done=False)
-            moved = self._land_if_due() or moved
+            moved = self._apply_if_due() or moved
         return moved
 
     def finish(self) -> None:
@@ -151,19 +154,19 @@ class OuterSync:
         """
         if self._finished:
             return
-        self.land()
+        self.apply()
         all_done = False
         while not all_done:
-            flight = self._launch(None, done=True)
-            flight.wait()
-            all_done = flight.header.num_done == self.sync.ranks.peers.world_size
-            self.land(final=True, average=all_done)
+            in_flight = self._launch(None, done=True)
+            in_flight.wait()
+            all_done = in_flight.header.num_done == self.sync.ranks.peers.world_size
+            self.apply(final=True, average=all_done)
         for _ in range(len(self.fragments) - 1):
             self._launch(None, done=True)
-            self.land(final=True, average=True)
+            self.apply(final=True, average=True)
         self._finished = True
 
-    def _launch(self, learning_rate: float | None, *, done: bool) -> Flight:
+    def _launch(self, learning_rate: float | None, *, done: bool) -> InFlight:
         """Send the fragment whose turn it is."""
         fragment, sync = self.fragments[self._turn], self.sync
         x_N = fragment.pseudo_gradient()
@@ -172,7 +175,7 @@ class OuterSync:
         with_buffers = self._turn == len(self.fragments) - 1
         header = TurnHeader.of(
             x_N[fragment.sample],
-            [change.masked_fill_(finite == 0, 0.0) for change in self._buffers.changes()] if with_buffers else (),
+            [change.masked_fill_(finite == 0, 0.0) for change in self.model.buffers.changes()] if with_buffers else (),
             done=done,
             asks=self.asks(),
             finite=finite,
@@ -185,16 +188,14 @@ class OuterSync:
         stages[0] = self._with_header(stages[0], header.flat)
         sent, self._turn, self._since = self._turn, (self._turn + 1) % len(self.fragments), 0
         if self._turn == 0:
-            self._every = max(self._next_round(learning_rate), len(self.fragments))
+            self._every = max(self.every or self._next_round(learning_rate), len(self.fragments))
         arrivals = [
-            self._courier.submit(each, x, last=layout.last) for each, (layout, x) in zip(stages, reduced, strict=True)
+            self._reducer.submit(each, x, last=layout.last) for each, (layout, x) in zip(stages, reduced, strict=True)
         ]
-        self._flight = Flight(sent, x_N, header, arrivals, self.rule.delay_of(self.turn_length))
-        return self._flight
+        self._in_flight = InFlight(sent, x_N, header, arrivals, self.rule.delay_of(self.turn_length))
+        return self._in_flight
 
     def _next_round(self, learning_rate: float | None) -> int:
-        if self.every is not None:
-            return self.every
         earlier, last = self._rates
         rising = earlier is not None and last is not None and last > earlier
         return self.rule.round_length(self.sync.step_index, learning_rate, rising=rising)
@@ -217,12 +218,12 @@ class OuterSync:
         yield pending
         yield from stages
 
-    def _land_if_due(self) -> bool:
-        if self._flight is None or self._flight.age < self._flight.delay:
+    def _apply_if_due(self) -> bool:
+        if self._in_flight is None or self._in_flight.age < self._in_flight.delay:
             return False
-        return self.land()
+        return self.apply()
 
-    def land(self, *, final: bool = False, average: bool = False) -> bool:
+    def apply(self, *, final: bool = False, average: bool = False) -> bool:
         """Apply what is under way, if anything is; on all ranks at the same turn.
 
         Args:
@@ -232,27 +233,27 @@ class OuterSync:
         Returns:
             Whether anything was.
         """
-        if self._flight is None:
+        if self._in_flight is None:
             return False
-        flight, self._flight = self._flight, None
-        flight.wait()
-        fragment, mean_N = self.fragments[flight.fragment], flight.x
-        left_out = flight.header.left_out
-        self.asked |= flight.header.asked
-        num_ranks = flight.header.world_size - len(left_out)
-        square, sample, changes = flight.header.means(num_ranks)
+        in_flight, self._in_flight = self._in_flight, None
+        in_flight.wait()
+        fragment, mean_N = self.fragments[in_flight.fragment], in_flight.x
+        left_out = in_flight.header.left_out
+        self.asked |= in_flight.header.asked
+        num_ranks = in_flight.header.world_size - len(left_out)
+        square, sample, changes = in_flight.header.means(num_ranks)
         self._spread = torch.stack([square, torch.dot(sample, sample)])
         if left_out:
             self._warn_of(left_out, num_ranks)
-            mean_N.mul_(flight.header.world_size / max(1, num_ranks))
+            mean_N.mul_(in_flight.header.world_size / max(1, num_ranks))
         if num_ranks:
             self._move(fragment, mean_N, average=average)
         mix = 0.0 if final else self.rule.mix
         fragment.pull_(mix)
         if changes.numel():
-            self._buffers.take_(changes, mix)
+            self.model.buffers.take_(changes, mix)
         if self.sync.ranks.peers.rank in left_out:
-            self.use_shared(new_round=False)
+            self.model.use_shared()
             self.on_left_out()
         self.num_turns += 1
         if self._inner is not None:
@@ -290,64 +291,24 @@ class OuterSync:
 
     # -- which weights the model has --------------------------------------------------------------------------------
 
-    def use_anchors(self) -> bool:
-        """Put the anchors, and the averaged buffers, into the model. Returns whether they were not there already."""
-        if self._aside is not None or self._finished:
-            return False
-        self._aside = {name: param.clone() for name, param in self.params.items()}
-        for fragment in self.fragments:
-            fragment.pull_(0.0)
-        self._buffers.use_averages()
-        self._weights_changed()
-        return True
-
-    def _weights_changed(self) -> None:
-        if self.sync.weights is not None:
-            self.sync.weights.invalidate()
-
-    @torch.no_grad()
-    def use_weights(self) -> None:
-        """Put this rank's own weights back."""
-        if self._aside is None:
-            return
-        for name, param in self.params.items():
-            param.copy_(self._aside[name])
-        self._aside = None
-        self._buffers.use_own()
-        self._weights_changed()
-
-    @contextlib.contextmanager
-    def shared_weights(self) -> Iterator[None]:
-        """The model has the anchors inside; may be nested."""
-        changed = self.use_anchors()
-        try:
-            yield
-        finally:
-            if changed:
-                self.use_weights()
+    def shared_weights(self) -> contextlib.AbstractContextManager[None]:
+        """The model has the anchors inside; may be nested. Once training has ended it is left alone."""
+        return contextlib.nullcontext() if self._finished else self.model.shared()
 
     def rebase_if_changed(self) -> None:
-        """Between `use_anchors` and `use_weights`: someone may have given the model other weights on all ranks."""
-        if any(not torch.equal(param, anchor.to(param.dtype)) for param, anchor in self._pairs()):
-            self._aside = None
-            self._buffers.keep()
+        """In `shared_weights`: someone may have given the model other weights on all ranks."""
+        if self.model.differs():
+            self.model.keep()
             self.rebase()
-
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        anchors = self.anchors
-        for name, param in self.params.items():
-            yield param, anchors[name]
 
     def rebase(self) -> None:
         """The weights, equal on all ranks, are the anchors from now on: a new run, or the end of a synchronous part.
 
         The outer optimizer forgets where it was moving the former ones.
         """
-        self._flight = None
+        self._in_flight = None
         self._optimizer.state.clear()
-        for fragment in self.fragments:
-            fragment.rebase()
-        self._buffers.rebase()
+        self.model.rebase()
         self._since = self._turn = 0
         self._every = self.rule.round_length(self.sync.step_index, None)
 
@@ -355,12 +316,12 @@ class OuterSync:
 
     def arrive(self) -> None:
         """Wait for what is under way without applying it; before the state is read."""
-        if self._flight is not None:
-            self._flight.wait()
+        if self._in_flight is not None:
+            self._in_flight.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """All of this rank, its own weights included; tensors are the live ones."""
-        flight = self._flight
+        in_flight = self._in_flight
         self.arrive()
         return {
             "rule": plain("outer", self.rule),
@@ -373,15 +334,15 @@ class OuterSync:
             "anchors": self.anchors,
             "optimizer class": type(self._optimizer).__name__,
             "optimizer": {name: dict(self._optimizer.state.get(anchor, {})) for name, anchor in self.anchors.items()},
-            "weights": self.params if self._aside is None else self._aside,
-            "buffers": self._buffers.state_dict(),
+            "weights": self.model.own_weights,
+            "buffers": self.model.buffers.state_dict(),
             "flight": None
-            if flight is None
+            if in_flight is None
             else {
-                "means": self.fragments[flight.fragment].views(flight.x),
-                "header": flight.header.state_dict(),
-                "delay": flight.delay,
-                "age": flight.age,
+                "means": self.fragments[in_flight.fragment].views(in_flight.x),
+                "header": in_flight.header.state_dict(),
+                "delay": in_flight.delay,
+                "age": in_flight.age,
             },
         }
 
@@ -406,23 +367,20 @@ class OuterSync:
                 kept = state["optimizer"].get(name, {}) if same_optimizer else {}
                 self._optimizer.state[anchor] = {key: _like(value, anchor) for key, value in kept.items()}
         own &= same_rule
-        self._flight = self._revived(state["flight"]) if same_rule else None
-        self._buffers.load_state_dict(state["buffers"], own=own)
+        self._in_flight = self._revived(state["flight"]) if same_rule else None
+        self.model.buffers.load_state_dict(state["buffers"], own=own)
         if not own:
-            self.land(final=True)
-            self.use_shared()
-            self._weights_changed()
+            self.apply(final=True)
+            self._in_flight, self._since, self._turn = None, 0, 0
+            self.model.use_shared()
             return
         self._every, self._turn, self._since = state["every"], state["turn"] % len(self.fragments), state["since"]
         self.num_turns, self.every = state["num_turns"], state["wanted"]
         earlier, last = state["rates"]
         self._rates = (earlier, last)
-        for name, param in self.params.items():
-            if name in state["weights"]:
-                param.copy_(state["weights"][name])
-        self._weights_changed()
+        self.model.use(state["weights"])
 
-    def _revived(self, saved: Mapping[str, Any] | None) -> Flight | None:
+    def _revived(self, saved: Mapping[str, Any] | None) -> InFlight | None:
         """What was under way; None if nothing was, or the model is cut otherwise: other parameters are trained."""
         for at, fragment in enumerate(self.fragments if saved is not None else ()):
             assert saved is not None
@@ -431,16 +389,8 @@ class OuterSync:
                 for name, view in fragment.views(x_N).items():
                     view.copy_(saved["means"][name])
                 header = TurnHeader.from_state(saved["header"], self.sync.device)
-                return Flight(at, x_N, header, (), saved["delay"], saved["age"])
+                return InFlight(at, x_N, header, (), saved["delay"], saved["age"])
         return None
-
-    def use_shared(self, *, new_round: bool = True) -> None:
-        """This rank goes on from the anchors; all ranks do with a new round."""
-        if new_round:
-            self._flight, self._since, self._turn = None, 0, 0
-        for fragment in self.fragments:
-            fragment.pull_(0.0)
-        self._buffers.use_shared()
 
 
 def _like(value: Any, anchor: Tensor) -> Any:

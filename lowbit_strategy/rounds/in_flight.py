@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import Stages
-from lowbit_strategy.engine.turn_header import TurnHeader
+from lowbit_strategy.rounds.turn_header import TurnHeader
 
 
 class Arrival(Protocol):
@@ -19,7 +19,7 @@ class Arrival(Protocol):
     def wait(self) -> object: ...
 
 
-class Courier(Protocol):
+class AsyncReducer(Protocol):
     """Reduces what it is given while its caller goes on."""
 
     def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival: ...
@@ -31,7 +31,7 @@ class Arrived:
 
 
 class Inline:
-    """A courier that has arrived when `submit` returns."""
+    """A reducer whose result has arrived when `submit` returns."""
 
     def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival:
         wait_for_all(stages)
@@ -39,7 +39,7 @@ class Inline:
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlight:
     """A fragment under way.
 
     Args:
@@ -47,7 +47,7 @@ class Flight:
         x: The pseudo-gradient; once it has arrived, the mean.
         header: What travels with it.
         arrivals: Of its buckets; the first one's is the header's too.
-        delay: Optimizer steps after which it lands.
+        delay: Optimizer steps after which it is applied.
         age: Optimizer steps since it was sent.
     """
 

@@ -31,8 +31,6 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.control.base import Controller, Decision, Telemetry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.fragment import Fragment
-from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -42,6 +40,8 @@ from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.plan.rounds import cut_into
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.register import strategy_names
+from lowbit_strategy.rounds.fragment import Fragment
+from lowbit_strategy.rounds.outer import OuterSync
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from recipes.gpt import GPT
 from tests.worlds.threaded import ThreadedWorld

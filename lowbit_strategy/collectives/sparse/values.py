@@ -25,7 +25,7 @@ from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import ALIGNMENT, Cut, flat_cut, round_up
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
-from lowbit_strategy.collectives.sparse_layout import Chosen, joined, split
+from lowbit_strategy.collectives.sparse.layout import Chosen, joined, split
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.kernels.segments import Segment, Segments
 

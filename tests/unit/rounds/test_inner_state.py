@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from lowbit_strategy import Dense, DiLoCo, LocalSGD, OuterRule
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.outer import OuterSync
 from lowbit_strategy.methods.outer.registry import as_outer
 from lowbit_strategy.methods.outer.state_code import StateCode
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.rounds.outer import OuterSync
 from tests.worlds.threaded import ThreadedWorld
 
 CPU = torch.device("cpu")

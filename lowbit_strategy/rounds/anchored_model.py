@@ -1,0 +1,102 @@
+"""Which weights a model has on one rank: its own, or the anchors that all ranks share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.rounds.averaged_buffers import AveragedBuffers
+from lowbit_strategy.rounds.fragment import Fragment
+
+
+class AnchoredModel:
+    """A model that is trained locally, in fragments.
+
+    Args:
+        fragments: Its parameters, each with an anchor.
+        buffers: Of the model.
+        sync: Is told where its weights have changed beside an optimizer's steps.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment], buffers: AveragedBuffers, sync: GradientSync) -> None:
+        self.fragments = list(fragments)
+        self.buffers = buffers
+        self._sync = sync
+        self._aside: dict[str, Tensor] | None = None  # this rank's own weights, while the model has the anchors
+
+    @property
+    def anchors(self) -> dict[str, Tensor]:
+        """float32, by name."""
+        return {name: anchor for fragment in self.fragments for name, anchor in fragment.anchors.items()}
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """What the model computes with, by name."""
+        return {name: param for fragment in self.fragments for name, param in fragment.params.items()}
+
+    @property
+    def own_weights(self) -> dict[str, Tensor]:
+        """This rank's, whatever the model has at present."""
+        return self.params if self._aside is None else self._aside
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """The model has the anchors and the averaged buffers inside; may be nested."""
+        if self._aside is not None:
+            yield
+            return
+        self._aside = {name: param.clone() for name, param in self.params.items()}
+        self._pull_anchors()
+        self.buffers.use_averages()
+        try:
+            yield
+        finally:
+            self._return_own()
+
+    def _return_own(self) -> None:
+        if self._aside is not None:
+            self.use(self._aside)
+            self._aside = None
+            self.buffers.use_own()
+
+    @torch.no_grad()
+    def use(self, weights: Mapping[str, Tensor]) -> None:
+        """Put these, as far as there are any, into the model."""
+        for name, param in self.params.items():
+            if name in weights:
+                param.copy_(weights[name])
+        self._changed()
+
+    def differs(self) -> bool:
+        """Whether the model has other weights than the anchors."""
+        anchors = self.anchors
+        return any(not torch.equal(param, anchors[name].to(param.dtype)) for name, param in self.params.items())
+
+    def keep(self) -> None:
+        """In `shared`: this rank goes on from what the model has."""
+        self._aside = None
+        self.buffers.keep()
+
+    def rebase(self) -> None:
+        """What the model has are the anchors from now on."""
+        for fragment in self.fragments:
+            fragment.rebase()
+        self.buffers.rebase()
+
+    def use_shared(self) -> None:
+        """This rank goes on from the anchors."""
+        self._pull_anchors()
+        self.buffers.use_shared()
+
+    def _pull_anchors(self) -> None:
+        for fragment in self.fragments:
+            fragment.pull_(0.0)
+        self._changed()
+
+    def _changed(self) -> None:
+        if self._sync.weights is not None:
+            self._sync.weights.invalidate()
