@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -18,6 +17,7 @@ from lowbit_strategy.plan.fitting import SHARE_OF_DEVICE, Setup, choices, choose
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.telemetry.inform import inform
 
 
 class _Prepared(Protocol):
@@ -36,7 +36,6 @@ class _Prepared(Protocol):
 
 
 _P = TypeVar("_P", bound=_Prepared)
-_log = logging.getLogger("lowbit_strategy")
 
 
 def fitted(
@@ -61,11 +60,11 @@ def fitted(
         weights,
         setup,
         may_recode=prepared.options.weights is None,
-        biased_only=prepared.options.memory is None,
+        may_shorten=prepared.options.memory is not None,
     )
     chosen = choose(list(found), room, limit)
     if chosen.differs and ranks.world.rank == 0:
-        _log.info("to fit into %.2f GB of memory, %s: %s", room / 1e9, chosen.differs, chosen.arithmetic())
+        inform("to fit into %.2f GB of memory, %s: %s", room / 1e9, chosen.differs, chosen.arithmetic())
     options = prepared.options if chosen.weights == weights else replace(prepared.options, weights=chosen.weights)
     return replace(prepared, compressor=chosen.compressor, options=options)  # type: ignore[type-var]
 

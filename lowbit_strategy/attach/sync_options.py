@@ -39,7 +39,7 @@ class SyncOptions:
         memory: GB (10^9 bytes) per rank that compression may keep: residuals, weights between gathers, messages of a
             module. What was asked for gives way in this order: weights are gathered again in backward instead of kept
             as codes, unless `weights` is given; LoCo's residuals have 4 bits instead of 8; there are none. None: an
-            eighth of the smallest GPU's memory, residuals are never given up; on CPUs nothing is limited.
+            eighth of the smallest GPU's memory, and residuals stay as they are; on CPUs nothing is limited.
     """
 
     seed: int = 0

@@ -69,7 +69,7 @@ class Choice:
 
 
 def choices(
-    compressor: Compressor, weights: WeightCoding | None, setup: Setup, *, may_recode: bool, biased_only: bool
+    compressor: Compressor, weights: WeightCoding | None, setup: Setup, *, may_recode: bool, may_shorten: bool
 ) -> Iterator[Choice]:
     """From what was asked for down to what keeps least.
 
@@ -78,7 +78,8 @@ def choices(
         weights: Asked for, or the default for it.
         setup: See there.
         may_recode: Nobody has chosen `weights`: what is kept of them may be gathered again.
-        biased_only: Not without any residual.
+        may_shorten: Residuals of 4 bits, or none, may be chosen: their loss has not been shown to be that of 8 bits, so
+            only where memory was given.
     """
     yield choice(compressor, weights, setup)
     changes: list[str] = []
@@ -86,10 +87,10 @@ def choices(
         weights = replace(weights, keep="nothing")
         changes.append("weights are gathered again in backward instead of kept as codes")
         yield choice(compressor, weights, setup, "; ".join(changes))
-    if not isinstance(compressor, LoCo) or compressor.residual != "int8":
+    if not may_shorten or not isinstance(compressor, LoCo) or compressor.residual != "int8":
         return
     for residual, words in (("int4", "residuals have 4 bits instead of 8"), ("none", "no residual is kept")):
-        if residual == "none" and (biased_only or compressor.codebook != "uniform"):
+        if residual == "none" and compressor.codebook != "uniform":
             return
         fewer = replace(compressor, residual=residual)  # type: ignore[arg-type]
         yield choice(fewer, weights, setup, "; ".join([*changes, words]))
@@ -128,7 +129,7 @@ def choose(found: Sequence[Choice], room_nbytes: int, limit_nbytes: int) -> Choi
     if smallest.total > limit_nbytes:
         raise ValueError(
             f"compression would keep {found[0].arithmetic()} on every rank, at least {smallest.arithmetic()}, and"
-            f" {_gb(limit_nbytes)} are allowed: use LoCo(residual='none'), weights='exact', HSDP"
+            f" {_gb(limit_nbytes)} are allowed: use LoCo(residual='int4'), weights='exact', HSDP"
             " (shard_size='node') or nodes of several ranks, which divide residuals, or allow more with memory="
         )
     return smallest

@@ -38,7 +38,7 @@ def limited(folder: Path) -> Facts:
             made_plan = sync.plan()
             specs = tuple(spec.whole for spec in made_plan.specs.values())
             where = Setup(specs=specs, shape=made_plan.shape, layout="fsdp", modules=made_plan.modules)
-            found = choices(LoCo(), WeightCode(), where, may_recode=True, biased_only=False)
+            found = choices(LoCo(), WeightCode(), where, may_recode=True, may_shorten=True)
             totals = [each.total for each in found]
         facts[memory] = {
             "losses": model.losses,
