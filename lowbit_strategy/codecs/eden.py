@@ -75,7 +75,7 @@ class EdenCodec(BlockwiseCodec):
         if not segments.rows:
             return
         packed = pack_segments(segments, self.block_size)
-        total = torch.zeros(packed.num_blocks, self.block_size, device=out.device)
+        total = torch.zeros(packed.num_blocks, self.block_size, dtype=torch.float32, device=out.device)
         for wire in wire_WB:
             total += self._rotated(packed.collect_wire(wire, self.block_nbytes))
         packed.spread_(self._back(total).mul_(alpha).view(-1), out)

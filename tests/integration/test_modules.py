@@ -382,13 +382,16 @@ def idle_before_torch_2_13(folder: Path) -> Facts:
     """FSDP2 leaves unused parameters out of its reduce-scatter where it is not given zeros for them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
-        error = raised(lambda: fit("fsdp", Idle(), max_steps=4))
-    torch.distributed.destroy_process_group()
-    return {"error": error}
+        torch.manual_seed(0)
+        older = Idle()
+        fit("fsdp", older, max_steps=4)
+    torch.manual_seed(0)
+    newer = Idle()
+    fit("fsdp", newer, max_steps=4)
+    return {"same": fingerprint(older) == fingerprint(newer)}
 
 
 @scenarios(idle_before_torch_2_13)
-def test_unused_parameters_under_fsdp_are_an_error_with_older_torch(facts: list[Facts]) -> None:
+def test_unused_parameters_under_fsdp_are_served_with_older_torch_too(facts: list[Facts]) -> None:
     for rank in facts:
-        assert "elements per rank where the trainable parameters have" in rank["error"]
-        assert "torch >= 2.13 reduces zeros for them" in rank["error"]
+        assert rank["same"]

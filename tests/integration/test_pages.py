@@ -73,9 +73,9 @@ ELSEWHERE = {
     "python -m pytest tests/gpu": "needs a GPU",
     "python benchmarks/gpu_kernels.py --json gpu.json": "needs a GPU",
     "python benchmarks/gpu_kernels.py --sweep --shard 0/8": "needs a GPU",
-    "python benchmarks/gpu_acceptance/run.py --part kernels": "test_gpu_acceptance.py, what a CPU can show",
-    "python benchmarks/gpu_acceptance/run.py --part two_ranks": "test_gpu_acceptance.py, what a CPU can show",
-    "python benchmarks/gpu_acceptance/run.py --part memory": "test_gpu_acceptance.py, what a CPU can show",
+    "make gpu-acceptance": "test_gpu_acceptance.py, what a CPU can show",
+    'make gpu-acceptance ARGS="--continue"': "test_gpu_acceptance.py, what a CPU can show",
+    'make gpu-acceptance ARGS="--part ranks --part memory"': "test_gpu_acceptance.py, what a CPU can show",
 }
 
 

@@ -140,6 +140,7 @@ class NodesWorld:
         x_WN, entries, cuts = self._rows(grads, self.size)
         out = torch.full((x_WN.shape[1],), 3.0)
         layout = BucketLayout(entries, x_WN.shape[1])
+        self.syncs[rank].begin_step()
         _run(scatter_over_two_levels(self.syncs[rank], layout, x_WN.view(-1), out))
         out /= self.size
         return {e.name: out[e.offset : e.offset + cuts[e.name].row_length(rank)] for e in entries}

@@ -60,7 +60,9 @@ def test_a_reset_forgets_a_residual_of_4_bits() -> None:
     outs = [reduce_step(sync, gradients(3, SPECS)) for sync in (ours, fresh)]
     for spec in SPECS:
         assert torch.equal(outs[0][spec.name], outs[1][spec.name])
-        assert all(torch.equal(ours.tensors(spec.name)[key], t) for key, t in fresh.tensors(spec.name).items())
+        assert all(
+            torch.equal(ours.state.tensors(spec.name)[key], t) for key, t in fresh.state.tensors(spec.name).items()
+        )
 
 
 @pytest.mark.parametrize("compressor", [LoCo(residual="int4"), LoCo(residual="none"), QSGD(norm="l2", bits=4)])

@@ -23,7 +23,7 @@ def estimates(gradient: Tensor, result: Tensor, seeds: range) -> Tensor:
     found = []
     for seed in seeds:
         out = gradient.flatten().clone()
-        sample = MeanSample([View(spec, cut, out, out, scatter=False)], LocalComm(), seed)
+        sample = MeanSample([View(spec, cut, out, out, scatter=False)], LocalComm(), seed, out.device)
         for pending in sample.exchange():
             pending.wait()
         out.copy_(result.flatten())
@@ -89,7 +89,7 @@ def test_rows_of_a_reduce_scatter_add_up_to_the_whole(shape: tuple[int, ...]) ->
         else:
             out = x
             view = View(spec, cut, x, out, scatter=False)
-        sample = MeanSample([view], world.comms[rank], 7)
+        sample = MeanSample([view], world.comms[rank], 7, torch.device("cpu"))
         for pending in sample.exchange():
             pending.wait()
         view.write_mean_(total / 3 + noise, rank)
