@@ -29,31 +29,34 @@ ROOMS = {
     "fabric": (2, 3, "strategies"),
     "report": (0, 4.3, "the page about a run"),
     "attach": (1, 4.3, "the session of a model"),
-    "hooks": (2, 5.3, "DDP and FSDP2 hand over"),
-    "register": (2, 6.3, "strategy names"),
-    "telemetry": (0, 5.3, "observe, record, decide"),
-    "checkpoint": (0, 6.3, "residual files, resume"),
-    "engine": (1, 6.3, "buckets, state, steps"),
-    "model": (1, 7.4, "parameters, handshake"),
-    "plan": (0, 7.4, "messages, bytes, memory"),
-    "ranks": (2, 7.4, "nodes, groups, levels"),
-    "control": (0, 8.65, "controllers"),
-    "methods": (1, 9.65, "LoCo, DGC, PowerSGD ..."),
-    "metrics": (2, 8.65, "torchmetrics"),
-    "collectives": (1, 10.6, "exchanges of bytes"),
-    "codecs": (1, 11.5, "floats to bytes"),
-    "kernels": (1, 12.4, "PyTorch, C, Triton"),
-    "private_names": (2, 11.5, "of the frameworks"),
-    "options": (0, 12.4, "types, suggestions"),
-    "version": (2, 12.4, "a number"),
+    "extend": (2, 4.3, "for methods of your own"),
+    "checkpoint": (1, 5.25, "residual files, resume"),
+    "telemetry": (0, 6.2, "observe, record, decide"),
+    "rounds": (1, 6.2, "local steps"),
+    "hooks": (2, 6.2, "DDP and FSDP2 hand over"),
+    "engine": (1, 7.15, "buckets, state, steps"),
+    "register": (2, 7.15, "strategy names"),
+    "plan": (1, 8.1, "messages, bytes, memory"),
+    "model": (0, 8.1, "parameters, handshake"),
+    "ranks": (2, 8.1, "nodes, groups, levels"),
+    "control": (0, 9.35, "controllers"),
+    "metrics": (0, 10.3, "torchmetrics"),
+    "methods": (1, 10.3, "LoCo, DGC, PowerSGD ..."),
+    "functional": (2, 10.3, "collectives of any tensor"),
+    "collectives": (1, 11.25, "exchanges of bytes"),
+    "codecs": (1, 12.15, "floats to bytes"),
+    "kernels": (1, 13.05, "PyTorch, C, Triton"),
+    "private_names": (2, 12.15, "of the frameworks"),
+    "options": (0, 13.05, "types, suggestions"),
+    "version": (2, 13.05, "a number"),
 }
 FLOORS = (  # title, first and last row, colour
     ("what people start", -0.1, 1.4, GREY),
     ("one framework each", 1.9, 3.4, BLUE),
-    ("one run: torch modules, threads, files", 4.2, 7.8, ORANGE),
-    ("arithmetic: tensors and numbers", 8.6, 12.8, GREEN),
+    ("one run: torch modules, threads, files", 4.2, 8.5, ORANGE),
+    ("arithmetic: tensors and numbers", 9.3, 13.45, GREEN),
 )
-WIDTH, HEIGHT, TOP = 28, 0.66, 13.2
+WIDTH, HEIGHT, TOP = 28, 0.66, 13.9
 
 
 def packages() -> dict[str, int]:
@@ -134,6 +137,6 @@ def draw(axes: Any, edges: Mapping[str, set[str]], sizes: Mapping[str, int]) -> 
 if __name__ == "__main__":
     sizes = packages()
     assert sizes.keys() == ROOMS.keys(), f"not in both: {sizes.keys() ^ ROOMS.keys()}"
-    figure, axes = canvas(9, 9.5, units=(100, TOP + 0.3))
+    figure, axes = canvas(9, 10, units=(100, TOP + 0.3))
     draw(axes, reduced(graph()), sizes)
     save(figure, "house")
