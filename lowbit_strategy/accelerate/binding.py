@@ -139,11 +139,15 @@ class Binding:
             session.finish()
 
     @contextlib.contextmanager
-    def shared_weights(self) -> Iterator[None]:
-        """Inside, models have what all ranks share, and not a rank's own weights: to evaluate between local steps."""
+    def shared_weights(self, *, validates: bool = True) -> Iterator[None]:
+        """Inside, models have what all ranks share, and not a rank's own weights: to evaluate between local steps.
+
+        Args:
+            validates: Warn, once, if these are the weights that the last validation has seen. False: to save.
+        """
         with contextlib.ExitStack() as models:
             for session in self.sessions:
-                models.enter_context(session.shared_weights())
+                models.enter_context(session.shared_weights(validates=validates))
             yield
 
     def resume(self) -> None:
@@ -293,7 +297,7 @@ class Binding:
         return original(*objects)
 
     def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.shared_weights():
+        with self.shared_weights(validates=False):
             state = original(*args, **kwargs)
             return {key: each.clone() if isinstance(each, Tensor) else each for key, each in state.items()}
 

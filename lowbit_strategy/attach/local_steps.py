@@ -46,6 +46,7 @@ class LocalSteps:
         check_digest: Compare the anchors over the ranks now and then.
 
     Attributes:
+        model: As given; the adapter wraps it anew where what is trained changes before steps are local.
         own: Gives the optimizers and the scaler, whose state differs between ranks, by name; set by the adapter.
     """
 
@@ -66,7 +67,7 @@ class LocalSteps:
         self._params = dict(params)
         self._buffers = buffers
         self._reducer = reducer
-        self._model = model
+        self.model = model
         self._check_digest = check_digest
         self._num_steps: dict[int, int] = {}  # of each optimizer, in this process
         self._loaded: tuple[Mapping[str, Any], bool] | None = None
@@ -80,10 +81,10 @@ class LocalSteps:
     def _start(self) -> None:
         """Steps are local from now on. What is left of gradients is in other units than weights."""
         self.outer = self._make_outer()
-        if self._model is not None:
-            self._model.require_backward_grad_sync = False
-            self._model.require_forward_param_sync = False
-            self._model.broadcast_buffers = False
+        if self.model is not None:
+            self.model.require_backward_grad_sync = False
+            self.model.require_forward_param_sync = False
+            self.model.broadcast_buffers = False
 
     def _make_outer(self) -> OuterSync:
         outer = OuterSync(
@@ -142,7 +143,7 @@ class LocalSteps:
         if self.sync.step_index >= self.rule.synchronous_steps:
             self._start()
 
-    def before_validation(self) -> None:
+    def _before_validation(self) -> None:
         """Warn, once, if ranks have trained since the last validation but have not had a turn: it has seen the same
         weights.
         """
@@ -173,11 +174,13 @@ class LocalSteps:
             self.outer.finish()
 
     @contextlib.contextmanager
-    def shared_weights(self) -> Iterator[None]:
+    def shared_weights(self, *, validates: bool) -> Iterator[None]:
         """The model has the anchors inside."""
         if self.outer is None:
             yield
             return
+        if validates:
+            self._before_validation()
         with self.outer.shared_weights():
             yield
 

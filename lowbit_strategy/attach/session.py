@@ -85,6 +85,7 @@ class Session:
         self._has_scale = False  # it has been read for the step to come
         self._params = {id(param) for param in module.parameters()}
         self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
+        self._expected = trainable_parameters(module)  # whose gradients DDP waits for
         watch_optimizers(self)
 
     @property
@@ -266,9 +267,13 @@ class Session:
         if self.local is not None:
             self.local.finish()
 
-    def shared_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model has what all ranks share, and not this rank's own weights: to validate, to save."""
-        return contextlib.nullcontext() if self.local is None else self.local.shared_weights()
+    def shared_weights(self, *, validates: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model has what all ranks share, and not this rank's own weights: to validate, to save.
+
+        Args:
+            validates: Warn, once, if these are the weights that the last validation has seen. False: to save.
+        """
+        return contextlib.nullcontext() if self.local is None else self.local.shared_weights(validates=validates)
 
     def _warn(self, text: str) -> None:
         if self.sync.ranks.rank == 0:
@@ -291,6 +296,10 @@ class Session:
         """Parameters that were frozen when compression was attached and are not any more."""
         return [name for name, param in self._frozen.items() if param.requires_grad]
 
+    def newly_frozen(self) -> list[str]:
+        """Parameters that DDP waits for and that are frozen now."""
+        return [name for name, param in self._expected.items() if not param.requires_grad]
+
     def _serve_unfrozen(self) -> None:
         if self.shards or self.trains_locally:
             self.extend()
@@ -305,7 +314,8 @@ class Session:
         """Serve the newly trainable parameters too, between steps, on all ranks together.
 
         Args:
-            model: DDP synchronises what was trainable when it wrapped: the model wrapped anew. Not needed for FSDP2.
+            model: DDP synchronises what was trainable when it wrapped, and waits for it: the model wrapped anew. Not
+                needed for FSDP2.
         """
         names = set(self.newly_trainable())
         self._frozen = {name: param for name, param in self._frozen.items() if name not in names}
@@ -316,7 +326,11 @@ class Session:
             self._hook.close()
             self._hook = DDPHook(model, self.sync)
             self.close_with(model)
-        if self.sync.ranks.rank == 0:
+            self._frozen |= {name: self._expected[name] for name in self.newly_frozen()}
+            self._expected = trainable_parameters(self._module)
+            if self.local is not None:
+                self.local.model = model
+        if names and self.sync.ranks.rank == 0:
             inform("%d more parameters are trained now\n%s", len(names), build_report(self.sync).render())
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -31,6 +31,10 @@ class Gathering(ABC):
         self.sent_nbytes = 0
         self._comms = comms
 
+    def place(self) -> str:
+        """Which step a gather belongs to, for errors."""
+        return self._comms[0].place()
+
     def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Let go of process groups that have been destroyed: the last reference to one holds its threads."""
         nobody: Any = dist.GroupMember.NON_GROUP_MEMBER

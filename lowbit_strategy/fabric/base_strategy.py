@@ -95,7 +95,7 @@ class LowBitFabricMixin(_Base):
         with contextlib.ExitStack() as saving:
             stamps = [saving.enter_context(each.save(self._sidecar_path(path, i))) for i, each in enumerate(sessions)]
             for session in sessions:
-                saving.enter_context(session.shared_weights())
+                saving.enter_context(session.shared_weights(validates=False))
             super().save_checkpoint(path, {**state, CHECKPOINT_KEY: stamps}, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.collectives.gathering import Gathering
+from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.digest import digests
@@ -73,12 +74,19 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             self._begin_forward()
         # after reshard_after_forward=int the smaller group's shards are of what was decoded
         if not self._coded or not self._module.is_ours or self._params.is_sharded_post_forward:
-            self._weights.count_exact(input_tensor.nbytes * (group.size() - 1), training=self._coded)
-            return self._stock(output_tensor, input_tensor, group, async_op)
+            return self._exact(output_tensor, input_tensor, group, async_op=async_op)
         self._check_row(input_tensor)
         with self._order.ordered():
             wait_for_all(self._module.gather.run(input_tensor, output_tensor))
         return None
+
+    def _exact(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *, async_op: bool
+    ) -> dist.Work | None:
+        self._weights.count_exact(input_tensor.nbytes * (group.size() - 1), training=self._coded)
+        what = f"the all-gather of the exact weights of {self._name or 'the model'}"
+        with naming_lost_ranks(group, what, self._weights.comm.place()):
+            return self._stock(output_tensor, input_tensor, group, async_op)
 
     def _begin_forward(self) -> None:
         root = self._root()

@@ -111,9 +111,12 @@ class LowBitMixin(_Base):
         return self._signals
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.session is not None and self.session.newly_trainable():
+        if self.session is not None and self.must_extend(self.session):
             self.on_unfrozen(self.session)
         return super().training_step(*args, **kwargs)
+
+    def must_extend(self, session: Session) -> bool:
+        return bool(session.newly_trainable())
 
     def on_unfrozen(self, session: Session) -> None:
         """Parameters have been unfrozen since set-up, on all ranks: synchronise them from now on."""
@@ -143,15 +146,13 @@ class LowBitMixin(_Base):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.session is None or not self.session.trains_locally or not self._in_fit:
             return super().lightning_module_state_dict()
-        with self.session.shared_weights():
+        with self.session.shared_weights(validates=False):
             return copied(super().lightning_module_state_dict())
 
     def on_validation_start(self) -> None:
         if self.session is not None and self._in_fit and self.lightning_module is not None:
             self._defer_signals(self.lightning_module.trainer)
         if self.session is not None and self._in_fit:
-            if self.session.local is not None:
-                self.session.local.before_validation()
             self._validates.enter_context(self.session.shared_weights())
         super().on_validation_start()
 
@@ -167,7 +168,7 @@ class LowBitMixin(_Base):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         filepath = self.broadcast(filepath)
-        with self.session.save(filepath) as stamp, self.session.shared_weights():
+        with self.session.save(filepath) as stamp, self.session.shared_weights(validates=False):
             checkpoint[CHECKPOINT_KEY] = stamp
             super().save_checkpoint(checkpoint, filepath, storage_options)
 

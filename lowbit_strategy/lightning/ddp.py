@@ -38,9 +38,13 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, _Base):
         )
         self.on_attached(session)
 
+    def must_extend(self, session: Session) -> bool:
+        waits = not session.trains_locally and not getattr(self.model, "find_unused_parameters", True)
+        return bool(session.newly_trainable()) or (waits and bool(session.newly_frozen()))
+
     def on_unfrozen(self, session: Session) -> None:
         """DDP synchronises what was trainable when it wrapped, so the module is wrapped anew; stock DDP would let the
-        ranks drift apart silently.
+        ranks drift apart silently. It waits for what has been frozen since, and would stop.
         """
         if session.trains_locally:  # DDP synchronises nothing
             session.extend()

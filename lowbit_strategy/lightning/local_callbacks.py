@@ -67,7 +67,7 @@ def _anchored(original: Callable[..., Any], session: Session, *, may_change: boo
 
     @functools.wraps(original)
     def moment(*args: Any, **kwargs: Any) -> Any:
-        with session.shared_weights():
+        with session.shared_weights(validates=False):
             result = original(*args, **kwargs)
             if may_change and session.local is not None and session.local.outer is not None:
                 session.local.outer.rebase_if_changed()

@@ -102,7 +102,8 @@ def bind_checkpoints(trainer: Trainer) -> None:
 def _share_weights(trainer: Trainer) -> None:
     """Local steps: what is evaluated and saved is what all ranks share."""
     for name in ("evaluate", "predict", "save_model"):
-        setattr(trainer, name, _with_shared_weights(trainer, getattr(trainer, name)))
+        original = getattr(trainer, name)
+        setattr(trainer, name, _with_shared_weights(trainer, original, validates=name != "save_model"))
     load_best = trainer._load_best_model
 
     @functools.wraps(load_best)
@@ -114,11 +115,11 @@ def _share_weights(trainer: Trainer) -> None:
     trainer._load_best_model = finish_and_load  # type: ignore[method-assign]
 
 
-def _with_shared_weights(trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_shared_weights(trainer: Trainer, original: Callable[..., Any], *, validates: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def with_shared_weights(*args: Any, **kwargs: Any) -> Any:
         binding = binding_of(trainer.accelerator)
-        with contextlib.nullcontext() if binding is None else binding.shared_weights():
+        with contextlib.nullcontext() if binding is None else binding.shared_weights(validates=validates):
             return original(*args, **kwargs)
 
     return with_shared_weights

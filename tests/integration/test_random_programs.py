@@ -159,13 +159,11 @@ def _programs(rank: int, world_size: int, folder: Path, kind: str, shard_size: i
 LAYOUTS = {"fsdp": (2, None), "two levels": (4, None), "hsdp": (4, 2)}
 
 
-def _counts(number: int) -> Any:
-    return pytest.param(number, marks=pytest.mark.slow if number > 20 else ())
+QUICK = [("fsdp", "code", 4), ("fsdp", "exact", 2), ("two levels", "code", 2), ("hsdp", "code", 2)]
+CASES = QUICK + [pytest.param(layout, kind, 100, marks=pytest.mark.slow) for layout in LAYOUTS for kind in KEEPS]
 
 
-@pytest.mark.parametrize("number", [_counts(6), _counts(100)])
-@pytest.mark.parametrize("kind", KEEPS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "kind", "number"), CASES)
 def test_what_is_kept_is_never_seen_when_it_is_old(tmp_path: Path, layout: str, kind: str, number: int) -> None:
     world_size, shard_size = LAYOUTS[layout]
     if number > 20 and layout != "fsdp":

@@ -236,10 +236,11 @@ def check(folder: Path, names: list[tuple[str, str]]) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        [("ddp", "batch norm"), ("fsdp code", "tied"), ("fsdp delta", "unsharded root"), ("streaming", "tied")],
-        [("two levels, code", "plain"), ("hsdp diloco", "frozen")],
+        [("fsdp code", "tied"), ("streaming", "batch norm")],
+        pytest.param([("ddp", "batch norm"), ("fsdp delta", "unsharded root")], marks=pytest.mark.slow),
+        pytest.param([("two levels, code", "plain"), ("hsdp diloco", "frozen")], marks=pytest.mark.slow),
     ],
-    ids=["two ranks", "four ranks"],
+    ids=["two ranks", "more layouts", "four ranks"],
 )
 def test_a_run_with_x_is_the_run_without(tmp_path: Path, names: list[tuple[str, str]]) -> None:
     check(tmp_path, names)

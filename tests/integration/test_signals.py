@@ -114,16 +114,14 @@ def _requeued(
     return found
 
 
-CASES = [("ddp", (1,)), ("ddp", (0, 1)), ("fsdp", (0,)), ("hsdp", (0, 1))]
+CASES: list[tuple[Kind, tuple[int, ...]]] = [("ddp", (1,)), ("ddp", (0, 1)), ("fsdp", (0,)), ("hsdp", (0, 1))]
 
 
-def _counts(number: int) -> Any:
-    marks = pytest.mark.slow if number > 3 else ()
-    return pytest.param(number, marks=marks)
+def _cases(quick: tuple[Kind, tuple[int, ...]]) -> list[Any]:
+    return [(*quick, 2), *(pytest.param(*case, 13, marks=pytest.mark.slow) for case in CASES)]
 
 
-@pytest.mark.parametrize("number", [_counts(2), _counts(13)])
-@pytest.mark.parametrize(("kind", "ranks"), CASES)
+@pytest.mark.parametrize(("kind", "ranks", "number"), _cases(("fsdp", (0,))))
 def test_sigterm_ends_the_run_on_all_ranks(tmp_path: Path, kind: Kind, ranks: tuple[int, ...], number: int) -> None:
     found = run_ranks(_terminated, 2, tmp_path, kind, ranks, number, timeout=LIMIT_S * 2 + 3 * number)
     for first, second in zip(*found, strict=True):
@@ -132,8 +130,7 @@ def test_sigterm_ends_the_run_on_all_ranks(tmp_path: Path, kind: Kind, ranks: tu
         assert first[2] == second[2]
 
 
-@pytest.mark.parametrize("number", [_counts(2), _counts(13)])
-@pytest.mark.parametrize(("kind", "ranks"), CASES)
+@pytest.mark.parametrize(("kind", "ranks", "number"), _cases(("ddp", (1,))))
 def test_slurm_requeues_with_a_whole_checkpoint(
     tmp_path: Path, kind: Kind, ranks: tuple[int, ...], number: int
 ) -> None:

@@ -49,6 +49,8 @@ def _train(rank: int, world_size: int, folder: Path, kind: Kind, how: str) -> No
         given |= OPTIONS[how]
     if how == "outer":
         how, options["outer"] = "dies", DiLoCo(every=2)
+    if how == "exact":
+        how, options["weights"] = "dies", "exact"
     model = Unequal(how)
     if how == "validates" and rank == 1:
         trainer(strategy(kind, **options), **given).fit(model, loader(), loader())
@@ -60,6 +62,7 @@ CASES = [
     ("ddp", "dies", "rank 1 did not answer", "optimizer step 4"),
     ("ddp", "raises", "rank 1 did not answer", "optimizer step 4"),
     ("fsdp", "dies", "rank 1 did not answer", "optimizer step 4"),
+    ("fsdp", "exact", "the all-gather of the exact weights of ", "rank 1 did not answer"),
     ("hsdp", "dies", "rank 1 did not answer", "optimizer step 4"),
     ("ddp", "outer", "rank 1 did not answer", "optimizer step"),
     ("ddp", "accumulates", "rank 1 differs from rank 0 in Trainer(accumulate_grad_batches=...): 3 instead of 1", ""),
