@@ -17,7 +17,7 @@ from rich.table import Table
 from lowbit_strategy.launch import units
 
 _T = TypeVar("_T")
-_ENCODED_PER_S = 20e9  # elements a hop, assumed: a GPU reads and writes some hundred gigabytes per second
+_ENCODED_PER_S = 20e9  # elements per hop, assumed: a GPU reads and writes some hundred gigabytes per second
 _INTRA_LATENCY_S, _INTRA_NBYTES_PER_S = 5e-6, 50e9  # assumed, of links inside a node
 
 Params = Annotated[str | None, typer.Option(help="Parameters of a transformer, such as 7e9 or 7B.")]

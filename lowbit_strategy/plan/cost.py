@@ -133,11 +133,11 @@ def _bucket_by_bucket(units: Sequence[Unit], costs: Sequence[_Cost], compute_s: 
     """Buckets leave in the order in which backward produces them; two are under way at a time."""
     total = sum(unit.numel for unit in units) or 1
     ready, free = FORWARD_SHARE * compute_s, 0.0
-    lanes = min(2, len(units))
+    at_a_time = min(2, len(units))
     for at, (unit, cost) in enumerate(zip(units, costs, strict=True)):
         ready += (1 - FORWARD_SHARE) * compute_s * unit.numel / total
         alone = at == len(units) - 1
-        free = max(free, ready) + cost.busy + cost.latency / (1 if alone else lanes)
+        free = max(free, ready) + cost.busy + cost.latency / (1 if alone else at_a_time)
     return max(compute_s, free)
 
 
@@ -212,14 +212,14 @@ def break_even(plan: Plan, other: Plan, cluster: Cluster, compute_s: float) -> f
     """Bytes per second between nodes below which `plan` is faster than `other`: None at none, `ANY_RATE` at all."""
     assert plan.shape.world_size == other.shape.world_size
 
-    def gains(nbytes_per_s: float) -> bool:
+    def is_faster(nbytes_per_s: float) -> bool:
         at = replace(cluster, inter_node=Link(cluster.inter_node.latency_s, nbytes_per_s))
         return step_time(plan, at, compute_s).seconds < 0.99 * step_time(other, at, compute_s).seconds
 
     low, high = 1e4, ANY_RATE
-    if not gains(low):
+    if not is_faster(low):
         return None
     for _ in range(11):  # to a hundredth
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if gains(middle) else (low, middle)
+        low, high = (middle, high) if is_faster(middle) else (low, middle)
     return low if low < 0.9 * ANY_RATE else ANY_RATE

@@ -17,7 +17,9 @@ from lowbit_strategy.plan.plan import Memory, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.shape import Shape
 
-SHARE_OF_DEVICE = 8  # compression may keep one part in so many of the smallest GPU's memory, unless told otherwise
+SHARE_OF_DEVICE = (
+    8  # compression may keep one part in so many of the smallest GPU's memory, unless `memory=` says otherwise
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ class AnchoredModel:
     Args:
         fragments: Its parameters, each with an anchor.
         buffers: Of the model.
-        sync: Is told where its weights have changed beside an optimizer's steps.
+        sync: Learns where its weights have changed beside an optimizer's steps.
     """
 
     def __init__(self, fragments: Sequence[Fragment], buffers: AveragedBuffers, sync: GradientSync) -> None:

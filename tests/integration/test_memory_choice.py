@@ -1,4 +1,4 @@
-"""`memory=` under real strategies: the same choice on all ranks, told in the log, and a training that learns."""
+"""`memory=` under real strategies: the same choice on all ranks, named in the log, and a training that learns."""
 
 from __future__ import annotations
 

@@ -61,10 +61,10 @@ def test_break_even_is_where_both_are_as_fast(layout: str) -> None:
     stock = uncompressed(plan, 2)
     at = break_even(plan, stock, cluster(), 0.5)
     assert at is not None
-    for factor, gains in ((0.5, True), (2.0, False)):
+    for factor, faster in ((0.5, True), (2.0, False)):
         if at * factor < 5e11:
             link = cluster(Link(SLOW.latency_s, at * factor))
-            assert (step_time(plan, link, 0.5).seconds < 0.99 * step_time(stock, link, 0.5).seconds) is gains
+            assert (step_time(plan, link, 0.5).seconds < 0.99 * step_time(stock, link, 0.5).seconds) is faster
 
 
 def best(found: list[Choice], wanted: Wanted, memory: float | None = None) -> str | None:
