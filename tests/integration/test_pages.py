@@ -75,7 +75,7 @@ ELSEWHERE = {
     "python benchmarks/gpu_kernels.py --sweep --shard 0/8": "needs a GPU",
     "make gpu-acceptance": "test_gpu_acceptance.py, what a CPU can show",
     'make gpu-acceptance ARGS="--continue"': "test_gpu_acceptance.py, what a CPU can show",
-    'make gpu-acceptance ARGS="--part ranks --part memory" # some of them': "test_gpu_acceptance.py, what a CPU can show",
+    'make gpu-acceptance ARGS="--part ranks --part memory" # some of them': "test_gpu_acceptance.py",
 }
 
 

@@ -96,7 +96,7 @@ class Program:
         self.model.train(not self.model.training)
 
     def edit(self) -> None:
-        """Past the version counters. Between a forward pass in training and its backward pass it has to be announced."""
+        """Past the version counters. Between a forward pass in training and backward it has to be announced."""
         if self.looked:
             self.session.weights_changed()
         for shard in self.shards():

@@ -32,7 +32,7 @@ FAMILIES = {
 }
 
 
-class Steps(Protocol):
+class SixSteps(Protocol):
     def step(self) -> object: ...
 
 
@@ -78,7 +78,7 @@ class EightBitAdam(torch.optim.Optimizer):
         own.sub_(lr * state.pop("mean now") / (state.pop("root now") + 1e-3))
 
 
-OPTIMIZERS: dict[str, Callable[[list[Tensor]], Steps]] = {
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], SixSteps]] = {
     "by hand": SignMomentum,
     "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
     "foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
@@ -114,7 +114,7 @@ class Net(nn.Module):
 
 
 def train(
-    weights: Any, make: Callable[[list[Tensor]], Steps], *, recompute: bool | None = None, compiles: bool = False
+    weights: Any, make: Callable[[list[Tensor]], SixSteps], *, recompute: bool | None = None, compiles: bool = False
 ) -> list[float]:
     """Losses of all steps, and the sums of what this rank owns in the end."""
     torch.manual_seed(0)

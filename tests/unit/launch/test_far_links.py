@@ -38,5 +38,5 @@ def test_each_setting_that_slows_far_links_is_noted(tmp_path: Path) -> None:
         assert levels.index("note") == list(TUNED).index(name)
 
 
-def test_a_kernel_that_does_not_say_gets_no_advice(tmp_path: Path) -> None:
+def test_an_unknown_kernel_gets_no_advice(tmp_path: Path) -> None:
     assert list(examine_far_links(tmp_path)) == []
