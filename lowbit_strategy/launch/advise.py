@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -173,11 +174,11 @@ def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -
     from lowbit_strategy.plan.advice import memory_of
 
     timed = found[0].time is not None
-    table = Table(title=title)
-    table.add_column("set-up")
-    columns = ["step", "from - to", "x fp32", "x bf16", "break-even"] if timed else []
-    for name in [*columns, "between nodes", "memory", "loss"]:
-        table.add_column(name, justify="right")
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))  # as narrow as a terminal of 80 columns
+    table.add_column("set-up", no_wrap=True)
+    columns = ["step, s", "x fp32", "x bf16", "pays to\nGbit/s"] if timed else []
+    for name in [*columns, "sent\nGB", "memory\nGB", "loss"]:
+        table.add_column(name, justify="right", no_wrap=True)
     own: dict[str, float] = {}
     for each in found:
         row = []
@@ -186,12 +187,12 @@ def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -
             if not each.line:
                 own[f"{layout} {each.name[-4:]}"] = each.time.seconds
             ratios = [own.get(f"{layout} {kind}", 0.0) / each.time.seconds for kind in ("at32", "bf16")]
-            row = [f"{each.time.seconds:.2f} s", f"{each.time.low:.2f} - {each.time.high:.2f}"]
-            row += [f"{ratio:.2f}" if ratio else "" for ratio in ratios] + [_rate(each)]
+            row = [f"{each.time.seconds:.3g} ({each.time.low:.3g}-{each.time.high:.3g})"]
+            row += [f"{ratio:.3g}" if ratio else "" for ratio in ratios] + [_rate(each)]
         held = memory_of(each, wanted)
-        too_much = " !" if limit is not None and held > limit else ""
-        loss = {"same": "no worse", "close": "close", "local": "other algorithm"}[each.quality] if each.line else ""
-        table.add_row(each.name, *row, f"{each.between_nbytes / 1e9:.2f} GB", f"{held / 1e9:.1f} GB{too_much}", loss)
+        too_much = "!" if limit is not None and held > limit else ""
+        loss = {"same": "same", "close": "close", "local": "other"}[each.quality] if each.line else ""
+        table.add_row(each.name, *row, f"{each.between_nbytes / 1e9:.2f}", f"{held / 1e9:.1f}{too_much}", loss)
     return table
 
 
@@ -202,4 +203,4 @@ def _rate(choice: Any) -> str:
         return ""
     if choice.break_even is None:
         return "never"
-    return "always" if choice.break_even >= ANY_RATE else f"{choice.break_even * 8 / 1e9:.3g} Gbit/s"
+    return "always" if choice.break_even >= ANY_RATE else f"{choice.break_even * 8 / 1e9:,.0f}"
