@@ -84,11 +84,10 @@ class Run:
         self.session.begin_step()
         loss.backward()
 
-    def step(self, *, ends: bool = True) -> None:
+    def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if ends:
-            self.session.end_step()
+        self.session.end_step()
 
 
 # -- what is sent when ------------------------------------------------------------------------------------------------
@@ -136,8 +135,9 @@ def second_optimizer(folder: Path) -> Facts:
     run.backward()
     other = torch.optim.SGD(run.model.blocks[1].parameters(), 0.1)
     other.step()
+    run.session.end_step()
     run.backward()
-    run.step(ends=False)  # a loop that forgets to end its steps
+    run.step()
     run.backward()
     return {"sent": run.sent}
 
