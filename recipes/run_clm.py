@@ -9,6 +9,7 @@ torchrun --nproc-per-node 2 recipes/run_clm.py --output_dir runs/clm --max_steps
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 
 import torch
@@ -75,7 +76,9 @@ def main() -> None:
         train_dataset=Blocks("train", data_args, data_args.max_train_samples),
         eval_dataset=Blocks("validation", data_args, data_args.max_eval_samples),
     )
-    result = trainer.train(resume_from_checkpoint=get_last_checkpoint(training_args.output_dir))
+    folder = training_args.output_dir
+    last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    result = trainer.train(resume_from_checkpoint=last)
     trainer.log_metrics("train", result.metrics)
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics | {"perplexity": math.exp(metrics["eval_loss"])})
