@@ -19,7 +19,7 @@ from lowbit_strategy.control import Bounds
 from lowbit_strategy.control.registry import CONTROLLERS
 from lowbit_strategy.custom_loop import SyncOptions
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
-from lowbit_strategy.methods.outer.interval import Quadratic, Stepwise
+from lowbit_strategy.methods.outer.interval import AdaComm, Quadratic, Seconds, Stepwise
 from lowbit_strategy.methods.weights.registry import WEIGHTS
 from lowbit_strategy.options.conversion import Source, describe_type, types_of
 from lowbit_strategy.options.documentation import arguments
@@ -163,7 +163,7 @@ def outer_options() -> str:
     parts = []
     for name, rule in OUTER_RULES.items():
         parts.append(f"**`{name}`**\n\n{_with_values(rule)}")
-    for cls in (Quadratic, Stepwise):
+    for cls in (Quadratic, AdaComm, Stepwise, Seconds):
         parts.append(f"**`every: {{name: {cls.__name__.lower()}}}`**\n\n{_options(cls)}")
     return "\n\n".join(parts)
 
@@ -199,7 +199,8 @@ def names() -> str:
     count = {end: sum(name.endswith(end) for name, *_ in strategy_names()) for end in ends}
     return (
         "Strategy names are `<compressor>_ddp`, `<compressor>_fsdp` and `<compressor>_hsdp` for"
-        f" {len(PRESETS)} compressors, and `<rule>_ddp` and\n`<rule>_hsdp` for {len(OUTER_RULES)} rules of local steps:"
+        f" {len(PRESETS)} compressors, `<rule>_ddp` and\n`<rule>_hsdp` for {len(OUTER_RULES)} rules of local steps, and"
+        " `lowbit_ddp`, `lowbit_fsdp` and `lowbit_hsdp`,\nwith which the package chooses:"
         f" {count['_ddp']}, {count['_fsdp']} and {count['_hsdp']} names."
     )
 

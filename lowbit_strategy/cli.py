@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from lowbit_strategy.launch.advise import advise, estimate
+from lowbit_strategy.launch.bench import bench
 from lowbit_strategy.launch.commands import PASS_ON, config, launch
 from lowbit_strategy.launch.doctor import doctor
+from lowbit_strategy.launch.lighthouse import lighthouse
 from lowbit_strategy.report.command import report
 from lowbit_strategy.version import __version__
 
@@ -39,8 +41,10 @@ app.command()(doctor)
 app.command(context_settings=PASS_ON, add_help_option=False)(launch)
 app.command()(config)
 app.command()(report)
+app.command()(bench)
 app.command()(advise)
 app.command()(estimate)
+app.command()(lighthouse)
 
 
 def main() -> None:

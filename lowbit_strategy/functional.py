@@ -18,8 +18,9 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.bounded import Bounded
-from lowbit_strategy.collectives.comm import Comm, GroupComm
+from lowbit_strategy.collectives.comm import Comm, GroupComm, finished
 from lowbit_strategy.collectives.layout import flat_cut
+from lowbit_strategy.collectives.uneven import scatter_uneven
 from lowbit_strategy.kernels.format import uniform
 
 __all__ = ["Bounded", "Code", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
@@ -246,15 +247,8 @@ def _gather(x_N: Tensor, code: _Coder, comm: Comm, numels: Sequence[int], seed: 
 
 def _transport(wires: Sequence[Tensor], comm: Comm, sizes: Sequence[int | None]) -> list[Tensor]:
     """Bytes to and from every rank. Sizes that the receiver cannot know travel before."""
-    sent = [wire.numel() for wire in wires]
     known = [size for size in sizes if size is not None]
-    if len(known) < len(sizes):
-        out = torch.empty(comm.world_size, 1, dtype=torch.int64, device=wires[0].device)
-        comm.all_to_all(out, torch.tensor(sent, device=out.device).view(-1, 1)).wait()
-        known = out.view(-1).tolist()
-    received = torch.empty(sum(known), dtype=torch.uint8, device=wires[0].device)
-    comm.all_to_all_uneven(received, torch.cat(list(wires)), known, sent).wait()
-    return list(received.split(known))
+    return finished(scatter_uneven(wires, comm, known if len(known) == len(sizes) else None))
 
 
 def _sum(parts: Sequence[Tensor], code: _Coder, comm: Comm, op: Operation, seed: int) -> Tensor:

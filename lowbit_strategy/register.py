@@ -18,6 +18,7 @@ import wrapt
 
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.presets import register_presets
+from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.options.suggestions import nearest
@@ -72,6 +73,10 @@ def strategy_names() -> Iterator[tuple[str, Compressor, str, dict[str, Any]]]:
         yield f"{name}_hsdp", compressor, "FSDP", {"shard_size": "node"}
         for ending, given in _ddp_endings():
             yield f"{name}_ddp{ending}", compressor, "DDP", given
+    yield "lowbit_fsdp", Auto(), "FSDP", {}
+    yield "lowbit_hsdp", Auto(), "FSDP", {"shard_size": "node"}
+    for ending, given in _ddp_endings():
+        yield f"lowbit_ddp{ending}", Auto(), "DDP", given
     for name, rule in OUTER_RULES.items():
         yield f"{name}_hsdp", default_compressor(rule), "FSDP", {"shard_size": "node", "outer": rule}
         for ending, given in _ddp_endings():

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 recipes/lora.py --steps 60 --strategy ddp       # un
 from __future__ import annotations
 
 import argparse
+import os
 
 import lightning as L
 import torch
@@ -64,6 +65,7 @@ def main() -> None:
         strategy=options.strategy,
         accelerator="auto" if torch.cuda.is_available() else "cpu",
         devices="auto" if torch.cuda.is_available() else 2,
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),  # torchrun's number of machines
         max_steps=options.steps,
         logger=False,
         enable_checkpointing=False,

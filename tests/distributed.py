@@ -207,7 +207,14 @@ class _Run:
         return "\n".join(parts)
 
 
-_PRELOAD = ("torch.distributed.fsdp", "lightning.pytorch", "pytorch_lightning", "accelerate", "transformers.trainer")
+_PRELOAD = (
+    "torch.distributed.fsdp",
+    "lightning.pytorch",
+    "pytorch_lightning",
+    "accelerate",
+    "transformers.trainer",
+    "torchft.process_group",
+)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 from unittest import mock
 
@@ -136,8 +136,13 @@ def full_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 def fingerprint(module: nn.Module) -> int:
     """Of the bits of all parameters and buffers."""
+    return checksum((*full_parameters(module).values(), *(full(buffer) for buffer in module.buffers())))
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Of their bits."""
     crc = 0
-    for tensor in (*full_parameters(module).values(), *(full(buffer) for buffer in module.buffers())):
+    for tensor in tensors:
         crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
     return crc
 

@@ -84,14 +84,18 @@ def render(found: dict[str, Any]) -> str:
         rows.append(f"<tr><th colspan=4>{html.escape(name)}</th></tr>")
         for check in part["checks"]:
             figures = ", ".join(f"{key} {_short(value)}" for key, value in check["figures"].items())
-            cells = (check["name"], check["status"], check["seconds"], figures or check["why"][-600:])
+            why = check["why"][-600:] or ("its process has not ended it" if check["status"] == "running" else "")
+            cells = (check["name"], check["status"], check["seconds"], figures or why)
             row = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells)
             rows.append(f'<tr style="background:{COLOURS[check["status"]]}">{row}</tr>')
     return (
         "<!doctype html><meta charset=utf-8><title>GPU acceptance</title>"
         "<style>body{font:14px sans-serif;max-width:70em;margin:2em auto}td,th{padding:3px 8px;text-align:left;"
-        "vertical-align:top}</style>"
-        f"<h1>GPU acceptance</h1><p>{html.escape(where)}</p><p><b>{html.escape(counts)}</b></p>"
+        "vertical-align:top}table{width:100%}th{white-space:nowrap}td:first-child{width:22%}"
+        "td:nth-child(2),td:nth-child(3){white-space:nowrap}td:last-child{overflow-wrap:anywhere;"
+        "white-space:pre-line}pre{overflow-x:auto}</style>"
+        f"<h1>GPU acceptance{'' if found['machine']['devices'] else ': no GPU, what a CPU shows'}</h1>"
+        f"<p>{html.escape(where)}</p><p><b>{html.escape(counts)}</b></p>"
         "<table><tr><th>check</th><th>outcome</th><th>seconds</th><th>figures, or why</th></tr>"
         f"{''.join(rows)}</table><h2>For docs/benchmarks.md</h2>"
         "<pre>| GPUs | torch | copy GB/s | LoCo encode, share of a copy | step of stock | peak of stock |\n"
@@ -100,4 +104,12 @@ def render(found: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """A figure in a few characters; rows of figures each in a line of its own."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_short(each)}" for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        lines = [_short(each) for each in value]
+        return "".join(f"\n{line}" for line in lines) if any(isinstance(e, dict) for e in value) else " ".join(lines)
+    return str(value)

@@ -41,6 +41,7 @@ from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.model.handshake import handshake, plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.inform import inform
@@ -126,7 +127,8 @@ class Binding:
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Called by the prepared optimizers."""
         for session in self.sessions:
-            if (session.sync.in_step or session.trains_locally) and session.owns(optimizer):
+            steps = session.sync.in_step or session.trains_locally or session.is_own
+            if steps and session.owns(optimizer):
                 session.end_step(optimizer, self.accelerator.scaler)
                 self.adaptive.after_step()
 
@@ -204,6 +206,11 @@ class Binding:
         if not any(param.requires_grad for param in model.parameters()):
             return False
         if self.accelerator.distributed_type == DistributedType.NO:
+            if self.plugin.elastic is not None:
+                raise ValueError(
+                    "elastic is served by the strategies of Lightning and Fabric: Accelerate leaves the model of one"
+                    " process as it is, and nothing would be exchanged"
+                )
             if not self._warned_of_one_rank:
                 warn_of_one_rank()
             self._warned_of_one_rank = True
@@ -258,7 +265,7 @@ class Binding:
 
     def _choose_buckets(self) -> None:
         """The size of DDP's buckets that suits compression, where the user has given DDP no options at all."""
-        if self.accelerator.ddp_handler is None:
+        if self.accelerator.ddp_handler is None and not isinstance(self.plugin.compressor, Auto):
             cap = default_bucket_cap_mb(self.accelerator.device)
             self.accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=cap)
 
@@ -286,7 +293,7 @@ class Binding:
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
         self.adaptive.before_backward(loss, self.sessions)
         for session in self.sessions:
-            session.begin_step(self.accelerator.scaler)
+            session.begin_step(self.accelerator.scaler, loss=loss.detach() if isinstance(loss, Tensor) else None)
         return original(loss, **kwargs)
 
     def _init_trackers(self, original: Callable[..., Any], name: str, config: Any = None, **kwargs: Any) -> Any:

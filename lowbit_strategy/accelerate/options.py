@@ -19,6 +19,7 @@ from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.options.configuration import positional_configuration
+from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.telemetry.monitor_options import MonitorOptions
 
 _NOT_CHOSEN = LoCo()
@@ -42,6 +43,7 @@ class PluginOptions:
     shard_size: int | Literal["node"] | None = None
     weights: WeightCoding | None = None
     outer: OuterRule | None = None
+    elastic: Elastic | None = None
     memory: float | None = None
     controller: Controller | None = None
     monitor: MonitorOptions | None = None

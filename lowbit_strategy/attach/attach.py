@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.attach.choosing import choose_for_ddp, choose_for_fsdp, is_to_choose
 from lowbit_strategy.attach.digest import ParameterDigest
 from lowbit_strategy.attach.fit import fitted
 from lowbit_strategy.attach.local_steps import local_steps
 from lowbit_strategy.attach.order_checks import check_bare, check_ddp, check_fsdp
-from lowbit_strategy.attach.session import Session
-from lowbit_strategy.attach.sync_options import SyncOptions, check_outer
+from lowbit_strategy.attach.replica import membership_of, one_replica
+from lowbit_strategy.attach.session import Hook, Session
+from lowbit_strategy.attach.sync_options import SyncOptions, check_elastic, check_outer
 from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
@@ -32,16 +34,22 @@ from lowbit_strategy.hooks.weights import install_weights, module_layouts
 from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import check_weights, default_weights
-from lowbit_strategy.model.fsdp_sharding import broadcast_shards, check_process_groups, take_over_replication
+from lowbit_strategy.model.fsdp_sharding import (
+    broadcast_shards,
+    check_process_groups,
+    sharded_groups,
+    take_over_replication,
+)
 from lowbit_strategy.model.handshake import facts, handshake, plain
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, refuse_sparse_gradients
 from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
-from lowbit_strategy.plan.gradients import Reduced, ddp_buckets
+from lowbit_strategy.plan.gradients import Layout, Reduced, ddp_buckets
 from lowbit_strategy.ranks.ranks import Ranks, make_ranks
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology, find_topology, resolve_shard_size
@@ -61,6 +69,11 @@ class Prepared:
     scatter: bool
     topology: Topology
     shard_size: int | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """What wraps the model."""
+        return "ddp" if not self.scatter else "fsdp" if self.shard_size is None else "hsdp"
 
     @property
     def node_size(self) -> int | None:
@@ -119,8 +132,13 @@ def checked_specs(
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
     refuse_sparse_gradients(module)
     check_outer(options.outer, two_level=options.two_level, scatter=scatter, shard_size=options.shard_size)
+    check_elastic(options.elastic, options.outer, scatter=scatter)
+    if isinstance(compressor, Auto) and options.outer is not None:
+        raise ValueError("Auto chooses what every step sends, and outer= sends in some steps only: give a compressor")
     if options.outer is not None:
         options.outer.check(assign_all(compressor, specs))
+        if options.outer.synchronous_compressor is not None:
+            options.outer.synchronous_compressor.check(specs)
     if not scatter:
         refuse_python_reducer()
     check_weights(options.weights, scatter=scatter)
@@ -174,14 +192,26 @@ def attach_ddp(
     group = model.process_group
     handshake(_circumstances(device, has_scaler), group)
     model.join_hook = _refuse_join  # type: ignore[method-assign]
-    rule = prepared.options.outer if dist.get_world_size(group) > 1 else None
-    own_world = device.type == "cpu" or rule is not None
-    ranks = make_ranks(group, prepared.topology, prepared.node_size, device, scatter=False, own_world=own_world)
+    membership = membership_of(prepared.compressor, prepared.options, model.module, _settings(prepared.options), group)
+    rule = prepared.options.outer if dist.get_world_size(group) > 1 or membership is not None else None
+    ranks = Ranks.coming_and_going()
+    if membership is None:
+        own_world = device.type == "cpu" or rule is not None
+        ranks = make_ranks(group, prepared.topology, prepared.node_size, device, scatter=False, own_world=own_world)
     prepared = fitted(prepared, None, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    sync.expect(_ddp_buckets(model, sync))
-    hook = None if ranks.alone or (rule is not None and rule.synchronous_steps == 0) else DDPHook(model, sync)
-    compares = prepared.options.check_digest and not ranks.alone
+    sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
+    hook: Hook | None = None
+    choice = None
+    if is_to_choose(prepared, sync):
+        hook, choice = choose_for_ddp(model, prepared, sync, group)
+        sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
+    elif not ranks.alone and (rule is None or not rule.always_local):
+        hook = DDPHook(model, sync)
+    compares = prepared.options.check_digest and not ranks.alone and membership is None
+    local = None
+    if rule is not None:
+        local = local_steps(model.module, sync, rule, check_digest=compares, ddp=model, membership=membership)
     session = Session(
         sync,
         model.module,
@@ -190,18 +220,19 @@ def attach_ddp(
         hook=hook,
         ranks=ranks,
         digest=ParameterDigest(_replicated(model), ranks.world, device) if compares else None,
-        local=None if rule is None else local_steps(model.module, sync, rule, check_digest=compares, ddp=model),
+        local=local,
+        auto=choice,
     )
     session.close_with(model)
     _report(sync)
     return session
 
 
-def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync) -> list[Reduced]:
+def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[Reduced]:
     """What DDP will put together once it knows the order of gradients."""
     params = [(canonical_name(name), param) for name, param in model.module.named_parameters()]
     trained = [(name, param.numel(), param.element_size()) for name, param in params if name in sync.specs]
-    return ddp_buckets(trained, model.bucket_bytes_cap)
+    return ddp_buckets(trained, cap_nbytes)
 
 
 def _replicated(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
@@ -231,6 +262,8 @@ def attach_fsdp(
         ValueError: `module` has no FSDP2 module, or is sharded in a way that cannot be compressed.
     """
     check_fsdp(module, scatter=prepared.scatter)
+    if not any(True for _ in sharded_groups(module)):
+        raise ValueError("no module is sharded with fully_shard: nothing to compress")
     device = _device_of(module) if device is None else device
     handshake(_circumstances(device, has_scaler), group)
     if prepared.shard_size is not None:
@@ -239,11 +272,14 @@ def attach_fsdp(
     prepared = fitted(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     check_process_groups(module, group, replicated=False)
-    if fsdp.install(module, sync) == 0:
-        raise ValueError(_NOT_SHARDED)
-    install_weights(module, weight_coding(prepared), sync, gathering_of(prepared, ranks))
+    choice = None
+    if is_to_choose(prepared, sync):
+        choice = choose_for_fsdp(module, prepared, sync, lambda: gathering_of(prepared, ranks), group)
+    else:
+        fsdp.install(module, sync)
+        install_weights(module, weight_coding(prepared), sync, gathering_of(prepared, ranks))
     _report(sync)
-    return Session(sync, module, prepared.options, group=group, ranks=ranks, shards=True)
+    return Session(sync, module, prepared.options, group=group, ranks=ranks, shards=True, auto=choice)
 
 
 def _attach_hsdp(
@@ -258,16 +294,19 @@ def _attach_hsdp(
     ranks = make_ranks(group, prepared.topology, shard_size, device, scatter=False)
     assert ranks.intra_node is not None
     check_process_groups(module, ranks.intra_node.group, replicated=True)
-    take_over_replication(module)
     same = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if not ParameterDigest(same, ranks.peers, device).agree():
         broadcast_shards(module, ranks.peers.group)
     prepared = fitted(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     side = BackwardSide(_with_index(device))
-    if fsdp.install_replicas(module, sync, ranks.intra_node, side) == 0:
-        raise ValueError(_NOT_SHARDED)
-    install_weights(module, weight_coding(prepared), sync, gathering_of(prepared, ranks))
+    choice = None
+    if is_to_choose(prepared, sync):
+        choice = choose_for_fsdp(module, prepared, sync, lambda: gathering_of(prepared, ranks), group, side=side)
+    else:
+        take_over_replication(module)
+        fsdp.install_replicas(module, sync, ranks.intra_node, side)
+        install_weights(module, weight_coding(prepared), sync, gathering_of(prepared, ranks))
     compares = prepared.options.check_digest and not ranks.alone
     shards = {canonical_name(name): param for name, param in module.named_parameters()}
     digest = ParameterDigest(shards, ranks.peers, device) if compares else None
@@ -284,6 +323,7 @@ def _attach_hsdp(
         digest=digest,
         local=local,
         shards=True,
+        auto=choice,
     )
 
 
@@ -303,9 +343,6 @@ def gathering_of(prepared: Prepared, ranks: Ranks) -> Gathering:
         if prepared.shard_size is not None
         else NodeGathering(copy.copy(ranks.peers), intra_node)
     )
-
-
-_NOT_SHARDED = "no module is sharded with fully_shard: nothing to compress"
 
 
 def _circumstances(device: torch.device, has_scaler: bool) -> dict[str, object]:
@@ -329,9 +366,7 @@ def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_s
     """The engine of a prepared model, before anything calls it."""
     options = prepared.options
     sync = GradientSync(
-        Dense()
-        if ranks.alone
-        else prepared.compressor,  # one rank keeps no residuals, save what a checkpoint brings along
+        prepared.compressor if ranks.replica is not None else used_compressor(prepared, ranks.shape),
         prepared.specs,
         ranks,
         _with_index(device),
@@ -339,25 +374,18 @@ def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_s
         seed=options.seed,
         rollback=has_scaler if options.rollback is None else options.rollback,
     )
+    if ranks.replica is not None:
+        return sync
     if ranks.world_size == 1:
         warn_of_one_rank()
     elif ranks.alone and ranks.rank == 0:
-        _log.warning("%s", _one_replica(options))
+        _log.warning("%s", one_replica(options))
     return sync
-
-
-def _one_replica(options: SyncOptions) -> str:
-    off = "" if options.outer is None else f", and {type(options.outer).__name__} takes no local steps"
-    return (
-        "lowbit_strategy: one replica: the model is sharded over all ranks, inside of which gradients are added up"
-        f" exactly, so nothing is compressed{off}. Start several nodes. To try it on one, give a smaller shard_size, or"
-        " start the ranks with LOCAL_WORLD_SIZE set to fewer than they are"
-    )
 
 
 def _report(sync: GradientSync) -> None:
     """Called when everything is attached: only then the memory for messages is known."""
-    if sync.ranks.rank == 0 and not sync.ranks.alone:
+    if sync.ranks.rank == 0 and sync.ranks.peers.world_size > 1 and not isinstance(sync.compressor, Auto):
         inform("%s", build_report(sync).render())
 
 

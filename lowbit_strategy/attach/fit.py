@@ -50,7 +50,7 @@ def fitted(
     Raises:
         ValueError: Nothing fits.
     """
-    room, limit = _room(prepared.options.memory, device, ranks)
+    room, limit = room_for(prepared.options.memory, device, ranks)
     if room is None or ranks.alone:
         return prepared
     layout: Layout = "ddp" if not prepared.scatter else "fsdp" if prepared.shard_size is None else "hsdp"
@@ -64,12 +64,18 @@ def fitted(
     )
     chosen = choose(list(found), room, limit)
     if chosen.differs and ranks.world.rank == 0:
-        inform("to fit into %.2f GB of memory, %s: %s", room / 1e9, chosen.differs, chosen.arithmetic())
+        inform(
+            "to fit into %.2f GB of memory, %s: %s. Cost: %s",
+            room / 1e9,
+            chosen.differs,
+            chosen.arithmetic(),
+            chosen.costs,
+        )
     options = prepared.options if chosen.weights == weights else replace(prepared.options, weights=chosen.weights)
     return replace(prepared, compressor=chosen.compressor, options=options)  # type: ignore[type-var]
 
 
-def _room(memory: float | None, device: torch.device, ranks: Ranks) -> tuple[int | None, int]:
+def room_for(memory: float | None, device: torch.device, ranks: Ranks) -> tuple[int | None, int]:
     """Bytes that should be enough, and that must be, on the rank that has least; None: nothing limits them."""
     if memory is not None:
         return int(memory * 1e9), int(memory * 1e9)

@@ -14,10 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lowbit_strategy.attach.digest import ParameterDigest
+from lowbit_strategy.attach.shared_state import from_first_rank
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
+from lowbit_strategy.ranks.membership import Membership
+from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.rounds.fragment import local_part
 from lowbit_strategy.rounds.outer import AsyncReducer, OuterSync
 
@@ -44,10 +47,12 @@ class LocalSteps:
         reducer: Brings fragments to the other ranks while training goes on.
         model: DDP around the model, which is to leave gradients and buffers alone; None under FSDP2.
         check_digest: Compare the anchors over the ranks now and then.
+        membership: Replicas come and go: finds out who is there.
 
     Attributes:
         model: As given; the adapter wraps it anew where what is trained changes before steps are local.
-        own: Gives the optimizers and the scaler, whose state differs between ranks, by name; set by the adapter.
+        own: Gives the optimizers and the scaler, whose state differs between ranks, by name; set by the adapter. Where
+            it gives none, as in a loop of one's own, those that have stepped count.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class LocalSteps:
         reducer: AsyncReducer | None,
         model: DistributedDataParallel | None = None,
         check_digest: bool = True,
+        membership: Membership | None = None,
     ) -> None:
         self.sync = sync
         self.rule = rule
@@ -69,36 +75,88 @@ class LocalSteps:
         self._reducer = reducer
         self.model = model
         self._check_digest = check_digest
-        self._num_steps: dict[int, int] = {}  # of each optimizer, in this process
+        self._seen: list[Optimizer] = []  # have stepped in this process
+        self._stepped: set[int] = set()  # since the last step was over
+        self._membership = membership
         self._loaded: tuple[Mapping[str, Any], bool] | None = None
         self.outer: OuterSync | None = None
+        self._compressor = sync.compressor  # of pseudo-gradients
+        self._extended = False  # since steps are local
         self._validated = (sync.step_index, 0)  # steps and turns at the last validation
         self._warned = False
         sync.save_per_rank(STATE_KEY, self)
-        if rule.synchronous_steps == 0:
+        if rule.is_local(0):
             self._start()
+        elif rule.synchronous_compressor is not None:
+            sync.use(rule.synchronous_compressor)
 
     def _start(self) -> None:
         """Steps are local from now on. What is left of gradients is in other units than weights."""
+        if self.rule.synchronous_compressor is not None:
+            self.sync.use(self._compressor)
         self.outer = self._make_outer()
         if self.model is not None:
+            self._broadcasts_buffers = self.model.broadcast_buffers
             self.model.require_backward_grad_sync = False
             self.model.require_forward_param_sync = False
             self.model.broadcast_buffers = False
 
+    def _stop(self) -> None:
+        """The last steps are taken together: from the mean of all ranks' weights, with the first rank's optimizers."""
+        assert self.outer is not None
+        if self._extended and self.model is not None:
+            raise RuntimeError(
+                "parameters were unfrozen while steps were local, and DDP, which is to synchronise the last steps, does"
+                " not know them: unfreeze before the run and set requires_grad, or leave out synchronous_end"
+            )
+        self.outer.finish()
+        parts = self._parts()
+        state = {name: part.state_dict() for name, part in parts.items()}
+        shared = from_first_rank(state, self.sync.ranks.peers, self.sync.device)
+        for name, part in parts.items():
+            part.load_state_dict(_sharded(part, shared[name]))
+        self._train_together()
+
+    def _train_together(self) -> None:
+        self.outer = None
+        self.sync.train_together()
+        if self.rule.synchronous_compressor is not None:
+            self.sync.use(self.rule.synchronous_compressor)
+        if self.model is not None:
+            self.model.require_backward_grad_sync = True
+            self.model.require_forward_param_sync = True
+            self.model.broadcast_buffers = self._broadcasts_buffers
+
     def _make_outer(self) -> OuterSync:
-        outer = OuterSync(
-            self.sync, self._params, self.rule, buffers=self._buffers, reducer=self._reducer, states=self._states
-        )
+        parts: dict[str, Any] = {"buffers": self._buffers, "reducer": self._reducer, "states": self._states}
+        if self._membership is None:
+            outer = OuterSync(self.sync, self._params, self.rule, **parts)
+        else:
+            outer = ElasticOuterSync(self.sync, self._params, self.rule, membership=self._membership, **parts)
+            outer.inner = lambda: {name: part for name, part in self.own().items() if isinstance(part, Optimizer)}
         outer.on_left_out = self._forget_moments
         if self._check_digest:
             digest = ParameterDigest(outer.anchors, self.sync.ranks.peers, self.sync.device)
             outer.on_turn = lambda: digest.after_step(self.sync.step_index)
         return outer
 
+    def _parts(self) -> Mapping[str, Stateful]:
+        """What each rank has for itself.
+
+        Raises:
+            RuntimeError: Nothing is known.
+        """
+        parts = self.own() or {f"optimizer {at}": each for at, each in enumerate(self._seen)}
+        if not parts:
+            raise RuntimeError(
+                "average_state and synchronous_end need the optimizer: call session.end_step(optimizer), not"
+                " session.end_step()"
+            )
+        return parts
+
     def _states(self) -> dict[str, dict[str, Tensor]]:
         """What this rank's optimizers keep of each parameter, as far as it is a tensor."""
-        kept = [state for part in self.own().values() if isinstance(state := getattr(part, "state", None), Mapping)]
+        kept = [state for part in self._parts().values() if isinstance(state := getattr(part, "state", None), Mapping)]
         return {
             name: {
                 key: local_part(value)
@@ -116,9 +174,19 @@ class LocalSteps:
                 state.clear()
 
     def extend(self, params: Mapping[str, nn.Parameter]) -> None:
-        """More parameters are trained, and `sync` knows them."""
+        """More parameters are trained, and `sync` knows them.
+
+        Raises:
+            RuntimeError: Replicas come and go: the others would not know them.
+        """
+        if self._membership is not None:
+            raise RuntimeError(
+                "parameters have been unfrozen, and replicas that come and go must train the same ones from the"
+                " beginning to the end: unfreeze them before training begins, and start a run of its own"
+            )
         self._params |= dict(params)
         if self.outer is not None:
+            self._extended = True
             self.outer.apply()
             state = self.outer.state_dict()
             self.outer = self._make_outer()
@@ -130,18 +198,31 @@ class LocalSteps:
         Raises:
             DivergenceError: On every rank, if anchors were compared after this step and differ.
         """
-        if optimizer is not None:
-            taken = self._num_steps[id(optimizer)] = self._num_steps.get(id(optimizer), 0) + 1
-            if taken < max(self._num_steps.values()) or list(self._num_steps.values()).count(taken) > 1:
-                return  # another one has begun this step
-        if self.outer is None:
-            self._leave_synchronous_part()
+        if optimizer is not None and not self._ends_step(optimizer):
             return
-        self.outer.after_step(None if optimizer is None else float(optimizer.param_groups[0]["lr"]))
-
-    def _leave_synchronous_part(self) -> None:
-        if self.sync.step_index >= self.rule.synchronous_steps:
+        if self.outer is not None:
+            self.outer.after_step(None if optimizer is None else float(optimizer.param_groups[0]["lr"]))
+        is_local = self.rule.is_local(self.sync.step_index)
+        if is_local and self.outer is None:
             self._start()
+        elif not is_local and self.outer is not None:
+            self._stop()
+
+    def _ends_step(self, optimizer: Optimizer) -> bool:
+        """Whether all optimizers have stepped, or this one for the second time before the others have: then the step
+        before is over. A turn any earlier would change weights that the others' forward passes have used.
+        """
+        if not any(optimizer is each for each in self._seen):
+            self._seen.append(optimizer)
+        if id(optimizer) in self._stepped:
+            self._stepped = {id(optimizer)}
+            return True
+        self._stepped.add(id(optimizer))
+        bound = [each for each in self.own().values() if isinstance(each, Optimizer)]
+        if self._stepped >= {id(each) for each in (*self._seen, *bound)}:
+            self._stepped = set()
+            return True
+        return False
 
     def _before_validation(self) -> None:
         """Warn, once, if ranks have trained since the last validation but have not had a turn: it has seen the same
@@ -166,6 +247,8 @@ class LocalSteps:
 
     def close(self) -> bool:
         """Whether nothing of it runs any more."""
+        if self._membership is not None:
+            self._membership.leave()
         return not isinstance(self._reducer, BucketWorker) or self._reducer.close()
 
     def finish(self) -> None:
@@ -194,13 +277,24 @@ class LocalSteps:
     def state_dict(self) -> dict[str, Any]:
         if self.outer is None:
             return {"outer": None}
-        return {"outer": self.outer.state_dict(), "own": {name: each.state_dict() for name, each in self.own().items()}}
+        own = self.own()
+        return {
+            "outer": self.outer.state_dict(),
+            "own": {name: each.state_dict() for name, each in own.items()},
+            "stepped": [name for name, each in own.items() if id(each) in self._stepped],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
         """Kept until `resume`: the framework has yet to load the model and the optimizers."""
         self._loaded = (state, own)
         if state["outer"] is not None and self.outer is None:
             self._start()
+        self._follow_end()
+
+    def _follow_end(self) -> None:
+        """What was loaded is of the last, synchronous part."""
+        if self.outer is not None and self.rule.has_ended(self.sync.step_index):
+            self._train_together()
 
     def forget(self) -> None:
         self._loaded = None
@@ -210,22 +304,37 @@ class LocalSteps:
         if they have been loaded, otherwise from the model's weights, which all ranks share.
         """
         loaded, self._loaded = self._loaded, None
+        self._follow_end()
+        self._stepped = set()
         if self.outer is None:
             return
+        self._restore(loaded)
+        if isinstance(self.outer, ElasticOuterSync):
+            self.outer.join()
+
+    def _restore(self, loaded: tuple[Mapping[str, Any], bool] | None) -> None:
+        assert self.outer is not None
         self.outer.rebase()
         if loaded is None or loaded[0]["outer"] is None:
             return
-        state, own = loaded
+        state, own = loaded[0], loaded[1] and self.outer.owns(loaded[0]["outer"])
         self.outer.load_state_dict(state["outer"], own=own)
         if own:
             parts = self.own()
             for name, saved in state["own"].items():
                 if name in parts:
                     parts[name].load_state_dict(_sharded(parts[name], saved))
+            self._stepped = {id(parts[name]) for name in state.get("stepped", ()) if name in parts}
 
     def adopt(self, earlier: LocalSteps) -> None:
-        """Continue with the state of an earlier attachment of the same model; it has finished."""
+        """Continue with the state of an earlier attachment of the same model. If it has finished, and someone has given
+        the model other weights since, training begins with those.
+        """
         self.load_state_dict(earlier.state_dict() | {"own": {}}, own=False)
+        if self.outer is None or earlier.outer is None or not earlier.outer.finished:
+            return
+        if self.outer.model.has_other_weights(earlier.outer.anchors):
+            self._loaded = None
 
 
 def local_steps(
@@ -235,6 +344,7 @@ def local_steps(
     *,
     check_digest: bool,
     ddp: DistributedDataParallel | None = None,
+    membership: Membership | None = None,
 ) -> LocalSteps:
     """Local steps of a model that is the same on all ranks of `sync` now."""
     return LocalSteps(
@@ -245,6 +355,7 @@ def local_steps(
         reducer=reducer_for(rule, sync.device),
         model=ddp,
         check_digest=check_digest,
+        membership=membership,
     )
 
 

@@ -9,7 +9,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.model.parameters import canonical_name, describe_parameters
+
+MANY_PASSES = 100  # of one step: more than anyone accumulates
 
 
 def check_bare(module: nn.Module) -> None:
@@ -59,3 +61,40 @@ def check_fsdp(module: nn.Module, *, scatter: bool) -> None:
 
 def _shape(shape: Sequence[int] | None) -> str:
     return "missing or frozen" if shape is None else str(list(shape))
+
+
+def why_nothing_was_sent(module: nn.Module, *, waits: bool) -> str:
+    """After a first step in which nothing was. `waits`: DDP waits for all gradients."""
+    params = [(canonical_name(name), param) for name, param in module.named_parameters() if param.requires_grad]
+    idle = [name for name, param in params if param.grad is None]
+    if waits and 0 < len(idle) < len(params):
+        more = " ..." if len(idle) > 3 else ""
+        return (
+            f"the loss does not depend on {', '.join(idle[:3])}{more}, and DDP waits for all gradients before it"
+            " synchronises: pass find_unused_parameters=True (or a name like loco_ddp_find_unused_parameters_true)"
+        )
+    return (
+        "the optimizer has stepped but no gradient has been synchronised yet. If the first loss was not skipped on"
+        " purpose, backward does not reach what was set up"
+    )
+
+
+class PassCounter:
+    """Backward passes since a step has ended."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def begun(self) -> str | None:
+        """One more. Returns what to warn of, once: nobody accumulates so many."""
+        self._count += 1
+        if self._count != MANY_PASSES:
+            return None
+        return (
+            f"{MANY_PASSES} backward passes have come and no step has ended: call session.end_step() after every"
+            " step, also one that is written by hand (in Lightning trainer.strategy.session.end_step()). Until then"
+            " nothing is compared or recorded, no controller decides, and local steps have no turn"
+        )
+
+    def ended(self) -> None:
+        self._count = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -13,20 +13,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit_strategy.attach.auto import AutoChoice
 from lowbit_strategy.attach.digest import ParameterDigest
 from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.optimizer_steps import forget_optimizers, watch_optimizers
+from lowbit_strategy.attach.order_checks import PassCounter, why_nothing_was_sent
 from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.attach.wiring import DDPWiring
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.checkpoint.resume import resume
-from lowbit_strategy.checkpoint.save import save_residuals
-from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp, gather
+from lowbit_strategy.checkpoint.save import ResidualSaver
+from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, trainable_parameters
 from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.startup_report import build_report
 
@@ -55,6 +59,7 @@ class Session:
         digest: Compares parameters, if they are to be compared.
         local: Local steps, if ranks train by themselves.
         shards: FSDP2 shards the model, and asks for what it has to synchronise in every step.
+        auto: Chooses what is used, if the package is to.
     """
 
     def __init__(
@@ -69,18 +74,18 @@ class Session:
         digest: ParameterDigest | None = None,
         local: LocalSteps | None = None,
         shards: bool = False,
+        auto: AutoChoice | None = None,
     ) -> None:
         self.sync = sync
-        self.options = options
-        self.group = group
-        self.local = local
-        self.shards = shards
+        self.options, self.group = options, group
+        self.local, self.shards, self.auto = local, shards, auto
         self._ranks = ranks
         self._digest = digest
         self._finalizer: weakref.finalize[[], DistributedDataParallel] | None = None
-        self._module = module
-        self._hook = hook
+        self._module, self._hook = module, hook
         self._warned = False
+        self._saver = ResidualSaver(sync, group)
+        self._passes = PassCounter()
         self._scale: float | None = None
         self._has_scale = False  # it has been read for the step to come
         self._params = {id(param) for param in module.parameters()}
@@ -92,6 +97,17 @@ class Session:
     def trains_locally(self) -> bool:
         """Whether gradients stay on this rank; False in the synchronous part of a rule that has one."""
         return self.local is not None and self.local.outer is not None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether steps are the framework's own: chosen, or timed."""
+        return self.auto is not None and self.auto.is_own
+
+    @property
+    def replica(self) -> ElasticOuterSync | None:
+        """This replica among others that come and go; None: all ranks stay."""
+        outer = None if self.local is None else self.local.outer
+        return outer if isinstance(outer, ElasticOuterSync) else None
 
     def bind(self, optimizers: Callable[[], Iterable[torch.optim.Optimizer]], scaler: Callable[[], Any]) -> None:
         """Name what each rank has for itself where steps are local, to be saved with its weights.
@@ -112,7 +128,7 @@ class Session:
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def begin_step(self, scaler: Any = None) -> None:
+    def begin_step(self, scaler: Any = None, *, loss: torch.Tensor | None = None) -> None:
         """Before every backward pass, on the thread and stream of training; on all ranks.
 
         1. parameters that have been unfrozen are served from now on
@@ -121,15 +137,22 @@ class Session:
 
         Args:
             scaler: What the loss is multiplied by, a ``GradScaler`` or None.
+            loss: Of the batch, before `scaler`: for rounds of local steps whose length follows it (`AdaComm`).
 
         Raises:
             RuntimeError: An optimizer has stepped and `end_step` has not been called since; or DDP does not know a
                 parameter that is trained now.
         """
+        if (problem := self._passes.begun()) is not None:
+            self._warn(problem)
         if self.newly_trainable():
             self._serve_unfrozen()
-        if self.trains_locally or self.sync.ranks.alone:
+        if self.replica is not None and not self.replica.has_joined:
+            self.resume()  # the loop has no moment before training
+        if self.trains_locally or self.is_own or self.sync.ranks.alone:
             self.sync.check_ended()
+            if loss is not None and self.local is not None and self.local.outer is not None:
+                self.local.outer.observe_loss(loss)
             return
         if not (self._has_scale or self.sync.has_begun):
             self._read_scale(scaler)
@@ -151,22 +174,28 @@ class Session:
             DivergenceError: On every rank, if parameters were compared after this step and differ.
         """
         self.sync.acknowledge_step()
+        self._passes.ended()
         if self.trains_locally:
             assert self.local is not None
             self.local.after_optimizer(optimizer)
             return True
         if scaler is not None:
             self._has_scale = self._read_scale(scaler)
+        if self.auto is not None and self.auto.is_own:
+            return self.auto.end_step()
         comm = self.sync.ranks.peers
         if not self._warned and comm.sent_nbytes == 0 and comm.world_size > 1:
             self._warned = True
-            _log.warning("rank %d: %s", self.sync.ranks.rank, self._why_nothing_was_sent())
+            waits = isinstance(self._hook, (DDPHook, DDPWiring))
+            _log.warning("rank %d: %s", self.sync.ranks.rank, why_nothing_was_sent(self._module, waits=waits))
         synchronised = self.sync.in_step
         counted = self.sync.end_step()
         if self._digest is not None and synchronised and counted:
             self._digest.after_step(self.sync.step_index)
         if self.local is not None and synchronised:
             self.local.after_optimizer(optimizer)
+        if self.auto is not None and counted:
+            self.auto.end_step()
         return counted
 
     def _read_scale(self, scaler: Any) -> bool:
@@ -176,41 +205,25 @@ class Session:
             self._scale = float(scaler.get_scale())
         return has_scale
 
-    def _why_nothing_was_sent(self) -> str:
-        params = [
-            (canonical_name(name), param) for name, param in self._module.named_parameters() if param.requires_grad
-        ]
-        idle = [name for name, param in params if param.grad is None]
-        if isinstance(self._hook, DDPHook) and 0 < len(idle) < len(params):
-            more = " ..." if len(idle) > 3 else ""
-            return (
-                f"the loss does not depend on {', '.join(idle[:3])}{more}, and DDP waits for all gradients before it"
-                " synchronises: pass find_unused_parameters=True (or a name like loco_ddp_find_unused_parameters_true)"
-            )
-        return (
-            "the optimizer has stepped but no gradient has been synchronised yet. If the first loss was not skipped on"
-            " purpose, backward does not reach what was set up"
-        )
-
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def save(self, path: Any) -> Iterator[Stamp]:
+    def save(self, path: Any, *, asynchronous: bool = False) -> contextlib.AbstractContextManager[Stamp]:
         """Around the writing of the checkpoint `path`, on all ranks.
 
         1. every rank writes its residuals beside it; when the block is entered all have written theirs
         2. the block writes the checkpoint, which has to contain what the block is given, under `CHECKPOINT_KEY`
         3. when all ranks have left the block, residuals of a checkpoint that was replaced are removed
 
+        Args:
+            path: Of the checkpoint.
+            asynchronous: The block begins to write, from copies, and 3. waits for the next save, before which it ends.
+
         Raises:
             ResidualFileError: On every rank, before anything is replaced, if one of them cannot write its file.
         """
         if self.local is not None:
             self.local.arrive()
-        written = save_residuals(self.sync, path, group=self.group)
-        yield written.stamp
-        gather(None, self.group)
-        written.remove_replaced()
+        return self._saver.around(path, asynchronous=asynchronous)
 
     def load(self, path: Any, stamp: Stamp | ResidualFileError | None) -> None:
         """Restore what `save` wrote, on all ranks together.
@@ -247,20 +260,30 @@ class Session:
             on_world_size_change=self.options.on_world_size_change,
             on_missing_residual=self.options.on_missing_residual,
         )
+        if self.auto is not None:
+            self.auto.after_load()
 
     def weights_changed(self) -> None:
-        """Weights were changed within a step other than by an optimizer of ``torch.optim``: the next gather sends them.
-
-        Call on all ranks. Not needed between steps.
+        """Weights were changed after a forward pass in training mode and before a backward pass: the next gather sends
+        them. Call on all ranks; not needed at any other moment.
         """
         if self.sync.weights is not None:
             self.sync.weights.invalidate()
+
+    def weights_unchanged(self) -> None:
+        """Nothing steps on the gradients that have just been reduced, which are a micro-batch's: weights that have
+        travelled serve the next one too. Call on all ranks.
+        """
+        if self.sync.weights is not None:
+            self.sync.weights.unchanged()
 
     def resume(self) -> None:
         """The framework has loaded all that it saves, after `load`, or training begins; for local steps."""
         self.sync.acknowledge_step()  # torch steps an optimizer to make the state that it loads into
         if self.local is not None:
             self.local.resume()
+        if self.replica is not None:
+            inform("%s", build_report(self.sync).render())  # only now it is known how many there are
 
     def finish(self) -> None:
         """Training ends on this rank; call on all ranks. After local steps all ranks have the same weights then."""
@@ -286,6 +309,8 @@ class Session:
             self.local.adopt(earlier.local)
         saved = capture.capture(earlier.sync) | {"own": {}}
         capture.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+        if self.auto is not None:
+            self.auto.after_load()
 
     def _describe_frozen(self, names: Iterable[str]) -> list[TensorSpec]:
         """Those of `names` that are frozen here: their residuals are kept until they are trained again."""
@@ -324,7 +349,8 @@ class Session:
             self.local.extend({n: p for n, p in trainable_parameters(self._module).items() if n in names})
         if model is not None and self._hook is not None:
             self._hook.close()
-            self._hook = DDPHook(model, self.sync)
+            wiring = self._hook if isinstance(self._hook, DDPWiring) else None
+            self._hook = DDPHook(model, self.sync) if wiring is None else wiring.wrapped_anew(model)
             self.close_with(model)
             self._frozen |= {name: self._expected[name] for name in self.newly_frozen()}
             self._expected = trainable_parameters(self._module)

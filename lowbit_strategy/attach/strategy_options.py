@@ -20,20 +20,23 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.sync_options import SyncOptions, check_outer
+from lowbit_strategy.attach.sync_options import SyncOptions, check_elastic, check_outer
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, as_outer, default_compressor
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS, as_compressor
+from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.registry import as_weights, check_weights
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
 from lowbit_strategy.model.mixed_precision import policy_of
 from lowbit_strategy.options.suggestions import unknown_option
+from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.ranks.topology import find_topology, hybrid_mesh, resolve_shard_size
 
 # On CUDA each bucket costs a fixed time on the host, so fewer and larger ones than DDP's 25 MiB.
@@ -82,6 +85,7 @@ class DDPConstructor(_Options):
         check_digest: bool = True,
         two_level: bool | None = None,
         outer: OuterRule | str | None = None,
+        elastic: Elastic | None = None,
         memory: float | None = None,
         **kwargs: Any,
     ) -> None:
@@ -97,6 +101,7 @@ class DDPConstructor(_Options):
         super().__init__(**kwargs)
         rule = None if outer is None else as_outer(outer)
         check_outer(rule, two_level=two_level, scatter=False)
+        check_elastic(elastic, rule, scatter=False)
         self.compressor = _compressor(compressor, rule)
         self.options = SyncOptions(
             seed=seed,
@@ -105,13 +110,15 @@ class DDPConstructor(_Options):
             check_digest=check_digest,
             two_level=two_level,
             outer=rule,
+            elastic=elastic,
             memory=memory,
         )
         self.on_configured()
 
     def choose_buckets(self, device: torch.device) -> None:
         """Before DDP wraps: the default size of its buckets on `device`."""
-        self._ddp_kwargs.setdefault("bucket_cap_mb", default_bucket_cap_mb(device))
+        if not isinstance(self.compressor, Auto):  # the framework's own step has the framework's own buckets
+            self._ddp_kwargs.setdefault("bucket_cap_mb", default_bucket_cap_mb(device))
 
 
 class FSDPConstructor(_Options):
@@ -132,6 +139,7 @@ class FSDPConstructor(_Options):
         shard_size: int | Literal["node"] | None = None,
         weights: WeightCoding | str | None = None,
         outer: OuterRule | str | None = None,
+        elastic: Elastic | None = None,
         memory: float | None = None,
         min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
         mp_policy: MixedPrecisionPolicy | None = None,
@@ -154,6 +162,7 @@ class FSDPConstructor(_Options):
         self.accumulate = _accumulate(accumulate)
         rule = None if outer is None else as_outer(outer)
         check_outer(rule, two_level=two_level, scatter=True, shard_size=shard_size)
+        check_elastic(elastic, rule, scatter=True)
         self.compressor = _compressor(compressor, rule)
         self.options = SyncOptions(
             seed=seed,
@@ -164,6 +173,7 @@ class FSDPConstructor(_Options):
             shard_size=shard_size,
             weights=None if weights is None else as_weights(weights),
             outer=rule,
+            elastic=elastic,
             memory=memory,
         )
         self.on_configured()
@@ -252,7 +262,7 @@ def _whose(strategy: type, name: str) -> str:
         ("compressor", f"{strategy.__name__}({{}}({{}}=...))", PRESETS),
         ("outer rule", "outer={}({}=...)", OUTER_RULES),
     ):
-        for each in (LoCo(), *configurations.values()) if of == "compressor" else configurations.values():
+        for each in (LoCo(), TopK(), *configurations.values()) if of == "compressor" else configurations.values():
             if name in {field.name for field in dataclasses.fields(each)}:
                 return f"it is an option of the {of}, {form.format(type(each).__name__, name)}"
     return ""

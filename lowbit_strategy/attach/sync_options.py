@@ -6,9 +6,11 @@ from typing import Literal
 
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
+from lowbit_strategy.methods.outer.interval import Seconds
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.ranks.elastic import Elastic
 
 
 @configuration
@@ -36,6 +38,8 @@ class SyncOptions:
             None: as `default_weights` chooses for the compressor.
         outer: Local steps with an outer optimizer between synchronisations: a rule such as ``DiLoCo(every=30)`` or its
             name. None: gradients are synchronised in every step.
+        elastic: Replicas that come and go, each with a world of its own: `Elastic`, with the address of a lighthouse.
+            Needs `outer`, and the extra ``elastic``. None: all ranks stay from the beginning to the end.
         memory: GB (10^9 bytes) per rank that compression may keep: residuals, weights between gathers, messages of a
             module. What was asked for gives way in this order: weights are gathered again in backward instead of kept
             as codes, unless `weights` is given; LoCo's residuals have 4 bits instead of 8; there are none. None: an
@@ -51,6 +55,7 @@ class SyncOptions:
     shard_size: int | Literal["node"] | None = None
     weights: WeightCoding | None = None
     outer: OuterRule | None = None
+    elastic: Elastic | None = None
     memory: float | None = None
 
     def __post_init__(self) -> None:
@@ -77,3 +82,32 @@ def check_outer(
             "outer needs replicas that train by themselves, and FSDP2 shards one model over all ranks: give"
             ' shard_size="node" as well, for local steps between nodes'
         )
+
+
+def check_elastic(elastic: Elastic | None, rule: OuterRule | None, *, scatter: bool) -> None:
+    """Raises:
+    ValueError: Replicas that come and go do not go together with these options.
+    """
+    if elastic is None:
+        if rule is not None and isinstance(rule.every, Seconds):
+            raise ValueError(
+                f'every="{rule.every.seconds:g}s" needs elastic: ranks that stay together take as many steps'
+            )
+        return
+    if rule is None:
+        raise ValueError("elastic needs local steps: give an outer rule as well, such as outer=DiLoCo(every=50)")
+    if scatter:
+        raise ValueError("elastic serves replicas of one process each so far: use DDP, with devices=1 in each replica")
+    unsuitable = {
+        "delay": bool(rule.delay),
+        "synchronous": bool(rule.synchronous),
+        "synchronous_end": bool(rule.synchronous_end),
+        "eager": rule.eager,
+        "average_state": bool(rule.average_state),
+    }
+    for field, used in unsuitable.items():
+        if used:
+            raise ValueError(
+                f"elastic does not go with {field} of an outer rule: members change at the beginning of an exchange,"
+                " and are known for that one alone. Leave it out"
+            )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +56,40 @@ def save_residuals(sync: GradientSync, path: Any, *, group: dist.ProcessGroup | 
         raise residual_files.ResidualFileError(message)
     stamp = {
         "step_index": sync.step_index,
-        "world_size": sync.ranks.world_size,
+        "world_size": sync.ranks.lasting.world_size,
         "parameters": list(sync.specs),
         "checksums": [text for text, _ in outcomes],
     }
     return SavedResiduals(stamp, tuple(name for name in before if name not in written))
+
+
+class ResidualSaver:
+    """Saves residuals around the writing of checkpoints, on all ranks together.
+
+    Args:
+        sync: The engine.
+        group: Of all ranks.
+    """
+
+    def __init__(self, sync: GradientSync, group: dist.ProcessGroup | None) -> None:
+        self._sync, self._group = sync, group
+        self._replaced: SavedResiduals | None = None  # of a checkpoint that was begun to be written
+
+    @contextlib.contextmanager
+    def around(self, path: Any, *, asynchronous: bool) -> Iterator[Stamp]:
+        """Around the writing of the checkpoint `path`, or, if `asynchronous`, around the beginning of it.
+
+        Raises:
+            ResidualFileError: On every rank, before anything is replaced, if one of them cannot write its file.
+        """
+        if self._replaced is not None:
+            gather(None, self._group)  # all ranks have come here, so what replaced them is complete
+            self._replaced.remove_replaced()
+            self._replaced = None
+        written = save_residuals(self._sync, path, group=self._group)
+        yield written.stamp
+        gather(None, self._group)
+        if asynchronous:
+            self._replaced = written
+        else:
+            written.remove_replaced()

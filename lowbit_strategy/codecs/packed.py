@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit_strategy.kernels.reference.rng import dither_at, stream_keys
 from lowbit_strategy.kernels.segments import Segment, Segments, pieces_of
 
-_PART_NUMEL = {False: 1 << 18, True: 1 << 22}  # of a part: what a CPU's cache holds; enough work for a GPU's launches
+PART_NUMEL = {False: 1 << 18, True: 1 << 22}  # of a part: what a CPU's cache holds; enough work for a GPU's launches
 _HASHED_AT_ONCE = 1 << 20  # elements
 
 
@@ -148,7 +148,7 @@ def parts_of(segments: Segments, device: torch.device) -> tuple[Segments, ...]:
 
     What plain PyTorch does on each of them in turn takes temporary memory for one of them.
     """
-    limit = _PART_NUMEL[device.type == "cuda"]
+    limit = PART_NUMEL[device.type == "cuda"]
     key = ("parts", limit)
     parts = segments.cache.get(key)
     if not isinstance(parts, tuple):

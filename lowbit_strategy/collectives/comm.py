@@ -10,14 +10,16 @@ import atexit
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
+
+T = TypeVar("T")
 
 _GRACE_S = 0.05
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name that torch 2.13 deprecates
@@ -39,6 +41,16 @@ def wait_for_all(stages: Iterable[Pending | None]) -> None:
     for pending in stages:
         if pending is not None:
             pending.wait()
+
+
+def finished(stages: Generator[Pending, None, T]) -> T:
+    """What a reduction returns, waiting for each of its stages."""
+    while True:
+        try:
+            next(stages).wait()
+        except StopIteration as done:
+            result: T = done.value
+            return result
 
 
 class Comm(ABC):

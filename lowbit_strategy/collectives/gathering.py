@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.ordered import pieces_of_rows
 
 
 class Gathering(ABC):
@@ -86,12 +87,15 @@ class NodeGathering(Gathering):
         self._inside = inside
 
     def run(self, out_WB: Tensor, x_B: Tensor) -> Iterator[Pending]:
-        num_nodes, num_inside, nbytes = self._between.world_size, self._inside.world_size, x_B.numel()
-        own_NB = torch.empty(num_nodes, nbytes, dtype=x_B.dtype, device=x_B.device)
-        yield self._counted(self._between, own_NB, x_B)
-        all_LB = torch.empty(num_inside, num_nodes * nbytes, dtype=x_B.dtype, device=x_B.device)
-        yield self._counted(self._inside, all_LB, own_NB.view(-1))
-        out_WB.view(num_nodes, num_inside, nbytes).copy_(all_LB.view(num_inside, num_nodes, nbytes).transpose(0, 1))
+        """A message goes in pieces of which all ranks' together have at most `MESSAGE_NBYTES`."""
+        num_nodes, num_inside = self._between.world_size, self._inside.world_size
+        out_NLB = out_WB.view(num_nodes, num_inside, -1)
+        for start, stop in pieces_of_rows(x_B.numel(), self.world_size * x_B.element_size()):
+            own_Nb = torch.empty(num_nodes, stop - start, dtype=x_B.dtype, device=x_B.device)
+            yield self._counted(self._between, own_Nb, x_B[start:stop])
+            all_LNb = torch.empty(num_inside, *own_Nb.shape, dtype=x_B.dtype, device=x_B.device)
+            yield self._counted(self._inside, all_LNb.view(num_inside, -1), own_Nb.view(-1))
+            out_NLB[:, :, start:stop].copy_(all_LNb.transpose(0, 1))
 
     def between_nodes(self, nbytes: float) -> int:
         return round(nbytes * (self._between.world_size - 1) / max(self.world_size - 1, 1))

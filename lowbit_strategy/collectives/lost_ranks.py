@@ -51,6 +51,12 @@ def naming_lost_ranks(group: dist.ProcessGroup | None, what: str, place: str) ->
 
 def _message(group: dist.ProcessGroup | None, mine: str, error: str) -> str:
     notes = _exchange_notes(group, mine, error)
+    reported = f"The transport reports: {error.splitlines()[0][:300]}"
+    if notes is None:
+        return (
+            f"an exchange between ranks failed in {mine}. The store of the process group has ended as well, which is in"
+            f" the launcher's or in rank 0's process: the first error is in the output of one of these. {reported}"
+        )
     silent = [rank for rank, note in notes.items() if note is None]
     places = "; ".join(f"rank {rank} was in {note}" for rank, note in sorted(notes.items()) if note is not None)
     if silent:
@@ -61,11 +67,13 @@ def _message(group: dist.ProcessGroup | None, mine: str, error: str) -> str:
         )
     else:
         advice = "all ranks answered: look for what some of them do and others do not, such as a validation"
-    return f"an exchange between ranks failed. {places}. {advice}. The transport reports: {error.splitlines()[0][:300]}"
+    return f"an exchange between ranks failed. {places}. {advice}. {reported}"
 
 
-def _exchange_notes(group: dist.ProcessGroup | None, mine: str, error: str) -> dict[int, str | None]:
-    """What each rank of the group says, by its global rank; None: nothing."""
+def _exchange_notes(group: dist.ProcessGroup | None, mine: str, error: str) -> dict[int, str | None] | None:
+    """What each rank of the group says, by its global rank; None: nothing. None for all: the store has ended with the
+    process that held it, so nobody could be asked.
+    """
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     notes: dict[int, str | None] = dict.fromkeys(ranks)
     notes[dist.get_rank()] = mine
@@ -79,8 +87,8 @@ def _exchange_notes(group: dist.ProcessGroup | None, mine: str, error: str) -> d
                 if store.check([_key(rank)]):
                     notes[rank] = store.get(_key(rank)).decode()
             time.sleep(_POLL_S)
-    except (RuntimeError, OSError):  # the store was in a process that has ended
-        pass
+    except (RuntimeError, OSError):
+        return None
     return notes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from lowbit_strategy.kernels.dense import decode_sum_
 from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segment, Segments
 
+MESSAGE_NBYTES = 2**28  # of what is sent at a time inside a node, where links are fast; larger ones are cut
 _FORMATS = {torch.float32: DenseFormat("float32"), torch.bfloat16: DenseFormat("bfloat16")}  # that kernels know
 
 
@@ -49,20 +50,55 @@ def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
 
 
 def sum_rows(
-    x_WN: Tensor, out_N: Tensor, comm: Comm, *, alpha: float = 1.0, received_WN: Tensor | None = None
+    x_WGN: Tensor,
+    out_GN: Tensor,
+    comm: Comm,
+    *,
+    alpha: float = 1.0,
+    borrow: Callable[[int], Tensor] | None = None,
+    give_back: Callable[..., None] = lambda *_: None,
 ) -> Generator[Pending, None, None]:
     """Reduce-scatter: ``out = alpha * sum`` of what the ranks have for this rank, added in float32 in rank order.
 
+    A message of more than `MESSAGE_NBYTES` goes in pieces, columns of all rows, each of which waits for the one before
+    it: the memory for what is sent and received is that of a piece. The sums are the same.
+
     Args:
-        x_WN: Row r is for rank r.
-        out_N: Of the same type.
+        x_WGN: What is for rank r, in G rows. Need not be contiguous.
+        out_GN: Contiguous, of the same type.
         comm: Group.
         alpha: Factor.
-        received_WN: Memory for what the others send, as `x_WN`.
+        borrow: Lends so many bytes for a message, uint8; None: they are allocated.
+        give_back: Takes what `borrow` has lent.
     """
-    received_WN = torch.empty_like(x_WN) if received_WN is None else received_WN
-    yield comm.all_to_all(received_WN, x_WN)
-    add_rows_(received_WN, out_N, alpha=alpha)
+    num_ranks, num_rows, _ = x_WGN.shape
+    size = num_ranks * num_rows * x_WGN.element_size()
+    memory = borrow or (lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=x_WGN.device))
+    for start, stop in pieces_of_rows(x_WGN.shape[2], size):
+        x_WGn = x_WGN[:, :, start:stop]
+        as_it_is = x_WGn.is_contiguous()
+        sent_M = x_WGn.new_empty(0) if as_it_is else memory(x_WGn.numel() * x_WGn.element_size()).view(x_WGn.dtype)
+        rows_WM = (x_WGn if as_it_is else sent_M.view_as(x_WGn).copy_(x_WGn)).reshape(num_ranks, -1)
+        received_WM = memory(rows_WM.nbytes).view(x_WGn.dtype).view_as(rows_WM)
+        yield comm.all_to_all(received_WM, rows_WM)
+        if stop - start == out_GN.shape[1]:
+            add_rows_(received_WM, out_GN.view(-1), alpha=alpha)
+        else:  # nobody needs any more what was sent
+            total_M = torch.empty_like(received_WM[0]) if as_it_is else rows_WM[0]
+            add_rows_(received_WM, total_M, alpha=alpha)
+            out_GN[:, start:stop].copy_(total_M.view(num_rows, -1))
+        give_back(*(each.view(torch.uint8) for each in (sent_M, received_WM) if each.numel()))
+
+
+def pieces_of_rows(row_numel: int, column_nbytes: int) -> list[tuple[int, int]]:
+    """Where the pieces of a message begin and end in its rows; one at least.
+
+    Args:
+        row_numel: Elements of a row.
+        column_nbytes: Bytes of a column of all rows.
+    """
+    step = max(1, MESSAGE_NBYTES // max(1, column_nbytes))
+    return [(start, min(start + step, row_numel)) for start in range(0, max(1, row_numel), step)]
 
 
 def add_rows_(x_WN: Tensor, out_N: Tensor, *, alpha: float = 1.0) -> None:

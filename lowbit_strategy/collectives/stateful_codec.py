@@ -54,6 +54,11 @@ class StatefulCodec(ABC):
         """A few words for reports: method, bits, block size."""
 
     @property
+    def in_one_pass(self) -> bool:
+        """A kernel codes a bucket without temporary memory per element; otherwise parts of it take turns."""
+        return False
+
+    @property
     def residual_gain(self) -> float | None:
         """The conservation law: everything sent plus ``residual / residual_gain`` is everything that came in.
 

@@ -22,9 +22,9 @@ class StepFlags:
 
     def __init__(self, device: torch.device) -> None:
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
-        self._broken = torch.zeros(
-            1, dtype=torch.int32, device=device
-        )  # 1 + the rank that sent another layout, or _CHANGED
+        self._broken = torch.zeros(1, dtype=torch.int32, device=device)  # 1 + the rank that sent another layout
+        self._differs: Tensor | None = None  # which words of a rank's headers have not been as expected
+        self._changed = torch.zeros(1, dtype=torch.bool, device=device)
         self._on_host: Tensor | None = None
         self._copied: torch.cuda.Event | None = None  # recorded behind the copy that is under way
 
@@ -36,12 +36,19 @@ class StepFlags:
         Raises:
             RuntimeError: One has not (on CPU).
         """
-        differs_W = (received_WB[:, : header.numel()] != header).any(1)
         if received_WB.is_cuda:
-            ranks = torch.arange(1, len(differs_W) + 1, dtype=torch.int32, device=differs_W.device)
-            torch.maximum(self._broken, (ranks * differs_W).amax().view(1), out=self._broken)
-        elif bool(differs_W.any()):
+            self.note_layout(received_WB, header)
+            return
+        differs_W = (received_WB[:, : header.numel()] != header).any(1)
+        if bool(differs_W.any()):
             raise RuntimeError(_message(int(differs_W.to(torch.int32).argmax()), rank))
+
+    def note_layout(self, received_WB: Tensor, header: Tensor) -> None:
+        """`check_layout` where nobody looks at once: two operations, since there are many buckets in a step."""
+        words = received_WB[:, : header.numel()].view(torch.int64)
+        if self._differs is None:
+            self._differs = torch.zeros(words.shape, dtype=torch.bool, device=words.device)
+        self._differs |= words != header.view(torch.int64)
 
     def check_unchanged(self, noted: Tensor, present: Tensor, name: str) -> None:
         """Weights that are served from what is kept are those that were sent: two digests, int64 ``[1]``.
@@ -50,7 +57,7 @@ class StepFlags:
             RuntimeError: They are not (on CPU).
         """
         if present.is_cuda:
-            torch.maximum(self._broken, (noted != present).to(torch.int32) * _CHANGED, out=self._broken)
+            self._changed |= noted != present
         elif not torch.equal(noted, present):
             raise RuntimeError(changed_weights(name))
 
@@ -78,8 +85,16 @@ class StepFlags:
             return
         elif number := int(self._on_host):
             raise RuntimeError(changed_weights("a module") if number == _CHANGED else _message(number - 1, rank))
-        self._on_host.copy_(self._broken, non_blocking=True)
+        self._on_host.copy_(self.broken(), non_blocking=True)
         self._copied.record()
+
+    def broken(self) -> Tensor:
+        """int32 ``[1]``, where the flags are: 1 + the last rank that has sent another layout, or `_CHANGED`; else 0."""
+        if self._differs is not None:
+            differs_W = self._differs.any(1)
+            ranks_W = torch.arange(1, len(differs_W) + 1, dtype=torch.int32, device=differs_W.device)
+            torch.maximum(self._broken, (ranks_W * differs_W).amax().view(1), out=self._broken)
+        return torch.maximum(self._broken, self._changed.to(torch.int32) * _CHANGED)
 
 
 def _message(sender: int, rank: int) -> str:

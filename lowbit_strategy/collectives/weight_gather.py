@@ -177,7 +177,12 @@ class WeightGather:
             yield from self._send_exact(x_N, out)
         else:
             yield from self._send_codes(x_N, out)
-        self.fresh = self._keep != "nothing"
+        self.fresh = self.keeps
+
+    @property
+    def keeps(self) -> bool:
+        """Whether later gathers may be served from what is kept."""
+        return self._keep != "nothing"
 
     def invalidate(self) -> None:
         """The owners' weights have changed: the next gather sends."""

@@ -12,14 +12,20 @@ class WireBuffers:
     A bucket borrows what it needs while its bytes travel and gives it back; the next bucket borrows the same memory.
     All borrowing happens on one thread (and, on CUDA, on one stream), so a returned buffer is free to be written.
 
+    Where several buckets are under way at a time, a short message must not take the memory of a long one, which would
+    then need new memory: what is held would grow to as many of the longest as there are messages.
+
     Args:
         device: Where messages lie.
+        several: Whether several buckets are under way at a time: memory serves messages of at least half its size.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, several: bool = False) -> None:
         self._device = device
+        self._several = several
         self._free: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
+        self._used: set[int] = set()  # in the backward pass under way
 
     @property
     def nbytes(self) -> int:
@@ -29,15 +35,17 @@ class WireBuffers:
     def borrow(self, rows: int, nbytes: int) -> Tensor:
         """uint8 ``[rows, nbytes]``. What it holds is left from an earlier message, or zeros: never foreign memory."""
         needed = rows * nbytes
-        fitting = [buffer for buffer in self._free if buffer.numel() >= needed]
+        longest = 2 * needed if self._several else float("inf")
+        fitting = [buffer for buffer in self._free if needed <= buffer.numel() <= longest]
         if fitting:
             buffer = min(fitting, key=Tensor.numel)
         else:
+            if small := [buffer for buffer in self._free if buffer.numel() < needed and not self._several]:
+                self._remove(max(small, key=Tensor.numel))  # makes room
             buffer = torch.zeros(needed, dtype=torch.uint8, device=self._device)
-            if self._free:  # one that was too small makes room
-                self._remove(max(self._free, key=Tensor.numel))
         self._remove(buffer)
         self._lent[buffer.untyped_storage()._cdata] = buffer
+        self._used.add(id(buffer))
         return buffer[:needed].view(rows, nbytes)
 
     def give_back(self, *wires: Tensor) -> None:
@@ -46,9 +54,12 @@ class WireBuffers:
             self._free.append(self._lent.pop(wire.untyped_storage()._cdata))
 
     def reclaim(self) -> None:
-        """Take back everything that is lent, when nothing is under way: a bucket that failed has returned nothing."""
-        self._free += self._lent.values()
-        self._lent = {}
+        """A backward pass begins, and nothing is under way. What is still lent is taken back: a bucket that failed has
+        returned nothing. What the pass before has not used is given up: buckets have other sizes now.
+        """
+        held = (*self._free, *self._lent.values())
+        self._free = [buffer for buffer in held if id(buffer) in self._used] if self._used else list(held)
+        self._lent, self._used = {}, set()
 
     def _remove(self, buffer: Tensor) -> None:
         self._free = [other for other in self._free if other is not buffer]

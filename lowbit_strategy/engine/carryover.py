@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.stateful_codec import StateTensors
+from lowbit_strategy.methods._base.method import MethodStore, unsent_part
 from lowbit_strategy.methods._base.reducer import View
 
 
+@dataclass(slots=True)
+class _Leftover:
+    """Of one parameter.
+
+    Args:
+        values: float32 ``[numel]`` in units of the gradient; None: `tensors` and `numbers` say it in fewer bytes.
+        tensors, numbers: State of the replaced method, as `unsent_part` reads it.
+        factor: That the loss scale has changed by since.
+    """
+
+    values: Tensor | None
+    tensors: StateTensors
+    numbers: Mapping[str, Any]
+    factor: float = 1.0
+
+    def read(self) -> Tensor:
+        """float32 ``[numel]``."""
+        if self.values is not None:
+            return self.values
+        values = unsent_part(self.tensors, self.numbers)
+        assert values is not None
+        return values if self.factor == 1.0 else values.mul_(self.factor)
+
+
 class CarryOver:
-    """Leftover residuals by parameter name, float32 ``[numel]`` in units of the gradient.
+    """Leftover residuals by parameter name, in units of the gradient; as few bytes as they had before.
 
     Each is added once to a gradient that is not all zero. If that step overflows it is kept and added again.
 
@@ -19,30 +49,55 @@ class CarryOver:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waiting: dict[str, Tensor] = {}
-        self._added: dict[str, Tensor] = {}  # in this step, which may still overflow
+        self._waiting: dict[str, _Leftover] = {}
+        self._added: dict[str, _Leftover] = {}  # in this step, which may still overflow
 
     def __contains__(self, name: str) -> bool:
         return name in self._waiting
 
-    def get(self, name: str) -> Tensor | None:
-        return self._waiting.get(name)
+    @property
+    def nbytes(self) -> int:
+        """Memory for what waits."""
+        return sum(
+            tensor.nbytes
+            for each in self._waiting.values()
+            for tensor in ([each.values] if each.values is not None else each.tensors.values())
+        )
 
-    def keep(self, name: str, values: Tensor) -> None:
-        """Add `values` to the next gradient of `name`."""
-        if values.any():
-            self._waiting[name] = values.to(self._device)
+    def get(self, name: str) -> Tensor | None:
+        """float32 ``[numel]``; None: nothing is left over."""
+        return self._waiting[name].read() if name in self._waiting else None
+
+    def keep(self, name: str, values: Tensor, store: MethodStore | None = None) -> None:
+        """Add `values` to the next gradient of `name`.
+
+        Args:
+            name: The parameter's.
+            values: float32 ``[numel]``.
+            store: Its state there says the same.
+        """
+        if not values.any():
+            return
+        tensors = {} if store is None else store.tensors(name)
+        if store is not None and sum(tensor.nbytes for tensor in tensors.values()) < values.nbytes:
+            own = {key: tensor.clone() for key, tensor in tensors.items()}  # so that the store's memory is given back
+            self._waiting[name] = _Leftover(None, own, store.numbers(name))
+        else:
+            self._waiting[name] = _Leftover(values.to(self._device), {}, {})
 
     def release(self, name: str) -> Tensor | None:
         """Remove and return the carryover of `name`, for a method that keeps a residual itself."""
-        return self._waiting.pop(name, None)
+        values = self.get(name)
+        self._waiting.pop(name, None)
+        return values
 
     def add_to_(self, view: View) -> None:
         """Add what is kept for the view's parameter to its gradient, in place."""
         name = view.spec.name
         if name not in self._waiting or not view.x.any():
             return
-        values = self._added[name] = self._waiting.pop(name)
+        self._added[name] = self._waiting.pop(name)
+        values = self._added[name].read()
         view.x.add_(view.rows(values) if view.scatter else values)
 
     def end_step(self, *, counted: bool) -> None:
@@ -52,8 +107,11 @@ class CarryOver:
         self._added = {}
 
     def rescale_(self, factor: float) -> None:
-        for values in self._waiting.values():
-            values.mul_(factor)
+        for each in self._waiting.values():
+            if each.values is not None:
+                each.values.mul_(factor)
+            else:
+                each.factor *= factor
 
     def forget(self) -> None:
         self._waiting, self._added = {}, {}

@@ -22,6 +22,7 @@ from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import MethodStore, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, Reduced
 from lowbit_strategy.plan.plan import Plan, make_plan
 from lowbit_strategy.ranks.ranks import Ranks
@@ -72,7 +73,7 @@ class GradientSync:
         self.device = device
         self.scatter = scatter
         self.seed = seed
-        self.rollback = rollback
+        self.rollback = self._rolls_back = rollback
         self.step_index = 0
         self.num_skipped = 0
         self.weights: WeightSync | None = None
@@ -81,7 +82,8 @@ class GradientSync:
         self.rank_state: dict[str, RankState] = {}
         self.stride = 1
         self.outer: LocalTraining | None = None
-        self.buffers = WireBuffers(device)
+        self._revocable = False  # the methods' state is kept through a step
+        self.buffers = WireBuffers(device, several=not scatter)
         self._meet(ranks)
         self.state = MethodState(specs, ranks.share, self._placement(), device)
         self._flags = StepFlags(device)
@@ -93,7 +95,6 @@ class GradientSync:
         self._observers: list[BucketObserver] = []
         self._expected: tuple[Reduced, ...] = ()
         self._replaced: list[MethodStore] = []  # kept until the step is over: a stream may still read them
-        self._backup: list[Tensor] = []
         self.use(compressor)
 
     # -- methods ------------------------------------------------------------------------------------------------
@@ -133,15 +134,15 @@ class GradientSync:
         self.state.forget()
         self._regroup([])
 
-    def renew(self, ranks: Ranks) -> None:
+    def renew(self, ranks: Ranks, *, afresh: bool = False) -> None:
         """Reduce with other ranks from the next step on. Between steps, on all of them.
 
-        All state stays if this rank's place and the number of peers do. Otherwise state is made anew, and what has not
-        been sent yet becomes its residual. Each rank reduces the same parts of parameters as before.
+        All state stays if this rank's place and the number of peers do. Otherwise, or `afresh`, state is made anew, and
+        what has not been sent yet becomes its residual. Each rank reduces the same parts of parameters as before.
         """
         assert ranks.share == self.ranks.share
         self._meet(ranks)
-        self.state.move(self._placement())
+        self.state.move(self._placement(), afresh=afresh)
         self._regroup([])
 
     def _meet(self, ranks: Ranks) -> None:
@@ -172,7 +173,6 @@ class GradientSync:
             notes_overflow=self.rollback,
         )
         self._buckets: dict[BucketLayout, Bucket] = {}
-        self._backup = []
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -228,10 +228,8 @@ class GradientSync:
         self._observers = self._listeners.begin_step(StepPhase.OBSERVE) + probes
         self._listeners.begin_step(StepPhase.RECORD)
         self.byte_check.begin_step(checks=not self._observers)
-        if self.rollback and (tensors := self.state.all_tensors()):  # dense and stateless methods have none
-            if not self._backup:
-                self._backup = [torch.empty_like(tensor) for tensor in tensors]
-            torch._foreach_copy_(self._backup, tensors)
+        if self.rollback or self._revocable:
+            self.state.keep()
 
     def optimizer_stepped(self) -> None:
         """An optimizer has stepped on what this step has reduced, or on local gradients: `end_step` is to follow.
@@ -318,8 +316,7 @@ class GradientSync:
             self._flags.clear()
             if not counted:
                 self.num_skipped += 1
-                if self._backup:
-                    torch._foreach_copy_(self.state.all_tensors(), self._backup)
+                self.state.put_back()
         self._flags.raise_if_broken(self.ranks.rank)
         self.state.carryover.end_step(counted=counted)
         self.acknowledge_step()
@@ -333,11 +330,23 @@ class GradientSync:
             self._listeners.end_step(counted=counted)
         return counted
 
-    def train_locally(self, outer: LocalTraining) -> None:
-        """Steps are local from now on: what is reduced are the movements of weights, in other units than gradients."""
+    def revoke(self) -> None:
+        """What the step has reduced does not count, as if it had not begun: its exchange has failed. On all ranks."""
+        self.state.put_back()
+        self.state.carryover.end_step(counted=False)
+        self._entered.clear()
+        self._begun, self._num_passes, self._observers = False, 0, []
+
+    def train_locally(self, outer: LocalTraining, *, revocable: bool = False) -> None:
+        """Steps are local, what is reduced are movements of weights. `revocable`: a step may be taken back."""
         if self.outer is None and self.step_index > 0:
             self.forget()
-        self.outer, self.rollback, self.loss_scale = outer, False, None
+        self.outer, self.rollback, self._revocable, self.loss_scale = outer, False, revocable, None
+
+    def train_together(self) -> None:
+        """Gradients are reduced again, in every step."""
+        self.outer, self.rollback = None, self._rolls_back
+        self.forget()
 
     def count_local_step(self) -> None:
         """An optimizer step that nothing is reduced for."""
@@ -365,20 +374,26 @@ class GradientSync:
         """What will be reduced as one, in the order of backward: for `plan`."""
         self._expected = tuple(reduced)
 
-    def plan(self) -> Plan:
-        """What a step sends and what is kept, as numbers."""
+    def plan(self, assignments: Mapping[str, Assignment] | None = None, coding: WeightCoding | None = None) -> Plan:
+        """What a step sends and what is kept, as numbers.
+
+        Args:
+            assignments: Of methods, if they are to be others than those in use.
+            coding: Of weights, likewise.
+        """
         weights, outer = self.weights, self.outer
         layout: Layout = "fsdp" if self.scatter else "ddp" if weights is None else "hsdp"
         known = {name for each in self._expected for name in each.names}
         later = tuple(name for name in reversed(self.specs) if name not in known)
         return make_plan(
             list(self.specs.values()),
-            self.state.assignments,
+            self.state.assignments if assignments is None else assignments,
             self.ranks.shape,
             layout,
             reduced=[*self._expected, *([Reduced(later)] if later else ())],
-            coding=None if weights is None else weights.coding,
+            coding=None if weights is None else coding or weights.coding,
             modules=None if weights is None else weights.layouts,
             outer=None if outer is None else outer.rule,
             every=None if outer is None else outer.round_length,
+            device_type=self.device.type,
         )

@@ -42,6 +42,7 @@ class MethodState:
         self.carryover = CarryOver(device)
         self.assignments: dict[str, Assignment] = {}
         self.stores: dict[Method, MethodStore] = {}
+        self._kept: list[Tensor] = []  # a copy of all state
         self._share = share
         self.specs = {spec.name: spec.shared(share) for spec in specs}
 
@@ -78,16 +79,19 @@ class MethodState:
         earlier, self.stores, self.assignments = self.assignments, {}, {}
         self.assign(earlier)
 
-    def move(self, placement: Placement) -> None:
-        """Other ranks reduce with this one: state is made anew, and what has not been sent yet becomes its residual."""
-        if placement == self.placement:
+    def move(self, placement: Placement, *, afresh: bool = False) -> None:
+        """Other ranks reduce with this one: state is made anew, and what has not been sent yet becomes its residual.
+
+        If its place is the same it stays as it is, unless it is wanted `afresh`.
+        """
+        if placement == self.placement and not afresh:
             return
-        unsent = {name: self.export_unsent(name) for name in self.specs}
         self.placement = placement
-        self.forget()
-        for name, kept in unsent.items():
-            if kept is not None:
-                self.carry_over_(name, kept)
+        earlier, old_stores = self.assignments, self.stores
+        self.assignments, self.stores = {}, {}
+        self.assign(earlier)
+        for name, assignment in earlier.items():
+            self._take_over(name, old_stores[assignment.method])
 
     def assign(self, assignments: Mapping[str, Assignment]) -> list[MethodStore]:
         """Regroup, one parameter at a time.
@@ -107,7 +111,7 @@ class MethodState:
         before: dict[Method, list[str]] = {}
         for name, assignment in earlier.items():
             before.setdefault(assignment.method, []).append(name)
-        self.assignments, self.stores = dict(assignments), {}
+        self.assignments, self.stores, self._kept = dict(assignments), {}, []
         for method, members in names.items():
             if before.get(method) == members:
                 self.stores[method] = old_stores[method]
@@ -124,19 +128,25 @@ class MethodState:
         if self.assignments[name].method.continues(earlier):
             _copy_where_equal(self.tensors(name), old_store.tensors(name))
             return
-        unsent, leftover = old_store.export_unsent(name), self.carryover.release(name)
-        if leftover is not None:
-            unsent = leftover if unsent is None else unsent.add_(leftover)
-        if unsent is not None:
-            self.carry_over_(name, unsent)
+        self._take_over(name, old_store)
 
-    def carry_over_(self, name: str, unsent: Tensor) -> None:
+    def _take_over(self, name: str, old_store: MethodStore) -> None:
+        """Make what has not been sent yet of one parameter the residual of its fresh state."""
+        unsent, leftover = old_store.export_unsent(name), self.carryover.release(name)
+        if unsent is None or leftover is None:
+            unsent, only = (leftover, None) if unsent is None else (unsent, old_store)
+        else:
+            unsent, only = unsent.add_(leftover), None
+        if unsent is not None:
+            self.carry_over_(name, unsent, only)
+
+    def carry_over_(self, name: str, unsent: Tensor, store: MethodStore | None = None) -> None:
         """Make `unsent`, in units of the gradient, the residual of a parameter whose state is fresh.
 
-        If its method keeps none it is added to the next gradient.
+        If its method keeps none it is added to the next gradient, and kept until then as `store` has it.
         """
         if not self.store(name).import_unsent_(name, unsent):
-            self.carryover.keep(name, unsent)
+            self.carryover.keep(name, unsent, store)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -170,6 +180,19 @@ class MethodState:
         """Bytes this rank sends to others for one reduction of a parameter, headers and padding aside."""
         method, placement = self.assignments[name].method, self.placement
         return promised_nbytes(method, self.specs[name], placement.world_size, scatter=placement.scatter)
+
+    def keep(self) -> None:
+        """Keep a copy of all state, which `put_back` restores."""
+        tensors = self.all_tensors()
+        if not self._kept:
+            self._kept = [torch.empty_like(tensor) for tensor in tensors]
+        if tensors:  # dense and stateless methods have none
+            torch._foreach_copy_(self._kept, tensors)
+
+    def put_back(self) -> None:
+        """State is as it was when it was last kept, if it has been since methods changed."""
+        if self._kept:
+            torch._foreach_copy_(self.all_tensors(), self._kept)
 
     def rescale_(self, factor: float) -> None:
         """The loss scale has changed by `factor`."""

@@ -92,13 +92,18 @@ class TwoLevelBuckets:
         intra_node = self._sync.ranks.intra_node
         assert intra_node is not None
         num_inside = intra_node.world_size
-        sent, received = buffers.borrow(num_inside, row_nbytes), buffers.borrow(num_inside, row_nbytes)
+        sent = buffers.borrow(num_inside, row_nbytes)
         whole, pieces = plan.views(x, sent.view(x.dtype))
         torch._foreach_copy_(pieces, whole)
         yield from sum_rows(
-            sent.view(x.dtype), part_N, intra_node, alpha=1.0 / num_inside, received_WN=received.view(x.dtype)
+            sent.view(x.dtype).view(num_inside, 1, -1),
+            part_N.view(1, -1),
+            intra_node,
+            alpha=1.0 / num_inside,
+            borrow=lambda nbytes: buffers.borrow(1, nbytes).view(-1),
+            give_back=buffers.give_back,
         )
-        buffers.give_back(sent, received)
+        buffers.give_back(sent)
         yield from between
         gathered = buffers.borrow(num_inside, row_nbytes)
         yield intra_node.all_gather(gathered.view(x.dtype), part_N)
@@ -115,17 +120,21 @@ def scatter_over_two_levels(
 ) -> Iterator[Pending | None]:
     """FSDP2's reduce-scatter over all ranks: row r of `x` is for rank r, `out` is the sum of the own row.
 
-    A module's rows are as large as its gradients: they are borrowed, so that all modules share their memory.
+    A module's rows are as large as its gradients: what is sent at a time is borrowed, so that all modules share it.
     """
     intra_node = sync.ranks.intra_node
     assert intra_node is not None
     num_inside = intra_node.world_size
     mean_N = torch.empty(x.numel() // num_inside, dtype=x.dtype, device=x.device)
     between = sync.reduce(layout, mean_N, out)
-    sent, received = (sync.buffers.borrow(num_inside, mean_N.nbytes) for _ in range(2))
-    rows_LN = sent.view(x.dtype)
-    rows_LN.view(num_inside, -1, out.numel()).copy_(x.view(-1, num_inside, out.numel()).transpose(0, 1))
-    yield from sum_rows(rows_LN, mean_N, intra_node, alpha=1.0 / num_inside, received_WN=received.view(x.dtype))
-    sync.buffers.give_back(sent, received)
+    rows_LGN = x.view(-1, num_inside, out.numel()).transpose(0, 1)
+    yield from sum_rows(
+        rows_LGN,
+        mean_N.view(-1, out.numel()),
+        intra_node,
+        alpha=1.0 / num_inside,
+        borrow=lambda nbytes: sync.buffers.borrow(1, nbytes).view(-1),
+        give_back=sync.buffers.give_back,
+    )
     yield from between
     out.mul_(num_inside)  # FSDP2 divides by the number of all ranks

@@ -56,7 +56,7 @@ class LowBitFabricMixin(_Base):
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         for session in self.sessions:
-            session.begin_step(self.loss_scaler)
+            session.begin_step(self.loss_scaler, loss=tensor.detach())
             if (control := ModelControl.of(session.sync)) is not None and (module is None or session.serves(module)):
                 control.loss = tensor.detach()
         super().backward(tensor, module, *args, **kwargs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -25,10 +26,20 @@ _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_st
 
 
 class _ReducesAlways:
-    """In the place of Fabric's own: every micro-batch is reduced, whatever ``no_backward_sync`` asks for."""
+    """In the place of Fabric's own: every micro-batch is reduced, whatever ``no_backward_sync`` asks for.
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return nullcontext()
+    Args:
+        reduced: Called with the module when one has been that no optimizer steps on.
+    """
+
+    def __init__(self, reduced: Callable[[nn.Module], None]) -> None:
+        self._reduced = reduced
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        yield
+        if enabled:
+            self._reduced(module)
 
 
 class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, _Base):
@@ -49,7 +60,12 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, _Base):
     def on_configured(self) -> None:
         super().on_configured()
         if self.accumulate == "reduce":
-            self._backward_sync_control = _ReducesAlways()  # type: ignore[assignment]
+            self._backward_sync_control = _ReducesAlways(self._weights_unchanged)  # type: ignore[assignment]
+
+    def _weights_unchanged(self, module: nn.Module) -> None:
+        for session in self.sessions:
+            if session.serves(module):
+                session.weights_unchanged()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if not any(param.requires_grad for param in module.parameters()):

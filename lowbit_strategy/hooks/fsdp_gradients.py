@@ -150,8 +150,8 @@ class ExactReduceScatter(_ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        x_WN = input_tensor.view(self._comm.world_size, -1)
-        wait_for_all(sum_rows(x_WN, output_tensor, self._comm, alpha=1.0 / self._comm.world_size))
+        x_WGN = input_tensor.view(self._comm.world_size, 1, -1)
+        wait_for_all(sum_rows(x_WGN, output_tensor.view(1, -1), self._comm, alpha=1.0 / self._comm.world_size))
         self.on_reduced()
 
 

@@ -75,6 +75,7 @@ PATCHES = (
             "_fsdp_param_group:FSDPParamGroup.post_forward_mesh_info": "whether weights are gathered in backward",
             "_fsdp_param_group:FSDPParamGroup.mp_policy": "the type that weights are gathered in",
             "_fsdp_state:FSDPState._auto_reshard_after_forward": "the outermost module stays gathered",
+            "_fsdp_state:FSDPState._is_root": "only the outermost module that has run can be reset after an exception",
         }.items()
     ),
     PrivateName(
@@ -132,6 +133,51 @@ PATCHES = (
         parameters=("self",),
         seen=_SEEN,
         reason="a module with newly trainable parameters is wrapped anew, and the old wrapper must let go of it",
+    ),
+    *(
+        PrivateName(
+            target=f"torch.nn.parallel:DistributedDataParallel.{name}",
+            use="called",
+            parameters=parameters,
+            seen=_SEEN,
+            reason="a hook cannot be taken away: where none helps, the reducer is made anew, as by unpickling",
+        )
+        for name, parameters in {
+            "_build_params_for_reducer": ("self",),
+            "_build_debug_param_to_name_mapping": ("self", "parameters"),
+            "_ddp_init_helper": (
+                "self",
+                "parameters",
+                "expect_sparse_gradient",
+                "param_to_name_mapping",
+                "static_graph",
+            ),
+        }.items()
+    ),
+    *(
+        PrivateName(
+            target=f"torch.nn.parallel:DistributedDataParallel.{name}",
+            use="set",
+            seen=_SEEN,
+            reason="likewise: what belongs to the reducer, and the size of its buckets",
+        )
+        for name in ("_comm_hooks", "_has_rebuilt_buckets", "_bucket_config", "bucket_bytes_cap")
+    ),
+    *(
+        PrivateName(
+            target=f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup.{name}",
+            use="set",
+            seen=_SEEN,
+            reason="where compression does not help, all that attaching has set is put back (hooks/stock.py)",
+        )
+        for name in (
+            "_all_gather_comm",
+            "_all_reduce_hook",
+            "_all_reduce_hook_stream",
+            "gradient_divide_factor",
+            "force_sum_reduction_for_comms",
+            "reduce_scatter_unused_params",
+        )
     ),
     PrivateName(
         target="torch.distributed:ProcessGroup._get_backend",

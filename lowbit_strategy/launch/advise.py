@@ -21,11 +21,13 @@ _T = TypeVar("_T")
 _ENCODED_PER_S = 20e9  # elements per hop, assumed: a GPU reads and writes some hundred gigabytes per second
 _INTRA_LATENCY_S, _INTRA_NBYTES_PER_S = 5e-6, 50e9  # assumed, of links inside a node
 
+_LINK, _LATENCY, _COMPUTE = "10gbit", "0.1ms", "1s"  # where nobody says
+
 Params = Annotated[str | None, typer.Option(help="Parameters of a transformer, such as 7e9 or 7B.")]
 Model = Annotated[str | None, typer.Option(help="package:Class, called without arguments on the meta device.")]
 HFConfig = Annotated[Path | None, typer.Option(help="A folder with the config.json of a Hugging Face model.")]
-Nodes = Annotated[int, typer.Option(min=1, help="Machines.")]
-RanksPerNode = Annotated[int, typer.Option(min=1, help="Processes on each.")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Machines. Default: 2, or as measured.")]
+RanksPerNode = Annotated[int | None, typer.Option(min=1, help="Processes on each. Default: 8, or as measured.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -33,29 +35,37 @@ def advise(
     params: Params = None,
     model: Model = None,
     hf_config: HFConfig = None,
-    nodes: Nodes = 2,
-    ranks_per_node: RanksPerNode = 8,
-    link: Annotated[str, typer.Option(help="Bandwidth of a node, such as 10gbit: measured, not nominal.")] = "10gbit",
-    latency: Annotated[str, typer.Option(help="Between nodes, one way, such as 0.1ms.")] = "0.1ms",
-    compute: Annotated[str, typer.Option(help="A step without communication, such as 0.9s.")] = "1s",
+    nodes: Nodes = None,
+    ranks_per_node: RanksPerNode = None,
+    link: Annotated[
+        str | None, typer.Option(help="Bandwidth of a node, measured, not nominal. Default: 10gbit.")
+    ] = None,
+    latency: Annotated[str | None, typer.Option(help="Between nodes, one way. Default: 0.1ms.")] = None,
+    compute: Annotated[str | None, typer.Option(help="A step without communication. Default: 1s.")] = None,
+    bench: Annotated[Path | None, typer.Option(help="Links and coding speed as lowbit bench has written them.")] = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="The measurements are of the CPU, although there is a GPU.")
+    ] = False,
     memory: Annotated[str | None, typer.Option(help="Of a device, such as 80GB: what does not fit is marked.")] = None,
     close: Annotated[bool, typer.Option("--close", help="Recommend what is a little worse in loss, too.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with curves over bandwidth and latency.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the step time of every sensible set-up, and say which to use, or that none helps."""
-    from lowbit_strategy.plan import advice
-    from lowbit_strategy.plan.cost import Cluster, Link
+    """Predict the step time of every sensible set-up, and say which to use, or that none helps.
 
+    Without a model, in a terminal, it asks.
+    """
+    from lowbit_strategy.plan import advice
+
+    if (params, model, hf_config) == (None, None, None) and _is_terminal():
+        params, nodes, ranks_per_node, link, latency, compute = _ask()
+    measured = None if bench is None else _or_exit("advise", lambda: _measurements(bench, cpu=cpu))
     wanted, cluster, compute_s, limit = _or_exit(
         "advise",
         lambda: (
-            _wanted(params, model, hf_config, nodes, ranks_per_node),
-            Cluster(
-                inter_node=Link(units.duration(latency), units.rate(link)),
-                intra_node=Link(_INTRA_LATENCY_S, _INTRA_NBYTES_PER_S),
-                encoded_per_s=_ENCODED_PER_S,
-            ),
-            units.duration(compute),
+            _wanted(params, model, hf_config, *_shape(nodes, ranks_per_node, measured)),
+            cluster_of(link, latency, measured),
+            units.duration(compute or _COMPUTE),
             None if memory is None else units.size(memory),
         ),
     )
@@ -65,32 +75,116 @@ def advise(
         chosen = None if best is None else best.line
         print(json.dumps({"choices": [_as_dict(each, wanted) for each in found], "advice": chosen}, indent=1))
         return
-    title = f"{wanted.numel:.3g} parameters, {nodes} x {ranks_per_node} ranks, {link} and {latency} between nodes"
+    far = cluster.inter_node
+    title = (
+        f"{wanted.numel:.3g} parameters, {wanted.nodes} x {wanted.ranks_per_node} ranks,"
+        f" {far.nbytes_per_s * 8 / 1e9:.3g} Gbit/s and {1e3 * far.latency_s:.3g} ms between nodes"
+    )
+    sources = _sources(bench, link, latency, compute)
+    answer = (
+        "Do not use this package here: nothing that keeps the loss is 5 % faster than the framework's own."
+        if best is None
+        else f"Use: {best.line}"
+    )
+    if html is not None:
+        from lowbit_strategy.report.advice_page import write_advice
+
+        print(f"written to {write_advice(html, found, wanted, cluster, compute_s, (title, sources, answer))}")
     Console().print(_table(found, wanted, limit, title))
-    print(f"given: {link}, {latency}, {compute} of compute; assumed: 50 GB/s inside a node, 2e10 elements/s encoded")
-    if best is None:
-        print("Do not use this package here: nothing that keeps the loss is 5 % faster than the framework's own.")
+    print(sources)
+    print(answer)
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _ask() -> tuple[str, int, int, str, str, str]:
+    """What a prediction needs, of whom it helps to ask."""
+    return (
+        typer.prompt("How many parameters has the model (7e9, 350M)?"),
+        typer.prompt("How many machines?", default=2, type=int),
+        typer.prompt("How many GPUs has each?", default=8, type=int),
+        typer.prompt("How fast is the link of a machine, measured (10gbit, 200mbit)?", default=_LINK),
+        typer.prompt("How far are the machines, one way (0.1ms, 75ms)?", default=_LATENCY),
+        typer.prompt("How long is a step on one machine alone (0.9s)?", default=_COMPUTE),
+    )
+
+
+def _measurements(path: Path, *, cpu: bool) -> Any:
+    from lowbit_strategy.launch.bench import this_machine
+    from lowbit_strategy.plan.bench import read_bench
+
+    measured = read_bench(path, this_machine(cpu=cpu))
+    for sentence in measured.wild_pairs():
+        print(f"lowbit advise: {sentence}", file=sys.stderr)
+    return measured
+
+
+def _shape(nodes: int | None, ranks_per_node: int | None, measured: Any) -> tuple[int, int]:
+    if measured is None or not measured.levels:
+        return nodes or 2, ranks_per_node or 8
+    return nodes or measured.nodes, ranks_per_node or measured.ranks_per_node
+
+
+def cluster_of(link: str | None, latency: str | None, measured: Any = None) -> Any:
+    """What was given goes before what was measured, and that before what is assumed.
+
+    Raises:
+        ValueError: A quantity is none.
+    """
+    from lowbit_strategy.plan.cost import Cluster, Link
+
+    inside, coded = Link(_INTRA_LATENCY_S, _INTRA_NBYTES_PER_S), _ENCODED_PER_S
+    far = Link(units.duration(latency or _LATENCY), units.rate(link or _LINK))
+    if measured is not None:
+        coded = measured.coded_per_s.get("loco", coded)
+        inside = measured.levels.get("intra-node", inside)
+        found = measured.levels.get("inter-node", far)
+        far = Link(
+            far.latency_s if latency is not None else found.latency_s,
+            far.nbytes_per_s if link is not None else found.nbytes_per_s,
+        )
+    return Cluster(inter_node=far, intra_node=inside, encoded_per_s=coded)
+
+
+def _sources(bench: Path | None, link: str | None, latency: str | None, compute: str | None) -> str:
+    """Which figures were given, measured and assumed."""
+    of = {f"link {link or _LINK}": link, f"latency {latency or _LATENCY}": latency}
+    given = [what for what, value in {**of, f"compute {compute or _COMPUTE}": compute}.items() if value is not None]
+    assumed = [] if compute else [f"compute {_COMPUTE}"]
+    if bench is None:
+        assumed += [what for what, value in of.items() if value is None]
+        assumed += ["50 GB/s inside a node", "2e10 elements/s encoded"]
+        measured = ""
     else:
-        print(f"Use: {best.line}")
+        measured = f"; measured, in {bench}: the rest"
+    return f"given: {', '.join(given) or 'nothing'}{measured}; assumed: {', '.join(assumed) or 'nothing'}"
 
 
 def estimate(
     params: Params = None,
     model: Model = None,
     hf_config: HFConfig = None,
-    nodes: Nodes = 2,
-    ranks_per_node: RanksPerNode = 8,
+    nodes: Nodes = None,
+    ranks_per_node: RanksPerNode = None,
     as_json: AsJson = False,
 ) -> None:
     """Memory and bytes of every sensible set-up; no link needed."""
     from lowbit_strategy.plan import advice
 
-    wanted = _or_exit("estimate", lambda: _wanted(params, model, hf_config, nodes, ranks_per_node))
+    wanted = _or_exit("estimate", lambda: _wanted(params, model, hf_config, nodes or 2, ranks_per_node or 8))
     found = _or_exit("estimate", lambda: advice.choices(wanted))
     if as_json:
-        print(json.dumps({"choices": [_as_dict(each, wanted) for each in found]}, indent=1))
+        ways = [asdict(each.memory) | {"differs": each.differs, "costs": each.costs} for each in advice.kept(wanted)]
+        print(json.dumps({"choices": [_as_dict(each, wanted) for each in found], "loco_fsdp_keeps": ways}, indent=1))
         return
-    Console().print(_table(found, wanted, None, f"{wanted.numel:.3g} parameters, {nodes} x {ranks_per_node} ranks"))
+    Console().print(
+        _table(found, wanted, None, f"{wanted.numel:.3g} parameters, {wanted.nodes} x {wanted.ranks_per_node} ranks")
+    )
+    print("What loco_fsdp keeps on a rank, chosen when the model is set up by the room that there is (memory=):")
+    for each in advice.kept(wanted):
+        print(f"  {each.differs or 'by default'}: {each.arithmetic()}{'; cost: ' + each.costs if each.costs else ''}")
 
 
 def _or_exit(command: str, call: Callable[[], _T]) -> _T:
@@ -160,6 +254,7 @@ def _as_dict(choice: Any, wanted: Any) -> dict[str, Any]:
         "name": choice.name,
         "line": choice.line,
         "quality": choice.quality if choice.line else None,
+        "loss": None if choice.loss is None else asdict(choice.loss),
         "step": None if choice.time is None else asdict(choice.time),
         "between_nbytes": round(choice.between_nbytes),
         "sent_nbytes": choice.plan.sent_nbytes,
@@ -177,7 +272,7 @@ def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))  # as narrow as a terminal of 80 columns
     table.add_column("set-up", no_wrap=True)
     columns = ["step, s", "x fp32", "x bf16", "pays to\nGbit/s"] if timed else []
-    for name in [*columns, "sent\nGB", "memory\nGB", "loss"]:
+    for name in [*columns, "sent\nGB", "memory\nGB", "loss, %\nmeasured"]:
         table.add_column(name, justify="right", no_wrap=True)
     own: dict[str, float] = {}
     for each in found:
@@ -191,7 +286,7 @@ def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -
             row += [f"{ratio:.3g}" if ratio else "" for ratio in ratios] + [_rate(each)]
         held = memory_of(each, wanted)
         too_much = "!" if limit is not None and held > limit else ""
-        loss = {"same": "same", "close": "close", "local": "other"}[each.quality] if each.line else ""
+        loss = "" if not each.line else "unknown" if each.loss is None else str(each.loss)
         table.add_row(each.name, *row, f"{each.between_nbytes / 1e9:.2f}", f"{held / 1e9:.1f}{too_much}", loss)
     return table
 

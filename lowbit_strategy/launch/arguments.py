@@ -34,6 +34,16 @@ def launch_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Report what would be compressed, bytes and residual memory for the model that the script prepares.",
     )
+    ours.add_argument(
+        "--link", default=None, help="With --dry_run: bandwidth of a machine, such as 1gbit; adds predicted step times."
+    )
+    ours.add_argument("--latency", default=None, help="With --link: between machines, one way. Default: 0.1ms.")
+    ours.add_argument(
+        "--compute",
+        default=None,
+        help="With --link: a step without communication, such as 0.9s. Default: a few steps of the script are"
+        " timed here, in one process.",
+    )
     parser._action_groups = [group for group in parser._action_groups if group.title not in _NOT_SHOWN]
     return parser
 

@@ -1,9 +1,13 @@
-"""What would be compressed: the script runs in one process until it prepares its model, and ends there."""
+"""What would be compressed: the script runs in one process until it prepares its model, and ends there.
+
+Where its steps are to be predicted too and how long it computes is not given, it ends after a few steps.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +17,26 @@ from torch import nn
 
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.control.levels import labels
-from lowbit_strategy.launch.dry_run_report import Planned, plan
+from lowbit_strategy.launch import units
+from lowbit_strategy.launch.dry_run_report import Planned, plan, plan_of, prepared_as_planned
+from lowbit_strategy.launch.linked import Linked, StepTimer
 from lowbit_strategy.methods._base.compressor import Compressor
 
 
 class DryRun:
-    """Ends the script with a report when it prepares its first model that is to be trained."""
+    """Ends the script with a report when it prepares its first model that is to be trained.
 
-    def __init__(self, plugin: LowBitPlugin, planned: Planned) -> None:
+    Args:
+        plugin: Configuration.
+        planned: The run.
+        linked: The links that its steps are to be predicted for; None: they are not.
+    """
+
+    def __init__(self, plugin: LowBitPlugin, planned: Planned, linked: Linked | None = None) -> None:
         self.plugin = plugin
         self.planned = planned
+        self.linked = linked
+        self._times = False  # steps, to the end of which the script runs
 
     def install(self) -> None:
         """Once per process, before the script runs."""
@@ -30,28 +44,46 @@ class DryRun:
 
     def _prepare(self, wrapped: Callable[..., Any], instance: Accelerator, args: Any, kwargs: Any) -> Any:
         for model in args:
-            if isinstance(model, nn.Module) and any(param.requires_grad for param in model.parameters()):
-                self._report(model, instance.device)
-                raise SystemExit(0)
+            if self._times or not isinstance(model, nn.Module):
+                continue
+            if any(param.requires_grad for param in model.parameters()):
+                linked, device = self.linked, instance.device
+                if linked is None or linked.compute:
+                    self._report(model, device, units.duration(linked.compute) if linked is not None else None)
+                    raise SystemExit(0)
+                self._times = True
+                StepTimer(partial(self._report_and_end, model, device))
         return wrapped(*args, **kwargs)
 
-    def _report(self, model: nn.Module, device: torch.device) -> None:
-        print(f"dry run, nothing is trained: {type(model).__name__}")
+    def _report_and_end(self, model: nn.Module, device: torch.device, compute_s: float) -> None:
+        self._report(model, device, compute_s)
+        raise SystemExit(0)
+
+    def _report(self, model: nn.Module, device: torch.device, compute_s: float | None) -> None:
+        timed = " but a few steps in this process" if self._times else ""
+        print(f"dry run, nothing is trained{timed}: {type(model).__name__}")
         controller = self.plugin.controller
         levels = controller.levels if controller is not None else ()
         if not levels:
-            print(self._plan(model, self.plugin.compressor, device), flush=True)
+            print(self._plan(model, self.plugin.compressor, device, compute_s), flush=True)
         for at, (level, label) in enumerate(zip(levels, labels(levels), strict=True)):
             print(f"level {at} of {type(controller).__name__}, {label}, if everything has it:")
-            print(self._plan(model, level, device), flush=True)
+            print(self._plan(model, level, device, compute_s), flush=True)
 
-    def _plan(self, model: nn.Module, compressor: Compressor, device: torch.device) -> str:
-        report = plan(model, compressor, self.planned, device=device, options=self.plugin.sync_options())
-        return report.render()
+    def _plan(self, model: nn.Module, compressor: Compressor, device: torch.device, compute_s: float | None) -> str:
+        options = self.plugin.sync_options()
+        report = plan(model, compressor, self.planned, device=device, options=options).render()
+        if self.linked is None or compute_s is None:
+            return report
+        prepared = prepared_as_planned(model, compressor, self.planned, options)
+        return f"{report}\n{self.linked.predict(plan_of(model, prepared), compute_s)}"
 
     def finish(self) -> None:
         """Raises:
-        SystemExit: The script ended without preparing a model.
+        SystemExit: The script ended without preparing a model, or before enough of its steps were timed.
         """
+        if self._times:
+            print("lowbit: the script ended before its steps could be timed: give --compute", file=sys.stderr)
+            raise SystemExit(1)
         print("lowbit: the script ended without preparing a model: there is nothing to report", file=sys.stderr)
         raise SystemExit(1)

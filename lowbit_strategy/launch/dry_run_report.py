@@ -88,9 +88,18 @@ def plan(
     Raises:
         ValueError, RuntimeError: As `prepare` would on these nodes.
     """
-    specs = checked_specs(module, compressor, options, scatter=planned.scatter)
-    prepared = prepared_for(planned.topology, compressor, options, specs, scatter=planned.scatter)
+    prepared = prepared_as_planned(module, compressor, planned, options)
     return report_of(plan_of(module, prepared), used_compressor(prepared, _shape(prepared)), device=device)
+
+
+def prepared_as_planned(module: nn.Module, compressor: Compressor, planned: Planned, options: SyncOptions) -> Prepared:
+    """What `prepare` would make of it on these nodes.
+
+    Raises:
+        ValueError, RuntimeError: As `prepare` would.
+    """
+    specs = checked_specs(module, compressor, options, scatter=planned.scatter)
+    return prepared_for(planned.topology, compressor, options, specs, scatter=planned.scatter)
 
 
 def plan_of(module: nn.Module, prepared: Prepared) -> Plan:

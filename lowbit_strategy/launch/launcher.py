@@ -25,8 +25,10 @@ from lowbit_strategy.config.section import SECTION, Section, export, plugin_from
 from lowbit_strategy.launch.arguments import launch_parser
 from lowbit_strategy.launch.dry_run_report import Planned
 from lowbit_strategy.launch.exit_status import end_as, forwarded_signals
+from lowbit_strategy.launch.linked import Linked
 
 _RUN = "lowbit_strategy.run"
+_BENCH = "lowbit_strategy.launch.bench"
 _AXES = ("tp_size", "cp_size", "sp_size")
 
 
@@ -37,19 +39,27 @@ def launch(argv: Sequence[str]) -> None:
     """
     args = launch_parser().parse_args(argv)
     accelerate_config = _load(args.config_file)
-    section = _section(args, accelerate_config)
-    plugin_from_section(section)
     if args.no_python:
         raise ValueError("lowbit launch runs Python scripts: leave --no_python out")
     _check(args, accelerate_config)
-    _insert_run_module(args)
-    os.environ.update(export(section))
+    if _is_bench(args):
+        args.module, args.training_script = True, _BENCH
+    else:
+        section = _section(args, accelerate_config)
+        plugin_from_section(section)
+        _insert_run_module(args)
+        os.environ.update(export(section))
     if args.dry_run:
         _dry_run(args, accelerate_config)
     _several_on_cpu(args, accelerate_config)
     _keep_failures(args, accelerate_config)
     with _plain_copy(args, accelerate_config), forwarded_signals():
         end_as(launch_command, args)
+
+
+def _is_bench(args: argparse.Namespace) -> bool:
+    """Whether it is ``lowbit bench`` that is to run on all ranks, and no script of that name."""
+    return not args.module and args.training_script == "bench" and not os.path.exists("bench")
 
 
 def _load(path: str | None) -> dict[str, Any]:
@@ -173,4 +183,8 @@ def _dry_run(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
         scatter=_kind(args, config) == "FSDP", world_size=_num_processes(args, config), num_nodes=num_nodes
     )
     options = ["--lowbit_dry_run", str(planned)]
+    if args.link is not None:
+        options += ["--lowbit_link", str(Linked.of(args.link, args.latency, args.compute))]
+    elif args.latency is not None or args.compute is not None:
+        raise ValueError("--latency and --compute need --link, the bandwidth of a machine")
     os.execv(sys.executable, [sys.executable, "-m", _RUN, *options, *args.training_script_args])

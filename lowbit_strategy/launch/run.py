@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--lowbit_config", metavar="FILE", help="file with a lowbit_config section, or the section")
     parser.add_argument("--lowbit_dry_run", metavar="KIND:PROCESSES", help="report for ddp:8 or fsdp:8; do not train")
+    parser.add_argument("--lowbit_link", metavar="LINK,LATENCY,COMPUTE", help="for a dry run: predict its steps too")
     parser.add_argument("-m", "--module", action="store_true", help="the target is a module, as for python -m")
     parser.add_argument("target", help="the script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -70,13 +71,15 @@ def _around(arguments: argparse.Namespace) -> _Around:
     from lowbit_strategy.launch.auto_attach import AutoAttach
     from lowbit_strategy.launch.dry_run import DryRun
     from lowbit_strategy.launch.dry_run_report import Planned
+    from lowbit_strategy.launch.linked import Linked
 
     section = read_section(arguments.lowbit_config) if arguments.lowbit_config else section_from_environment()
     if section is None:
         raise ValueError(f"no lowbit_config section: give --lowbit_config FILE, or set {VARIABLE} to the file")
     plugin = plugin_from_section(section)
     if arguments.lowbit_dry_run:
-        return DryRun(plugin, Planned.parse(arguments.lowbit_dry_run))
+        linked = Linked.parse(arguments.lowbit_link) if arguments.lowbit_link else None
+        return DryRun(plugin, Planned.parse(arguments.lowbit_dry_run), linked)
     wrapt.register_post_import_hook(_bind_trainers, "transformers.trainer")
     return AutoAttach(plugin)
 

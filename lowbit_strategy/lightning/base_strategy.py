@@ -15,7 +15,9 @@ from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.lightning.asynchronous import finish_writing
 from lowbit_strategy.lightning.local_callbacks import add_local_callbacks, copied
+from lowbit_strategy.lightning.replica import batch_size, join_in, with_own_samples
 from lowbit_strategy.lightning.signals import DeferredSignals
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.handshake import handshake
@@ -113,6 +115,8 @@ class LowBitMixin(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.session is not None and self.must_extend(self.session):
             self.on_unfrozen(self.session)
+        if self.session is not None and self.session.replica is not None:
+            self.session.replica.count_samples(batch_size(args[0] if args else kwargs.get("batch")))
         return super().training_step(*args, **kwargs)
 
     def must_extend(self, session: Session) -> bool:
@@ -125,7 +129,7 @@ class LowBitMixin(_Base):
     def pre_backward(self, closure_loss: Any) -> None:
         super().pre_backward(closure_loss)
         if self.session is not None:
-            self.session.begin_step(self.loss_scaler)
+            self.session.begin_step(self.loss_scaler, loss=closure_loss.detach())
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -140,6 +144,8 @@ class LowBitMixin(_Base):
         if session.local is None:
             return
         session.bind(lambda: self.optimizers, lambda: self.loss_scaler)
+        if session.replica is not None:
+            join_in(trainer, session.replica)
         session.resume()
         add_local_callbacks(trainer, session, signals)
 
@@ -160,6 +166,14 @@ class LowBitMixin(_Base):
         super().on_validation_end()
         self._validates.close()
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Replicas that come and go have different samples, though each has a world of its own."""
+        dataloader = super().process_dataloader(dataloader)
+        module = self.lightning_module
+        if self.options.elastic is None or module is None or module.trainer.state.stage != "train":
+            return dataloader
+        return with_own_samples(dataloader, module.trainer)
+
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -167,8 +181,11 @@ class LowBitMixin(_Base):
             self._warn_of_lost_residuals()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        if not self._writes:
+            return
         filepath = self.broadcast(filepath)
-        with self.session.save(filepath) as stamp, self.session.shared_weights(validates=False):
+        later = finish_writing(self.checkpoint_io)
+        with self.session.save(filepath, asynchronous=later) as stamp, self.session.shared_weights(validates=False):
             checkpoint[CHECKPOINT_KEY] = stamp
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -190,7 +207,14 @@ class LowBitMixin(_Base):
             self._load_waiting()  # a learning rate finder loads in the middle of a fit and removes the file
         return checkpoint
 
+    @property
+    def _writes(self) -> bool:
+        """Of replicas that come and go the lowest one writes checkpoints."""
+        return self.session is None or self.session.replica is None or self.session.replica.leads
+
     def remove_checkpoint(self, filepath: Any) -> None:
+        if not self._writes:
+            return
         super().remove_checkpoint(filepath)
         residual_files.remove(filepath, self.global_rank, self.world_size)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,8 @@ from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
 from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
 from lowbit_strategy.hooks.fsdp import cost_of_accumulation
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
-from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
+from lowbit_strategy.model.fsdp_sharding import ShardPolicy, end_iteration, shard_any
+from lowbit_strategy.telemetry.inform import inform
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Base
@@ -23,7 +23,6 @@ else:
     _Base = object
 
 _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
-_log = logging.getLogger("lowbit_strategy")
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # Lightning's callbacks that copy the module
 
 
@@ -70,7 +69,7 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, _Base):
         if self.model is None or trainer is None or self.global_rank > 0:
             return
         if sentence := cost_of_accumulation(self.model, trainer.accumulate_grad_batches, self.accumulate):
-            _log.info("%s", sentence)
+            inform("%s", sentence)
 
     def _move_optimizers(self) -> None:
         for optimizer in self.optimizers:
@@ -83,7 +82,8 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, _Base):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Gradient accumulation. Stock Lightning knows DDP only, and lets FSDP2 reduce every micro-batch.
 
-        ``local``: FSDP2 keeps unsharded gradients, nothing is sent before the last micro-batch.
+        ``local``: FSDP2 keeps unsharded gradients, nothing is sent before the last micro-batch. ``reduce``: gradients
+        are reduced each time, weights still travel once per step.
         """
         assert self.model is not None
         modules = self.model.modules() if self.accumulate == "local" else ()
@@ -95,11 +95,18 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, _Base):
         finally:
             for child in sharded:
                 child.set_requires_gradient_sync(True, recurse=False)
+        if self.session is not None:
+            self.session.weights_unchanged()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
         with explain_mismatch(checkpoint_path, {"state_dict": self.model}), optimizers_without_state(self):
             return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def teardown(self) -> None:
+        if self.model is not None:
+            end_iteration(self.model)
+        super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

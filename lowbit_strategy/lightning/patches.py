@@ -113,6 +113,15 @@ PATCHES = (
     ),
     *(
         PrivateName(
+            target=f"lightning.pytorch.plugins.io.async_plugin:AsyncCheckpointIO.{name}",
+            use="read",
+            seen=_SEEN,
+            reason="residuals of a replaced checkpoint stay until the new one has been written (asynchronous.py)",
+        )
+        for name in ("_executor", "_error")
+    ),
+    *(
+        PrivateName(
             target=f"lightning.pytorch.trainer.connectors.{name}",
             use="read",
             seen=_SEEN,

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
+
 _REQUEUE = 2  # bits: of SIGTERM, of the requeue signal
 _TERMINATE = 1
 
@@ -63,7 +65,8 @@ class DeferredSignals:
         device = self.trainer.strategy.root_device
         mine_W = torch.full((self.trainer.world_size,), self._received, dtype=torch.uint8, device=device)
         all_W = torch.empty_like(mine_W)
-        dist.all_to_all_single(all_W, mine_W)  # an all-reduce takes longer, and Lightning's broadcast as long
+        with naming_lost_ranks(None, "asking all ranks for signals", ""):
+            dist.all_to_all_single(all_W, mine_W)  # an all-reduce takes longer, and Lightning's broadcast as long
         wanted = all_W.tolist()
         if any(value & _REQUEUE for value in wanted):
             self._run(_REQUEUE)

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.presets import as_compressor, from_options, preset, register_presets
+from lowbit_strategy.methods.low_rank.acpsgd import ACPSGD
+from lowbit_strategy.methods.low_rank.atomo import ATOMO
+from lowbit_strategy.methods.low_rank.gradiveq import GradiVeQ
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.eden import EDEN
@@ -18,14 +21,18 @@ from lowbit_strategy.methods.quantization.qsgd import QSGD
 from lowbit_strategy.methods.quantization.sharedscale import SharedScale
 from lowbit_strategy.methods.quantization.signsgd import SignSGD
 from lowbit_strategy.methods.quantization.terngrad import TernGrad
+from lowbit_strategy.methods.quantization.threelc import ThreeLC
 from lowbit_strategy.methods.sparsification.adacomp import AdaComp
+from lowbit_strategy.methods.sparsification.deft import DEFT
 from lowbit_strategy.methods.sparsification.dgc import DGC
 from lowbit_strategy.methods.sparsification.exdyna import ExDyna
+from lowbit_strategy.methods.sparsification.gspar import GSpar
 from lowbit_strategy.methods.sparsification.gtopk import GTopK
 from lowbit_strategy.methods.sparsification.micro import MiCRO
 from lowbit_strategy.methods.sparsification.randomk import RandomK
 from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
 from lowbit_strategy.methods.sparsification.sidco import SIDCo
+from lowbit_strategy.methods.sparsification.sketchedsgd import SketchedSGD
 from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.methods.wrappers.ef21 import EF21
 from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
@@ -39,7 +46,10 @@ _UNIT_GAIN = LoCo(bits=3, codebook="unit_gain", block_size=64, reset_steps=None)
 
 # Below 4 bits LoCo is never reset: its residual then holds several gradients that a reset would throw away.
 PRESETS: dict[str, Compressor] = {
+    "acpsgd": ACPSGD(),
     "adacomp": AdaComp(),
+    "atomo": ATOMO(),
+    "deft": DEFT(),
     "dense": Dense(),
     "dgc": DGC(warmup_steps=100),
     "eden": EDEN(),
@@ -47,6 +57,8 @@ PRESETS: dict[str, Compressor] = {
     "efsignsgd": EFSignSGD(),
     "errorfeedback": ErrorFeedback(),
     "exdyna": ExDyna(),
+    "gradiveq": GradiVeQ(),
+    "gspar": GSpar(),
     "gtopk": GTopK(),
     "loco": LoCo(),
     "loco1": replace(
@@ -75,7 +87,9 @@ PRESETS: dict[str, Compressor] = {
     "sidco": SIDCo(),
     "signsgd": SignSGD(),
     "signum": SignSGD(momentum=0.9),
+    "sketchedsgd": SketchedSGD(),
     "terngrad": TernGrad(),
+    "threelc": ThreeLC(),
     "topk": TopK(),
     "warmup": WarmUp(),
 }

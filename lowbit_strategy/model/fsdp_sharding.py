@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +94,12 @@ def _worth(entry: nn.Module, min_numel: int, uses: Counter[int]) -> bool:
     return not tied_outside and sum(param.numel() for param in entry.parameters()) >= min_numel
 
 
-def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Parameters and buffers of rank 0 for everyone, as DDP does when it wraps."""
+def bring(module: nn.Module, device: torch.device) -> None:
+    """Parameters and buffers of rank 0 on `device` for everyone, as DDP does; what is sharded already stays."""
+    module.to(device)
     for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.detach(), group_src=0, group=group)
+        if not isinstance(tensor, DTensor):
+            dist.broadcast(tensor.detach(), group_src=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,20 +123,43 @@ class ShardPolicy:
 def shard_any(module: nn.Module, mesh: DeviceMesh, device: torch.device, policy: ShardPolicy) -> None:
     """Bring `module` to `device`, the same on all ranks, and shard it, unless it is sharded already.
 
-    Parameters on the meta device are made after sharding, so that no rank ever holds them all.
+    Each block is sharded before the next one is brought, so that `device` never holds more than the shards and one
+    block. Parameters on the meta device are made after sharding: then no rank ever holds them all anywhere.
     """
     if not is_sharded(module):
-        if not _on_meta(module):
-            module.to(device)
-            broadcast_parameters(module)
-        shard_module(module, mesh, policy)
+        shard_module(module, mesh, policy, None if _on_meta(module) else functools.partial(bring, device=device))
+    else:
+        end_iteration(module)
     if _on_meta(module):
         materialize(module, device)
     module.to(device)
 
 
-def shard_module(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> None:
+def end_iteration(module: nn.Module) -> None:
+    """Free what is gathered, also by a pass that an exception has ended: FSDP2 takes that to be still under way, and
+    shows gathered weights, which may have been coded, in the place of the shards. Between steps only.
+    """
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            has_run = child._get_fsdp_state()._is_root  # None: not yet
+            if has_run and hasattr(child, "reset_iter_state"):  # since torch 2.13
+                child.reset_iter_state()
+            child.reshard()
+
+
+def shard_module(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    policy: ShardPolicy,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> None:
     """Apply ``fully_shard`` to the blocks, then to `module` or its children.
+
+    Args:
+        module: The model.
+        mesh: For ``fully_shard``.
+        policy: What is sharded as one.
+        prepare: Called with each module just before it is sharded.
 
     Raises:
         ValueError: Children are to be sharded, and a parameter belongs to none of them or to several.
@@ -142,21 +168,29 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, policy: ShardPolicy) -> No
     if policy.by_child:
         _check_children(module, wholes)
     whole_ids = {id(whole) for whole in wholes}
+
+    def shard(part: nn.Module, **options: Any) -> None:
+        if prepare is not None:
+            prepare(part)
+        mp_policy = MixedPrecisionPolicy() if needs_own_type(part) else policy.mp_policy
+        fully_shard(part, mesh=mesh, mp_policy=mp_policy, **options)
+
     if policy.mp_policy.param_dtype is not None:
         for child in module.modules():
             if needs_own_type(child) and id(child) not in whole_ids:
-                fully_shard(child, mesh=mesh)
+                shard(child)
     for block in blocks_to_shard(module, policy.min_numel):
-        if id(block) not in whole_ids:
-            fully_shard(block, mesh=mesh, mp_policy=policy.mp_policy)
+        if id(block) not in whole_ids and not isinstance(block, FSDPModule):
+            shard(block)
     # A child that runs while frozen must not stay gathered: FSDP2 looks at requires_grad when it gathers.
     reshard = True if policy.by_child else None
     for whole in wholes:
-        mp_policy = MixedPrecisionPolicy() if needs_own_type(whole) else policy.mp_policy
-        fully_shard(whole, mesh=mesh, reshard_after_forward=reshard, mp_policy=mp_policy)
+        shard(whole, reshard_after_forward=reshard)
         for method in policy.forward_methods:
             if hasattr(whole, method):
                 register_fsdp_forward_method(whole, method)
+    if prepare is not None and policy.by_child:
+        prepare(module)  # buffers of its own
 
 
 def check_process_groups(module: nn.Module, shard_group: dist.ProcessGroup | None, *, replicated: bool) -> None:

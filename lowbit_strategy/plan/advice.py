@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, fitted
@@ -15,19 +14,20 @@ from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import default_weights
+from lowbit_strategy.plan import fitting
 from lowbit_strategy.plan.cost import Cluster, StepTime, break_even, step_time, uncompressed
 from lowbit_strategy.plan.gradients import Layout, Reduced, ddp_buckets
+from lowbit_strategy.plan.measured_loss import Loss, Quality, quality_of, worst_loss
 from lowbit_strategy.plan.messages import Unit
 from lowbit_strategy.plan.models import layers_of
 from lowbit_strategy.plan.plan import Plan, make_plan
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
 
-Quality = Literal["same", "close", "local"]
-
 WORTH_IT = 0.95  # of the uncompressed step's time: below it, compression is worth its trouble
 _LATE = 10**6  # a step at which all warm-ups are over
-_COMPRESSED: tuple[tuple[str, Quality], ...] = (("loco", "same"), ("loco1", "close"), ("powersgd", "close"))
+_BITS = {"loco": 4, "loco2": 2, "loco1": 1, "powersgd": 1}  # of what is shown; of PowerSGD fewer than that
+_COMPRESSED = tuple((name, quality_of(name, bits)) for name, bits in _BITS.items())
 _STEPS = ("diloco",)
 
 
@@ -65,8 +65,9 @@ class Choice:
         line: What to paste; empty for the framework's own.
         plan: What it sends and keeps.
         time: Of a step; None: without links there is no prediction.
-        quality: ``same``: 4 bits and more, whose loss was measured to be no worse; ``close``: a little worse;
-            ``local``: ranks train by themselves, which is another algorithm.
+        quality: What is known of its loss (`quality_of`); ``local``: ranks train by themselves, which is another
+            algorithm.
+        loss: Measured, of the model where it is highest; None: of the framework's own, or never measured.
         break_even: Bytes per second between nodes below which it is faster than bf16 without compression.
     """
 
@@ -76,12 +77,13 @@ class Choice:
     time: StepTime | None = None
     quality: Quality = "same"
     break_even: float | None = None
+    loss: Loss | None = None
 
     @property
     def between_nbytes(self) -> float:
         """Bytes per step that leave the node, of one rank."""
         plan = self.plan
-        return _leaving(plan.gradients) + _leaving(plan.weights) + _leaving(plan.rounds) / plan.every
+        return _leaving(plan.gradients) + _leaving(plan.weights) + _leaving(plan.rounds + plan.state) / plan.every
 
 
 def _leaving(units: Sequence[Unit]) -> float:
@@ -99,11 +101,8 @@ def plan_for(
 ) -> Plan:
     """A strategy's plan with its defaults: two levels where nodes have several ranks, HSDP with a replica per node."""
     assigned = assign(wanted, compressor) if assigned is None else assigned
-    nodes, per_node = wanted.nodes, wanted.ranks_per_node
-    shape_of_nodes = Topology((per_node,) * nodes, wanted.world_size)
-    two_level = per_node > 1 and (layout == "hsdp" or (nodes > 1 and outer is None))
-    share = Share(0, per_node, nodes if layout == "fsdp" else None) if two_level else None
-    parts = [spec.shared(share) for spec in wanted.specs]
+    shape = shape_for(wanted, layout, local=outer is not None)
+    parts = [spec.shared(shape.share) for spec in wanted.specs]
     modules = layers_of(list(wanted.specs), wanted.itemsize)
     if layout == "ddp":
         reduced = ddp_buckets((spec.name, spec.numel, wanted.itemsize) for spec in wanted.specs)
@@ -113,13 +112,34 @@ def plan_for(
     return make_plan(
         parts,
         {part.name: fitted(assigned[part.name], part) for part in parts},
-        Shape(wanted.world_size, 0, share, shape_of_nodes),
+        shape,
         layout,
         reduced=reduced,
         coding=None if layout == "ddp" else coding or _unchosen(layout, compressor),
         modules=None if layout == "ddp" else modules,
         outer=outer,
     )
+
+
+def shape_for(wanted: Wanted, layout: Layout, *, local: bool = False) -> Shape:
+    """The first rank's place; `local`: steps are."""
+    nodes, per_node = wanted.nodes, wanted.ranks_per_node
+    two_level = per_node > 1 and (layout == "hsdp" or (nodes > 1 and not local))
+    share = Share(0, per_node, nodes if layout == "fsdp" else None) if two_level else None
+    return Shape(wanted.world_size, 0, share, Topology((per_node,) * nodes, wanted.world_size))
+
+
+def kept(wanted: Wanted) -> list[fitting.Choice]:
+    """What ``loco_fsdp`` may keep, from its defaults down to what `memory=` can bring it to."""
+    compressor = PRESETS["loco"]
+    setup = fitting.Setup(
+        specs=wanted.specs,
+        shape=shape_for(wanted, "fsdp"),
+        layout="fsdp",
+        modules=layers_of(list(wanted.specs), wanted.itemsize),
+    )
+    coding = default_weights(compressor)
+    return list(fitting.choices(compressor, coding, setup, may_recode=True, may_shorten=True))
 
 
 def assign(wanted: Wanted, compressor: Compressor) -> Mapping[str, Assignment]:
@@ -176,10 +196,11 @@ def _timed(
 ) -> Choice:
     ours = against is not None
     full, line = (f"{name}_{layout}", f'strategy="{name}_{layout}"') if ours else (f"{layout}, {name}", "")
+    loss = worst_loss(name) if ours else None
     if cluster is None or compute_s is None:
-        return Choice(full, line, plan, quality=quality)
+        return Choice(full, line, plan, quality=quality, loss=loss)
     even = None if against is None else break_even(plan, against, cluster, compute_s)
-    return Choice(full, line, plan, step_time(plan, cluster, compute_s), quality, even)
+    return Choice(full, line, plan, step_time(plan, cluster, compute_s), quality, even, loss)
 
 
 def _seconds(choice: Choice) -> float:

@@ -107,7 +107,9 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float) -> StepTime:
     sent += sum(unit.repeats * each.seconds for unit, each in zip(plan.weights, weights, strict=True))
     busy = sum(each.busy for each in gradients)
     busy += sum(unit.repeats * each.busy for unit, each in zip(plan.weights, weights, strict=True))
+    state = [unit_cost(unit, cluster, per_node) for unit in plan.state]
     late = sum(each.seconds for each in rounds)
+    late += sum(unit.repeats * each.seconds for unit, each in zip(plan.state, state, strict=True))
     hidden = 0.0 if plan.outer is None else plan.outer.delay_of(plan.outer.shortest_turn) * compute_s
     turns = 1 if plan.outer is None else plan.outer.fragments
     shown = max(0.0, late - turns * hidden) / plan.every
@@ -205,7 +207,9 @@ def uncompressed(plan: Plan, itemsize: int) -> Plan:
         )
         for unit in plan.weights
     )
-    return replace(plan, gradients=gradients, weights=weights, rounds=(), every=1, outer=None, memory=Memory())
+    return replace(
+        plan, gradients=gradients, weights=weights, rounds=(), state=(), every=1, outer=None, memory=Memory()
+    )
 
 
 def break_even(plan: Plan, other: Plan, cluster: Cluster, compute_s: float) -> float | None:
@@ -223,3 +227,12 @@ def break_even(plan: Plan, other: Plan, cluster: Cluster, compute_s: float) -> f
         middle = (low * high) ** 0.5
         low, high = (middle, high) if is_faster(middle) else (low, middle)
     return low if low < 0.9 * ANY_RATE else ANY_RATE
+
+
+def compute_within(plan: Plan, cluster: Cluster, step_s: float) -> float:
+    """A step's time without communication, of which this plan makes `step_s` seconds: between 0 and `step_s`."""
+    low, high = 0.0, step_s
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if step_time(plan, cluster, middle).seconds < step_s else (low, middle)
+    return high

@@ -17,9 +17,11 @@ from lowbit_strategy.plan.plan import Memory, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.shape import Shape
 
-SHARE_OF_DEVICE = (
-    8  # compression may keep one part in so many of the smallest GPU's memory, unless `memory=` says otherwise
-)
+SHARE_OF_DEVICE = 8  # compression may keep one part in so many of the smallest GPU's memory, unless `memory=` is given
+
+
+GATHERED_AGAIN = "none in loss, weights travel twice per step"
+UNPROVEN = "a loss that has not been shown to be that of 8-bit residuals"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +49,14 @@ class Choice:
         compressor, weights: The way.
         memory: By purpose.
         differs: How from what was asked for, in words; empty: not at all.
+        costs: What that costs, in words.
     """
 
     compressor: Compressor
     weights: WeightCoding | None
     memory: Memory
     differs: str = ""
+    costs: str = ""
 
     @property
     def total(self) -> int:
@@ -65,6 +69,7 @@ class Choice:
             ("residuals", memory.residuals),
             ("weights between gathers", memory.weights),
             ("messages", memory.messages),
+            ("coding by plain PyTorch", memory.working),
         )
         parts = ", ".join(f"{_gb(nbytes)} for {what}" for what, nbytes in purposes if nbytes)
         return f"{_gb(self.total)} ({parts})"
@@ -85,20 +90,24 @@ def choices(
     """
     yield choice(compressor, weights, setup)
     changes: list[str] = []
+    costs = ""
     if may_recode and weights is not None and weights.keep == "codes" and setup.modules:
         weights = replace(weights, keep="nothing")
         changes.append("weights are gathered again in backward instead of kept as codes")
-        yield choice(compressor, weights, setup, "; ".join(changes))
+        costs = GATHERED_AGAIN
+        yield choice(compressor, weights, setup, "; ".join(changes), costs)
     if not may_shorten or not isinstance(compressor, LoCo) or compressor.residual != "int8":
         return
     for residual, words in (("int4", "residuals have 4 bits instead of 8"), ("none", "no residual is kept")):
         if residual == "none" and compressor.codebook != "uniform":
             return
         fewer = replace(compressor, residual=residual)  # type: ignore[arg-type]
-        yield choice(fewer, weights, setup, "; ".join([*changes, words]))
+        yield choice(fewer, weights, setup, "; ".join([*changes, words]), "; ".join(filter(None, (costs, UNPROVEN))))
 
 
-def choice(compressor: Compressor, weights: WeightCoding | None, setup: Setup, differs: str = "") -> Choice:
+def choice(
+    compressor: Compressor, weights: WeightCoding | None, setup: Setup, differs: str = "", costs: str = ""
+) -> Choice:
     share = None if setup.shape.share is None else replace(setup.shape.share, index=0)
     parts = [spec.shared(share) for spec in setup.specs]
     trained = {spec.name for spec in parts}
@@ -115,7 +124,7 @@ def choice(compressor: Compressor, weights: WeightCoding | None, setup: Setup, d
         coding=weights if setup.modules else None,
         modules=setup.modules or None,
     )
-    return Choice(compressor=compressor, weights=weights, memory=plan.memory, differs=differs)
+    return Choice(compressor=compressor, weights=weights, memory=plan.memory, differs=differs, costs=costs)
 
 
 def choose(found: Sequence[Choice], room_nbytes: int, limit_nbytes: int) -> Choice:

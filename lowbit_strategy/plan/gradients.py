@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES
 from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_cut, round_up
+from lowbit_strategy.collectives.ordered import MESSAGE_NBYTES, pieces_of_rows
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
@@ -17,6 +19,7 @@ from lowbit_strategy.ranks.shape import Shape
 
 Layout = Literal["ddp", "fsdp", "hsdp"]
 
+_WORKING_NBYTES = 32  # of temporary memory per element that plain PyTorch codes at a time, measured: benchmarks/LOG.md
 DDP_FIRST_NBYTES, DDP_CAP_NBYTES = 2**20, 25 * 2**20  # of a bucket, as DDP has them by default
 
 
@@ -145,7 +148,7 @@ def message_memory(
             found = True
     if not found:
         return 0
-    return 2 * world_size * row + (0 if scatter else 4 * shard)
+    return 2 * world_size * row + (0 if scatter else row + 4 * shard)
 
 
 def _part_numel(spec: TensorSpec, shape: Shape) -> int:
@@ -161,6 +164,44 @@ def intra_node_numel(specs: Mapping[str, TensorSpec], names: Sequence[str], shap
     if layout == "hsdp":
         return sum(dim0_cut(specs[name].whole.shape, shape.num_parts).row_numel for name in names)
     return sum(_part_numel(specs[name], shape) for name in names)
+
+
+def working_nbytes(
+    methods: Mapping[str, Method],
+    specs: Mapping[str, TensorSpec],
+    world_size: int,
+    *,
+    scatter: bool,
+    device_type: str,
+) -> int:
+    """Temporary memory for what no kernel codes: plain PyTorch does it, a run of elements at a time."""
+    run = PART_NUMEL[device_type == "cuda"]
+    longest = 0
+    for name, method in methods.items():
+        if isinstance(method, CodecPair) and not (
+            method.uplink.in_one_pass and (scatter or method.downlink.in_one_pass)
+        ):
+            row_numel = specs[name].cut(world_size, method.block_size, scatter=scatter).row_numel
+            longest = max(longest, row_numel, min(run, world_size * row_numel))
+    return longest * _WORKING_NBYTES
+
+
+def intra_node_memory(numel: int, itemsize: int, shape: Shape, layout: Layout) -> int:
+    """Memory for the exact sums inside a node: a piece that is sent, one that is received, and the mean.
+
+    Args:
+        numel: Elements of the mean.
+        itemsize: Of an element.
+        shape: The ranks.
+        layout: What wraps the model.
+    """
+    whole = shape.num_parts * numel * itemsize
+    piece = min(whole, MESSAGE_NBYTES)
+    if layout == "hsdp":  # FSDP2 has the mean, and what is sent unless it is cut
+        return piece if piece == whole else 2 * piece
+    if layout == "ddp":
+        return whole + (piece if piece == whole else 2 * piece) + whole // shape.num_parts
+    return 2 * piece + whole // shape.num_parts
 
 
 def gradient_unit(
@@ -192,8 +233,9 @@ def gradient_unit(
     if shape.share is not None and shape.num_parts > 1 and not (local and layout == "ddp"):
         numel = intra_node_numel(specs, reduced.names, shape, layout)
         sent = (shape.num_parts - 1) * numel * reduced.itemsize
-        messages.append(Message("intra-node", "reduce-scatter", sent, leaving=0.0))
-        memory += shape.num_parts * numel * reduced.itemsize * (1 if layout == "hsdp" else 2)
+        pieces = len(pieces_of_rows(numel, shape.num_parts * reduced.itemsize))
+        messages.append(Message("intra-node", "reduce-scatter", sent, in_series=pieces, leaving=0.0))
+        memory += intra_node_memory(numel, reduced.itemsize, shape, layout)
     if not local:
         level: Level = "flat" if shape.share is None else "inter-node"
         leaving = shape.peers_share_leaving()

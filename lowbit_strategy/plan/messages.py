@@ -44,7 +44,7 @@ class Unit:
         name: For reports.
         numel: Elements of its parameters, wholly.
         messages: Each waits for the one before it.
-        repeats: How often it travels in a step (of a round: in a round).
+        repeats: How often it travels in a step (of a round: in a round), in the mean.
         buffer_nbytes: Memory for its messages while they are under way.
         encoded_numel: Elements that this rank encodes and decodes for it, all hops together.
     """
@@ -52,7 +52,7 @@ class Unit:
     name: str
     numel: int
     messages: tuple[Message, ...]
-    repeats: int = 1
+    repeats: float = 1
     buffer_nbytes: int = 0
     encoded_numel: int = 0
 
@@ -68,7 +68,7 @@ class Unit:
 
 def step_nbytes(units: Iterable[Unit], *levels: Level) -> int:
     """Promised bytes of a step."""
-    return sum(unit.repeats * unit.nbytes(*levels) for unit in units)
+    return round(sum(unit.repeats * unit.nbytes(*levels) for unit in units))
 
 
 def leaving_nbytes(units: Iterable[Unit], *levels: Level) -> int:

@@ -12,9 +12,16 @@ from lowbit_strategy.methods._base.method import Method, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.plan.gradients import Layout, Reduced, ddp_buckets, gradient_units, promised_nbytes
+from lowbit_strategy.plan.gradients import (
+    Layout,
+    Reduced,
+    ddp_buckets,
+    gradient_units,
+    promised_nbytes,
+    working_nbytes,
+)
 from lowbit_strategy.plan.messages import Unit, leaving_nbytes, step_nbytes
-from lowbit_strategy.plan.rounds import anchor_nbytes, round_units
+from lowbit_strategy.plan.rounds import anchor_nbytes, round_units, state_units
 from lowbit_strategy.plan.weights import ModuleLayout, ModuleWeights, module_weights, weight_units
 from lowbit_strategy.ranks.shape import Shape
 
@@ -27,6 +34,7 @@ class Memory:
         residuals: What methods keep from step to step.
         weights: What stays of FSDP2's weights between gathers.
         messages: While they are under way, at most.
+        working: Temporary, where no kernel codes.
         anchors: Local steps: anchors, the outer optimizer's state, a pseudo-gradient.
         accumulating: Gradients that are held whole while micro-batches are accumulated without synchronising: under
             FSDP2 a rank otherwise holds its shard of them.
@@ -35,13 +43,14 @@ class Memory:
     residuals: int = 0
     weights: int = 0
     messages: int = 0
+    working: int = 0
     anchors: int = 0
     accumulating: int = 0
 
     @property
     def total(self) -> int:
         """Of all but `accumulating`, which depends on how the loop accumulates."""
-        return self.residuals + self.weights + self.messages + self.anchors
+        return self.residuals + self.weights + self.messages + self.working + self.anchors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +65,7 @@ class Plan:
         gradients: Of every step, in the order in which backward produces them.
         weights: Of every step: FSDP2's modules, in their order.
         rounds: Local steps: of every round.
+        state: Local steps: of a round in the mean, for the inner optimizers' state where that is averaged.
         every: Optimizer steps of a round; 1 without local steps.
         outer: The rule of local steps, where they are.
         memory: By purpose.
@@ -70,6 +80,7 @@ class Plan:
     gradients: tuple[Unit, ...]
     weights: tuple[Unit, ...]
     rounds: tuple[Unit, ...]
+    state: tuple[Unit, ...]
     every: int
     outer: OuterRule | None
     memory: Memory
@@ -89,12 +100,12 @@ class Plan:
     @property
     def sent_nbytes(self) -> int:
         """Bytes of gradients sent to peers in a step, of movements in a round; framing aside."""
-        return step_nbytes(self.rounds or self.gradients, "flat", "inter-node")
+        return step_nbytes((self.rounds or self.gradients) + self.state, "flat", "inter-node")
 
     @property
     def between_nbytes(self) -> int:
         """Of `sent_nbytes`, what leaves the node."""
-        return leaving_nbytes(self.rounds or self.gradients, "flat", "inter-node")
+        return leaving_nbytes((self.rounds or self.gradients) + self.state, "flat", "inter-node")
 
     @property
     def intra_node_nbytes(self) -> int:
@@ -145,6 +156,7 @@ def make_plan(
     modules: Mapping[str, ModuleLayout] | None = None,
     outer: OuterRule | None = None,
     every: int | None = None,
+    device_type: str = "cuda",
 ) -> Plan:
     """Args:
     specs: Parameters, or this rank's parts of them.
@@ -156,6 +168,7 @@ def make_plan(
     modules: What FSDP2 gathers as one, under FSDP2.
     outer: The rule of local steps.
     every: Optimizer steps of a round; None: of the first one.
+    device_type: Where gradients are coded.
     """
     by_name = {spec.name: spec for spec in specs}
     methods = {name: assignment.method for name, assignment in assignments.items()}
@@ -164,11 +177,13 @@ def make_plan(
     local = outer is not None and shape.num_peers > 1
     gradients = gradient_units(reduced, methods, by_name, shape, layout, local=local)
     rounds = round_units(outer, methods, by_name, shape) if local and outer is not None else ()
+    state = state_units(outer, by_name, shape) if rounds and outer is not None and outer.average_state else ()
     units = weight_units(coding, modules, shape, layout) if coding is not None and modules is not None else ()
     turns = max if layout == "fsdp" else sum  # FSDP2's modules take turns, DDP's buckets may all be under way at once
     messages = turns([unit.buffer_nbytes for unit in gradients] or [0])
     messages += sum(unit.buffer_nbytes for unit in rounds)
     messages += max((unit.buffer_nbytes for unit in units), default=0)
+    messages += max((unit.buffer_nbytes for unit in state), default=0)
     kept = 0
     if coding is not None and modules is not None:
         sharing = sharing_ranks(shape, layout)
@@ -184,12 +199,16 @@ def make_plan(
         gradients=gradients,
         weights=units,
         rounds=rounds,
+        state=state,
         every=1 if not local or outer is None else every or outer.round_length(0, None),
         outer=outer if local else None,
         memory=Memory(
             residuals=residual_nbytes(methods, by_name, shape, scatter=layout == "fsdp"),
             weights=kept,
             messages=messages,
+            working=working_nbytes(
+                methods, by_name, shape.num_peers, scatter=layout == "fsdp", device_type=device_type
+            ),
             anchors=anchor_nbytes(outer, by_name) if local and outer is not None else 0,
             accumulating=accumulating,
         ),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.methods.outer.state_code import StateCode
 from lowbit_strategy.plan.gradients import bucket_messages, message_memory
 from lowbit_strategy.plan.messages import Level, Message, Unit
 from lowbit_strategy.ranks.shape import Shape
 
 SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
 BUCKET_NUMEL = 2**21  # so many elements are coded while those before them travel
-_NUM_FACTS = 3  # numbers of a header beside the sample and one per rank
+NUM_FACTS = 5  # numbers of a header beside the sample and one per rank
 
 
 def cut_into(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[TensorSpec]]:
@@ -50,7 +52,7 @@ def round_units(
     units = []
     for at, fragment in enumerate(cut_into(list(specs.values()), rule.fragments)):
         numel = sum(spec.numel for spec in fragment)
-        header = _NUM_FACTS + peers + min(SAMPLE_NUMEL, numel)
+        header = NUM_FACTS + peers + min(SAMPLE_NUMEL, numel)
         header_nbytes = 2 * (peers - 1) * 4 * header // peers
         for number, bucket in enumerate(buckets_of(fragment)):
             names = [spec.name for spec in bucket if spec.numel]
@@ -67,6 +69,33 @@ def round_units(
                     encoded_numel=2 * elements,
                 )
             )
+    return tuple(units)
+
+
+def state_units(rule: OuterRule, specs: Mapping[str, TensorSpec], shape: Shape) -> tuple[Unit, ...]:
+    """What averaging the inner optimizers' state sends: a key of a fragment's parameters each, in one message.
+
+    How many keys an optimizer keeps is not known before it steps: where all are averaged, two are taken for granted, as
+    Adam has them.
+    """
+    every = {"exp_avg": 1, "exp_avg_sq": 1} if rule.average_state is True else dict(rule.average_state or ())
+    peers, leaving = shape.num_peers, shape.peers_share_leaving()
+    level: Level = "flat" if shape.share is None else "inter-node"
+    methods = {name: each.method for name, each in assign_all(StateCode(), list(specs.values())).items()}
+    units = []
+    for at, fragment in enumerate(cut_into(list(specs.values()), rule.fragments)):
+        for bucket in buckets_of(fragment):
+            names = [spec.name for spec in bucket if spec.numel]
+            messages = bucket_messages(methods, specs, names, peers, scatter=False, level=level, leaving=leaving)
+            messages.insert(
+                0, Message(level, "who has it", 0, 2 * (peers - 1) * 4 * len(names) // peers, leaving=leaving)
+            )
+            elements = sum(spec.numel for spec in bucket)
+            memory = message_memory(methods, specs, names, peers, scatter=False) + 3 * 4 * elements
+            units += [
+                Unit(f"fragment {at}, {key}", elements, tuple(messages), 1 / rounds, memory, 2 * elements)
+                for key, rounds in sorted(every.items())
+            ]
     return tuple(units)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES
 from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_cut, round_up
+from lowbit_strategy.collectives.ordered import pieces_of_rows
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
@@ -113,14 +114,21 @@ def weight_units(
     units = []
     for name, module in layouts.items():
         cost = module_weights(coding, module, num_ranks)
-        coded = has_codes(coding, module)
+        coded, memory = has_codes(coding, module), cost.buffer_nbytes
         row, framing = cost.gather_nbytes // (num_ranks - 1), row_framing(coding, module, num_ranks) if coded else 0
         what = "weights" if coded else "exact weights"
         ours = coded or coding.keep == "replica"
         if two_level and ours:
             nodes, inside = shape.num_peers, shape.num_parts
+            pieces = pieces_of_rows(row + framing, num_ranks)
+            memory += (nodes + num_ranks) * pieces[0][1]
             far = Message(
-                "inter-node", what, (nodes - 1) * row, (nodes - 1) * framing, fixed=not coding.sends_differences
+                "inter-node",
+                what,
+                (nodes - 1) * row,
+                (nodes - 1) * framing,
+                in_series=len(pieces),
+                fixed=not coding.sends_differences,
             )
             near = replace(
                 far,
@@ -134,5 +142,5 @@ def weight_units(
             leaving = 0.0 if layout == "hsdp" else shape.world_share_leaving() if ours else shape.ring_share_leaving
             messages = (Message(flat, what, cost.gather_nbytes, (num_ranks - 1) * framing, leaving=leaving),)
         numel = sum(spec.numel for spec in module.specs)
-        units.append(Unit(name, numel, messages, cost.num_gathers, cost.buffer_nbytes, numel if coded else 0))
+        units.append(Unit(name, numel, messages, cost.num_gathers, memory, numel if coded else 0))
     return tuple(units)

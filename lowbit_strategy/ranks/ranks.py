@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.collectives.layout import Share
+from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.ranks.shape import Shape, num_near
 from lowbit_strategy.ranks.topology import Topology
 
@@ -36,6 +37,7 @@ class Ranks:
         share: Which part of every parameter this rank reduces; None: all of it.
         topology: Which ranks share a node, as far as it is known.
         own: Groups that were made for this value alone, which `destroy` ends.
+        replica: The ranks that have one model together, where replicas come and go; None: all ranks stay.
     """
 
     world: Comm
@@ -44,11 +46,18 @@ class Ranks:
     share: Share | None = None
     topology: Topology | None = None
     own: tuple[dist.ProcessGroup, ...] = ()
+    replica: Comm | None = None
 
     @classmethod
     def flat(cls, comm: Comm, topology: Topology | None = None) -> Ranks:
         """One level: all ranks of `comm` reduce whole parameters with each other."""
         return cls(comm, comm, topology=topology)
+
+    @classmethod
+    def coming_and_going(cls) -> Ranks:
+        """A replica of one rank that has not met the others yet."""
+        alone = LocalComm()
+        return cls(alone, alone, replica=alone)
 
     @property
     def rank(self) -> int:
@@ -66,8 +75,13 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing is compressed, because no other rank reduces the same."""
-        return self.peers.world_size == 1
+        """Whether nothing is compressed, because no other rank reduces the same and none will."""
+        return self.peers.world_size == 1 and self.replica is None
+
+    @property
+    def lasting(self) -> Comm:
+        """The ranks that last as long as this one: sums for reports, outside of an exchange, are over them."""
+        return self.world if self.replica is None else self.replica
 
     def destroy(self) -> None:
         """End the groups that were made for this alone."""

@@ -14,10 +14,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from lowbit_strategy.report.formats import size
 from lowbit_strategy.report.run import DENSE_GRADIENTS, DENSE_WEIGHTS, GRADIENTS, MANY, WEIGHTS, Run, Series
 
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C564B")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C564B")
 _INK, _FAINT = "#1f2933", "#9aa5b1"
 _MAX_GROUPS = 8
-_STYLE: Any = {  # keys are a literal type of matplotlib's stubs
+STYLE: Any = {  # keys are a literal type of matplotlib's stubs
     "font.size": 10,
     "font.family": "DejaVu Sans",
     "axes.edgecolor": _FAINT,
@@ -60,7 +60,7 @@ PHONE = Paper(width=3.9, wide=3.9, columns=1)
 def draw_all(run: Run, paper: Paper = SCREEN, baseline: Run | None = None) -> dict[str, Figure]:
     """All charts that the run has data for, by file stem, in reading order."""
     figures = {}
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for stem, draw in _CHARTS.items():
             figure = draw_loss(run, paper, baseline) if stem == "loss" else draw(run, paper)
             if figure is not None:
@@ -96,7 +96,7 @@ def draw_loss(run: Run, paper: Paper = SCREEN, baseline: Run | None = None) -> F
         for style, (name, series) in zip(("-", "--", ":"), baseline.losses().items(), strict=False):
             smooth = series.smooth()
             top.plot(smooth.steps, smooth.values, style, color=_FAINT, label=f"baseline: {name}")
-    for color, (name, series) in zip(_COLORS, curves.items(), strict=False):
+    for color, (name, series) in zip(COLORS, curves.items(), strict=False):
         _draw_curve(top, color, name, series)
     for step in sorted({line["step"] for line in run.switches} - {0}):
         top.axvline(step, color=_FAINT, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
@@ -131,7 +131,7 @@ def _draw_curve(axes: Axes, color: str, name: str, series: Series) -> None:
 
 def _draw_rates(axes: Axes, run: Run, _: Paper) -> None:
     for series in run.learning_rates().values():
-        axes.plot(series.steps, series.values, color=_COLORS[2])
+        axes.plot(series.steps, series.values, color=COLORS[2])
     axes.set_ylim(bottom=0)
     axes.ticklabel_format(axis="y", style="plain")
     axes.yaxis.set_major_locator(MaxNLocator(nbins=2))
@@ -166,7 +166,7 @@ def _draw_groups(run: Run, paper: Paper, key: str, ylabel: str) -> Figure | None
     if not run.observations:
         return None
     figure, (axes,) = _new(paper.width, 4.2 if paper.columns > 1 else 5.0)
-    for color, name in zip(_COLORS, run.groups[:_MAX_GROUPS], strict=False):
+    for color, name in zip(COLORS, run.groups[:_MAX_GROUPS], strict=False):
         series = run.group(name, key)
         axes.plot(series.steps, series.values, color=color, linewidth=1.3, label=_short(name))
     total = run.total(key)
@@ -198,10 +198,10 @@ def draw_bytes(run: Run, paper: Paper = SCREEN) -> Figure | None:
         return None
     figure, (axes,) = _new(paper.width)
     axes.plot(dense.steps, dense.values, color=_FAINT, label="uncompressed")
-    axes.fill_between(gradients.steps, 0, gradients.values, color=_COLORS[0], alpha=0.8, linewidth=0, label="gradients")
+    axes.fill_between(gradients.steps, 0, gradients.values, color=COLORS[0], alpha=0.8, linewidth=0, label="gradients")
     if run.counts_weights:
         axes.fill_between(
-            sent.steps, gradients.values, sent.values, color=_COLORS[5], alpha=0.8, linewidth=0, label="weights"
+            sent.steps, gradients.values, sent.values, color=COLORS[5], alpha=0.8, linewidth=0, label="weights"
         )
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
     figure.legend(loc="outside lower center", ncols=2 * paper.columns - 1)
@@ -223,7 +223,7 @@ def draw_time(run: Run, paper: Paper = SCREEN) -> Figure | None:
         other,
         [line["comm_ms"] for line in lines],
         [line["codec_ms"] for line in lines],
-        colors=("#d5dbe1", _COLORS[5], _COLORS[1]),
+        colors=("#d5dbe1", COLORS[5], COLORS[1]),
         labels=("everything else", "waiting for bytes", "compression"),
         linewidth=0,
     )

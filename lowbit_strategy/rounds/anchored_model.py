@@ -71,10 +71,17 @@ class AnchoredModel:
                 param.copy_(weights[name])
         self._changed()
 
-    def differs(self) -> bool:
-        """Whether the model has other weights than the anchors."""
-        anchors = self.anchors
-        return any(not torch.equal(param, anchors[name].to(param.dtype)) for name, param in self.params.items())
+    def differs(self, anchors: Mapping[str, Tensor]) -> bool:
+        """Whether the model has other weights than `anchors`, as far as there are any."""
+        kept = {name: param for name, param in self.params.items() if name in anchors}
+        return any(not torch.equal(param, anchors[name].to(param.dtype)) for name, param in kept.items())
+
+    def has_other_weights(self, anchors: Mapping[str, Tensor]) -> bool:
+        """Whether the model has other weights than these, on this rank or on one that has the same model."""
+        differs = torch.tensor(int(self.differs(anchors)), device=self._sync.device)
+        if self._sync.ranks.intra_node is not None:
+            self._sync.ranks.intra_node.all_reduce_max(differs).wait()
+        return bool(differs)
 
     def keep(self) -> None:
         """In `shared`: this rank goes on from what the model has."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import Stages
+from lowbit_strategy.rounds.fragment import Fragment
 from lowbit_strategy.rounds.turn_header import TurnHeader
 
 
@@ -49,6 +51,7 @@ class InFlight:
         arrivals: Of its buckets; the first one's is the header's too.
         delay: Optimizer steps after which it is applied.
         age: Optimizer steps since it was sent.
+        weights: What each rank counts in the mean, 1 on average; empty: 1.
     """
 
     fragment: int
@@ -57,8 +60,32 @@ class InFlight:
     arrivals: Sequence[Arrival]
     delay: int
     age: int = 0
+    weights: tuple[float, ...] = ()
+
+    def share_of(self, ranks: Sequence[int]) -> float:
+        """What these ranks count in the mean together."""
+        return sum(self.weights[rank] if self.weights else 1.0 for rank in ranks)
 
     def wait(self) -> None:
         """Until it has arrived as a whole."""
         for arrival in self.arrivals:
             arrival.wait()
+
+    def state_dict(self, fragments: Sequence[Fragment]) -> dict[str, Any]:
+        """Of what has arrived."""
+        means = fragments[self.fragment].views(self.x)
+        return {"means": means, "header": self.header.state_dict(), "delay": self.delay, "age": self.age}
+
+    @classmethod
+    def from_state(
+        cls, saved: Mapping[str, Any] | None, fragments: Sequence[Fragment], device: torch.device
+    ) -> InFlight | None:
+        """What was under way; None if nothing was, or the model is cut otherwise: other parameters are trained."""
+        for at, fragment in enumerate(fragments if saved is not None else ()):
+            assert saved is not None
+            if fragment.anchors.keys() == saved["means"].keys():
+                x_N = torch.empty(fragment.numel, dtype=torch.float32, device=device)
+                for name, view in fragment.views(x_N).items():
+                    view.copy_(saved["means"][name])
+                return cls(at, x_N, TurnHeader.from_state(saved["header"], device), (), saved["delay"], saved["age"])
+        return None

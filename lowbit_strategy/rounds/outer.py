@@ -5,22 +5,26 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods.outer.interval import Interval
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.handshake import plain
 from lowbit_strategy.plan.rounds import cut_into
+from lowbit_strategy.rounds.anchor_optimizer import AnchorOptimizer
 from lowbit_strategy.rounds.anchored_model import AnchoredModel
 from lowbit_strategy.rounds.averaged_buffers import AveragedBuffers
+from lowbit_strategy.rounds.eager_share import EagerShare
 from lowbit_strategy.rounds.fragment import Fragment
 from lowbit_strategy.rounds.in_flight import AsyncReducer, InFlight, Inline
 from lowbit_strategy.rounds.inner_state import InnerState, States
-from lowbit_strategy.rounds.turn_header import TurnHeader
+from lowbit_strategy.rounds.round_losses import RoundLosses
+from lowbit_strategy.rounds.turn_header import TurnHeader, warn_of
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -53,8 +57,12 @@ class OuterSync:
         on_turn: Called after each turn, on all ranks, when nothing is under way; it may be collective.
         asks: Whether this rank wants all ranks to do something together after a turn.
         asked: Whether a rank had asked in a turn that is over; the same on all ranks.
+        finished: Whether `finish` has been called since the last step: the model is the user's.
         on_left_out: Called after a turn in which this rank was left out, with the anchors in the model.
+        weights: What each rank counts in the mean, 1 on average; empty: 1.
     """
+
+    revocable: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -74,19 +82,21 @@ class OuterSync:
         self.asks: Callable[[], bool] = bool
         self.asked = False
         self.on_left_out: Callable[[], None] = lambda: None
+        self.weights: tuple[float, ...] = ()
         self._reducer = reducer if reducer is not None else Inline()
         self._inner = InnerState(sync, rule.average_state, states) if rule.average_state else None
         parts = cut_into(list(sync.specs.values()), rule.fragments)
         self.model = AnchoredModel([Fragment(part, params) for part in parts], AveragedBuffers(buffers), sync)
-        self._optimizer = rule.optimizer(list(self.anchors.values()))
+        self._optimizer = AnchorOptimizer(rule, self.anchors)
+        self._eager = EagerShare(rule, self.fragments, sync.ranks.peers.world_size) if rule.eager else None
         self._in_flight: InFlight | None = None
-        self._turn = 0  # of the round: the fragment that is sent next
-        self._since = 0  # optimizer steps since the last turn
+        self._turn = self._since = 0  # the fragment that is sent next; optimizer steps since the last turn
         self._every = rule.round_length(sync.step_index, None)
         self._rates: tuple[float | None, float | None] = (None, None)  # learning rates of the last two steps
-        self._finished = False  # since the last step: the model is the user's, who may have loaded other weights
+        self._losses = RoundLosses(sync.device)
+        self.finished = False
         self._spread: Tensor | None = None
-        sync.train_locally(self)
+        sync.train_locally(self, revocable=self.revocable)
 
     @property
     def anchors(self) -> dict[str, Tensor]:
@@ -124,6 +134,11 @@ class OuterSync:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
+    def observe_loss(self, loss: Tensor | float) -> None:
+        """Of a batch of this rank, before it steps; in any unit that stays the same. Does not wait for the device."""
+        if isinstance(self.rule.every, Interval):
+            self._losses.observe(loss)
+
     def after_step(self, learning_rate: float | None = None) -> bool:
         """The inner optimizer has stepped, or a loss scaler has skipped the step. Call on all ranks.
 
@@ -136,7 +151,7 @@ class OuterSync:
         self.sync.count_local_step()
         self._since += 1
         self._rates = (self._rates[1], learning_rate)
-        moved = self._finished = False
+        moved = self.finished = False
         if self._in_flight is not None:
             self._in_flight.age += 1
             moved = self._apply_if_due()
@@ -152,7 +167,7 @@ class OuterSync:
         Call on all ranks, each when it is done. Until the last one is, the others' turns go on with this rank in them;
         then each fragment has a last turn, in which the weights' mean is taken without the outer optimizer.
         """
-        if self._finished:
+        if self.finished:
             return
         self.apply()
         all_done = False
@@ -164,24 +179,33 @@ class OuterSync:
         for _ in range(len(self.fragments) - 1):
             self._launch(None, done=True)
             self.apply(final=True, average=True)
-        self._finished = True
+        self.finished = True
 
     def _launch(self, learning_rate: float | None, *, done: bool) -> InFlight:
         """Send the fragment whose turn it is."""
         fragment, sync = self.fragments[self._turn], self.sync
         x_N = fragment.pseudo_gradient()
         finite = self._finite(x_N)
-        x_N.masked_fill_(finite == 0, 0.0)
         with_buffers = self._turn == len(self.fragments) - 1
+        changes = self.model.buffers.changes() if with_buffers else []
+        own = self.weights[sync.ranks.peers.rank] if self.weights else 1.0
+        for mine in (x_N, *changes):
+            mine.masked_fill_(finite == 0, 0.0)
+            if own != 1.0:
+                mine.mul_(own)
         header = TurnHeader.of(
             x_N[fragment.sample],
-            [change.masked_fill_(finite == 0, 0.0) for change in self.model.buffers.changes()] if with_buffers else (),
+            changes,
             done=done,
             asks=self.asks(),
+            steps=sync.step_index,
+            loss=self._losses.take(),
             finite=finite,
             rank=sync.ranks.peers.rank,
             world_size=sync.ranks.peers.world_size,
         )
+        if self._eager is not None and not done:
+            self._eager.go_ahead(fragment, x_N, sync.step_index)
         sync.begin_step(stride=max(1, self._since))  # where controllers decide
         reduced = [(layout, x_N[part]) for layout, part in fragment.buckets]
         stages = [sync.reduce(layout, x, x) for layout, x in reduced]
@@ -192,13 +216,15 @@ class OuterSync:
         arrivals = [
             self._reducer.submit(each, x, last=layout.last) for each, (layout, x) in zip(stages, reduced, strict=True)
         ]
-        self._in_flight = InFlight(sent, x_N, header, arrivals, self.rule.delay_of(self.turn_length))
+        delay = self.rule.delay_of(self.turn_length)
+        self._in_flight = InFlight(sent, x_N, header, arrivals, delay, weights=self.weights)
         return self._in_flight
 
     def _next_round(self, learning_rate: float | None) -> int:
         earlier, last = self._rates
         rising = earlier is not None and last is not None and last > earlier
-        return self.rule.round_length(self.sync.step_index, learning_rate, rising=rising)
+        step, progress = self.sync.step_index, self._losses.progress
+        return self.rule.round_length(step, learning_rate, rising=rising, progress=progress)
 
     def _finite(self, x_N: Tensor) -> Tensor:
         """1 if all is finite, on all ranks that have one model together, otherwise 0."""
@@ -240,16 +266,23 @@ class OuterSync:
         fragment, mean_N = self.fragments[in_flight.fragment], in_flight.x
         left_out = in_flight.header.left_out
         self.asked |= in_flight.header.asked
-        num_ranks = in_flight.header.world_size - len(left_out)
-        square, sample, changes = in_flight.header.means(num_ranks)
+        world_size = in_flight.header.world_size
+        share = in_flight.share_of([rank for rank in range(world_size) if rank not in left_out])
+        square, sample, changes = in_flight.header.means(share)
         self._spread = torch.stack([square, torch.dot(sample, sample)])
         if left_out:
-            self._warn_of(left_out, num_ranks)
-            mean_N.mul_(in_flight.header.world_size / max(1, num_ranks))
-        if num_ranks:
-            self._move(fragment, mean_N, average=average)
+            warn_of(left_out, self.sync, all_of_them=share == 0)
+            mean_N.mul_(world_size / (share or 1.0))
+        self._losses.arrived(in_flight.header.loss)
+        if self._eager is not None:
+            self._eager.leave(fragment)
+        if share:
+            self._move(fragment, mean_N, average=average, steps=in_flight.header.steps)
         mix = 0.0 if final else self.rule.mix
-        fragment.pull_(mix)
+        if self._eager is not None:
+            self._eager.arrive(fragment)
+        if self._eager is None or final:
+            fragment.pull_(mix)
         if changes.numel():
             self.model.buffers.take_(changes, mix)
         if self.sync.ranks.peers.rank in left_out:
@@ -263,41 +296,23 @@ class OuterSync:
         self.on_turn()
         return True
 
-    def _warn_of(self, left_out: list[int], num_ranks: int) -> None:
-        if self.sync.ranks.rank:
-            return
-        which = "rank" if self.sync.ranks.share is None else "replica"
-        names = ", ".join(f"{which} {rank}" for rank in left_out)
-        then = "the others go on without them" if num_ranks else "the anchors stay as they are"
-        _log.warning(
-            "weights that are not finite at optimizer step %d, on %s: %s, and they start again from the anchors, with a"
-            " fresh optimizer state",
-            self.sync.step_index,
-            names,
-            then,
-        )
-
     @torch.no_grad()
-    def _move(self, fragment: Fragment, mean_N: Tensor, *, average: bool) -> None:
+    def _move(self, fragment: Fragment, mean_N: Tensor, *, average: bool, steps: float) -> None:
         means, anchors = fragment.views(mean_N), fragment.anchors
         if average:
             torch._foreach_sub_(list(anchors.values()), list(means.values()))
             return
-        for name, anchor in anchors.items():
-            anchor.grad = means[name]
-        self._optimizer.step()
-        for anchor in anchors.values():
-            anchor.grad = None
+        self._optimizer.step(means, steps)
 
     # -- which weights the model has --------------------------------------------------------------------------------
 
     def shared_weights(self) -> contextlib.AbstractContextManager[None]:
         """The model has the anchors inside; may be nested. Once training has ended it is left alone."""
-        return contextlib.nullcontext() if self._finished else self.model.shared()
+        return contextlib.nullcontext() if self.finished else self.model.shared()
 
     def rebase_if_changed(self) -> None:
         """In `shared_weights`: someone may have given the model other weights on all ranks."""
-        if self.model.differs():
+        if self.model.differs(self.anchors):
             self.model.keep()
             self.rebase()
 
@@ -307,9 +322,12 @@ class OuterSync:
         The outer optimizer forgets where it was moving the former ones.
         """
         self._in_flight = None
-        self._optimizer.state.clear()
+        self._optimizer.restart()
         self.model.rebase()
+        if self._eager is not None:
+            self._eager.restart()
         self._since = self._turn = 0
+        self._losses.restart()
         self._every = self.rule.round_length(self.sync.step_index, None)
 
     # -- saving -----------------------------------------------------------------------------------------------------
@@ -330,21 +348,20 @@ class OuterSync:
             "turn": self._turn,
             "since": self._since,
             "rates": list(self._rates),
+            "losses": self._losses.state_dict(),
             "num_turns": self.num_turns,
             "anchors": self.anchors,
-            "optimizer class": type(self._optimizer).__name__,
-            "optimizer": {name: dict(self._optimizer.state.get(anchor, {})) for name, anchor in self.anchors.items()},
+            "optimizer class": self._optimizer.kind,
+            "optimizer": self._optimizer.state_dict(),
             "weights": self.model.own_weights,
+            "eager": None if self._eager is None else self._eager.state_dict(),
             "buffers": self.model.buffers.state_dict(),
-            "flight": None
-            if in_flight is None
-            else {
-                "means": self.fragments[in_flight.fragment].views(in_flight.x),
-                "header": in_flight.header.state_dict(),
-                "delay": in_flight.delay,
-                "age": in_flight.age,
-            },
+            "flight": None if in_flight is None else in_flight.state_dict(self.fragments),
         }
+
+    def owns(self, state: Mapping[str, Any]) -> bool:
+        """Whether it is this rank that has saved `state`, where that cannot be known from the rank's number."""
+        return True
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool = True) -> None:
@@ -354,7 +371,7 @@ class OuterSync:
             is taken: anchors, outer optimizer. The round begins anew, from the anchors.
         """
         same_rule = state.get("rule") == plain("outer", self.rule)
-        same_optimizer = state.get("optimizer class") == type(self._optimizer).__name__
+        same_optimizer = state.get("optimizer class") == self._optimizer.kind
         if not same_rule and self.sync.ranks.rank == 0:
             _log.warning(
                 "the checkpoint was written under another outer rule: a new round begins from the anchors, which all"
@@ -364,10 +381,10 @@ class OuterSync:
         for name, anchor in self.anchors.items():
             if name in state["anchors"]:
                 anchor.copy_(state["anchors"][name])
-                kept = state["optimizer"].get(name, {}) if same_optimizer else {}
-                self._optimizer.state[anchor] = {key: _like(value, anchor) for key, value in kept.items()}
+                self._optimizer.load(name, state["optimizer"].get(name, {}) if same_optimizer else {})
         own &= same_rule
-        self._in_flight = self._revived(state["flight"]) if same_rule else None
+        self._losses.load_state_dict(state["losses"], own=own)
+        self._in_flight = InFlight.from_state(state["flight"], self.fragments, self.sync.device) if same_rule else None
         self.model.buffers.load_state_dict(state["buffers"], own=own)
         if not own:
             self.apply(final=True)
@@ -379,21 +396,5 @@ class OuterSync:
         earlier, last = state["rates"]
         self._rates = (earlier, last)
         self.model.use(state["weights"])
-
-    def _revived(self, saved: Mapping[str, Any] | None) -> InFlight | None:
-        """What was under way; None if nothing was, or the model is cut otherwise: other parameters are trained."""
-        for at, fragment in enumerate(self.fragments if saved is not None else ()):
-            assert saved is not None
-            if fragment.anchors.keys() == saved["means"].keys():
-                x_N = torch.empty(fragment.numel, device=self.sync.device)
-                for name, view in fragment.views(x_N).items():
-                    view.copy_(saved["means"][name])
-                header = TurnHeader.from_state(saved["header"], self.sync.device)
-                return InFlight(at, x_N, header, (), saved["delay"], saved["age"])
-        return None
-
-
-def _like(value: Any, anchor: Tensor) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(anchor.device, copy=True) if value.dim() else value.clone()
+        if self._eager is not None:
+            self._eager.load_state_dict(state["eager"])

@@ -100,6 +100,11 @@ class AdaptiveDriver:
         Raises:
             ValueError: The controller cannot serve this model.
         """
+        if sync.ranks.replica is not None:
+            raise ValueError(
+                f"{type(self.controller).__name__} does not go with elastic: a replica that joins would not know what"
+                " has been decided. Leave one of them out"
+            )
         self.sync = sync
         self.state = self._initial_state()
         self.accumulation = self.controller.initial_accumulation

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.bounds import BoundsObserver
 from lowbit_strategy.telemetry.inform import inform
@@ -123,6 +124,11 @@ class ModelControl:
                 f"{type(self.driver.controller).__name__} chooses this model's compressors already, so"
                 f" {type(controller).__name__} cannot as well: one model has one controller"
                 " (Guard and Schedule go around others)"
+            )
+        if isinstance(self.sync.compressor, Auto):
+            raise ValueError(
+                f"Auto chooses this model's compressor, so {type(controller).__name__} cannot as well: give a"
+                " compressor, or leave the controller out"
             )
         driver = AdaptiveDriver(controller, clock=lambda step: self.clock(step))
         driver.attach(self.sync)

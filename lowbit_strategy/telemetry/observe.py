@@ -235,7 +235,7 @@ class Observer:
     # -- summing up ---------------------------------------------------------------------------------------------
 
     def _summarize(self, seconds: float | None) -> Observation:
-        sync, everyone = self.sync, self.sync.ranks.world
+        sync, everyone = self.sync, self.sync.ranks.lasting
         names, device = list(sync.specs), sync.device
         sent_by_name = {name: torch.tensor([sync.state.sent_nbytes(name)], device=device) for name in names}
         parts = ((self._energies, NUM_ENERGIES), (self._residuals, 1), (self._end_to_end, NUM_SUMS), (sent_by_name, 1))

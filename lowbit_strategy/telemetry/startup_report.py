@@ -13,8 +13,6 @@ from lowbit_strategy.kernels import backends
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
-from lowbit_strategy.methods.quantization.loco import LoCoCodec
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import CHOICES
@@ -87,7 +85,12 @@ def _weight_report(plan: Plan) -> WeightReport | None:
 
 
 def _choice(plan: Plan, coding: WeightCoding) -> WeightChoice:
-    kept = {"nothing": "gathered anew in backward", "codes": "kept as codes", "replica": "kept as a replica"}
+    again = any(layout.num_gathers > 1 for layout in plan.modules.values())  # or FSDP2 frees nothing after forward
+    kept = {
+        "nothing": "gathered anew in backward" if again else "sent once, as FSDP2 keeps them until backward",
+        "codes": "kept as codes",
+        "replica": "kept as a replica",
+    }
     ours = coding != Exact()
     return WeightChoice(
         f"{coding.label}, {kept[coding.keep]}",
@@ -106,7 +109,7 @@ class Report:
         sent_nbytes: Bytes this rank sends to others per step.
         fp32_nbytes, bf16_nbytes: The same for an uncompressed ring of that type.
         residual_nbytes: Memory for residuals on this rank.
-        buffer_nbytes: Memory for messages on this rank, at most.
+        buffer_nbytes: Memory for messages on this rank, and for coding them where no kernel does, at most.
         weights: How FSDP2's weights travel, and what other ways would cost; None under DDP.
         ranks: Which ranks reduce what together, in words.
         between_nbytes: Of `sent_nbytes`, what leaves the node. None: it is not known.
@@ -209,7 +212,7 @@ def report_of(plan: Plan, compressor: Compressor, *, device: torch.device, step_
         fp32_nbytes=plan.uncompressed_nbytes(4),
         bf16_nbytes=plan.uncompressed_nbytes(2),
         residual_nbytes=plan.memory.residuals,
-        buffer_nbytes=plan.memory.messages,
+        buffer_nbytes=plan.memory.messages + plan.memory.working,
         weights=_weight_report(plan),
         ranks=describe_ranks(shape),
         between_nbytes=plan.between_nbytes if shape.has_nodes else None,
@@ -237,8 +240,7 @@ def has_kernels(method: Method) -> bool:
     """Whether a GPU codes with kernels, and not with operations of PyTorch."""
     if not isinstance(method, CodecPair):
         return False
-    hops = (method.uplink, method.downlink)
-    return all(isinstance(hop, LoCoCodec) or (isinstance(hop, PlainCodec) and hop.codec.in_one_pass) for hop in hops)
+    return method.uplink.in_one_pass and method.downlink.in_one_pass
 
 
 def describe_ranks(shape: Shape) -> str:

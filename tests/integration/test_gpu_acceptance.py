@@ -143,7 +143,7 @@ def run_part(folder: Path, *names: str, arguments: tuple[str, ...] = ()) -> tupl
         env={**os.environ, "PYTHONPATH": f"{folder}:{REPOSITORY}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     found = json.loads((folder / "results.json").read_text())
     return done.returncode, {each["name"]: each for each in found["parts"]["9_made_up"]["checks"]}, done.stdout
@@ -167,6 +167,23 @@ def test_a_failure_hides_no_other_check_and_a_missing_tool_is_no_fault(tmp_path:
     assert "ms 1.235" in page
     assert output.strip().splitlines()[-1].startswith("| ")  # the row for docs/benchmarks.md
     assert run_part(tmp_path, "fine", "cannot")[0] == 0
+
+
+def test_the_page_has_a_line_for_each_row_and_wraps_what_is_long(tmp_path: Path) -> None:
+    """As it was looked at in a browser: no Python in it, nothing that leaves the page."""
+    from gpu_acceptance.record import Record, write_page
+
+    record = Record(tmp_path, "2_speed", fresh=True)
+    rows = [{"name": "loco", "share_of_copy": 0.71234}, {"name": "decode", "share_of_copy": 0.9}]
+    outcome = {"status": "passed", "why": "", "seconds": 1.0}
+    record.put({"name": "speed", **outcome, "figures": {"rows": rows, "sizes": [1, 2.5]}})
+    record.put({"name": "late", "status": "running", "why": "", "seconds": 0.0, "figures": {}})
+    write_page(tmp_path)
+    page = (tmp_path / "results.html").read_text()
+    assert "rows \nname loco, share_of_copy 0.7123\nname decode, share_of_copy 0.9, sizes 1 2.5" in page
+    assert "its process has not ended it" in page
+    assert "overflow-wrap:anywhere" in page
+    assert ("no GPU" in page) == (not torch.cuda.is_available())
 
 
 def test_a_process_that_is_left_is_reported_and_ended(tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ def test_bad_input(facts: list[Facts]) -> None:
         assert "shard_size=3 does not divide the ranks of a node (2, 2)" in rank["plugin"]
 
 
-OUTER = DiLoCo(every=4, momentum=0.5, average_state={"exp_avg": 1, "exp_avg_sq": 2})
+OUTER = DiLoCo(every=4, momentum=0.5, average_state={"exp_avg": 1, "exp_avg_sq": 2}, synchronous_end=2, num_steps=11)
 
 
 def local_steps(folder: Path) -> Facts:

@@ -8,6 +8,7 @@ does not apply to a configuration is not collected for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,11 @@ WORLD_SIZES = (1, 2, 3, 5)  # one, even, odd with an empty shard, and more ranks
 _reports: dict[int, Report | AssertionError] = {}
 
 
-def _items() -> Iterator[tuple[int, LayoutName, str, str]]:
+# Seldom the best choice, and made of parts that others share: three ranks show most.
+SELDOM = {"acpsgd", "atomo", "deft", "gradiveq", "gspar", "sketchedsgd", "threelc"}
+
+
+def _items() -> Iterator[Any]:
     for world_size in WORLD_SIZES:
         for layout in LAYOUTS:
             for preset in sorted(CONFIGURATIONS):
@@ -27,7 +32,8 @@ def _items() -> Iterator[tuple[int, LayoutName, str, str]]:
                     # On two and five ranks what each keeps for itself is as on three; cuts and sums are not.
                     everything = case.cut_matters or world_size in (1, 3)
                     if everything and case.applies(Subject(preset, layout, world_size)):
-                        yield world_size, layout, preset, name
+                        marks = [pytest.mark.slow] if preset in SELDOM and world_size != 3 else []
+                        yield pytest.param(world_size, layout, preset, name, marks=marks)
 
 
 @pytest.fixture

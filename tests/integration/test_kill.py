@@ -48,8 +48,9 @@ def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(
     assert levels[5] == levels[6]  # the checkpoint cut a phase
 
 
-def test_local_steps_after_a_rank_was_killed_while_a_fragment_was_under_way(tmp_path: Path) -> None:
-    _killed_and_resumed(tmp_path, "ddp", 8, "step=6.ckpt", "streaming")
+@pytest.mark.parametrize("rule", ["streaming", pytest.param("eager", marks=pytest.mark.slow)])
+def test_local_steps_after_a_rank_was_killed_while_a_fragment_was_under_way(tmp_path: Path, rule: str) -> None:
+    _killed_and_resumed(tmp_path, "ddp", 8, "step=6.ckpt", rule)
     saved = list((tmp_path / "broken" / "step=6.ckpt.lowbit").glob("*.pt"))
     assert len(saved) == 2
     for path in saved:

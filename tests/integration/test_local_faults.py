@@ -148,13 +148,13 @@ class FirstWeights(Callback):
 
     def look(self, trainer: Any, pl_module: Any) -> None:
         outer = trainer.strategy.sync.outer
-        kept = outer._optimizer.state
+        kept = outer._optimizer.state_dict()
         for name, param in pl_module.named_parameters():
             anchor = outer.anchors[name]
             self.weights[name] = full(param).clone()  # of a mesh of one rank it is the shard itself
             self.anchors[name] = _whole(anchor, param)
-            if "momentum_buffer" in kept.get(anchor, {}):
-                self.momenta[name] = _whole(kept[anchor]["momentum_buffer"], param)
+            if "momentum_buffer" in kept[name]:
+                self.momenta[name] = _whole(kept[name]["momentum_buffer"], param)
 
 
 def _whole(shard: Tensor, param: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import Exact, LoCo, as_weights
-from lowbit_strategy.attach.attach import attach_fsdp, prepare
+from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.telemetry.observe import Observer
@@ -51,6 +52,27 @@ def sharded(folder: Path) -> Facts:
         "counted": sync.weights.nbytes,
         "parameters": sum(spec.numel for spec in sync.specs.values()),
     }
+
+
+def in_buckets(folder: Path) -> Facts:
+    """DDP, of which all buckets may be under way at the same time."""
+    net = nn.Sequential(*(nn.Linear(4 * WIDTH, 4 * WIDTH) for _ in range(NUM_MODULES)))
+    prepared = prepare(net, LoCo())
+    model = DistributedDataParallel(net, bucket_cap_mb=0.5)
+    session = attach_ddp(model, prepared)
+    for _ in range(6):
+        session.begin_step()
+        model(torch.randn(4, 4 * WIDTH)).square().mean().backward()
+        session.end_step()
+    facts = {"held": session.sync.buffers.nbytes, "announced": build_report(session.sync).buffer_nbytes}
+    session.close()
+    return facts
+
+
+@scenarios(in_buckets)
+def test_buckets_hold_no_more_for_messages_than_is_announced(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert 0 < rank["held"] <= rank["announced"]
 
 
 def _held_nbytes() -> int:

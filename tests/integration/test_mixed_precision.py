@@ -122,6 +122,9 @@ def with_fabric(folder: Path) -> Facts:
                 with made.no_backward_sync(model, enabled=step % 2 == 0):
                     made.backward(F.mse_loss(model(x), y))
         facts[accumulate] = len(exchanges)
+        (session,) = strategy.sessions
+        assert session.sync.weights is not None
+        facts[f"{accumulate} gathers"] = {each.gather.num_sent for each in session.sync.weights.modules.values()}
         facts["types"] = {str(each.param_group.mp_policy.param_dtype) for each in sharded_groups(net)}
     return facts
 
@@ -131,6 +134,7 @@ def test_fabric(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["types"] == {"torch.bfloat16"}
         assert rank["reduce"] == 2 * rank["local"] > 0
+        assert rank["reduce gathers"] == rank["local gathers"] == {2}
 
 
 class Accumulating(Regression):
@@ -155,10 +159,12 @@ def accumulation(folder: Path) -> Facts:
             made = fit("fsdp", model, options=options, max_steps=24, max_epochs=-1, accumulate_grad_batches=2)
         sync = made.strategy.sync
         assert sync is not None
+        assert sync.weights is not None
         facts[accumulate] = {
             "losses": model.losses,
             "waiting": model.waiting,
             "exchanges": len(exchanges),
+            "gathers": {module.gather.num_sent for module in sync.weights.modules.values()},
             "steps": sync.step_index,
             "print": fingerprint(model),
             "log": [line for line in lines if "micro-batches" in line],
@@ -173,6 +179,7 @@ def test_micro_batches_are_kept_or_reduced_with_the_same_loss(facts: list[Facts]
         local, reduced = rank["local"], rank["reduce"]
         assert local["steps"] == reduced["steps"] == 24
         assert reduced["exchanges"] == 2 * local["exchanges"]
+        assert reduced["gathers"] == local["gathers"] == {24}
         assert reduced["waiting"] == 0
         assert local["waiting"] == 4 * elements
         assert sum(reduced["losses"][-8:]) < 1.1 * sum(local["losses"][-8:])

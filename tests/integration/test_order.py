@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lowbit_strategy import DiLoCo, LoCo
+from lowbit_strategy import DiLoCo, LocalSGD, LoCo
+from lowbit_strategy.attach.order_checks import MANY_PASSES
 from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, attach_fsdp, prepare
 from tests.scenarios import Facts, raised, scenarios
 from tests.training import WIDTH, listen, mlp
@@ -46,6 +47,36 @@ def test_wrong_orders_are_named(facts: list[Facts]) -> None:
         assert "attach_fsdp was given a DistributedDataParallel" in rank["ddp for fsdp"]
         assert "no module is sharded with fully_shard" in rank["not sharded"]
         assert "unknown compressor 'lcoo'; did you mean 'loco'" in rank["unknown"]
+
+
+def steps_by_hand(folder: Path, local: bool) -> Facts:
+    """Weights are updated without an optimizer: at first every step ends, then none does."""
+    net = mlp()
+    prepared = prepare(net, LoCo(), SyncOptions(outer=LocalSGD(every=2) if local else None))
+    model = DistributedDataParallel(net)
+    session = attach_ddp(model, prepared)
+    logged = []
+    for ends in (True, False):
+        with listen() as lines:
+            for _ in range(MANY_PASSES + 5):
+                session.begin_step()
+                model(torch.ones(2, WIDTH)).sum().backward()
+                for param in net.parameters():
+                    param.data.sub_(1e-4 * param.grad)
+                    param.grad = None
+                if ends:
+                    session.end_step()
+        logged.append([line for line in lines if "backward passes have come and no step has ended" in line])
+    session.close()
+    return {"logged": logged}
+
+
+@scenarios(steps_by_hand, local=(False, True))
+def test_steps_that_never_end_are_warned_of(facts: list[Facts]) -> None:
+    (ended, not_ended), others = facts[0]["logged"], facts[1]["logged"]
+    assert ended == []
+    assert len(not_ended) == 1
+    assert others == [[], []]
 
 
 def replicas(folder: Path, shard_size: int) -> Facts:

@@ -9,12 +9,25 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from lowbit_strategy import OUTER_RULES, Dense, DiLoCo, LocalSGD, LoCo, PostLocalSGD, Quadratic
+from lowbit_strategy import (
+    OUTER_RULES,
+    QSGD,
+    AdaComm,
+    Dense,
+    DiLoCo,
+    EagerDiLoCo,
+    LocalSGD,
+    LoCo,
+    PostLocalSGD,
+    Quadratic,
+)
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.checkpoint.capture import capture, restore
+from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, prepare
 from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDPStrategy
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
 from lowbit_strategy.telemetry.run_record import read_record
@@ -28,6 +41,15 @@ STREAMING = DiLoCo(every=6, momentum=0.5, fragments=3, delay=1, mix=0.5)
 RULES = {
     "diloco": DiLoCo(every=4, momentum=0.5),
     "streaming": STREAMING,
+    "eager": EagerDiLoCo(every=6, momentum=0.5, fragments=2, decay="cosine", num_steps=30),
+    "both ends": DiLoCo(
+        every=AdaComm(start=4, minimum=2),
+        momentum=0.5,
+        synchronous=2,
+        synchronous_end=0.45,
+        num_steps=14,
+        synchronous_compressor=QSGD(bits=8),
+    ),
     "averaged": DiLoCo(every=4, momentum=0.5, fragments=2, average_state={"exp_avg": 1, "exp_avg_sq": 2}),
 }
 
@@ -142,25 +164,27 @@ def test_by_name(facts: list[Facts]) -> None:
 
 def synchronous_first(folder: Path) -> Facts:
     prints, model = Fingerprints(), ByStep()
-    saver = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    rule = PostLocalSGD(every=4, synchronous=5)
+    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    rule = PostLocalSGD(every=4, synchronous=5, synchronous_end=2, num_steps=12, synchronous_compressor=QSGD(bits=8))
     made = trainer(outer_strategy(rule), max_steps=12, callbacks=[prints, saver], enable_checkpointing=True)
     made.fit(model, loader())
     again = []
-    for step in (3, 9):
+    for step in (3, 9, 10, 11):
         resumed = ByStep()
         trainer(outer_strategy(rule), max_steps=12).fit(resumed, loader(), ckpt_path=folder / f"step={step}.ckpt")
         again.append(fingerprint(resumed))
-    return {"steps": prints.seen["step"], "print": fingerprint(model), "again": again}
+    label = made.strategy.sync.compressor.name
+    return {"steps": prints.seen["step"], "print": fingerprint(model), "again": again, "last": label}
 
 
 @scenarios(synchronous_first)
-def test_post_local_sgd_is_synchronous_at_first(facts: list[Facts]) -> None:
+def test_both_ends_are_synchronous_and_ranks_have_one_optimizer_state_at_the_last(facts: list[Facts]) -> None:
     first, second = facts
     same = [a == b for a, b in zip(first["steps"], second["steps"], strict=True)]
-    assert same == [True] * 5 + [False, False, False, True] + [False, False, False]
+    assert same == [True] * 5 + [False, False, False, True] + [True] * 3  # weights meet before the last two steps
     assert first["print"] == second["print"]
-    assert first["again"] == [first["print"]] * 2
+    assert first["again"] == [first["print"]] * 4
+    assert first["last"] == "qsgd"
 
 
 class Normalised(Regression):
@@ -379,6 +403,45 @@ def test_accelerate_goes_on_to_the_bit(facts: list[Facts]) -> None:
     assert first["steps"] == 7
 
 
+def loop_of_ones_own(folder: Path) -> Facts:
+    """Nobody names the optimizer but `end_step`; its state is averaged, and shared at the end."""
+    rule = DiLoCo(every=3, average_state={"exp_avg": 1}, synchronous_end=2, num_steps=8)
+    steps, spread, refused = [], 0.0, ""
+    for names_it in (True, False):
+        torch.manual_seed(0)
+        net = mlp()
+        prepared = prepare(net, LoCo(block_size=32, beta=0.0, reset_steps=None), SyncOptions(outer=rule))
+        model = DistributedDataParallel(net)
+        session = attach_ddp(model, prepared)
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+        session.resume()
+        try:
+            for step, (x, y) in enumerate(batches(torch.distributed.get_rank(), 0, 8)):
+                optimizer.zero_grad()
+                session.begin_step()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                session.end_step(optimizer if names_it else None)
+                steps.append(fingerprint(net))
+                if step == 2:
+                    moment = optimizer.state[net[0].bias]["exp_avg"].clone()
+                    torch.distributed.all_reduce(moment, torch.distributed.ReduceOp.MAX)
+                    spread = float((moment - optimizer.state[net[0].bias]["exp_avg"]).abs().max())
+        except RuntimeError as error:
+            refused = str(error)
+        session.close()
+    return {"steps": steps[:8], "spread": spread, "refused": refused}
+
+
+@scenarios(loop_of_ones_own)
+def test_a_loop_of_ones_own_names_its_optimizer_at_each_step(facts: list[Facts]) -> None:
+    first, second = facts
+    same = [a == b for a, b in zip(first["steps"], second["steps"], strict=True)]
+    assert same == [False, False, True, False, False, True, True, True]
+    assert first["spread"] == second["spread"] == 0.0
+    assert "need the optimizer: call session.end_step(optimizer)" in first["refused"]
+
+
 class EvaluateInTheMiddle(TrainerCallback):
     """On the same data on all ranks, between two rounds."""
 
@@ -408,15 +471,15 @@ def test_the_hf_trainer_goes_on_to_the_bit(facts: list[Facts]) -> None:
     assert len(facts[0]["evaluated"]) == 1
 
 
-def other_world(folder: Path) -> Facts:
+def other_world(folder: Path, rule: str) -> Facts:
     """Saved by two ranks, gone on with by one of another layout: here a file of three is made up from those of two."""
     saver = ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1, filename="{step}")
-    made = trainer(outer_strategy(STREAMING), max_steps=5, callbacks=[saver], enable_checkpointing=True)
+    made = trainer(outer_strategy(RULES[rule]), max_steps=5, callbacks=[saver], enable_checkpointing=True)
     made.fit(ByStep(), loader())
     saved = capture(made.strategy.sync)
     saved |= {"world_size": 3, "topology": [3, 3, 1, 0]}
     model = ByStep()
-    fresh = trainer(outer_strategy(STREAMING), max_steps=1)
+    fresh = trainer(outer_strategy(RULES[rule]), max_steps=1)
     fresh.fit(model, loader())
     local, sync = fresh.strategy.session.local, fresh.strategy.sync
     restore(sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
@@ -429,7 +492,7 @@ def other_world(folder: Path) -> Facts:
     }
 
 
-@scenarios(other_world)
+@scenarios(other_world, rule=("streaming", "eager"))
 def test_another_number_of_ranks_goes_on_from_the_anchors(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["shared"]

@@ -64,6 +64,11 @@ ELSEWHERE = {
     "python -m pytest tests/integration/test_invariants.py -k float8": "test_new_compressor.py, on the page's file",
     "lowbit launch --dry-run --config_file job.yaml --num_processes 16 --num_machines 2 train.py": "test_dry_run.py",
     "torchrun --nproc-per-node 2 recipes/lora.py --steps 60": "test_recipes.py",
+    "torchrun --nproc-per-node 2 recipes/dlrm.py": "test_recipes.py",
+    'pip install "ray[train]"': "test_recipes.py runs what needs it, where it is installed",
+    "python -m recipes.ray_train --workers 2 --steps 60": "test_recipes.py",
+    "kubectl apply -f recipes/clusters/kubeflow.yaml": "needs a cluster; test_recipes.py checks the file",
+    "sky launch -c lowbit recipes/clusters/skypilot.yaml": "needs a cloud; test_recipes.py checks the file",
     "python recipes/resnet.py --epochs 3": "test_recipes.py",
     "python recipes/wandb_offline.py --steps 60": "test_recipes.py",
     "lowbit launch --config_file recipes/configs/ddp.yaml recipes/run_clm.py --output_dir runs/clm --max_steps 100": (

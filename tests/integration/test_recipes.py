@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.scripts import REPOSITORY, run_script
 
@@ -15,10 +16,12 @@ CLM = "recipes/run_clm.py --output_dir runs/clm --max_steps 6 --max_eval_samples
 RECIPES = {
     f"lowbit launch --config_file recipes/configs/ddp.yaml {CLM}": r"perplexity +=",
     "torchrun --nproc-per-node 2 recipes/lora.py --steps 4": r"trained 57,344 of 3,090,688 parameters, loss \d",
+    "torchrun --nproc-per-node 2 recipes/dlrm.py --steps 40": r"rows within 0\.01: accuracy 0\.\d+, \d",
     "python recipes/resnet.py --epochs 1": r"test accuracy 0\.\d",
+    "python -m recipes.ray_train --steps 4 --storage $PWD/ray": r"'step': 4\}",
     "python recipes/wandb_offline.py --steps 20": r"loss \d.*offline run in .*runs/wandb",
 }
-NEEDS = {"recipes/lora.py": "peft", "recipes/wandb_offline.py": "wandb"}
+NEEDS = {"recipes/lora.py": "peft", "recipes/wandb_offline.py": "wandb", "recipes.ray_train": "ray"}
 
 
 @pytest.mark.slow
@@ -39,3 +42,29 @@ def test_every_recipe_is_on_the_page_and_run() -> None:
     helpers = {"gpt.py", "text.py", "demo_train.py", "compression_study.py"}  # parts of others, and a study
     scripts = {path.name for path in (REPOSITORY / "recipes").glob("*.py")} - helpers
     assert [name for name in sorted(scripts) if f"`{name}`" not in page] == []
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.read(REPOSITORY / "recipes/notebook.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = str(notebook.cells)
+    assert "compressed gradient all-reduce over 2 ranks" in printed
+    assert re.search(r"test accuracy 0\.9", printed)
+
+
+def test_the_kubeflow_job_fits_its_schema() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    written = yaml.safe_load((REPOSITORY / "recipes/clusters/kubeflow.yaml").read_text(encoding="utf-8"))
+    job = models.TrainerV1alpha1TrainJob.from_dict(written)
+    assert job.to_dict() == written  # what the schema does not know would be missing
+
+
+def test_the_skypilot_task_fits_its_schema() -> None:
+    sky = pytest.importorskip("sky")
+    task = sky.Task.from_yaml_config(
+        yaml.safe_load((REPOSITORY / "recipes/clusters/skypilot.yaml").read_text(encoding="utf-8"))
+    )
+    assert task.num_nodes == 2

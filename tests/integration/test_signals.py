@@ -15,7 +15,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from lowbit_strategy import DiLoCo
+from lowbit_strategy import DiLoCo, LoCo
+from lowbit_strategy.accelerate import LowBitPlugin, binding_of
+from tests import accelerated
 from tests.distributed import run_ranks
 from tests.training import ByStep, Kind, fingerprint, loader, strategy, trainer
 
@@ -141,6 +143,54 @@ def test_slurm_requeues_with_a_whole_checkpoint(
             assert saved == ["hpc_ckpt_1.ckpt"]
             assert resumed
     assert len((tmp_path / "requeued").read_text().splitlines()) == number
+
+
+def _accelerated(rank: int, world_size: int, folder: Path, kind: Any, seed: int | None, ranks: tuple[int, ...]) -> int:
+    """Eighteen steps, from the last checkpoint that is whole: the model's bits. SIGTERM ends a process at once."""
+    plugin = LowBitPlugin(LoCo(block_size=32), outer=DiLoCo(every=4) if kind == "local" else None)
+    job = accelerated.prepared(accelerated.make("fsdp" if kind == "fsdp" else "ddp", plugin))
+    step = max((int(path.parent.name) for path in folder.glob("*/complete")), default=0)
+    if step:
+        job.accelerator.load_state(str(folder / str(step)))
+    while step < 18:
+        if step == 4 and seed is not None and rank in ranks:
+            pause = random.Random(seed).uniform(0.0, 0.2)
+            threading.Timer(pause, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        accelerated.train(job, step + 1, skip=step)
+        step += 1
+        if step % 3 == 0:
+            job.accelerator.save_state(str(folder / str(step)))
+            job.accelerator.wait_for_everyone()
+            (folder / str(step) / "complete").touch()
+    if seed is not None:
+        time.sleep(LIMIT_S)  # the signal is still to come
+    binding_of(job.accelerator).finish()
+    return fingerprint(job.model)
+
+
+ACCELERATED = [("ddp", (1,)), ("ddp", (0, 1)), ("fsdp", (0,)), ("local", (1,))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "number"),
+    [("fsdp", (1,), 1), *(pytest.param(*case, 13, marks=pytest.mark.slow) for case in ACCELERATED)],
+)
+def test_accelerate_goes_on_from_a_whole_checkpoint(
+    tmp_path: Path, kind: str, ranks: tuple[int, ...], number: int
+) -> None:
+    """Accelerate has no handler: the process ends, and the other ranks with it."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    expected = run_ranks(_accelerated, 2, whole, kind, None, (), timeout=2 * LIMIT_S)
+    for seed in range(number):
+        own = tmp_path / str(seed)
+        own.mkdir()
+        with pytest.raises(AssertionError, match="died of SIGTERM") as error:
+            run_ranks(_accelerated, 2, own, kind, seed, ranks, timeout=LIMIT_S)
+        text = str(error.value)
+        assert "2 of 2 ranks failed" in text, text
+        assert len(ranks) == 2 or f"rank {ranks[0]} did not answer" in text, text
+        assert run_ranks(_accelerated, 2, own, kind, None, (), timeout=2 * LIMIT_S) == expected
 
 
 def test_local_steps_are_requeued_too(tmp_path: Path) -> None:

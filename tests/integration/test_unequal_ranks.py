@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy import DiLoCo
-from tests.distributed import run_ranks
+from tests.distributed import free_port, run_ranks
 from tests.training import Kind, Regression, loader, strategy, trainer
 
 TIMEOUT_S = 5
@@ -32,7 +33,32 @@ class Unequal(Regression):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.how == "raises":
                 raise ArithmeticError("an error of the user's own")
+            if self.how == "pauses":
+                time.sleep(8 * TIMEOUT_S)
         return super().training_step(batch, batch_idx)
+
+
+def _lose_the_store(rank: int, world_size: int, folder: Path, port: int) -> None:
+    """Rank 0, whose process holds the store, is killed within training."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        timeout=timedelta(seconds=TIMEOUT_S),
+        rank=rank,
+        world_size=world_size,
+    )
+    model = Regression()
+    if rank == 0:
+        model.on_train_batch_end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    trainer(strategy("ddp"), max_steps=40).fit(model, loader())
+
+
+def test_where_the_store_has_ended_no_rank_is_accused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as error:
+        run_ranks(_lose_the_store, 2, tmp_path, free_port(), timeout=60, process_group=None)
+    text = str(error.value)
+    assert "The store of the process group has ended as well" in text
+    assert "did not answer" not in text
 
 
 def _train(rank: int, world_size: int, folder: Path, kind: Kind, how: str) -> None:
@@ -65,12 +91,15 @@ CASES = [
     ("fsdp", "exact", "the all-gather of the exact weights of ", "rank 1 did not answer"),
     ("hsdp", "dies", "rank 1 did not answer", "optimizer step 4"),
     ("ddp", "outer", "rank 1 did not answer", "optimizer step"),
+    pytest.param("ddp", "pauses", "rank 1 did not answer", "Timed out", marks=pytest.mark.slow),
+    pytest.param("fsdp", "pauses", "rank 1 did not answer", "Timed out", marks=pytest.mark.slow),
+    pytest.param("hsdp", "pauses", "rank 1 did not answer", "Timed out", marks=pytest.mark.slow),
     ("ddp", "accumulates", "rank 1 differs from rank 0 in Trainer(accumulate_grad_batches=...): 3 instead of 1", ""),
     ("fsdp", "validates", "rank 1 differs from rank 0 in Trainer(enable_validation=...): True instead of False", ""),
 ]
 
 
-@pytest.mark.parametrize(("kind", "how", "expected", "also"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
+@pytest.mark.parametrize(("kind", "how", "expected", "also"), CASES)
 def test_the_error_names_the_rank(tmp_path: Path, kind: Kind, how: str, expected: str, also: str) -> None:
     with pytest.raises(AssertionError) as error:
         run_ranks(_train, 2, tmp_path, kind, how, timeout=60, process_group=None)

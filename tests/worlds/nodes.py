@@ -148,7 +148,8 @@ class NodesWorld:
     def _hsdp(self, rank: int, grads: Grads) -> dict[str, Tensor]:
         x_WN, entries, cuts = self._rows(grads, self.per_node)
         out = torch.empty(x_WN.shape[1])
-        _run(sum_rows(x_WN, out, self.intra_node[rank], alpha=1.0 / self.per_node))
+        rows = x_WN.view(self.per_node, 1, -1)
+        _run(sum_rows(rows, out.view(1, -1), self.intra_node[rank], alpha=1.0 / self.per_node))
         sync, index = self.syncs[rank], rank % self.per_node
         own = tuple(entry for entry in entries if sync.specs[entry.name].numel)
         sync.begin_step()

@@ -26,6 +26,10 @@ class PlainCodec(StatefulCodec):
         return self.codec.label
 
     @property
+    def in_one_pass(self) -> bool:
+        return self.codec.in_one_pass
+
+    @property
     def residual_gain(self) -> float | None:
         return math.inf if self.codec == DenseCodec("float32") else None
 

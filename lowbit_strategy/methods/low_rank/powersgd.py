@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -14,20 +13,20 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.methods._base.compressor import Assignment, Compressor, dense_method
-from lowbit_strategy.methods._base.option_checks import check_positive
-from lowbit_strategy.methods._base.parameter_selectors import Selector
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.low_rank.low_rank import (
+    LowRankCompressor,
+    check_rank,
+    flattened,
+    matrix_shape,
+    random_q,
+    shaped_like,
+)
 from lowbit_strategy.methods.low_rank.orthogonal import orthogonalize_all, product
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.options.configuration import configuration
-
-
-def matrix_shape(spec: TensorSpec) -> tuple[int, int]:
-    """Rows and columns of a parameter seen as a matrix: first dim, all others."""
-    rows = spec.shape[0] if spec.shape else 1
-    return rows, spec.numel // rows if rows else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +54,7 @@ class PowerSGDReducer(Reducer):
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         state: ReducerState = {}
         for spec in specs:
-            rows, columns = matrix_shape(spec)
-            if self.rank > min(rows, columns):
-                raise ValueError(
-                    f"rank {self.rank} is larger than {spec.name} allows, a matrix of {rows} x {columns}: choose a rank"
-                    f" of at most {min(rows, columns)} or exempt it"
-                )
+            check_rank(self.rank, spec)
             state[spec.name] = {"q": random_q(spec, self.rank, seed=0).to(device)}
             if self.feedback:
                 state[spec.name]["residual"] = torch.zeros(spec.numel, dtype=torch.float32, device=device)
@@ -76,13 +70,13 @@ class PowerSGDReducer(Reducer):
         qs = orthogonalize_all(qs, self.epsilon)
 
         ps = [m @ q for m, q in zip(matrices, qs, strict=True)]
-        ps = _like(ps, (yield from sum_ordered(_flat(ps), comm)))
+        ps = shaped_like(ps, (yield from sum_ordered(flattened(ps), comm)))
         # Q must not become NaN, which would stay for ever: the matrix is taken to be zero, and the result is NaN.
         bad = [~p.isfinite().all() for p in ps]
         ps = orthogonalize_all([torch.where(b, 0.0, p) for p, b in zip(ps, bad, strict=True)], self.epsilon)
 
         own_qs = [m.T @ p for m, p in zip(matrices, ps, strict=True)]
-        sums = _like(own_qs, (yield from sum_ordered(_flat(own_qs), comm)))
+        sums = shaped_like(own_qs, (yield from sum_ordered(flattened(own_qs), comm)))
         for i, view in enumerate(views):
             mean_q = sums[i] / comm.world_size
             mean = torch.where(bad[i], torch.nan, product(ps[i], mean_q))
@@ -118,23 +112,8 @@ class PowerSGDReducer(Reducer):
         return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in (rows, columns))
 
 
-def random_q(spec: TensorSpec, rank: int, seed: int) -> Tensor:
-    """float32 [columns, rank] on the CPU: normal, the same on all ranks, different for every parameter."""
-    generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()) ^ seed)
-    return torch.randn(matrix_shape(spec)[1], rank, generator=generator, dtype=torch.float32)
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
 @configuration
-class PowerSGD(Compressor):
+class PowerSGD(LowRankCompressor):
     """Every matrix as a product of two thin ones, with error feedback.
 
     For a parameter of n x m (first dim, all others), with Q [m, rank] of the step before, on every rank:
@@ -172,48 +151,17 @@ class PowerSGD(Compressor):
 
     name: ClassVar[str] = "powersgd"
 
-    rank: int = 4
     start_step: int = 0
-    min_compression_rate: float = 2.0
     warm_start: bool = True
     feedback: bool = True
-    epsilon: float = 1e-8
-    high_precision: tuple[Selector, ...] = ()
 
     def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
-        check_positive("rank", self.rank)
+        LowRankCompressor.__post_init__(self)
         if self.start_step < 0:
             raise ValueError(f"start_step must be 0 or a positive integer, got {self.start_step!r}")
-        if not self.min_compression_rate > 0:
-            raise ValueError(f"min_compression_rate must be positive, got {self.min_compression_rate!r}")
-        if not self.epsilon >= 0:
-            raise ValueError(f"epsilon must not be negative, got {self.epsilon!r}")
 
     def phase(self, step_index: int) -> Compressor:
         return Dense() if step_index < self.start_step else self
-
-    def pays(self, spec: TensorSpec) -> bool:
-        """Whether two thin matrices are enough smaller than the parameter."""
-        rows, columns = matrix_shape(spec)
-        fits = self.rank <= min(rows, columns)
-        return fits and (rows + columns) * self.rank * self.min_compression_rate < rows * columns
-
-    def check(self, specs: Sequence[TensorSpec]) -> None:
-        candidates = [spec for spec in specs if self.exempted(spec) is None]
-        largest = max((min(matrix_shape(spec)) for spec in candidates), default=self.rank)
-        if self.rank > largest:
-            raise ValueError(
-                f"rank {self.rank} is larger than every matrix of this model: choose a rank of at most {largest},"
-                " better a tenth of that"
-            )
-
-    def assign(self, spec: TensorSpec) -> Assignment:
-        if (assignment := self.exempted(spec)) is not None:
-            return assignment
-        if not self.pays(spec):
-            return Assignment(dense_method(), "exempt", f"rank {self.rank} would not make it much smaller")
-        return Assignment(self.method(spec), "compressed", self.name)
 
     def method(self, spec: TensorSpec) -> PowerSGDReducer:
         return PowerSGDReducer(rank=self.rank, warm_start=self.warm_start, feedback=self.feedback, epsilon=self.epsilon)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +28,10 @@ class DiLoCo(OuterRule):
         nesterov: Nesterov's momentum instead of the classic one.
         optimizer_class: Another outer optimizer: the name of a class of ``torch.optim``, or what makes an optimizer of
             the anchors when it is called with them and ``lr``. `momentum` and `nesterov` are then its own business.
-        fragments, delay, mix, average_state, synchronous, num_steps: See `OuterRule`.
+        decay: How `lr` falls to zero over `num_steps` optimizer steps: ``"linear"``, ``"cosine"``, or ``"none"``. The
+            inner optimizer's schedule falls as well, and each rank's movements with it: this comes on top.
+        fragments, delay, mix, average_state: See `OuterRule`.
+        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
 
     Raises:
         ValueError: A field is out of range, or ``torch.optim`` has no such class.
@@ -43,6 +47,7 @@ class DiLoCo(OuterRule):
     momentum: float = 0.9
     nesterov: bool = True
     optimizer_class: str | Callable[..., Any] = "SGD"
+    decay: Literal["none", "linear", "cosine"] = "none"
 
     def __post_init__(self) -> None:
         OuterRule.__post_init__(self)
@@ -50,6 +55,8 @@ class DiLoCo(OuterRule):
             raise ValueError(f"lr must be above 0, got {self.lr!r}")
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
+        if self.decay != "none" and self.num_steps is None:
+            raise ValueError(f"decay={self.decay!r} needs the length of the run, num_steps: lr reaches zero there")
         self._make  # noqa: B018 (checks the name)
 
     @property
@@ -69,6 +76,12 @@ class DiLoCo(OuterRule):
         if self.optimizer_class != "SGD":
             return super().moment_nbytes
         return 4.0 if self.momentum else 0.0
+
+    def rate_factor(self, steps: float) -> float:
+        if self.decay == "none" or self.num_steps is None:
+            return 1.0
+        share = min(1.0, steps / self.num_steps)
+        return 1.0 - share if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
 
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
         made: Optimizer

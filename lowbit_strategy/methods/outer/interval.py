@@ -19,13 +19,14 @@ class Interval(ABC):
         """Optimizer steps of the shortest round that may come."""
 
     @abstractmethod
-    def at(self, step: int, learning_rate: float | None, *, rising: bool = False) -> int:
+    def at(self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None) -> int:
         """Optimizer steps of the round that begins.
 
         Args:
             step: Optimizer steps completed.
             learning_rate: Of the inner optimizer; None if it is not known.
             rising: Whether the last step's was higher than that of the step before: a warm-up.
+            progress: The mean loss of the last round that is known over that of the first one; None: not known.
         """
 
 
@@ -67,12 +68,80 @@ class Quadratic(Interval):
     def shortest(self) -> int:
         return self.minimum
 
-    def at(self, step: int, learning_rate: float | None, *, rising: bool = False) -> int:
+    def at(self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None) -> int:
         if rising or not learning_rate:  # or not known, or 0 at the start of a warm-up
             learning_rate = self.peak
         if learning_rate is None:
             return self.minimum
         return min(self.maximum, max(self.minimum, math.floor((self.alpha / learning_rate) ** 2)))
+
+
+@configuration
+class AdaComm(Interval):
+    """AdaComm: ``every = ceil(start * sqrt(loss / first loss))``: rounds become shorter as the loss falls.
+
+    Far from the end long rounds cost little; near it ranks have to agree. The loss is the mean over all ranks of the
+    batches of one round, one round old. A loss that is not above 0 leaves rounds as they were at first.
+
+    Args:
+        start: Optimizer steps of the first rounds.
+        minimum: Optimizer steps of the shortest round.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Wang and Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in Local-Update
+        SGD", 2018, arXiv 1810.08313, equation 17, per round and not per minute.
+    """
+
+    start: int = 60
+    minimum: int = 4
+
+    def __post_init__(self) -> None:
+        check_positive("minimum", self.minimum)
+        if self.start < self.minimum:
+            raise ValueError(f"start must be at least minimum, {self.minimum}, got {self.start}")
+
+    @property
+    def shortest(self) -> int:
+        return self.minimum
+
+    def at(self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None) -> int:
+        if progress is None or not progress > 0.0:
+            return self.start
+        return max(self.minimum, math.ceil(self.start * min(1.0, progress) ** 0.5))
+
+
+@configuration
+class Seconds(Interval):
+    """Rounds of so many seconds: machines of different speed take as many steps as they can. Needs ``elastic``.
+
+    Args:
+        seconds: From one turn to the next, on each replica's own clock.
+        expected: Optimizer steps of a round, for plans and reports before the first one has been taken.
+
+    Raises:
+        ValueError: A field is not positive.
+    """
+
+    seconds: float
+    expected: int = 50
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0.0:
+            raise ValueError(f"seconds must be a positive number, got {self.seconds!r}")
+        check_positive("expected", self.expected)
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g} s"
+
+    @property
+    def shortest(self) -> int:
+        return self.expected
+
+    def at(self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None) -> int:
+        return self.expected
 
 
 @configuration
@@ -99,5 +168,5 @@ class Stepwise(Interval):
     def shortest(self) -> int:
         return min(length for _, length in self.lengths)
 
-    def at(self, step: int, learning_rate: float | None, *, rising: bool = False) -> int:
+    def at(self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None) -> int:
         return next(length for start, length in reversed(self.lengths) if start <= step)

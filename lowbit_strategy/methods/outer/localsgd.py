@@ -19,7 +19,8 @@ class LocalSGD(OuterRule):
     With ``every=1``, an exact codec and plain SGD inside, this is synchronous training.
 
     Args:
-        every, fragments, delay, mix, average_state, synchronous, num_steps: See `OuterRule`.
+        every, fragments, delay, mix, average_state: See `OuterRule`.
+        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
 
     References:
         Stich, "Local SGD Converges Fast and Communicates Little", 2018, arXiv 1805.09767.

@@ -17,7 +17,8 @@ class PostLocalSGD(LocalSGD):
     Args:
         synchronous: Optimizer steps of the synchronous part, at least 1, or a share of `num_steps`. More: closer to
             synchronous training, more bytes.
-        num_steps, every, fragments, delay, mix, average_state: See `OuterRule`; of the local part.
+        synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
+        every, fragments, delay, mix, average_state: See `OuterRule`; of the local part.
 
     Raises:
         ValueError: A field is out of range.

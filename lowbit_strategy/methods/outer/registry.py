@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.presets import register_other_names
 from lowbit_strategy.methods.outer.diloco import DiLoCo
-from lowbit_strategy.methods.outer.interval import Interval, Quadratic, Stepwise
+from lowbit_strategy.methods.outer.eagerdiloco import EagerDiLoCo
+from lowbit_strategy.methods.outer.interval import AdaComm, Interval, Quadratic, Seconds, Stepwise
 from lowbit_strategy.methods.outer.localsgd import LocalSGD
 from lowbit_strategy.methods.outer.overlaplocalsgd import OverlapLocalSGD
 from lowbit_strategy.methods.outer.postlocalsgd import PostLocalSGD
@@ -24,6 +26,7 @@ T = TypeVar("T")
 
 OUTER_RULES: dict[str, OuterRule] = {
     "diloco": DiLoCo(),
+    "eagerdiloco": EagerDiLoCo(),
     "localsgd": LocalSGD(),
     "overlaplocalsgd": OverlapLocalSGD(),
     "postlocalsgd": PostLocalSGD(),
@@ -36,7 +39,12 @@ register_other_names(OUTER_RULES, "it is an outer rule, outer={0!r} beside a com
 # Rounds are few, so nothing is reset, and errors of a few pseudo-gradients are fed back in full.
 _FOUR_BITS = LoCo(beta=0.0, reset_steps=None)
 
-_INTERVALS: dict[str, type[Interval]] = {"quadratic": Quadratic, "stepwise": Stepwise}
+_INTERVALS: dict[str, type[Interval]] = {
+    "adacomm": AdaComm,
+    "quadratic": Quadratic,
+    "seconds": Seconds,
+    "stepwise": Stepwise,
+}
 
 
 def default_compressor(rule: OuterRule) -> Compressor:
@@ -75,6 +83,8 @@ def _rule(value: Any, source: Source) -> OuterRule:
 
 
 def _interval(value: Any, source: Source) -> Interval:
+    if isinstance(value, str) and (seconds := re.fullmatch(r"(\d+(?:\.\d+)?) ?s", value)):
+        return Seconds(seconds=float(seconds[1]))
     cls, options = _named(value, _INTERVALS, "interval")
     return call(cls, options, source)
 
@@ -91,7 +101,7 @@ register_conversion(
     Interval,
     Conversion(
         _interval,
-        "an interval such as Quadratic(alpha=0.02) or {name: quadratic, alpha: 0.02}",
-        "an interval such as {name: quadratic, alpha: 0.02}",
+        "an interval such as Quadratic(alpha=0.02) or {name: quadratic, alpha: 0.02} or '30s'",
+        "an interval such as {name: quadratic, alpha: 0.02} or '30s'",
     ),
 )

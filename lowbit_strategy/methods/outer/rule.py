@@ -51,8 +51,8 @@ class OuterRule(ABC):
     Steps 3 and 4 come `delay` optimizer steps after step 2 has begun; ranks train on while the bytes travel.
 
     Args:
-        every: Optimizer steps of a round, or how they are found (`Quadratic`, `Stepwise`). Larger: fewer bytes, ranks
-            drift further apart.
+        every: Optimizer steps of a round, or how they are found (`Quadratic`, `AdaComm`, `Stepwise`); with ``elastic``
+            also seconds, as in ``"30s"``. Larger: fewer bytes, ranks drift further apart.
         fragments: Parts of the model that take turns. More: shorter messages, spread evenly over the round.
         delay: Optimizer steps between sending a fragment and applying what has come back, at most a turn's length.
             Larger: slower links are hidden, the anchor is older.
@@ -65,7 +65,10 @@ class OuterRule(ABC):
             below 1 a share of `num_steps`. At the start of training weights move fastest, and ranks that train alone
             drift furthest apart. What the compressor still holds of gradients is dropped at the change: it is in other
             units than pseudo-gradients.
-        num_steps: Optimizer steps of the whole run, where `synchronous` is a share of them.
+        synchronous_end: So many at the end of `num_steps`, or a share of them, likewise: ranks meet at the mean of
+            their weights, and take over the first one's optimizer. Every rank must have as many steps.
+        synchronous_compressor: Of gradients in the synchronous parts; None: that of pseudo-gradients.
+        num_steps: Optimizer steps of the whole run, where something above refers to it.
 
     Raises:
         ValueError: A field is out of range.
@@ -77,6 +80,7 @@ class OuterRule(ABC):
     """
 
     name: ClassVar[str]
+    eager: ClassVar[bool] = False  # a rank goes ahead with its own share of what it has sent
 
     every: int | Interval = 30
     fragments: int = 1
@@ -84,10 +88,12 @@ class OuterRule(ABC):
     mix: float = 0.0
     average_state: AverageState = False
     synchronous: int | float = 0
+    synchronous_end: int | float = 0
+    synchronous_compressor: Compressor | None = None
     num_steps: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_start()
+        self._check_parts()
         if not isinstance(self.average_state, bool):
             pairs = tuple(sorted(dict(self.average_state).items()))
             object.__setattr__(self, "average_state", pairs)
@@ -110,18 +116,29 @@ class OuterRule(ABC):
         if not 0.0 <= self.mix < 1.0:
             raise ValueError(f"mix must be in [0, 1), got {self.mix!r}: with 1 the anchor would never reach a rank")
 
-    def _check_start(self) -> None:
+    def _check_parts(self) -> None:
         if self.num_steps is not None:
             check_positive("num_steps", self.num_steps)
-        share = isinstance(self.synchronous, float) and self.synchronous < 1.0
-        if self.synchronous < 0 or (isinstance(self.synchronous, float) and not share):
+        for name in ("synchronous", "synchronous_end"):
+            value = getattr(self, name)
+            if value < 0 or (isinstance(value, float) and value >= 1.0):
+                raise ValueError(f"{name} must be a number of steps or a share of the run below 1, got {value!r}")
+            if isinstance(value, float) and value and self.num_steps is None:
+                raise ValueError(
+                    f"{name}={value!r} is a share of the run: give its length as num_steps, or a number of steps"
+                )
+        if self.synchronous_end and self.num_steps is None:
+            raise ValueError(f"synchronous_end={self.synchronous_end!r} needs the length of the run: give num_steps")
+        if self.num_steps is not None and self.synchronous_steps + self._end_steps >= self.num_steps:
             raise ValueError(
-                f"synchronous must be a number of steps or a share of the run below 1, got {self.synchronous!r}"
+                f"synchronous and synchronous_end leave no local step of num_steps={self.num_steps}: make them smaller,"
+                " or leave out outer"
             )
-        if share and self.synchronous and self.num_steps is None:
+        chosen = self.synchronous_compressor
+        if chosen is not None and chosen.momenta != {0.0}:
             raise ValueError(
-                f"synchronous={self.synchronous!r} is a share of the run: give its length as num_steps, or a number of"
-                " steps"
+                f"synchronous_compressor must not apply a momentum of its own, got {chosen.name}: the optimizer's"
+                " serves the local part too"
             )
 
     @property
@@ -176,9 +193,29 @@ class OuterRule(ABC):
     @property
     def synchronous_steps(self) -> int:
         """So many optimizer steps at the start gradients are synchronised, and nothing of this rule happens."""
-        if isinstance(self.synchronous, float) and self.num_steps is not None:
-            return round(self.synchronous * self.num_steps)
-        return int(self.synchronous)
+        return self._steps_of(self.synchronous)
+
+    @property
+    def _end_steps(self) -> int:
+        return self._steps_of(self.synchronous_end)
+
+    def _steps_of(self, part: int | float) -> int:
+        if isinstance(part, float) and self.num_steps is not None:
+            return round(part * self.num_steps)
+        return int(part)
+
+    @property
+    def always_local(self) -> bool:
+        """Whether no gradient is ever synchronised."""
+        return self.synchronous_steps == 0 and self._end_steps == 0
+
+    def has_ended(self, step: int) -> bool:
+        """Whether, after `step` optimizer steps, only the synchronous part at the end is left."""
+        return self.num_steps is not None and self._end_steps > 0 and step >= self.num_steps - self._end_steps
+
+    def is_local(self, step: int) -> bool:
+        """Whether the step after `step` optimizer steps is a local one."""
+        return step >= self.synchronous_steps and not self.has_ended(step)
 
     def delay_of(self, turn_length: int) -> int:
         """Optimizer steps between sending a fragment and applying what has come back.
@@ -192,12 +229,25 @@ class OuterRule(ABC):
         """What the publication compresses pseudo-gradients with; None: any compressor serves."""
         return None
 
-    def round_length(self, step: int, learning_rate: float | None, *, rising: bool = False) -> int:
+    def rate_factor(self, steps: float) -> float:
+        """What the outer optimizer's learning rate is multiplied by, the same on all ranks.
+
+        Args:
+            steps: Optimizer steps that a rank had completed in the mean when it sent what is applied.
+        """
+        return 1.0
+
+    def round_length(
+        self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None
+    ) -> int:
         """Optimizer steps of the round that begins.
 
         Args:
             step: Optimizer steps completed.
             learning_rate: What the inner optimizer's first parameter group has; None if it is not known.
             rising: Whether the step before had a lower one.
+            progress: The mean loss of the last round that is known over that of the first one; None: not known.
         """
-        return self.every if isinstance(self.every, int) else self.every.at(step, learning_rate, rising=rising)
+        if isinstance(self.every, int):
+            return self.every
+        return self.every.at(step, learning_rate, rising=rising, progress=progress)

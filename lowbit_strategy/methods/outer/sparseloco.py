@@ -30,7 +30,8 @@ class SparseLoCo(OuterRule):
     Args:
         every: Optimizer steps of a round; see `OuterRule`.
         lr: The outer SGD steps with it.
-        fragments, delay, mix, average_state, synchronous, num_steps: See `OuterRule`.
+        fragments, delay, mix, average_state: See `OuterRule`.
+        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
 
     Raises:
         ValueError: A field is out of range.

@@ -15,8 +15,9 @@ class StreamingDiLoCo(DiLoCo):
     """`DiLoCo` with fragments, a delay and mixing; pseudo-gradients have 2 bits unless another compressor is given.
 
     Args:
-        fragments, delay, mix, average_state, synchronous, num_steps: See `OuterRule`.
-        every, lr, momentum, nesterov, optimizer_class: See `DiLoCo`.
+        fragments, delay, mix, average_state: See `OuterRule`.
+        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
+        every, lr, momentum, nesterov, optimizer_class, decay: See `DiLoCo`.
 
     Raises:
         ValueError: A field is out of range.

@@ -65,6 +65,10 @@ class LoCoCodec(StatefulCodec):
         return self.fmt.block_size
 
     @property
+    def in_one_pass(self) -> bool:
+        return True
+
+    @property
     def residual_gain(self) -> float:
         return 1.0 - self.beta
 

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lowbit_strategy import DiLoCo, LoCo
+from lowbit_strategy import DiLoCo, EagerDiLoCo, LoCo
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.control import Accordion, Controller, GraVAC
 from lowbit_strategy.lightning import AdaptiveCompression
@@ -30,7 +30,10 @@ CONTROLLERS: dict[str, Callable[[], Controller]] = {
 
 # Turns after steps 5 and 10, applied two steps later: a checkpoint after step 6 is in the middle of a round, and of a
 # fragment's way.
-OUTER = {"streaming": DiLoCo(every=10, fragments=2, delay=2, mix=0.5, momentum=0.5)}
+OUTER = {
+    "streaming": DiLoCo(every=10, fragments=2, delay=2, mix=0.5, momentum=0.5),
+    "eager": EagerDiLoCo(every=8, fragments=2, momentum=0.5, synchronous=1, synchronous_end=1, num_steps=10),
+}
 
 
 def train(

@@ -13,6 +13,7 @@ from lowbit_strategy.collectives.step_flags import StepFlags
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.unit.engine.cuda_host_code import CUDA, on_cuda
+from tests.worlds.echo import Operations
 
 
 class _LateEvent:
@@ -56,3 +57,25 @@ def test_on_the_cpu_it_is_an_error_at_once() -> None:
     received[2, 5] += 1
     with pytest.raises(RuntimeError, match="rank 2 sent a message of another layout than rank 0"):
         flags.check_layout(received, header, rank=0)
+
+
+def test_a_look_at_headers_is_two_operations_for_a_bucket() -> None:
+    """There are hundreds of buckets in a step, and each operation is a kernel that the host starts."""
+    flags = StepFlags(torch.device("cpu"))
+    header = torch.arange(16, dtype=torch.uint8)
+    received = torch.cat([header, torch.ones(32, dtype=torch.uint8)]).repeat(8, 1)
+    flags.note_layout(received, header)  # makes room
+    with Operations() as operations:
+        flags.note_layout(received, header)
+    looks = ("view", "slice", "detach", "alias")
+    kernels = [name for name in operations.names if not any(look in name for look in looks)]
+    assert len(kernels) == 2, kernels
+    assert flags.broken().item() == 0
+    received[5, 11] += 1
+    flags.note_layout(received, header)
+    received[5, 11] -= 1
+    flags.note_layout(received, header)
+    assert flags.broken().item() == 6
+    received[6, 1] += 1
+    flags.note_layout(received, header)
+    assert flags.broken().item() == 7

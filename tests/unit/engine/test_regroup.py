@@ -60,6 +60,29 @@ def test_an_overflow_keeps_the_carryover() -> None:
     torch.testing.assert_close(means[WEIGHTS[0]], grads[WEIGHTS[0]] + carryover)
 
 
+@pytest.mark.parametrize(("residual", "nbytes"), [("int8", 1.1), ("float32", 4.1)])
+def test_what_is_left_over_takes_no_more_memory_than_it_did(residual: str, nbytes: float) -> None:
+    """And gives the same bits as its float32 values."""
+    compressor = LoCo(bits=4, beta=0.5, residual=residual, reset_steps=None)  # type: ignore[arg-type]
+    sync = engine(compressor, scatter=True, rollback=True)
+    reduce_step(sync, gradients(0))
+    before = {name: sync.state.export_unsent(name).clone() for name in WEIGHTS}
+    sync.use(Dense())
+    numel = sum(sync.specs[name].numel for name in WEIGHTS)
+    assert 0 < sync.state.carryover.nbytes <= nbytes * numel
+    for name in WEIGHTS:
+        assert torch.equal(sync.state.carryover.get(name), before[name])
+    sync.state.rescale_(2.0)
+    for name in WEIGHTS:
+        assert torch.equal(sync.state.carryover.get(name), 2.0 * before[name])
+    sync.state.rescale_(0.5)
+    grads = gradients(1)
+    means = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
+    for name in WEIGHTS:
+        torch.testing.assert_close(means[name], grads[name] + before[name])
+    assert sync.state.carryover.nbytes == 0
+
+
 def test_carryover_is_saved() -> None:
     sync, other = engine(TWO), engine(Dense())
     reduce_step(sync, gradients(0))

@@ -77,3 +77,32 @@ def test_quantities() -> None:
     assert units.duration("0.1ms") == pytest.approx(1e-4)
     assert units.size("80GB") == 80e9
     assert units.count("7B") == units.count("7e9") == 7e9
+
+
+def test_losses_are_those_that_were_measured() -> None:
+    code, output = invoke("advise", "--params", "1e8", "--close", "--json")
+    assert code == 0
+    found = {each["name"]: each for each in json.loads(output)["choices"]}
+    assert found["loco_ddp"]["quality"] == "same"
+    assert found["powersgd_ddp"]["quality"] == "worse"
+    assert found["powersgd_ddp"]["loss"]["percent"] > 3
+    assert found["diloco_ddp"]["quality"] == "local"
+    assert "powersgd" not in json.loads(output)["advice"]
+
+
+def test_a_page_with_curves(tmp_path: Path) -> None:
+    out = tmp_path / "advice.html"
+    code, output = invoke("advise", "--params", "1e8", "--html", str(out))
+    assert code == 0, output
+    text = out.read_text()
+    assert text.count("data:image/png;base64") == 3 * 2 * 2  # layouts, bandwidth and latency, screen and phone
+    assert "loco_ddp" in text
+
+
+def test_it_asks_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = "\n".join(["1e9", "4", "2", "1gbit", "0.1ms", "0.5s"])
+    monkeypatch.setattr("lowbit_strategy.launch.advise._is_terminal", lambda: True)
+    result = CliRunner().invoke(app, ["advise"], input=answers, env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    assert "How many parameters" in result.output
+    assert 'Use: strategy="loco_' in result.output

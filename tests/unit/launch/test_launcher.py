@@ -198,3 +198,15 @@ def test_a_dry_run_takes_this_process_s_place(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(Replaced):
         launcher.launch(["--dry-run", "--config_file", file, "train.py", "--lr", "1"])
     assert commands[0][1:] == ["-m", "lowbit_strategy.run", "--lowbit_dry_run", "fsdp:8", "train.py", "--lr", "1"]
+
+
+def test_bench_needs_no_section(handed: Handed) -> None:
+    launcher.launch(["--num_processes", "2", "bench", "--out", "links.json"])
+    assert (handed.args.module, handed.args.training_script) == (True, "lowbit_strategy.launch.bench")
+    assert handed.args.training_script_args == ["--out", "links.json"]
+
+
+def test_a_script_called_bench_is_a_script(handed: Handed) -> None:
+    Path("bench").write_text("")
+    with pytest.raises(ValueError, match="there is no lowbit_config section"):
+        launcher.launch(["--num_processes", "2", "bench"])

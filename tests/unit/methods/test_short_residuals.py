@@ -69,7 +69,7 @@ def test_a_reset_forgets_a_residual_of_4_bits() -> None:
 def test_the_same_bits_in_parts_of_any_size(compressor: LoCo | QSGD, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for numel in (1 << 10, 1 << 30):
-        monkeypatch.setattr(packed, "_PART_NUMEL", {False: numel, True: numel})
+        monkeypatch.setattr(packed, "PART_NUMEL", {False: numel, True: numel})
         sync = engine(compressor, SPECS, scatter=True)
         results.append([reduce_step(sync, gradients(step, SPECS)) for step in range(3)])
     for small, large in zip(*results, strict=True):
@@ -77,7 +77,7 @@ def test_the_same_bits_in_parts_of_any_size(compressor: LoCo | QSGD, monkeypatch
 
 
 def test_parts_have_every_piece_once_and_are_as_small_as_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_PART_NUMEL", {False: 100, True: 10})
+    monkeypatch.setattr(packed, "PART_NUMEL", {False: 100, True: 10})
     rows = [Segment(0, numel, 0, 0, salt) for salt, numel in enumerate((60, 40, 1, 300, 0, 99, 1, 1))]
     parts = parts_of(Segments(rows), torch.device("cpu"))
     assert [[row.numel for row in part.rows] for part in parts] == [[60, 40], [1], [300], [0, 99, 1], [1]]

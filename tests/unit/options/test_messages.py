@@ -48,7 +48,7 @@ untyped: Any = lambda each: each  # noqa: E731 (mistakes are not for the type ch
         ),
         (
             lambda: LowBitDDPStrategy(density=0.1),
-            "it is an option of the compressor, LowBitDDPStrategy(DGC(density=...))",
+            "it is an option of the compressor, LowBitDDPStrategy(TopK(density=...))",
         ),
         (lambda: LowBitDDPStrategy(every=30), "it is an option of the outer rule, outer=DiLoCo(every=...)"),
         (lambda: LowBitDDPStrategy(outr="diloco"), "LowBitDDPStrategy has no option 'outr'; did you mean 'outer'?"),

@@ -17,6 +17,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods.outer.registry import as_outer
 from lowbit_strategy.methods.outer.state_code import StateCode
 from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.plan.messages import step_nbytes
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.rounds.outer import OuterSync
 from tests.worlds.threaded import ThreadedWorld
@@ -144,6 +145,25 @@ def test_bytes_are_those_of_the_codes() -> None:
     codes = sum(StateCode().assign(spec).method.wire_nbytes(spec, 3, scatter=False) for spec in specs)
     framing = 2 * 2 * (16 + 16 * len(specs)) + 2 * 2 * 4 * len(specs) // 3
     assert codes <= with_state - plain <= codes + framing
+    (unit,) = ranks.outers[0].sync.plan().state
+    assert sum(message.total_nbytes for message in unit.messages) == with_state - plain
+    assert step_nbytes([unit]) == codes // 2  # of a round in the mean
+
+
+@pytest.mark.parametrize("average", [{"exp_avg": 1}, {"exp_avg": 1, "exp_avg_sq": 2}, True])
+def test_the_plan_has_the_bytes_of_a_round(average: Any) -> None:
+    """In the mean over rounds where keys take turns; framing is shared by keys that travel together."""
+    ranks = Replicas(LocalSGD(every=1, fragments=1, average_state=average))
+    comm, before = ranks.world.comms[0], 0
+    for seed in range(3):
+        before = comm.sent_nbytes if seed == 1 else before
+        ranks.step(seed)
+    plan = ranks.outers[0].sync.plan()
+    units = plan.rounds + plan.state
+    planned = sum(unit.repeats * message.total_nbytes for unit in units for message in unit.messages)
+    framing = sum(message.framing_nbytes for unit in units for message in unit.messages)
+    assert abs((comm.sent_nbytes - before) / 2 - planned) <= (0 if average == {"exp_avg": 1} else framing)
+    ranks.world.close()
 
 
 def test_a_rank_without_state_takes_no_part_in_the_mean() -> None:

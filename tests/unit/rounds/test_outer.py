@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lowbit_strategy import (
+    DGC,
     OUTER_RULES,
+    AdaComm,
     Dense,
     DiLoCo,
+    EagerDiLoCo,
     ExDyna,
     LocalSGD,
     LoCo,
@@ -247,11 +250,26 @@ def test_a_method_of_the_whole_model_is_not_cut_into_fragments() -> None:
         ({"momentum": 1.0}, "momentum must be in"),
         ({"lr": 0.0}, "lr must be above 0"),
         ({"optimizer_class": "Sgd"}, "optimizer_class must be the name"),
+        ({"decay": "linear"}, "needs the length of the run, num_steps"),
+        ({"synchronous_end": 100}, "needs the length of the run: give num_steps"),
+        ({"synchronous": 0.5, "synchronous_end": 50, "num_steps": 100}, "leave no local step of num_steps=100"),
+        ({"synchronous_compressor": DGC(momentum=0.9)}, "must not apply a momentum of its own, got dgc"),
     ],
 )
 def test_options_out_of_range(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DiLoCo(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"delay": 1}, {"mix": 0.5}, {"optimizer_class": "Adam"}])
+def test_eager_updates_take_no_delay_and_no_other_optimizer(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be left at"):
+        EagerDiLoCo(**wrong)
+
+
+def test_rounds_that_follow_the_loss_have_a_length() -> None:
+    with pytest.raises(ValueError, match="start must be at least minimum, 4, got 3"):
+        AdaComm(start=3)
 
 
 def test_overlap_takes_no_delay() -> None:
@@ -299,6 +317,73 @@ def test_a_controller_changes_the_length_of_rounds() -> None:
         turns.append(ranks.outers[0].num_turns)
     assert turns == [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
     ranks.world.close()
+
+
+def test_rounds_become_shorter_with_the_loss() -> None:
+    """Every rank learns the mean of all ranks' losses, so all have the same rounds; one without a loss stops that."""
+    ranks = Replicas(LocalSGD(every=AdaComm(start=8, minimum=2)), world_size=3)
+    lengths = []
+    for step in range(24):
+        for rank, outer in enumerate(ranks.outers):
+            outer.observe_loss(torch.tensor((1.0, 2.0, 6.0)[rank] / (1 if step < 8 else 4)))
+        ranks.together(lambda rank: ranks.outers[rank].after_step(0.1))
+        lengths.append({outer.round_length for outer in ranks.outers})
+    assert lengths[:16] == [{8}] * 16
+    assert lengths[16:] == [{8}] * 7 + [{4}]  # half of the root; the last round's loss came with its turn
+    ranks.outers[0].observe_loss(float("nan"))
+    assert ranks.outers[1].state_dict()["losses"]["means"] == [3.0, 0.75]
+    ranks.world.close()
+
+
+@pytest.mark.parametrize(("decay", "factors"), [("linear", (0.6, 0.2)), ("cosine", (0.6545, 0.0955))])
+def test_the_outer_rate_falls_by_steps_that_all_ranks_agree_on(decay: Any, factors: tuple[float, float]) -> None:
+    """Ranks have completed different numbers of steps when they send; the mean decides."""
+    ranks = Replicas(DiLoCo(every=2, lr=0.5, momentum=0.0, decay=decay, num_steps=10))
+    ranks.outers[0].sync.step_index, ranks.outers[1].sync.step_index = 1, 3
+    for factor in factors:
+        ranks.step(0)
+        for rank in range(2):
+            ranks.local_step(rank, 1)
+        before = {name: anchor.clone() for name, anchor in ranks.outers[0].anchors.items()}
+        moved = [
+            {name: before[name] - param.detach() for name, param in outer.params.items()} for outer in ranks.outers
+        ]
+        ranks.together(lambda rank: ranks.outers[rank].after_step())
+        for name, anchor in ranks.outers[1].anchors.items():
+            mean = (moved[0][name] + moved[1][name]) / 2
+            torch.testing.assert_close(anchor, before[name] - 0.5 * factor * mean, rtol=1e-3, atol=1e-6)
+        for outer in ranks.outers:
+            outer.sync.step_index += 2
+    ranks.world.close()
+
+
+def test_eager_updates_are_those_published() -> None:
+    """Each rank's weights after a turn are its own outer optimizer's, with its new share and the others' last one."""
+    ranks = Replicas(EagerDiLoCo(every=3, lr=0.7, momentum=0.9))
+    starts = [{name: param.detach().clone() for name, param in outer.params.items()} for outer in ranks.outers]
+    optimizers = [torch.optim.SGD(list(start.values()), lr=0.7, momentum=0.9, nesterov=True) for start in starts]
+    last = [{name: torch.zeros_like(value) for name, value in start.items()} for start in starts]
+    for turn in range(5):
+        for seed in range(2):
+            ranks.step(10 * turn + seed)
+        for rank in range(2):
+            ranks.local_step(rank, 10 * turn + 2)
+        own = [
+            {name: start[name] - param.detach() for name, param in outer.params.items()}
+            for start, outer in zip(starts, ranks.outers, strict=True)
+        ]
+        ranks.together(lambda rank: ranks.outers[rank].after_step())
+        for rank, (start, optimizer) in enumerate(zip(starts, optimizers, strict=True)):
+            for name, value in start.items():
+                mean = (last[0][name] + last[1][name]) / 2
+                value.grad = own[rank][name] / 2 + mean - last[rank][name] / 2
+            optimizer.step()
+            for name, param in ranks.outers[rank].params.items():
+                torch.testing.assert_close(param, start[name], rtol=1e-4, atol=1e-5)
+        last = own
+    assert not torch.equal(ranks.weights(0), ranks.weights(1))
+    ranks.finish()
+    assert torch.equal(ranks.weights(0), ranks.weights(1))
 
 
 def test_the_sample_of_the_drift_is_in_step_with_no_row() -> None:

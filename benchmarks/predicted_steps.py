@@ -1,0 +1,122 @@
+"""Steps on emulated links, predicted and measured, cell by cell; what the file has already is not run again.
+
+    sudo .venv/bin/python benchmarks/predicted_steps.py --json benchmarks/results/predicted_steps.json --minutes 4
+
+A prediction is made of the links as `lowbit bench` measures them and of one timed step without communication
+(`slow_links/predicted_step.py`). Cells are ordered so that every layout, rate and delay comes early; `--minutes` ends
+between two of them. `--show` prints the table of what the file has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from network import describe_machine
+from slow_links.hosts import run_on_hosts
+from slow_links.namespaces import SlowNetwork, why_not
+
+SCRIPT = Path(__file__).parent / "slow_links" / "predicted_step.py"
+RATES = ("none", "1gbit", "200mbit", "50mbit")
+DELAYS_MS = (0, 50, 150)
+SHAPES = ((4, 1), (2, 2))
+LAYOUTS = {
+    "ddp": ("loco_ddp", "ddp", "loco1_ddp", "diloco_ddp"),
+    "fsdp": ("loco_fsdp", "fsdp2", "fsdp2-bf16", "loco1_fsdp"),
+    "hsdp": ("loco_hsdp", "dense_hsdp", "loco1_hsdp", "diloco_hsdp"),
+}
+MODEL = {"width": 256, "depth": 12, "context": 64, "batch_size": 1, "numel": 9_597_440}
+_TIMEOUT_S = 600
+
+
+def runs() -> Iterator[tuple[str, int, tuple[int, int], str]]:
+    """Rate, delay, shape and layout of each run; HSDP needs several ranks a host. The harder links come last."""
+    every = [
+        (rate, delay, shape, layout)
+        for delay, rate, shape, layout in itertools.product(DELAYS_MS, RATES, SHAPES, LAYOUTS)
+        if layout != "hsdp" or shape[1] > 1
+    ]
+    near = [each for each in every if each[1] == 0]
+    yield from near
+    yield from (each for each in every if each not in near)
+
+
+def name_of(rate: str, delay: int, shape: tuple[int, int], layout: str) -> str:
+    return f"{layout} {shape[0]}x{shape[1]} {rate} {delay}ms"
+
+
+def run(rate: str, delay: int, shape: tuple[int, int], layout: str, options: argparse.Namespace) -> dict[str, Any]:
+    numbers = {"rounds": 1, "steps": options.steps, "warmup_steps": options.warmup_steps, **MODEL}
+    pairs = [part for name, value in numbers.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    variants = [each for each in LAYOUTS[layout] if options.local_steps or not each.startswith("diloco")]
+    with SlowNetwork(shape[0], delay_s=delay / 1000) as network:
+        network.set_rate(None if rate == "none" else rate)
+        arguments = [*pairs, "--variants", *variants]
+        report: dict[str, Any] = run_on_hosts(network, SCRIPT, arguments, timeout=_TIMEOUT_S, ranks_per_host=shape[1])[
+            0
+        ]
+    return report
+
+
+def show(cells: dict[str, Any]) -> None:
+    table = Table(title="predicted over measured step")
+    for column in ("cell", "set-up", "measured, s", "predicted, s", "between", "ratio"):
+        table.add_column(column, justify="left" if column in ("cell", "set-up") else "right")
+    ratios = []
+    for name, report in cells.items():
+        for variant, cell in report["cells"].items():
+            ratios.append(cell["seconds"] / cell["measured_s"])
+            bounds = f"{cell['low']:.3f} to {cell['high']:.3f}"
+            figures = (f"{cell['measured_s']:.3f}", f"{cell['seconds']:.3f}", bounds, f"{ratios[-1]:.2f}")
+            table.add_row(name, variant, *figures)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    if ratios:
+        within = [sum(abs(ratio - 1) <= bound for ratio in ratios) for bound in (0.15, 0.3)]
+        print(
+            f"{len(ratios)} cells: {within[0]} within 15 %, {within[1]} within 30 %,"
+            f" median {statistics.median(ratios):.2f}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after so many")
+    parser.add_argument("--only", default="", help="runs whose name has this in it, such as 'ddp 4x1 200mbit'")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warmup-steps", type=int, default=3)
+    parser.add_argument("--local-steps", action="store_true", help="measure DiLoCo too, in whole rounds")
+    parser.add_argument("--show", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    content = json.loads(options.json.read_text()) if options.json.exists() else {"runs": {}}
+    if not options.show:
+        if (reason := why_not()) is not None:
+            print(f"benchmarks/predicted_steps.py cannot run here: {reason}", file=sys.stderr)
+            return 2
+        began = time.monotonic()
+        for each in runs():
+            name = name_of(*each)
+            if name in content["runs"] or options.only not in name:
+                continue
+            if time.monotonic() - began > 60 * options.minutes:
+                break
+            print(name, file=sys.stderr, flush=True)
+            machine = describe_machine()
+            content["runs"][name] = {**run(*each, options), "machine": machine}
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
+    show(content["runs"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

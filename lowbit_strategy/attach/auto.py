@@ -1,0 +1,334 @@
+"""`Auto` at work on one model: times the framework's own steps, tries candidates, keeps the fastest or steps aside.
+
+| phase | steps are | ends |
+|---|---|---|
+| `own` | the framework's own, timed | after a few; links are measured then, and candidates predicted |
+| `try` | one candidate's, timed | after a few; then the next, or the decision |
+| `empty` | reduced by the engine without compression | when no rank has anything left to send |
+| `settled` | the chosen one's | when they take a third more or less than they did |
+
+Every change comes after an optimizer's step, on all ranks together, and from figures that all of them have.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from lowbit_strategy.attach.fit import room_for
+from lowbit_strategy.attach.wiring import Wiring
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.compressor import assign_all
+from lowbit_strategy.methods.auto import Auto
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.plan.bench import slowest
+from lowbit_strategy.plan.cost import Cluster, compute_within, step_time, uncompressed
+from lowbit_strategy.plan.gradients import Layout
+from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.trial import (
+    OWN_STEPS,
+    TRIED_STEPS,
+    WARM_STEPS,
+    WARM_TRIED_STEPS,
+    Candidate,
+    Timed,
+    candidates,
+    decide,
+    has_changed,
+    hopeful,
+)
+from lowbit_strategy.telemetry.inform import inform
+from lowbit_strategy.telemetry.links import finish, measure_links
+
+EXTRA_STATE_KEY = "auto"
+LOOK_EVERY = 200  # settled steps between two looks, which the ranks take together; the first comes sooner
+_MOST_EMPTYING_STEPS = 3
+
+Phase = Literal["own", "try", "empty", "settled"]
+
+
+class AutoChoice:
+    """The choice of one model's set-up on one rank.
+
+    Args:
+        auto: What the user has asked for.
+        sync: The engine; nothing calls it yet.
+        wiring: Switches between the framework's own communication and the engine's.
+        layout: What wraps the model.
+        weights: How FSDP2's weights travel, if the user has chosen; None: not chosen.
+        memory: GB that compression may keep; see `SyncOptions`.
+        group: All ranks.
+        timer: Seconds.
+
+    Attributes:
+        active: What is in force; None: the framework's own.
+        reason: Why it is, once it has been decided.
+        trial_steps: Steps that the last trial took, the framework's own among them.
+        trial_s: What it cost beyond as many of the framework's own steps, links included.
+    """
+
+    def __init__(
+        self,
+        auto: Auto,
+        sync: GradientSync,
+        wiring: Wiring,
+        layout: Layout,
+        *,
+        weights: WeightCoding | None = None,
+        memory: float | None = None,
+        group: dist.ProcessGroup | None = None,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.auto = auto
+        self.sync = sync
+        self.wiring = wiring
+        self.layout: Layout = layout
+        self.active: Candidate | None = None
+        self.reason = ""
+        self.trial_steps = 0
+        self.trial_s = 0.0
+        self.phase: Phase = "own"
+        self._group = group
+        self._timer = timer
+        self._room = room_for(memory, sync.device, sync.ranks)[0]
+        self._all = candidates(auto, layout, weights)
+        self._waiting: list[Candidate] = []
+        self._tried: list[Candidate] = []
+        self._predicted: dict[str, float] = {}
+        self._own: Timed | None = None
+        self._times: list[Timed] = []
+        self._reference_s: float | None = None
+        self._next_look = 0
+        self._patience = LOOK_EVERY
+        self._coding: WeightCoding | None = None  # in force while the engine reduces
+        self._seconds: list[float] = []
+        self._last: float | None = None
+        self._begin(WARM_STEPS + OWN_STEPS, OWN_STEPS)
+        sync.save_with(EXTRA_STATE_KEY, self)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether steps are the framework's own, which the engine knows nothing of."""
+        return self.active is None and self.phase != "empty"
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def end_step(self) -> bool:
+        """An optimizer step that counts is over, on all ranks. Returns True."""
+        if self.is_own:
+            self.sync.count_local_step()
+        if self.phase != "settled":
+            finish(self.sync.device)
+            self.trial_steps += 1
+        now = self._timer()
+        if self._last is not None:
+            self._seconds.append(now - self._last)
+        self._last = now
+        self._remaining -= 1
+        if self._remaining <= 0:
+            {"own": self._plan, "try": self._next, "empty": self._emptied, "settled": self._look}[self.phase]()
+        return True
+
+    def _begin(self, num_steps: int, num_timed: int) -> None:
+        """Count steps anew, of which the last ones are timed."""
+        self._remaining, self._timed = num_steps, num_timed
+        self._seconds = []
+        self._last = None if num_steps == num_timed else self._timer()
+
+    def _measured(self) -> tuple[float, ...]:
+        return tuple(self._seconds[-self._timed :])
+
+    def _share(self, mine: Any) -> list[Any]:
+        """Every rank's, in order."""
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, mine, group=self._group)
+        return everyone
+
+    def _slowest(self, name: str) -> Timed:
+        """Each timed step as long as it was on the rank where it took longest."""
+        everyone = self._share(self._measured())
+        return Timed(name, tuple(max(step) for step in zip(*everyone, strict=True)))
+
+    # -- the framework's own --------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """The framework's own steps have been timed: measure links, predict, begin to try."""
+        self._own = self._slowest("without compression")
+        began = self._timer()
+        cluster = _slowest_of(self._share(measure_links(self.sync.ranks, self.sync.device, self._all[0].compressor)))
+        plans = [self._plan_of(each) for each in self._all]
+        plain = uncompressed(self._plan_of(Candidate("", self.auto, Exact())), 4)
+        compute_s = compute_within(plain, cluster, self._own.median)
+        seconds = [step_time(plan, cluster, compute_s).seconds for plan in plans]
+        fits = [self._room is None or plan.memory.total <= self._room for plan in plans]
+        promising = [at for at in hopeful(seconds, self._own.median) if fits[at]]
+        self._predicted = {each.name: predicted for each, predicted in zip(self._all, seconds, strict=True)}
+        self._waiting = [self._all[at] for at in promising]
+        self._tried, self._times = [], []
+        self.trial_s = self._timer() - began
+        link, predictions = cluster.inter_node, ", ".join(f"{n} {s:.3g} s" for n, s in self._predicted.items())
+        self._inform(
+            f"a step without compression takes {self._own.median:.3g} s, of which about {compute_s:.3g} s is not"
+            f" communication; ranks reach each other at {link.nbytes_per_s / 1e6:.3g} MB/s in"
+            f" {1e3 * link.latency_s:.3g} ms, measured. Predicted: {predictions}"
+        )
+        self._next()
+
+    def _plan_of(self, candidate: Candidate) -> Plan:
+        compressor = candidate.compressor.phase(self.sync.step_index)
+        assignments = assign_all(compressor, list(self.sync.specs.values()))
+        return self.sync.plan(assignments, candidate.weights)
+
+    # -- trying ---------------------------------------------------------------------------------------------------
+
+    def _next(self) -> None:
+        """The next candidate, or the decision."""
+        if self.phase == "try":
+            assert self.active is not None
+            self._times.append(self._slowest(self.active.name))
+            self._tried.append(self.active)
+        if self._waiting:
+            self.phase = "try"
+            self._enter(self._waiting.pop(0))
+            self._begin(WARM_TRIED_STEPS + TRIED_STEPS, TRIED_STEPS)
+            return
+        assert self._own is not None
+        verdict = decide(self._own, self._times)
+        for times in self._times:
+            self.trial_s += max(0.0, sum(times.seconds) - len(times.seconds) * self._own.median)
+        self.reason = verdict.reason
+        if verdict.chosen is not None:
+            self._enter(self._tried[verdict.chosen])
+            self._settle(self._times[verdict.chosen].median)
+        else:
+            self._leave()
+
+    def _enter(self, candidate: Candidate) -> None:
+        """`candidate` from the next step on; what was not sent yet goes along."""
+        if self.active is None or self.active.weights != candidate.weights:
+            self._take(candidate.weights)
+        self.sync.use(candidate.compressor)
+        self.active = candidate
+
+    def _take(self, weights: WeightCoding | None) -> None:
+        self.wiring.take(weights)
+        self._coding = weights
+
+    # -- stepping aside -------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """The framework's own, once nothing is left to send."""
+        if self.active is None:
+            self._settle_own()
+            return
+        self.active = None
+        self.phase = "empty"
+        self.sync.use(self.auto)
+        self._emptying = 0
+        self._begin(1, 1)
+
+    def _emptied(self) -> None:
+        self._emptying += 1
+        if any(self._share(self._unsent())) and self._emptying < _MOST_EMPTYING_STEPS:
+            self._begin(1, 1)
+            return
+        self.phase = "own"
+        self.wiring.give_back()
+        if self._own is None:  # a checkpoint has been loaded that was written while something was tried
+            self._restart()
+        else:
+            self._settle_own()
+
+    def _unsent(self) -> bool:
+        """Whether anything waits for gradients that have not come."""
+        return any(name in self.sync.state.carryover for name in self.sync.specs)
+
+    def _settle_own(self) -> None:
+        assert self._own is not None
+        self._settle(self._own.median)
+
+    def _settle(self, reference_s: float) -> None:
+        self.phase = "settled"
+        self._reference_s = reference_s
+        using = "no compression: the hook is removed" if self.active is None else self.active.name
+        self._inform(
+            f"{using}, because {self.reason}. Choosing took {self.trial_steps} steps, and {self.trial_s:.2g} s more"
+            " than as many of the framework's own"
+        )
+        self._begin(self._patience, min(self._patience, 50))
+
+    # -- looking again --------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Have steps become a third slower or faster?"""
+        assert self._reference_s is not None
+        seconds = max(self._share(statistics.median(self._measured())))
+        if not has_changed(seconds, self._reference_s):
+            self._begin(LOOK_EVERY, 50)
+            return
+        self._inform(
+            f"a step takes {seconds:.3g} s and took {self._reference_s:.3g} s when this was chosen: looking again"
+        )
+        self._patience *= 2  # what keeps changing is looked at less and less
+        self._own = None
+        if self.active is None:
+            self._restart()
+        else:
+            self._leave()
+
+    def _restart(self) -> None:
+        self.phase, self.trial_steps, self.trial_s = "own", 0, 0.0
+        self._begin(WARM_STEPS + OWN_STEPS, OWN_STEPS)
+
+    def _inform(self, text: str) -> None:
+        if self.sync.ranks.rank == 0:
+            inform("lowbit_strategy: auto: %s", text)
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "settled": self.phase == "settled",
+            "chosen": None if self.active is None else self.active.name,
+            "reference_s": self._reference_s,
+            "reason": self.reason,
+            "world_size": self.sync.ranks.world_size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What had been chosen goes on; otherwise the trial begins anew."""
+        chosen = [each for each in self._all if each.name == state["chosen"]]
+        goes_on = state["settled"] and state["world_size"] == self.sync.ranks.world_size
+        if not goes_on or (state["chosen"] is not None and not chosen):
+            return
+        self.reason, self._reference_s = state["reason"], state["reference_s"]
+        if chosen:
+            self._enter(chosen[0])
+        self.phase = "settled"
+        self._begin(LOOK_EVERY, 50)
+
+    def after_load(self) -> None:
+        """A checkpoint's residuals have been loaded; on all ranks. What nothing would send is sent first."""
+        if self.active is None and any(self._share(self._unsent())):
+            self.phase = "empty"
+            self.sync.use(self.auto)
+            self._take(self._coding)
+            self._emptying = 0
+            self._begin(1, 1)
+
+
+def _slowest_of(measured: Sequence[Cluster]) -> Cluster:
+    """One set of figures from every rank's: the slowest rank is waited for."""
+    speeds = [each.encoded_per_s for each in measured if each.encoded_per_s]
+    return replace(
+        measured[0],
+        inter_node=slowest([each.inter_node for each in measured]),
+        intra_node=slowest([each.intra_node for each in measured]),
+        encoded_per_s=min(speeds) if speeds else None,
+    )

@@ -1,0 +1,57 @@
+"""A model's place among replicas that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import nn
+
+from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.model.handshake import facts, plain
+from lowbit_strategy.ranks.membership import Membership
+
+
+def membership_of(
+    compressor: Compressor,
+    options: SyncOptions,
+    module: nn.Module,
+    settings: Mapping[str, object],
+    group: dist.ProcessGroup | None,
+) -> Membership | None:
+    """How this replica finds the others, whom it meets in `Session.resume`; None if all ranks stay.
+
+    Args:
+        compressor: The same on all replicas.
+        options: Those of the run.
+        module: The model, not wrapped.
+        settings: The options as plain values.
+        group: The ranks of this replica.
+
+    Raises:
+        ValueError: There are several.
+        ConnectionError: Nobody answers at the lighthouse's address.
+    """
+    if options.elastic is None:
+        return None
+    if (num_ranks := dist.get_world_size(group)) > 1:
+        raise ValueError(
+            f"elastic serves replicas of one process each, and this one has {num_ranks}: start each with devices=1,"
+            " num_nodes=1"
+        )
+    own = {"elastic", "memory"}  # may differ between replicas
+    everything = facts(compressor, module, scatter=False, settings=settings)
+    same = {name: value for name, value in everything.items() if name not in own}
+    same |= plain("outer", options.outer) | {"inherit_optimizer": options.elastic.inherit_optimizer}
+    return Membership(options.elastic, same)
+
+
+def one_replica(options: SyncOptions) -> str:
+    """What is logged where there is nobody to exchange with."""
+    off = "" if options.outer is None else f", and {type(options.outer).__name__} takes no local steps"
+    return (
+        "lowbit_strategy: one replica: the model is sharded over all ranks, inside of which gradients are added up"
+        f" exactly, so nothing is compressed{off}. Start several nodes. To try it on one, give a smaller shard_size, or"
+        " start the ranks with LOCAL_WORLD_SIZE set to fewer than they are"
+    )

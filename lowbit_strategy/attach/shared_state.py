@@ -1,0 +1,68 @@
+"""What each rank had for itself becomes the same on all ranks: optimizers and a scaler, from the first rank."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.rounds.fragment import local_part
+
+
+class _Kind(NamedTuple):
+    """What stands for a tensor until it has come."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+
+def from_first_rank(state: Any, comm: Comm, device: torch.device) -> Any:
+    """The first rank's nested plain data and tensors, on every rank; of a sharded tensor each rank's part.
+
+    1. structure and numbers as one message, whose length goes before it
+    2. every tensor as it is
+
+    Args:
+        state: This rank's; only the first one's is looked at.
+        comm: The ranks.
+        device: That `comm` sends from.
+    """
+    tensors: list[Tensor] = []
+    outline = _replaced(state, Tensor, lambda tensor: _noted(tensor, tensors)) if comm.rank == 0 else None
+    message = torch.frombuffer(bytearray(pickle.dumps(outline)), dtype=torch.uint8)
+    length = torch.tensor([message.numel()], device=device)
+    comm.broadcast(length, 0).wait()
+    wire = message.to(device) if comm.rank == 0 else torch.empty(int(length), dtype=torch.uint8, device=device)
+    comm.broadcast(wire, 0).wait()
+    outline = pickle.loads(wire.cpu().numpy().tobytes())
+    sent = iter(tensors)
+
+    def arrived(kind: _Kind) -> Tensor:
+        values = next(sent).to(device) if comm.rank == 0 else torch.empty(kind.shape, dtype=kind.dtype, device=device)
+        values = values.contiguous()
+        comm.broadcast(values, 0).wait()
+        return values.to(kind.device_type)
+
+    return _replaced(outline, _Kind, arrived)
+
+
+def _noted(tensor: Tensor, tensors: list[Tensor]) -> _Kind:
+    part = local_part(tensor.detach())
+    tensors.append(part)
+    return _Kind(tuple(part.shape), part.dtype, part.device.type)
+
+
+def _replaced(value: Any, kind: type[Any], replace: Callable[[Any], Any]) -> Any:
+    """Nested plain data with every value of one class replaced."""
+    if isinstance(value, kind):
+        return replace(value)
+    if isinstance(value, Mapping):
+        return {key: _replaced(each, kind, replace) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_replaced(each, kind, replace) for each in value)
+    return value

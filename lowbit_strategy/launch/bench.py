@@ -1,0 +1,159 @@
+"""``lowbit bench``: links and codecs, measured, in a file that ``lowbit advise`` reads.
+
+Alone it measures the codecs on this device. Under ``torchrun --no-python lowbit bench`` or ``lowbit launch bench`` it
+measures the links between all ranks too.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+_SLOW = ("exdyna", "partition", "warmup")  # presets that code as another preset does, or need a whole model
+
+
+def bench(
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("lowbit-bench.json"),
+    cpu: Annotated[bool, typer.Option("--cpu", help="Measure on the CPU, with gloo, although there is a GPU.")] = False,
+) -> None:
+    """Measure links, codecs and memory, for lowbit advise --bench. Under two minutes."""
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = _device(cpu=cpu)
+    if world_size > 1:
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    try:
+        with torch.no_grad(), Progress(console=Console(stderr=True), disable=rank > 0, transient=True) as progress:
+            measured = _measure(device, world_size, progress)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if rank == 0:
+        measured.write(out)
+        _show(measured)
+        print(f"written to {out}: lowbit advise --bench {out} --params 7e9 --compute 0.9s")
+
+
+def this_machine(*, cpu: bool = False) -> Any:
+    """As a file of measurements names it."""
+    import torch
+
+    from lowbit_strategy.plan.bench import Machine
+
+    device = _device(cpu=cpu)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return Machine(platform.node(), name, os.cpu_count() or 1)
+
+
+def _device(*, cpu: bool) -> Any:
+    import torch
+
+    if cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _measure(device: Any, world_size: int, progress: Progress) -> Any:
+    from lowbit_strategy.methods.registry import PRESETS
+    from lowbit_strategy.plan.bench import Bench
+    from lowbit_strategy.telemetry.links import coded_per_s, memcpy_nbytes_per_s
+    from lowbit_strategy.version import __version__
+
+    presets = {name: each for name, each in PRESETS.items() if name not in _SLOW}
+    coding = progress.add_task("codecs", total=len(presets))
+    coded = {}
+    for name, each in presets.items():
+        coded[name] = coded_per_s(each, device)
+        progress.advance(coding)
+    copied = memcpy_nbytes_per_s(device)
+    machine = this_machine(cpu=device.type == "cpu")
+    machines, shape, backend = [machine], (1, 1), ""
+    levels: dict[str, Any] = {}
+    pairs: list[Any] = []
+    if world_size > 1:
+        import torch.distributed as dist
+
+        levels, pairs, shape = _links(device, world_size, progress)
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, (machine, coded, copied))
+        machines = list(dict.fromkeys(each for each, _, _ in everyone))
+        coded = {name: min(each[name] for _, each, _ in everyone) for name in coded}
+        copied, backend = min(each for _, _, each in everyone), str(dist.get_backend())
+    return Bench(
+        version=__version__,
+        machines=tuple(machines),
+        nodes=shape[0],
+        ranks_per_node=shape[1],
+        backend=backend,
+        levels=levels,
+        pairs=tuple(pairs),
+        coded_per_s=coded,
+        memcpy_nbytes_per_s=copied,
+    )
+
+
+def _links(device: Any, world_size: int, progress: Progress) -> tuple[dict[str, Any], list[Any], tuple[int, int]]:
+    """Of levels, all ranks at once; of pairs; and the shape."""
+    import torch.distributed as dist
+
+    from lowbit_strategy.plan.bench import slowest
+    from lowbit_strategy.ranks.ranks import make_ranks
+    from lowbit_strategy.ranks.topology import find_topology
+    from lowbit_strategy.telemetry.links import measure_levels
+    from lowbit_strategy.telemetry.pairs import measure_pairs, pairs_to_measure
+
+    topology = find_topology()
+    size = topology.ranks_per_node if topology.obstacle is None else None
+    ranks = make_ranks(None, topology, size, device, scatter=False)
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, measure_levels(ranks, device))
+    between, inside = (slowest(links) for links in zip(*everyone, strict=True))
+    ranks.destroy()
+    levels = {"inter-node": between} if topology.num_nodes != 1 else {}
+    if topology.num_nodes == 1 or size is not None:
+        levels["intra-node"] = inside
+    going = progress.add_task("pairs of ranks", total=len(pairs_to_measure(world_size)))
+    pairs = measure_pairs(topology, device, lambda: progress.advance(going))
+    per_node = topology.ranks_per_node or 1
+    return levels, pairs, (world_size // per_node, per_node)
+
+
+def _show(measured: Any) -> None:
+    console = Console()
+    links = Table(box=box.SIMPLE, title=f"links, {measured.nodes} x {measured.ranks_per_node} ranks")
+    for name in ("link", "latency, ms", "MB/s", "MB/s, 4 streams"):
+        links.add_column(name, justify="left" if name == "link" else "right")
+    for level, link in measured.levels.items():
+        links.add_row(f"{level}, all at once", f"{1e3 * link.latency_s:.3g}", f"{link.nbytes_per_s / 1e6:,.0f}", "")
+    for pair in measured.pairs[:12]:
+        rates = (f"{rate / 1e6:,.0f}" for rate in (pair.nbytes_per_s, pair.streams_nbytes_per_s))
+        links.add_row(f"{pair.level}, ranks {pair.first} and {pair.second}", f"{1e3 * pair.latency_s:.3g}", *rates)
+    if len(measured.pairs) > 12:
+        links.add_row(f"and {len(measured.pairs) - 12} more pairs, in the file")
+    if measured.levels:
+        console.print(links)
+    codecs = Table(box=box.SIMPLE, title=f"one hop, encoded and decoded, on {measured.machines[0].device}")
+    codecs.add_column("preset")
+    codecs.add_column("million elements/s", justify="right")
+    for name, rate in sorted(measured.coded_per_s.items(), key=lambda item: -item[1]):
+        codecs.add_row(name, f"{rate / 1e6:,.0f}")
+    codecs.add_row("memcpy, of 4 bytes each", f"{measured.memcpy_nbytes_per_s / 8e6:,.0f}")
+    console.print(codecs)
+    for sentence in measured.wild_pairs():
+        console.print(f"[bold]{sentence}[/bold]")
+
+
+if __name__ == "__main__":
+    typer.run(bench)

@@ -1,0 +1,45 @@
+"""`lowbit lighthouse`: where replicas that come and go find each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from typing import Annotated
+
+import typer
+
+from lowbit_strategy.ranks.membership import import_torchft
+
+
+def lighthouse(
+    bind: Annotated[str, typer.Option(help="Address and port to listen on.")] = "[::]:29510",
+    min_replicas: Annotated[int, typer.Option(min=1, help="With fewer nobody goes on.")] = 1,
+    heartbeat_timeout: Annotated[
+        float, typer.Option(min=0.3, help="Seconds without a heartbeat after which a replica is lost.")
+    ] = 2.0,
+    join_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that replicas wait in a round for one that lives and is slower.")
+    ] = 600.0,
+) -> None:
+    """Run torchft's lighthouse, until it is interrupted. Its page shows who is there.
+
+    It keeps nothing that matters: if it is lost, replicas wait, and go on once it has been started again. Give each run
+    one of its own. Nobody who reaches the port is asked who they are: keep it in a private network.
+    """
+    os.environ.setdefault("RUST_LOG", "error")
+    server = import_torchft().coordination.LighthouseServer(
+        bind=bind,
+        min_replicas=min_replicas,
+        join_timeout_ms=round(1000 * join_timeout),
+        heartbeat_timeout_ms=round(1000 * heartbeat_timeout),
+    )
+    port = server.address().rpartition(":")[2]
+    typer.echo(f"lighthouse at http://{socket.gethostname()}:{port}, which has a page for browsers")
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    while not ended.wait(0.5):
+        pass
+    server.shutdown()

@@ -1,0 +1,61 @@
+"""A Trainer as one of the replicas that come and go: its steps, its samples. Independent of the Lightning namespace."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
+from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
+
+
+def join_in(trainer: Any, replica: ElasticOuterSync) -> None:
+    """Before the replica meets the others: it follows their steps, and its samples are others than theirs."""
+    replica.on_healed = lambda: _catch_up(trainer, replica.sync.step_index)
+    loaders = tree_leaves(getattr(trainer.train_dataloader, "iterables", trainer.train_dataloader))
+    replica.data = next((found for loader in loaders if (found := _sampler(loader)) is not None), None)
+
+
+def _sampler(loader: Any) -> ElasticSampler | None:
+    sampler = getattr(loader, "sampler", None)
+    return sampler if isinstance(sampler, ElasticSampler) else None
+
+
+def _catch_up(trainer: Any, steps: int) -> None:
+    """The Trainer counts from the others' step, and so do schedules of the learning rate that go by steps."""
+    loop = trainer.fit_loop.epoch_loop
+    missing = steps - trainer.global_step
+    if missing <= 0:
+        return
+    automatic = trainer.lightning_module.automatic_optimization
+    progress = loop.automatic_optimization.optim_progress.optimizer.step if automatic else None
+    total = (loop.manual_optimization.optim_step_progress if progress is None else progress).total
+    total.ready += missing
+    total.completed += missing
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer has not stepped before the schedule
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step" and not config.reduce_on_plateau:
+                for _ in range(missing // config.frequency):
+                    config.scheduler.step()
+
+
+def with_own_samples(dataloader: Any, trainer: Any) -> Any:
+    """Lightning's sampler for one rank would give every replica the same samples."""
+    sampler: Any = getattr(dataloader, "sampler", None)
+    if not isinstance(dataloader, DataLoader) or type(sampler) is not DistributedSampler or sampler.num_replicas > 1:
+        return dataloader
+    namespace = type(trainer).__module__.partition(".trainer")[0]
+    update = import_module(f"{namespace}.utilities.data")._update_dataloader
+    return update(dataloader, ElasticSampler(sampler.dataset, shuffle=sampler.shuffle, seed=sampler.seed))
+
+
+def batch_size(batch: Any) -> int:
+    """Of the first tensor that has any; 1 if there is none."""
+    sizes = (leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    return next(sizes, 1)

@@ -1,0 +1,123 @@
+"""ACP-SGD: the two factors of a low-rank gradient in turns, one all-reduce per step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.low_rank.low_rank import (
+    LowRankCompressor,
+    check_rank,
+    flattened,
+    matrix_shape,
+    random_p,
+    random_q,
+    shaped_like,
+)
+from lowbit_strategy.methods.low_rank.orthogonal import orthogonalize_all, product
+from lowbit_strategy.options.configuration import configuration
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ACPSGDReducer(Reducer):
+    """Fields as in `ACPSGD`. State: ``residual`` flat, ``p`` [rows, rank], ``q`` [columns, rank]."""
+
+    rank: int
+    epsilon: float
+
+    @property
+    def label(self) -> str:
+        return f"rank {self.rank}, factors in turns"
+
+    @property
+    def residual_gain(self) -> float | None:
+        return 1.0
+
+    def serves(self, spec: TensorSpec) -> bool:
+        return self.rank <= min(matrix_shape(spec))
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        state: ReducerState = {}
+        for spec in specs:
+            check_rank(self.rank, spec)
+            state[spec.name] = {
+                "p": random_p(spec, self.rank, seed=1).to(device),
+                "q": random_q(spec, self.rank, seed=0).to(device),
+                "residual": torch.zeros(spec.numel, dtype=torch.float32, device=device),
+            }
+        return state
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        sends, keeps = ("p", "q") if step.index % 2 == 0 else ("q", "p")
+        matrices = []
+        for view in views:
+            h_N = view.flat().float() + state[view.spec.name]["residual"]
+            h_NM = h_N.view(matrix_shape(view.spec))
+            matrices.append(h_NM if sends == "p" else h_NM.T)
+        bases = orthogonalize_all([state[view.spec.name][keeps] for view in views], self.epsilon)
+        own = [matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)]
+        sums = shaped_like(own, (yield from sum_ordered(flattened(own), comm)))
+        for view, matrix, basis, own_factor, total in zip(views, matrices, bases, own, sums, strict=True):
+            tensors, mean_factor = state[view.spec.name], total / comm.world_size
+            sent, mean = product(own_factor, basis), product(mean_factor, basis)
+            error = matrix - sent
+            if sends == "q":
+                matrix, sent, mean, error = matrix.T, sent.T, mean.T, error.T
+            if view.compensated is not None:
+                view.compensated.copy_(matrix.reshape(-1))
+            if view.sent is not None:
+                view.sent.copy_(sent.reshape(-1))
+            usable = mean_factor.isfinite().all(0) & (mean_factor != 0).any(0)
+            tensors[sends].copy_(torch.where(usable, mean_factor, tensors[sends]))
+            error_N = error.reshape(-1)
+            tensors["residual"].copy_(torch.where(error_N.isfinite(), error_N, tensors["residual"]))
+            view.write_mean_(mean.reshape(-1), comm.rank)
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 2
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        """The mean of the two kinds of steps."""
+        return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in matrix_shape(spec)) // 2
+
+
+@configuration
+class ACPSGD(LowRankCompressor):
+    """As `PowerSGD` with one factor per step: half of its bytes, and half of its messages.
+
+    For a parameter of n x m (first dim, all others), on every rank:
+
+    1. ``M = g + e``
+    2. even steps: orthonormalise Q of the step before, ``P = M Q``; odd steps: orthonormalise P, ``Q = M^T P``
+    3. ``e' = M - P Q^T`` with this rank's own factor
+    4. the mean of the factor over ranks; the result is ``P Q^T``, the same on all ranks
+
+    Sums and products are formed as `PowerSGD` forms them.
+
+    Args:
+        rank: Of the approximation. Bytes grow with it; 1 to 4 is usual.
+        min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
+        epsilon: Times the matrix's norm, added to norms in the orthonormalisation.
+        exempt: Parameters that stay dense; see `Compressor`.
+        high_precision: Not used: there is no method of higher precision.
+
+    Raises:
+        ValueError: A field is out of range; `rank` is larger than every matrix of the model.
+
+    References:
+        Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", 2023,
+        arXiv 2306.08881, algorithm 2.
+    """
+
+    name: ClassVar[str] = "acpsgd"
+
+    def method(self, spec: TensorSpec) -> ACPSGDReducer:
+        return ACPSGDReducer(rank=self.rank, epsilon=self.epsilon)

@@ -1,0 +1,161 @@
+"""3LC: three values, five to a byte, and runs of zeros as one byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.collectives.uneven import gather_uneven, scatter_uneven
+from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, accumulate_, zero_residuals
+from lowbit_strategy.options.configuration import configuration
+
+_ZEROS = 121  # a byte of five zeros; bytes of trits go up to 242
+_FIRST_RUN, _SHORTEST, _LONGEST = 243, 2, 14
+_EXPECTED = 4  # times shorter than five to a byte, as Gaussian gradients are with a sparsity of 1
+
+
+def code_runs(plain_B: Tensor) -> Tensor:
+    """uint8: 2 to 14 bytes of `_ZEROS` in a row as one byte."""
+    values, counts = torch.unique_consecutive(plain_B, return_counts=True)
+    zeros = values == _ZEROS
+    coded = torch.where(zeros, -(-counts // _LONGEST), counts)
+    out = values.repeat_interleave(coded)
+    last = coded.cumsum(0)[zeros] - 1
+    out[zeros.repeat_interleave(coded)] = _FIRST_RUN + _LONGEST - _SHORTEST
+    rest = (counts[zeros] - 1) % _LONGEST + 1
+    out[last] = torch.where(rest >= _SHORTEST, _FIRST_RUN + rest - _SHORTEST, _ZEROS).to(torch.uint8)
+    return out
+
+
+def decode_runs(coded_B: Tensor) -> Tensor:
+    """The inverse of `code_runs`."""
+    runs = coded_B >= _FIRST_RUN
+    lengths = torch.where(runs, coded_B.long() - (_FIRST_RUN - _SHORTEST), 1)
+    return torch.where(runs, _ZEROS, coded_B).to(torch.uint8).repeat_interleave(lengths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThreeLCReducer(Reducer):
+    """Fields as in `ThreeLC`. State: ``residual`` flat."""
+
+    sparsity: float
+
+    @property
+    def label(self) -> str:
+        return f"3lc, sparsity {self.sparsity:g}"
+
+    @property
+    def residual_gain(self) -> float | None:
+        return 1.0
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        return zero_residuals(specs, device)
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        views = [view for view in views if view.spec.numel]
+        if not views:
+            return
+        scales, trits = [], []
+        for view, condition in zip(views, accumulate_(views, state), strict=True):
+            scale, trits_N = self._quantized(view, state[view.spec.name]["residual"], condition)
+            scales.append(scale)
+            trits.append(trits_N)
+        head = torch.stack(scales).view(torch.uint8)
+        if views[0].scatter:
+            rows = [view.rows(trits_N) for view, trits_N in zip(views, trits, strict=True)]
+            wires = [_message(head, [rows_WN[rank] for rows_WN in rows]) for rank in range(comm.world_size)]
+            received = yield from scatter_uneven(wires, comm)
+        else:
+            received = yield from gather_uneven(_message(head, trits), comm)
+        sizes = [view.out.numel() for view in views]
+        totals = [torch.zeros(size, dtype=torch.float32, device=head.device) for size in sizes]
+        for wire in received:
+            for total, part in zip(totals, _read(wire, sizes), strict=True):
+                total += part
+        for view, total in zip(views, totals, strict=True):
+            view.out.copy_(total if view.scatter else total / comm.world_size)
+
+    def _quantized(self, view: View, residual: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
+        """The scale and int32 trits of one parameter; what they lack becomes the residual."""
+        largest = residual.abs().max()
+        scale = largest * self.sparsity if condition is Condition.LIVE else torch.zeros_like(largest)
+        usable = scale >= torch.finfo(torch.float32).tiny
+        scale = torch.where(usable, scale, 0.0)
+        trits_N = (residual / torch.where(usable, scale, 1.0)).round().clamp(-1, 1).where(usable, 0.0)
+        if view.compensated is not None:
+            view.compensated.copy_(residual if condition is Condition.LIVE else residual + view.flat())
+        if view.sent is not None:
+            view.sent.copy_(trits_N * scale)
+        residual.sub_(trits_N * scale)
+        return scale if condition is not Condition.NONFINITE else scale + torch.nan, trits_N.int()
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 2
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        whole = -(-packed_nbytes(spec.numel, 1) // _EXPECTED)
+        return (world_size - 1) * (4 + (whole // world_size if scatter else whole))
+
+
+def _message(head: Tensor, trits: Sequence[Tensor]) -> Tensor:
+    packed = torch.cat([pack_integers(part[None], 1)[0] for part in trits])
+    return torch.cat([head, code_runs(packed)])
+
+
+def _read(wire: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """float32: each parameter's values in one rank's message."""
+    head = 4 * len(sizes)
+    packed = decode_runs(wire[head:]).split([packed_nbytes(size, 1) for size in sizes])
+    for scale, part, size in zip(wire[:head].clone().view(torch.float32), packed, sizes, strict=True):
+        yield unpack_integers(part[None], size, 1)[0] * scale
+
+
+@configuration
+class ThreeLC(Compressor):
+    """Three values per element and an error that is fed back; five elements to a byte, runs of zeros as one byte.
+
+    For each parameter, on every rank:
+
+    1. ``h = g + e``
+    2. ``M = sparsity * max|h|``; ``q = round(h / M)`` is -1, 0 or 1
+    3. ``e' = h - M q``
+    4. five q to a byte, values 0 to 242; 2 to 14 bytes of zeros in a row are one byte, 243 to 255
+    5. DDP: all ranks get all messages, as long as the longest; FSDP2: each owner gets its rows. The mean of ``M q``
+
+    One large element makes all others zeros: few bytes, and old errors. It is a top-k with signs, whose number of
+    elements follows from the gradient.
+
+    Args:
+        sparsity: From 1 on, below 2. Larger: more zeros.
+        exempt, high_precision: Which parameters; see `Compressor`. There is no method of higher precision.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Lim, Andersen, Kaminsky, "3LC: Lightweight and Effective Traffic Compression for Distributed Machine Learning",
+        2019, arXiv 1802.07389, section 3. There a server codes the mean once more.
+    """
+
+    name: ClassVar[str] = "threelc"
+    approaches_mean: ClassVar[bool] = False
+
+    sparsity: float = 1.0
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        if not 1.0 <= self.sparsity < 2.0:
+            raise ValueError(f"sparsity must be in [1, 2), got {self.sparsity!r}: from 2 on all elements are zeros")
+
+    def method(self, spec: TensorSpec) -> ThreeLCReducer:
+        return ThreeLCReducer(sparsity=self.sparsity)

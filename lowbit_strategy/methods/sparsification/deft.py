@@ -1,0 +1,173 @@
+"""DEFT: the layers of a model are dealt out to the ranks, and each selects in its own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.kernels.select import top_k
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
+from lowbit_strategy.methods._sparse_base.compact_residual import compact
+from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
+from lowbit_strategy.methods._sparse_base.sparse_reducer import num_kept, value_codec
+from lowbit_strategy.options.configuration import configuration
+
+_POSITION_NBYTES = 4
+_PARTS_PER_RANK = 4  # at least: larger parts could not be dealt out evenly
+
+
+class Piece(NamedTuple):
+    """A part of a parameter in which one rank selects.
+
+    Args:
+        view: The parameter's place among the views.
+        start, stop: Its elements.
+        kept: How many of them are selected.
+        rank: By whom.
+    """
+
+    view: int
+    start: int
+    stop: int
+    kept: int
+    rank: int
+
+
+def pieces_of(sizes: Sequence[int], world_size: int) -> list[tuple[int, int, int]]:
+    """Parameter, start and stop: none larger than a quarter of a rank's share of the model."""
+    share = max(1, -(-sum(sizes) // (_PARTS_PER_RANK * world_size)))
+    found = []
+    for index, size in enumerate(sizes):
+        count = -(-size // share)
+        edges = [size * each // count for each in range(count + 1)] if count else [0]
+        found += [(index, *edge) for edge in itertools.pairwise(edges)]
+    return found
+
+
+def deal(sizes: Sequence[int], norms: Sequence[float], density: float, world_size: int, turn: int) -> list[Piece]:
+    """Which rank selects how many elements of which part: the same wherever it is computed.
+
+    1. the k of the model is split over parts by their norms, at least one each
+    2. by falling cost ``size * log2(k)`` each part goes to the rank that has least so far, ranks counted from `turn`
+    """
+    parts = pieces_of(sizes, world_size)
+    lengths = [stop - start for _, start, stop in parts]
+    kept = _split(num_kept(density, sum(sizes)), norms, lengths)
+    costs = [length * math.log2(k + 1) for length, k in zip(lengths, kept, strict=True)]
+    loads, ranks = [0.0] * world_size, [0] * len(parts)
+    for index in sorted(range(len(parts)), key=lambda each: -costs[each]):
+        least = min(range(world_size), key=lambda rank: (loads[rank], (rank - turn) % world_size))
+        ranks[index] = least
+        loads[least] += costs[index]
+    return [Piece(*part, k, rank) for part, k, rank in zip(parts, kept, ranks, strict=True)]
+
+
+def _split(wanted: int, norms: Sequence[float], lengths: Sequence[int]) -> list[int]:
+    """By norms; what a part has no room for goes to the others."""
+    kept = [0] * len(lengths)
+    open_parts = set(range(len(lengths)))
+    while open_parts and wanted > 0:
+        total = sum(norms[index] for index in open_parts)
+        shares = {index: wanted * norms[index] / total if total else wanted / len(open_parts) for index in open_parts}
+        full = {index for index in open_parts if shares[index] >= lengths[index]}
+        for index in full or open_parts:
+            kept[index] = lengths[index] if index in full else round(shares[index])
+            wanted -= kept[index]
+        open_parts = open_parts - full if full else set()
+    return [max(1, each) for each in kept]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DEFTReducer(CommonPositionsReducer):
+    """Fields as in `DEFT`."""
+
+    density: float
+    codec: Codec
+    whole_model: ClassVar[bool] = True
+
+    @property
+    def label(self) -> str:
+        return f"deft {self.density:g}"
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        order = {name: at for at, name in enumerate(state)}  # buckets come in any order
+        views = sorted((view for view in views if view.spec.numel), key=lambda view: order[view.spec.name])
+        yield from CommonPositionsReducer.reduce(self, views, state, comm, step)
+
+    def positions(
+        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Generator[Pending, None, list[Tensor]]:
+        residuals = [state[view.spec.name]["residual"] for view in views]
+        sizes, leader = [view.spec.numel for view in views], step.index % comm.world_size
+        parts = pieces_of(sizes, comm.world_size)
+        norms = torch.stack([residuals[view][start:stop].norm() for view, start, stop in parts])
+        yield comm.broadcast(norms, leader)
+        dealt = deal(sizes, norms.nan_to_num_(0.0, 0.0, 0.0).tolist(), self.density, comm.world_size, step.index)
+        own = [top_k(residuals[p.view][p.start : p.stop], p.kept)[0].int() for p in dealt if p.rank == comm.rank]
+        counts = [sum(piece.kept for piece in dealt if piece.rank == rank) for rank in range(comm.world_size)]
+        message = torch.zeros(max(counts), dtype=torch.int32, device=norms.device)
+        if own:
+            message[: counts[comm.rank]] = torch.cat(own)
+        received = torch.empty(comm.world_size, max(counts), dtype=torch.int32, device=norms.device)
+        yield comm.all_gather(received, message)
+        taken = [0] * comm.world_size
+        found: list[list[Tensor]] = [[] for _ in views]
+        for piece in dealt:
+            at = taken[piece.rank]
+            found[piece.view].append(received[piece.rank, at : at + piece.kept].long() + piece.start)
+            taken[piece.rank] += piece.kept
+        return [torch.cat(each) for each in found]
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 2 + CommonPositionsReducer.num_messages(self, specs, world_size, scatter=scatter)
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        positions = _POSITION_NBYTES * -(-self.num_kept(spec) // world_size) * (world_size - 1)
+        return positions + CommonPositionsReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
+
+
+@configuration
+class DEFT(SparseCompressor):
+    """Each rank selects in parts of the model that are its own; parts with large gradients may send more.
+
+    Every step, for all parameters (under FSDP2: of a module) together, on every rank:
+
+    1. ``h = g + e``
+    2. parameters that are larger than a quarter of a rank's share of the model are cut into equal parts
+    3. one rank, each in its turn, sends the norms of its parts; the elements to be sent are split over parts by them
+    4. by falling cost, ``size * log2(k)``, each part goes to the rank that has least to do so far
+    5. each rank finds the largest of its parts exactly; all ranks get all positions
+    6. every rank contributes its own h there; ``e' = h``, 0 there
+
+    As with `ExDyna` no position is chosen twice. There a threshold follows the count; here the count is given, and
+    selection costs a top-k of a W-th of the model. `ExDyna` and `TopK` (``selection="chunk"``) are faster.
+
+    Args:
+        density: Share of the model's elements that is sent, in (0, 1].
+        values: See `TopK`; the summing rank's rounding error stays in its residual.
+        residual: See `TopK`.
+        exempt, high_precision: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Yoon & Oh, "DEFT: Exploiting Gradient Norm Difference between Model Layers for Scalable Gradient
+        Sparsification", 2023, arXiv 2307.03500. From the definition, not from the authors' code.
+    """
+
+    name: ClassVar[str] = "deft"
+
+    def method(self, spec: TensorSpec) -> Reducer:
+        return compact(DEFTReducer(density=self.density, codec=value_codec(self.values)), self.residual)

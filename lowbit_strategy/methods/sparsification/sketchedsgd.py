@@ -1,0 +1,161 @@
+"""SketchedSGD: ranks add up small tables in which large elements can be found, then send those exactly."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.kernels.reference.rng import dither, hash32, stream_key
+from lowbit_strategy.kernels.select import top_k
+from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
+from lowbit_strategy.methods._sparse_base.compact_residual import compact
+from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
+from lowbit_strategy.methods._sparse_base.sparse_reducer import value_codec
+from lowbit_strategy.options.configuration import configuration
+
+
+class CountSketch:
+    """A linear table of a vector in which its largest elements can be found.
+
+    In each row every element has a sign of its own and a column that it shares with others. Columns of consecutive
+    elements are consecutive, from a random one on, so that a row is a sum of parts of the vector, in a fixed order, and
+    not of scattered elements: the same bits on every device.
+
+    Args:
+        numel: Of the vector.
+        rows: Of the table.
+        columns: Of the table.
+        seed: The same on all ranks.
+        device: Of the vector.
+    """
+
+    def __init__(self, numel: int, rows: int, columns: int, seed: int, device: torch.device) -> None:
+        self.numel, self.columns = numel, columns
+        num_parts = -(-numel // columns)
+        column = torch.arange(columns, device=device)
+        starts = [[hash32(seed + hash32(row) + part) % columns for part in range(num_parts)] for row in range(rows)]
+        self._columns_RPC = (column + torch.tensor(starts, device=device).view(rows, num_parts, 1)) % columns
+        keys = [stream_key(seed, row, 0) for row in range(rows)]
+        self._signs_RN = torch.stack([2.0 * (dither(0, numel, key, device) >= 0).float() - 1.0 for key in keys])
+
+    def of(self, x_N: Tensor) -> Tensor:
+        """float32 [rows, columns]."""
+        shape, padding = self._columns_RPC.shape, -self.numel % self.columns
+        parts_RPC = torch.nn.functional.pad(x_N * self._signs_RN, (0, padding)).view(shape)
+        placed = torch.empty_like(parts_RPC).scatter_(2, self._columns_RPC, parts_RPC)  # no two at one place
+        return placed.sum(1)
+
+    def estimate(self, table_RC: Tensor) -> Tensor:
+        """float32 [numel]: the median over rows of what each says of an element."""
+        shape = self._columns_RPC.shape
+        read = table_RC[:, None].expand(shape).gather(2, self._columns_RPC).view(shape[0], -1)[:, : self.numel]
+        return (read * self._signs_RN).median(0).values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SketchReducer(CommonPositionsReducer):
+    """Fields as in `SketchedSGD`."""
+
+    density: float
+    codec: Codec
+    rows: int
+    columns_per_entry: int
+
+    @property
+    def label(self) -> str:
+        return f"sketched {self.density:g}"
+
+    def _columns(self, spec: TensorSpec) -> int:
+        return self.columns_per_entry * self.num_kept(spec)
+
+    def positions(
+        self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
+    ) -> Generator[Pending, None, list[Tensor]]:
+        live = [view for view in views if view.spec.numel]
+        sketches, tables = [], []
+        for view in live:
+            seed = step.shared_seed ^ zlib.crc32(view.spec.name.encode())
+            sketch = CountSketch(view.spec.numel, self.rows, self._columns(view.spec), seed, view.x.device)
+            h_N = state[view.spec.name]["residual"]
+            sketches.append(sketch)
+            tables.append(sketch.of(h_N))
+        totals: list[Tensor] = []
+        if live:
+            flat = torch.cat([table.reshape(-1) for table in tables])
+            parts = (yield from sum_ordered(flat, comm)).split([table.numel() for table in tables])
+            totals = [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
+        found = {
+            view.spec.name: top_k(sketch.estimate(total).nan_to_num_(), self.num_kept(view.spec))[0].long()
+            for view, sketch, total in zip(live, sketches, totals, strict=True)
+        }
+        none = torch.empty(0, dtype=torch.int64, device=views[0].x.device)
+        return [found.get(view.spec.name, none) for view in views]
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 2 + CommonPositionsReducer.num_messages(self, specs, world_size, scatter=scatter)
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        table = ordered_nbytes(self.rows * self._columns(spec), 4, world_size) if spec.numel else 0
+        return table + CommonPositionsReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
+
+
+@configuration
+class SketchedSGD(SparseCompressor):
+    """The largest elements of the *sum* over ranks, found in count sketches that are added up.
+
+    Every step, for each parameter, on every rank:
+
+    1. ``h = g + e``
+    2. a count sketch of h, `rows` tables of ``columns_per_entry * k`` sums, is added up over ranks
+    3. of each element the median of what the rows say; the ``k = density * n`` largest are the same on all ranks
+    4. all ranks add up their exact h there; ``e' = h``, 0 there
+
+    Its traffic does not grow with the ranks, and what is chosen is large in the sum and not on one rank only. A table
+    costs ten times what top-k sends for the same k, so it pays from some tens of ranks on.
+
+    Args:
+        density: Share of each parameter's elements that is sent, in (0, 1].
+        values: See `TopK`; the summing rank's rounding error stays in its residual.
+        rows: Of the sketch. More: fewer small elements are taken for large ones.
+        columns_per_entry: Columns per element that is to be found. More: likewise.
+        residual: See `TopK`.
+        exempt, high_precision: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Ivkin et al., "Communication-efficient Distributed SGD with Sketching", 2019, arXiv 1903.04488, algorithm 2;
+        Rothchild et al., "FetchSGD", 2020, arXiv 2007.07682, whose sketches of residuals stay on a server.
+    """
+
+    name: ClassVar[str] = "sketchedsgd"
+
+    rows: int = 5
+    columns_per_entry: int = 4
+
+    def __post_init__(self) -> None:
+        SparseCompressor.__post_init__(self)
+        check_positive("rows", self.rows)
+        check_positive("columns_per_entry", self.columns_per_entry)
+
+    def method(self, spec: TensorSpec) -> Reducer:
+        reducer = SketchReducer(
+            density=self.density,
+            codec=value_codec(self.values),
+            rows=self.rows,
+            columns_per_entry=self.columns_per_entry,
+        )
+        return compact(reducer, self.residual)

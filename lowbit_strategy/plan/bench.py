@@ -1,0 +1,149 @@
+"""What `lowbit bench` has measured, in a file that `lowbit advise` reads, and what of it a prediction needs."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lowbit_strategy.plan.cost import ANY_RATE, Cluster, Link
+from lowbit_strategy.version import __version__
+
+FORMAT = 1
+_WILD = 4.0  # times slower than most of its level: somebody should look at that link
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two ranks, all others being quiet.
+
+    Args:
+        first, second: The ranks.
+        level: ``intra-node`` or ``inter-node``.
+        latency_s: One way.
+        nbytes_per_s: Of one stream.
+        streams_nbytes_per_s: Of four at a time.
+    """
+
+    first: int
+    second: int
+    level: str
+    latency_s: float
+    nbytes_per_s: float
+    streams_nbytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One that took part: its name, its device, how many CPU cores it has."""
+
+    host: str
+    device: str
+    cpus: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """Measurements.
+
+    Args:
+        version: Of this package.
+        machines: That took part, each once.
+        nodes: How many there are.
+        ranks_per_node: On each.
+        backend: Of torch.distributed; empty where one rank was alone.
+        levels: Links when all ranks exchange at once, by ``intra-node`` and ``inter-node``; the latter a node's.
+        pairs: One by one.
+        coded_per_s: Elements of one hop that a rank encodes and decodes, by the names of presets.
+        memcpy_nbytes_per_s: Read and written once each on this device.
+    """
+
+    version: str
+    machines: tuple[Machine, ...]
+    nodes: int
+    ranks_per_node: int
+    backend: str
+    levels: Mapping[str, Link]
+    pairs: tuple[Pair, ...]
+    coded_per_s: Mapping[str, float]
+    memcpy_nbytes_per_s: float
+
+    def cluster(self) -> Cluster:
+        """What predictions need."""
+        alone = Link(0.0, ANY_RATE)
+        inside = self.levels.get("intra-node", alone)
+        return Cluster(
+            inter_node=self.levels.get("inter-node", inside),
+            intra_node=inside,
+            encoded_per_s=self.coded_per_s.get("loco"),
+        )
+
+    def wild_pairs(self) -> list[str]:
+        """A sentence for each pair whose link is far slower than most of its level."""
+        found = []
+        for level in ("intra-node", "inter-node"):
+            pairs = [pair for pair in self.pairs if pair.level == level]
+            if len(pairs) < 3:
+                continue
+            rate = statistics.median(pair.nbytes_per_s for pair in pairs)
+            latency = statistics.median(pair.latency_s for pair in pairs)
+            for pair in pairs:
+                if pair.nbytes_per_s * _WILD < rate or pair.latency_s > _WILD * latency + 1e-3:
+                    found.append(
+                        f"ranks {pair.first} and {pair.second} ({level}) reach each other at"
+                        f" {pair.nbytes_per_s / 1e6:.3g} MB/s in {1e3 * pair.latency_s:.3g} ms, most pairs at"
+                        f" {rate / 1e6:.3g} MB/s in {1e3 * latency:.3g} ms: all ranks wait for this pair, look at its"
+                        " link"
+                    )
+        return found
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+
+def read_bench(path: Path, here: Machine) -> Bench:
+    """Args:
+    path: Written by `lowbit bench`.
+    here: The machine that asks.
+
+    Raises:
+        ValueError: There is no such file, or it is none of this kind, of another version, or of other machines.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): lowbit bench --out {path} writes one") from None
+    except ValueError:
+        content = None
+    names = {field.name for field in fields(Bench)}
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not names <= content.keys():
+        raise ValueError(f"{path} was not written by this version's lowbit bench: measure again")
+    if content["version"] != __version__:
+        raise ValueError(
+            f"{path} was measured with lowbit_strategy {content['version']}, this is {__version__}, whose codecs may"
+            " be of another speed: measure again with lowbit bench"
+        )
+    bench = _from(content)
+    if here not in bench.machines:
+        measured = ", ".join(f"{each.host} ({each.device}, {each.cpus} cores)" for each in bench.machines[:3])
+        raise ValueError(
+            f"{path} was measured on {measured}, and this is {here.host} ({here.device}, {here.cpus} cores): measure"
+            " here with lowbit bench, or give figures with --link, --latency and --compute"
+        )
+    return bench
+
+
+def _from(content: Mapping[str, Any]) -> Bench:
+    values = {field.name: content[field.name] for field in fields(Bench)}
+    values["machines"] = tuple(Machine(**each) for each in values["machines"])
+    values["levels"] = {name: Link(**each) for name, each in values["levels"].items()}
+    values["pairs"] = tuple(Pair(**each) for each in values["pairs"])
+    return Bench(**values)
+
+
+def slowest(links: Sequence[Link]) -> Link:
+    """Of all ranks': the slowest is waited for."""
+    return Link(max(link.latency_s for link in links), min(link.nbytes_per_s for link in links))

@@ -1,0 +1,82 @@
+"""What set-ups cost in validation loss, as far as it was measured: of `benchmarks/results`, which a test compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Quality = Literal["same", "close", "worse", "unmeasured", "local"]
+
+_CLOSE = 0.5  # per cent, of the model where it is worst
+_CERTAIN = 2.0  # standard errors
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Against the same run without compression.
+
+    Args:
+        model: That was trained.
+        percent: By how much the loss is higher, the mean of the seeds.
+        error: Standard error of that mean; None: of one seed.
+        seeds: How many.
+    """
+
+    model: str
+    percent: float
+    error: float | None
+    seeds: int
+
+    @property
+    def excess(self) -> float:
+        """What is certainly not chance of it; of a single seed, all."""
+        return self.percent if self.error is None else self.percent - _CERTAIN * self.error
+
+    def __str__(self) -> str:
+        return f"{self.percent:+.1f}" + ("" if self.error is None else f"±{self.error:.1f}")
+
+
+# From `low_bits.json` (1,500 steps, 4 ranks) and, of local steps, `outer_steps_transformer.json` (3,000 steps).
+LOSSES: dict[str, tuple[Loss, ...]] = {
+    "bf16": (
+        Loss("convolutional", 0.001, 0.002, 5),
+        Loss("recurrent", -0.016, 0.053, 5),
+        Loss("transformer", 0.052, 0.172, 5),
+    ),
+    "loco": (
+        Loss("convolutional", -0.126, 0.016, 5),
+        Loss("recurrent", -0.166, 0.109, 5),
+        Loss("transformer", -1.549, 0.698, 5),
+    ),
+    "loco2": (
+        Loss("convolutional", 0.048, 0.053, 10),
+        Loss("recurrent", -0.029, 0.097, 10),
+        Loss("transformer", 0.110, 0.429, 10),
+    ),
+    "loco1": (
+        Loss("convolutional", 0.332, 0.092, 10),
+        Loss("recurrent", 0.004, 0.088, 10),
+        Loss("transformer", 0.306, 0.437, 10),
+    ),
+    "powersgd": (Loss("convolutional", 2.752, None, 1), Loss("recurrent", 3.847, None, 1)),
+    "diloco": (Loss("transformer", 8.673, 0.281, 3),),
+}
+
+
+def worst_loss(name: str) -> Loss | None:
+    """Of the model where it costs most; None: it was not measured."""
+    return max(LOSSES.get(name, ()), key=lambda loss: loss.percent, default=None)
+
+
+def quality_of(name: str, bits: float) -> Quality:
+    """How a preset of so many bits may be used.
+
+    ``same``: 4 bits and more, and no loss of a model is higher by more than chance. ``close``: at most half a per cent
+    higher on every model. ``worse``: more than that. ``unmeasured``: nobody knows.
+    """
+    losses = LOSSES.get(name)
+    if not losses:
+        return "unmeasured"
+    if bits >= 4 and all(loss.excess <= 0 for loss in losses):
+        return "same"
+    return "close" if all(loss.percent <= _CLOSE for loss in losses) else "worse"

@@ -1,0 +1,122 @@
+"""What `Auto` compares and how it decides: pure functions of numbers that all ranks have alike."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.auto import Auto
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.registry import PRESETS
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.methods.weights.weightcode import WeightCode
+from lowbit_strategy.plan.gradients import Layout
+
+WARM_STEPS = 3  # of the framework's own, before any is timed
+OWN_STEPS = 5
+WARM_TRIED_STEPS = 1
+TRIED_STEPS = 4
+MOST_TRIED = 2
+WORTH_IT = 0.97  # of the framework's own step: what is not faster than that is not worth having
+HOPEFUL = 1.1  # of it: what is predicted to be slower is not tried
+CHANGED = 4 / 3  # or its inverse, of the step when it was chosen: look again
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One set-up that may be tried.
+
+    Args:
+        name: For reports.
+        compressor: Of gradients.
+        weights: How FSDP2's weights travel; None under DDP.
+    """
+
+    name: str
+    compressor: Compressor
+    weights: WeightCoding | None = None
+
+
+def candidates(auto: Auto, layout: Layout, weights: WeightCoding | None) -> list[Candidate]:
+    """Everything within the bound of loss.
+
+    Args:
+        auto: What the user has asked for.
+        layout: What wraps the model.
+        weights: Chosen by the user; None: not chosen.
+    """
+    names = ("loco",) if auto.quality == "same" else ("loco", "loco2", "loco1")
+    compressors: list[tuple[str, Compressor]] = [(name, _keeping(PRESETS[name], auto)) for name in names]
+    if layout != "fsdp":  # FSDP2 has a type for reduction of its own, mp_policy
+        compressors.append(("bf16", Dense(dtype="bfloat16")))
+    if layout == "ddp":
+        return [Candidate(name, each) for name, each in compressors]
+    if weights is not None or layout == "hsdp":
+        return [Candidate(name, each, weights or Exact()) for name, each in compressors]
+    codings: tuple[tuple[str, WeightCoding], ...] = (("", WeightCode()), (", exact weights", Exact()))
+    return [Candidate(name + words, each, coding) for name, each in compressors for words, coding in codings]
+
+
+def _keeping(compressor: Compressor, auto: Auto) -> Compressor:
+    """With what the user has chosen for single parameters."""
+    defaults = {field.name: field.default for field in fields(Compressor)}
+    chosen = {name: getattr(auto, name) for name, value in defaults.items() if getattr(auto, name) != value}
+    return replace(compressor, **chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Steps of one set-up that were timed, in seconds."""
+
+    name: str
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """Between what most of them lie: without the fastest and the slowest, where there are more than three."""
+        ordered = sorted(self.seconds)
+        return (ordered[1], ordered[-2]) if len(ordered) > 3 else (ordered[0], ordered[-1])
+
+    def __str__(self) -> str:
+        low, high = self.middle
+        return f"{self.name} {self.median:.3g} s ({low:.3g} to {high:.3g})"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is used from now on: number `chosen` of what was tried; None: nothing of it. And why, in a sentence."""
+
+    chosen: int | None
+    reason: str
+
+
+def hopeful(predicted: Sequence[float], own_s: float) -> list[int]:
+    """Numbers of the candidates to try, the most promising first, from the seconds of a step predicted for each."""
+    order = sorted(range(len(predicted)), key=lambda at: predicted[at])
+    return [at for at in order[:MOST_TRIED] if predicted[at] < HOPEFUL * own_s]
+
+
+def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
+    """The fastest that is certainly faster than the framework's own."""
+    if not tried:
+        return Verdict(None, "no candidate is predicted to be faster than the framework's own step")
+    best = min(range(len(tried)), key=lambda at: tried[at].median)
+    measured = ", ".join(str(each) for each in (own, *tried))
+    faster = own.median / tried[best].median
+    if tried[best].median > WORTH_IT * own.median:
+        return Verdict(None, f"nothing that was tried is faster than the framework's own step: {measured}")
+    if tried[best].middle[1] >= own.middle[0]:
+        return Verdict(None, f"step times vary too much to tell what is faster, so nothing is changed: {measured}")
+    return Verdict(best, f"{faster:.2f} times as fast as the framework's own step: {measured}")
+
+
+def has_changed(seconds: float, reference_s: float) -> bool:
+    """Whether steps take a third more or less than when the choice was made."""
+    return not reference_s / CHANGED < seconds < reference_s * CHANGED

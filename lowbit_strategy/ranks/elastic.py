@@ -1,0 +1,74 @@
+"""Options for replicas that come and go."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from lowbit_strategy.options.configuration import configuration
+
+LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
+
+
+@configuration
+class Elastic:
+    """Replicas that come and go while a model is trained in local steps; torchft finds out who is there.
+
+    A replica is one process of its own, with a world of its own as far as its framework knows. Who takes part is agreed
+    at the beginning of each exchange and nowhere else:
+
+    1. every replica asks the lighthouse, which answers when all replicas that live have asked
+    2. if they are others than before, they connect; what has not been sent yet stays with each
+    3. a replica that is new gets anchors, outer optimizer and step from one that is not, and residuals of zero
+    4. they exchange. Only when all have received everything is it applied: an exchange that fails, because a replica
+       is lost, changes nothing and is repeated with those who are left
+
+    Args:
+        lighthouse: Address of ``lowbit lighthouse``, such as ``"http://10.0.0.1:29510"``. None: that of the environment
+            variable TORCHFT_LIGHTHOUSE.
+        min_replicas: With fewer nobody goes on: those who are there wait.
+        name: Of this replica, in messages and reports; replicas are ordered by their names. None: the host's and the
+            process's.
+        address: Of this machine, as the other replicas reach it. None: the one from which it reaches the lighthouse.
+        timeout: Seconds that a message may take; after that a replica that has stopped counts as lost.
+        connect_timeout: Seconds in which replicas have to connect to each other.
+        patience: Seconds to wait for the lighthouse, or for `min_replicas`, before giving up.
+        inherit_optimizer: A new replica copies the inner optimizers' state of the one that helps it, instead of
+            starting with its own; the same on all replicas.
+
+    Raises:
+        ValueError: A value is out of range, or there is no lighthouse.
+    """
+
+    lighthouse: str | None = None
+    min_replicas: int = 1
+    name: str | None = None
+    address: str | None = None
+    timeout: float = 60.0
+    connect_timeout: float = 10.0
+    patience: float = 3600.0
+    inherit_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        if self.min_replicas < 1:
+            raise ValueError(f"min_replicas must be at least 1, got {self.min_replicas}")
+        for field in ("timeout", "connect_timeout", "patience"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field} must be a positive number of seconds, got {getattr(self, field)!r}")
+        if self.lighthouse is not None and not re.fullmatch(r"https?://[^/]+:\d+/?", self.lighthouse):
+            raise ValueError(f'lighthouse must be an address such as "http://10.0.0.1:29510", got {self.lighthouse!r}')
+        if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
+            raise ValueError(f"name must be of letters, digits, dots, dashes and underscores, got {self.name!r}")
+
+    @property
+    def lighthouse_address(self) -> str:
+        """Raises:
+        ValueError: None is given.
+        """
+        address = self.lighthouse or os.environ.get(LIGHTHOUSE_VARIABLE)
+        if not address:
+            raise ValueError(
+                "elastic needs the address of a lighthouse: start one with lowbit lighthouse, and give"
+                f' Elastic(lighthouse="http://HOST:29510") or set {LIGHTHOUSE_VARIABLE}'
+            )
+        return address.rstrip("/")

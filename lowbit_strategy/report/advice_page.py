@@ -1,0 +1,131 @@
+"""The page of ``lowbit advise --html``: the table, and steps over bandwidth and latency."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import jinja2
+import matplotlib
+from matplotlib.figure import Figure
+
+from lowbit_strategy.plan.advice import Choice, Wanted, memory_of
+from lowbit_strategy.plan.cost import Cluster, Link, step_time
+from lowbit_strategy.report.charts import COLORS, PHONE, SCREEN, STYLE, Paper
+
+_POINTS = 30
+_DECADES = 1.5  # to both sides of the figure that was given
+
+_LAYOUTS = {"ddp": "DDP", "fsdp": "FSDP2", "hsdp": "HSDP"}
+
+
+def write_advice(
+    out: Path, found: Sequence[Choice], wanted: Wanted, cluster: Cluster, compute_s: float, words: tuple[str, str, str]
+) -> Path:
+    """Write one file that needs nothing else; returns its path.
+
+    Args:
+        out: The file.
+        found: All set-ups.
+        wanted: Model and ranks.
+        cluster: Links.
+        compute_s: A step without communication.
+        words: Title, which figures are given and which assumed, the answer.
+    """
+    charts = []
+    for layout, name in _LAYOUTS.items():
+        own = [each for each in found if each.plan.layout == layout]
+        if not own:
+            continue
+        images = {}
+        for paper, size in ((SCREEN, "png"), (PHONE, "phone")):
+            images[size] = [_png(figure) for figure in curves(own, cluster, compute_s, paper)]
+        for at, over in enumerate(("bandwidth", "latency")):
+            charts.append({"title": f"{name}, over {over}", "png": images["png"][at], "phone": images["phone"][at]})
+    title, sources, answer = words
+    rows = [_row(each, wanted) for each in found]
+    loader = jinja2.PackageLoader("lowbit_strategy.report", package_path="")
+    template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True).get_template("advice.html.j2")
+    out.write_text(template.render(title=title, sources=sources, answer=answer, rows=rows, charts=charts), "utf-8")
+    return out
+
+
+def curves(found: Sequence[Choice], cluster: Cluster, compute_s: float, paper: Paper = SCREEN) -> tuple[Figure, Figure]:
+    """Seconds of a step of each set-up, over the bandwidth and over the latency between nodes."""
+    far = cluster.inter_node
+    rates = _around(far.nbytes_per_s)
+    latencies = _around(max(far.latency_s, 1e-5))
+    return (
+        _figure(
+            found,
+            compute_s,
+            paper,
+            rates,
+            lambda rate: replace(cluster, inter_node=Link(far.latency_s, rate)),
+            label="Gbit/s between nodes",
+            scale=8e-9,
+            given=far.nbytes_per_s,
+        ),
+        _figure(
+            found,
+            compute_s,
+            paper,
+            latencies,
+            lambda s: replace(cluster, inter_node=Link(s, far.nbytes_per_s)),
+            label="ms between nodes, one way",
+            scale=1e3,
+            given=far.latency_s,
+        ),
+    )
+
+
+def _around(value: float) -> list[float]:
+    return [value * 10 ** (_DECADES * (2 * at / (_POINTS - 1) - 1)) for at in range(_POINTS)]
+
+
+def _figure(
+    found: Sequence[Choice],
+    compute_s: float,
+    paper: Paper,
+    values: Sequence[float],
+    cluster_at: Callable[[float], Cluster],
+    *,
+    label: str,
+    scale: float,
+    given: float,
+) -> Figure:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(paper.width, 3.6), layout="constrained")
+        axes = figure.add_subplot()
+        for at, each in enumerate(found):
+            seconds = [step_time(each.plan, cluster_at(value), compute_s).seconds for value in values]
+            style = "-" if each.line else "--"
+            axes.plot(
+                [scale * value for value in values], seconds, style, color=COLORS[at % len(COLORS)], label=each.name
+            )
+        axes.axvline(scale * given, color="#9aa5b1", linewidth=1)
+        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="seconds of a step")
+        axes.legend(ncols=paper.columns, fontsize=8)
+    return figure
+
+
+def _png(figure: Figure) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _row(choice: Choice, wanted: Wanted) -> dict[str, str]:
+    time = choice.time
+    return {
+        "name": choice.name,
+        "step": "" if time is None else f"{time.seconds:.3g}",
+        "range": "" if time is None else f"{time.low:.3g} to {time.high:.3g}",
+        "sent": f"{choice.between_nbytes / 1e9:.2f}",
+        "memory": f"{memory_of(choice, wanted) / 1e9:.1f}",
+        "loss": "" if not choice.line else "unknown" if choice.loss is None else str(choice.loss),
+        "line": choice.line,
+    }

@@ -1,0 +1,378 @@
+"""Local steps of a replica among others that come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.collectives.member_comm import ExchangeFailedError, MemberComm
+from lowbit_strategy.kernels.digest import digests
+from lowbit_strategy.methods.outer.interval import Seconds
+from lowbit_strategy.ranks.membership import Members, Membership
+from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.rounds.agreement import NO_HISTORY, Agreement, Standing, agree, history_after, weights_of
+from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
+from lowbit_strategy.rounds.in_flight import InFlight
+from lowbit_strategy.rounds.outer import OuterSync
+from lowbit_strategy.rounds.plain_state import packed, unpacked
+
+_log = logging.getLogger("lowbit_strategy")
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A turn that this replica has received as a whole, and of which it does not know whether all have.
+
+    Args:
+        in_flight: The turn.
+        history: What the history becomes if it counts.
+        before: Turn, steps since the last one and length of the round, if it does not.
+        done: This replica trains no more.
+    """
+
+    in_flight: InFlight
+    history: int
+    before: tuple[int, int, int]
+    done: bool
+
+    @property
+    def ends(self) -> bool:
+        """Whether nobody who takes part trains any more."""
+        return self.done and self.in_flight.header.num_done == self.in_flight.header.world_size
+
+
+class ElasticOuterSync(OuterSync):
+    """`OuterSync` whose members are found anew in every turn.
+
+    A turn, on all members:
+
+    1. they meet (`Membership.meet`), and agree on who is right, who is new, and what each counts (`agree`)
+    2. those who are new get the state of one who is not; residuals stay with each if members have changed
+    3. the exchange, into buffers. If it fails nothing has happened, and it is repeated from 1 with those who are left
+    4. they confirm that all have everything: then it is applied. Whoever does not learn of that, because somebody is
+       lost at this moment, learns it in 1 of the next turn
+
+    Attributes:
+        membership: Finds the others.
+        inner: Gives the inner optimizers by name, whose state a new replica inherits where the options say so.
+        on_healed: Called when this replica has got the others' state: `sync.step_index` is theirs.
+        data: Gives this replica its samples, wherever members have met; None: they do not depend on that.
+        num_joins, num_losses: Replicas that this one has seen come and go.
+        num_heals: How often this one has got the state of another.
+    """
+
+    revocable: ClassVar[bool] = True
+
+    def __init__(self, *values: Any, membership: Membership, **options: Any) -> None:
+        super().__init__(*values, **options)
+        self.membership = membership
+        self.data: ElasticSampler | None = None
+        self.inner: Callable[[], Mapping[str, Optimizer]] = dict
+        self.on_healed: Callable[[], None] = lambda: None
+        self.num_joins = self.num_losses = self.num_heals = 0
+        self._turn_began = time.monotonic()
+        self._clock = 0
+        self._history = NO_HISTORY
+        self._group = 0
+        self._trained = self._counted = 0
+        self._marks = [0] * len(self.fragments)  # of what has been trained, at the last turn of each
+        self._prepared: _Prepared | None = None
+        self._comm: MemberComm | None = None
+        self._names: list[str] = []
+
+    @property
+    def turn_length(self) -> int:
+        """As `OuterSync`; where rounds are of so many seconds, whether they are over: the steps taken, or one more."""
+        every = self.rule.every
+        if not isinstance(every, Seconds):
+            return super().turn_length
+        is_over = time.monotonic() - self._turn_began >= every.seconds / len(self.fragments)
+        return max(1, self._since if is_over else self._since + 1)
+
+    def after_step(self, learning_rate: float | None = None) -> bool:
+        self._trained += self._counted or 1
+        self._counted = 0
+        before, since = self.num_turns, self._since + 1
+        moved = super().after_step(learning_rate)
+        if self.num_turns > before:
+            self._turn_began = time.monotonic()
+            if isinstance(self.rule.every, Seconds):
+                self._every = since * len(self.fragments)  # what reports have
+        return moved
+
+    def count_samples(self, number: int) -> None:
+        """So many are trained until the next optimizer step, one if nobody counts; the mean is weighted by them."""
+        self._counted += number
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it has met the others."""
+        return self._comm is not None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica is the lowest one, which writes checkpoints."""
+        return self._comm is None or self._comm.rank == 0
+
+    def join(self) -> None:
+        """Before training: meet the others, who may be in the middle of it. Takes up to a round."""
+        while self._meet(due=False):
+            if self._attempt(None, done=False) is not None:
+                self.apply()
+                break
+        self._turn_began = time.monotonic()
+
+    def _launch(self, learning_rate: float | None, *, done: bool) -> InFlight:
+        while True:
+            self._meet(due=True)
+            in_flight = self._attempt(learning_rate, done=done)
+            if in_flight is not None:
+                return in_flight
+
+    def finish(self) -> None:
+        already = self.finished
+        super().finish()
+        if not already and self._comm is not None:
+            with contextlib.suppress(ExchangeFailedError):  # so that nobody is gone before all know that they may go
+                self._confirm(self._comm)
+
+    # -- a turn -----------------------------------------------------------------------------------------------------
+
+    def _attempt(self, learning_rate: float | None, *, done: bool) -> InFlight | None:
+        """Exchange; None if that has failed."""
+        assert self._comm is not None
+        before = (self._turn, self._since, self._every)
+        try:
+            in_flight = super()._launch(learning_rate, done=done)
+            in_flight.wait()
+        except ExchangeFailedError as error:
+            self._undo(before)
+            self.membership.fail(error)
+            return None
+        self._prepared = _Prepared(in_flight, history_after(self._history, self._clock), before, done)
+        try:
+            self._confirm(self._comm)
+        except ExchangeFailedError as error:
+            self.membership.fail(error)
+            if not self._prepared.ends:  # there is no next turn to learn it in
+                return None
+        self.membership.succeed()
+        return self._commit()
+
+    def _confirm(self, comm: MemberComm) -> None:
+        """Every member has received everything.
+
+        Raises:
+            ExchangeFailedError: It is not known.
+        """
+        everyone = torch.empty(comm.world_size, 1, dtype=torch.uint8)
+        comm = copy.copy(comm)  # counts bytes of its own
+        comm.all_gather(everyone, torch.ones(1, dtype=torch.uint8)).wait()
+
+    def _commit(self) -> InFlight:
+        prepared, self._prepared = self._prepared, None
+        assert prepared is not None
+        self._history = prepared.history
+        self._marks[prepared.in_flight.fragment] = self._trained
+        return prepared.in_flight
+
+    def _undo(self, before: tuple[int, int, int]) -> None:
+        self._turn, self._since, self._every = before
+        self._in_flight = self._prepared = None
+        self.sync.revoke()
+
+    # -- meeting ----------------------------------------------------------------------------------------------------
+
+    def _meet(self, *, due: bool) -> bool:
+        """All members are connected and have the same state. Returns whether a turn is to be taken."""
+        start = time.perf_counter()
+        while True:
+            members = self.membership.meet(self._clock)
+            try:
+                agreement, standings = self._agree(members, due=due)
+                self._settle(members, agreement)
+            except ExchangeFailedError as error:
+                self.membership.fail(error)
+                continue
+            if not agreement.to_heal and not agreement.to_commit:
+                break
+        self._place(members, afresh=any(each.group != _digest_of(members) for each in standings))
+        self._count_from(agreement.steps)
+        self.weights = weights_of([each.trained for each in standings])
+        if self.data is not None:
+            self.data.go_on(agreement.position, members.comm.rank, members.comm.world_size)
+        self._log_changes(members, time.perf_counter() - start)
+        return agreement.exchanges
+
+    def _agree(self, members: Members, *, due: bool) -> tuple[Agreement, list[Standing]]:
+        comm = copy.copy(members.comm)
+        mine = torch.tensor(self._standing(due=due).numbers(), dtype=torch.int64)
+        everyone = torch.empty(comm.world_size, mine.numel(), dtype=torch.int64)
+        comm.all_gather(everyone, mine).wait()
+        standings = [Standing(*row) for row in everyone.tolist()]
+        return agree(standings), standings
+
+    def _standing(self, *, due: bool) -> Standing:
+        return Standing(
+            clock=self._clock,
+            history=self._history,
+            prepared=NO_HISTORY if self._prepared is None else self._prepared.history,
+            digest=self._digest(),
+            steps=self.sync.step_index,
+            trained=self._trained - self._marks[self._turn],
+            due=int(due),
+            group=self._group,
+            position=0 if self.data is None else self.data.position,
+        )
+
+    def _digest(self) -> int:
+        """Of all that members share."""
+        kept = self._optimizer.state_dict().values()
+        tensors = [value for state in kept for value in state.values() if isinstance(value, Tensor)]
+        shared = [*self.anchors.values(), *tensors, *self.model.buffers.state_dict()["shared"].values()]
+        return int(digests([digests(shared, torch.device("cpu"))], torch.device("cpu")))
+
+    def _settle(self, members: Members, agreement: Agreement) -> None:
+        """Raises:
+        ExchangeFailedError: Somebody is lost while a state travels.
+        """
+        comm = copy.copy(members.comm)
+        if comm.rank in agreement.to_commit:
+            prepared = self._prepared
+            assert prepared is not None
+            self._in_flight = self._commit()
+            self.apply(final=prepared.done, average=prepared.ends)
+        elif self._prepared is not None:
+            self._undo(self._prepared.before)
+        if comm.rank == agreement.helper:
+            for rank in agreement.to_heal:
+                _log.info("replica %s gets the state of %s", members.names[rank], members.names[comm.rank])
+                self._send_state(comm, rank)
+        elif comm.rank in agreement.to_heal:
+            self._take_state(self._receive_state(comm, agreement.helper), agreement)
+        if comm.rank in agreement.diverged:
+            _log.warning(
+                "replica %s had other anchors than %s after the same turns, and goes on with those: look for code that"
+                " changes weights on some replicas only",
+                members.names[comm.rank],
+                members.names[agreement.helper],
+            )
+        self._clock = agreement.clock
+
+    def _place(self, members: Members, *, afresh: bool) -> None:
+        """The engine reduces with these members from now on."""
+        if self._comm is not members.comm or afresh:
+            self._comm = members.comm
+            comm = copy.copy(members.comm)
+            comm.sent_nbytes = self.sync.ranks.peers.sent_nbytes
+            self.sync.renew(Ranks(comm, comm, replica=LocalComm()), afresh=afresh)
+            self._group = _digest_of(members)
+
+    def _count_from(self, steps: int) -> None:
+        self.sync.restore_progress(step_index=steps, num_skipped=self.sync.num_skipped, loss_scale=None)
+
+    def _log_changes(self, members: Members, seconds: float) -> None:
+        now, before = members.names, self._names
+        if now == before:
+            return
+        joined, lost = [name for name in now if name not in before], [name for name in before if name not in now]
+        if before:
+            self.num_joins, self.num_losses = self.num_joins + len(joined), self.num_losses + len(lost)
+        self._names = now
+        changes = [f"joined: {', '.join(joined)}"] * bool(joined) + [f"lost: {', '.join(lost)}"] * bool(lost)
+        _log.info(
+            "optimizer step %d: %d replicas (%s); %s; met in %.1f s",
+            self.sync.step_index,
+            len(now),
+            ", ".join(now),
+            "; ".join(changes) or "in another order",
+            seconds,
+        )
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        known = {"name": self.membership.identity.name, "clock": self._clock, "history": self._history}
+        trained = {"trained": self._trained, "marks": self._marks, "position": self._standing(due=False).position}
+        return super().state_dict() | {"elastic": known | trained}
+
+    def owns(self, state: Mapping[str, Any]) -> bool:
+        return state.get("elastic", {}).get("name") == self.membership.identity.name
+
+    def load_state_dict(self, state: Mapping[str, Any], *, own: bool = True) -> None:
+        super().load_state_dict(state, own=own)
+        if not own:
+            self.sync.forget()  # residuals of another replica, or of other rounds
+        if (saved := state.get("elastic")) is None:
+            return
+        self._clock, self._history = saved["clock"], saved["history"]
+        if self.data is not None:
+            self.data.go_on(saved["position"], 0, 1)
+        if own:
+            self._trained, self._marks = saved["trained"], list(saved["marks"])
+
+    # -- state that travels -----------------------------------------------------------------------------------------
+
+    def _send_state(self, comm: MemberComm, rank: int) -> None:
+        description, data = packed(self._shared_state())
+        comm.send(torch.tensor([description.numel(), data.numel()]), rank).wait()
+        comm.send(description, rank).wait()
+        if data.numel():
+            comm.send(data, rank).wait()
+
+    def _receive_state(self, comm: MemberComm, rank: int) -> dict[str, Any]:
+        sizes = torch.empty(2, dtype=torch.int64)
+        comm.receive(sizes, rank).wait()
+        description, data = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
+        comm.receive(description, rank).wait()
+        if data.numel():
+            comm.receive(data, rank).wait()
+        state: dict[str, Any] = unpacked(description, data)
+        return state
+
+    def _shared_state(self) -> dict[str, Any]:
+        state = super().state_dict()
+        own = ("weights", "flight", "buffers", "since", "losses", "eager")
+        shared = {key: value for key, value in state.items() if key not in own}
+        shared["losses"] = state["losses"] | {"own": []}
+        inherited = self.inner() if self.membership.options.inherit_optimizer else {}
+        return shared | {
+            "buffers": {"shared": state["buffers"]["shared"]},
+            "step_index": self.sync.step_index,
+            "inner": {name: optimizer.state_dict() for name, optimizer in inherited.items()},
+        }
+
+    def _take_state(self, state: Mapping[str, Any], agreement: Agreement) -> None:
+        """Go on from what the others share; what this replica has trained since its last turn is lost."""
+        super().load_state_dict({**state, "flight": None}, own=False)
+        self._turn, self._every = state["turn"], state["every"]
+        self.num_turns, self.every = state["num_turns"], state["wanted"]
+        self._rates = (state["rates"][0], state["rates"][1])
+        self._history = agreement.history
+        self._marks = [self._trained] * len(self.fragments)
+        self._group = 0
+        own = self.inner()
+        for name, saved in state["inner"].items():
+            if name in own:  # JSON has made texts of the parameters' numbers
+                own[name].load_state_dict(saved | {"state": {int(at): kept for at, kept in saved["state"].items()}})
+        self.sync.forget()
+        self._count_from(state["step_index"])
+        self.num_heals += 1
+        self.on_healed()
+
+
+def _digest_of(members: Members) -> int:
+    """Of who they are, in the order of ranks: an integer that fits 63 bits and is not 0."""
+    text = "\n".join(map(str, members.replicas))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") + 1

@@ -1,0 +1,66 @@
+"""Which samples a replica trains, though the number of replicas changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+
+import torch
+from torch.utils.data import Dataset, DistributedSampler
+
+
+class ElasticSampler(DistributedSampler[int]):
+    """Gives the replicas of an elastic run different samples of one stream: permutation after permutation of a dataset.
+
+    All replicas know how far the stream has been used when they meet. From there replica r of W takes every W-th
+    sample, beginning with number r, until they meet again; then the stream goes on behind the farthest one. Nothing is
+    repeated. What a slower replica has left out of a round, and what one had when it was lost, is not made up for.
+
+    It is a `DistributedSampler`, so that frameworks leave it in its place. Its epochs have as many samples as there are
+    in the dataset for each replica; the stream goes on across them.
+
+    Args:
+        dataset: Of a known length, the same on all replicas.
+        shuffle: Permute it, otherwise as it is.
+        seed: Of the permutations; the same on all replicas.
+    """
+
+    def __init__(self, dataset: Dataset[int], *, shuffle: bool = True, seed: int = 0) -> None:
+        super().__init__(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed)
+        assert isinstance(dataset, Sized)
+        self._size = len(dataset)
+        self._rank, self._world_size = 0, 1
+        self._start = 0  # of the stream, when members last met
+        self._drawn = 0  # by this replica, since
+        self._permutation: tuple[int, list[int]] = (-1, [])
+
+    def __len__(self) -> int:
+        return -(-self._size // self._world_size)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(len(self)):
+            at = self._start + self._drawn * self._world_size + self._rank
+            self._drawn += 1
+            yield self._sample(at)
+
+    @property
+    def position(self) -> int:
+        """How far the stream has been used, as far as this replica knows."""
+        return self._start + self._drawn * self._world_size
+
+    def go_on(self, start: int, rank: int, world_size: int) -> None:
+        """Members have met.
+
+        Args:
+            start: How far the stream has been used.
+            rank: Of this replica.
+            world_size: Replicas.
+        """
+        self._start, self._drawn, self._rank, self._world_size = start, 0, rank, world_size
+
+    def _sample(self, at: int) -> int:
+        number, place = divmod(at, self._size)
+        if self._permutation[0] != number:
+            generator = torch.Generator().manual_seed(self.seed + number)
+            order = torch.randperm(self._size, generator=generator) if self.shuffle else torch.arange(self._size)
+            self._permutation = (number, order.tolist())
+        return self._permutation[1][place]

@@ -1,0 +1,111 @@
+"""Every pair of ranks by itself: how long a message takes from one to the other, and how many bytes go in a second."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lowbit_strategy.plan.bench import Pair
+from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.telemetry.links import finish
+
+MOST_PAIRS = 66  # all of 12 ranks
+_PINGS = 5
+_SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
+_LONG_S = 0.1
+_STREAMS = 4
+
+
+def pairs_to_measure(world_size: int) -> list[tuple[int, int]]:
+    """All of a few ranks; of many each with the next one, and some with the first."""
+    every = list(itertools.combinations(range(world_size), 2))
+    if len(every) <= MOST_PAIRS:
+        return every
+    ring = [(rank, rank + 1) for rank in range(min(world_size - 1, MOST_PAIRS // 2))]
+    step = max(1, world_size // (MOST_PAIRS // 2))
+    return sorted({*ring, *((0, rank) for rank in range(step, world_size, step))})
+
+
+def measure_pairs(topology: Topology, device: torch.device, done: Callable[[], None] = lambda: None) -> list[Pair]:
+    """One after the other, while all other ranks are quiet; on all ranks of the default group.
+
+    Args:
+        topology: Which of them share a node.
+        device: Of messages.
+        done: Called after each pair.
+
+    Returns:
+        The same on all ranks.
+    """
+    rank, found = dist.get_rank(), []
+    for first, second in pairs_to_measure(dist.get_world_size()):
+        near = second in topology.neighbours(first)
+        if rank in (first, second):
+            pair = _measure(first, second, "intra-node" if near else "inter-node", device)
+            if rank == first:
+                found.append(pair)
+        dist.barrier()
+        done()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return sorted(itertools.chain.from_iterable(everyone), key=lambda pair: (pair.first, pair.second))
+
+
+def _measure(first: int, second: int, level: str, device: torch.device) -> Pair:
+    mine = dist.get_rank() == first
+    other = second if mine else first
+    small = torch.zeros(8, dtype=torch.uint8, device=device)
+    _there_and_back(small, other, device, mine=mine)
+    latency = min(_there_and_back(small, other, device, mine=mine) for _ in range(_PINGS)) / 2
+    rate = 0.0
+    for nbytes in _SIZES:
+        x = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        seconds = min(_one_way([x], small, other, device, mine=mine) for _ in range(2))
+        rate = nbytes / max(seconds - 2 * latency, 1e-9)
+        both = torch.tensor([seconds], device=device)
+        if mine:
+            dist.send(both, other)  # both stop at the same size
+        else:
+            dist.recv(both, other)
+        if float(both) > _LONG_S:
+            break
+    parts = [torch.zeros(nbytes // _STREAMS, dtype=torch.uint8, device=device) for _ in range(_STREAMS)]
+    seconds = min(_one_way(parts, small, other, device, mine=mine) for _ in range(2))
+    return Pair(first, second, level, latency, rate, nbytes / max(seconds - 2 * latency, 1e-9))
+
+
+def _there_and_back(x: torch.Tensor, other: int, device: torch.device, *, mine: bool) -> float:
+    began = time.perf_counter()
+    if mine:
+        dist.send(x, other)
+        dist.recv(x, other)
+    else:
+        dist.recv(x, other)
+        dist.send(x, other)
+    finish(device)
+    return time.perf_counter() - began
+
+
+def _one_way(
+    parts: Sequence[torch.Tensor], answer: torch.Tensor, other: int, device: torch.device, *, mine: bool
+) -> float:
+    """Seconds until all has arrived and the other has answered."""
+    began = time.perf_counter()
+    start = dist.isend if mine else dist.irecv
+    works = [
+        start(part, other, tag=1 + at) if device.type == "cpu" else start(part, other) for at, part in enumerate(parts)
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+    if mine:
+        dist.recv(answer, other)
+    else:
+        dist.send(answer, other)
+    finish(device)
+    return time.perf_counter() - began

@@ -1,0 +1,372 @@
+"""The package chooses: it declines, or keeps what it has tried, and training stays right meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy import Auto, Dense, LoCo, TopK
+from lowbit_strategy.attach import auto as running
+from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.attach.session import Session
+from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.control import Accordion
+from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any, sharded_groups
+from lowbit_strategy.plan.trial import Candidate, Timed, Verdict
+from lowbit_strategy.ranks.topology import find_topology, hybrid_mesh
+from lowbit_strategy.telemetry.model_control import ModelControl
+from tests.nodes import nodes_of
+from tests.scenarios import Facts, scenarios
+from tests.training import (
+    BATCH,
+    OUTPUTS,
+    WIDTH,
+    ByStep,
+    Kind,
+    Regression,
+    fingerprint,
+    full_parameters,
+    listen,
+    loader,
+    trainer,
+)
+
+LAYOUTS = ("ddp", "fsdp", "hsdp")
+STEPS = 24  # 8 of the framework's own, 5 of each of two candidates, one to empty residuals, more
+
+
+@contextlib.contextmanager
+def settled(choose: int | None, *, tries: int = 2, compressors: Sequence[Any] | None = None) -> Iterator[None]:
+    """Measured times do not decide: `tries` candidates are tried, and number `choose` of them is taken."""
+
+    def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
+        assert len(tried) == tries
+        assert all(seconds > 0 for each in (own, *tried) for seconds in each.seconds)
+        return Verdict(choose, "the test says so")
+
+    def candidates(auto: Auto, layout: str, weights: Any) -> list[Candidate]:
+        chosen = compressors or (LoCo(block_size=32), Dense(dtype="bfloat16"))
+        return [Candidate(f"number {at}", each, None if layout == "ddp" else Exact()) for at, each in enumerate(chosen)]
+
+    with (
+        mock.patch.object(running, "decide", decide),
+        mock.patch.object(running, "candidates", candidates),
+        mock.patch.object(running, "hopeful", return_value=list(range(tries))),
+    ):
+        yield
+
+
+def lightning_run(strategy: Any, steps: int = STEPS, **options: Any) -> tuple[Regression, Any]:
+    torch.manual_seed(0)
+    model = Regression(optimizer="plain")
+    made = trainer(strategy, max_steps=steps, callbacks=[Hooked()], **options)
+    made.fit(model, loader(96 * 12))
+    return model, made
+
+
+class Hooked(L.Callback):
+    """Whether anything of this package was between the framework and its communication in each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[bool] = []
+
+    def on_before_zero_grad(self, trainer: L.Trainer, *_: Any) -> None:
+        assert trainer.strategy.model is not None
+        self.steps.append(is_hooked(trainer.strategy.model))
+
+
+def hooked(made: L.Trainer) -> list[bool]:
+    (callback,) = (each for each in made.callbacks if isinstance(each, Hooked))  # type: ignore[attr-defined]
+    return callback.steps
+
+
+def declining(folder: Path, kind: Kind) -> Facts:
+    with nodes_of(2) if kind == "hsdp" else contextlib.nullcontext(), listen() as lines, settled(None, tries=0):
+        model, made = lightning_run(f"lowbit_{kind}")
+    stock, _ = lightning_run("ddp")
+    session = made.strategy.session
+    return {
+        "losses": model.losses,
+        "stock": stock.losses,
+        "own": session.is_own,
+        "phase": session.auto.phase,
+        "steps": session.auto.trial_steps,
+        "hook": hooked(made),
+        "sent": session.sync.ranks.peers.sent_nbytes,
+        "lines": lines,
+        "counted": session.sync.step_index,
+    }
+
+
+def is_hooked(model: nn.Module) -> bool:
+    """Whether anything of this package is between the framework and its communication."""
+    if isinstance(model, DistributedDataParallel):
+        return bool(model._comm_hooks)
+    for each in sharded_groups(model):
+        group = each.param_group
+        ours = [type(group._reduce_scatter_comm), type(group._all_gather_comm)]
+        if any(kind.__module__.startswith("lowbit") for kind in ours) or group._all_reduce_hook is not None:
+            return True
+        if "pre_forward" in vars(group) or group.force_sum_reduction_for_comms or group.gradient_divide_factor:
+            return True
+    return False
+
+
+@scenarios(declining, kind=("ddp", "fsdp"))
+def test_declining_leaves_the_framework_alone(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["own"]
+        assert rank["hook"] == [False] * STEPS
+        assert rank["sent"] == 0
+        assert rank["steps"] == 8
+        assert rank["counted"] == STEPS
+        torch.testing.assert_close(rank["losses"], rank["stock"])
+    assert any("no compression: the hook is removed, because the test says so" in line for line in facts[0]["lines"])
+
+
+@scenarios(declining, kind=("hsdp",), world_size=4)
+def test_declining_hsdp(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["own"]
+        assert rank["hook"] == [False] * STEPS
+        torch.testing.assert_close(rank["losses"], rank["stock"])
+
+
+def stays_with_ddp(folder: Path) -> Facts:
+    """DDP's own steps are the same bits."""
+    with settled(None, tries=0):
+        model, _ = lightning_run("lowbit_ddp")
+    stock, _ = lightning_run("ddp")
+    return {"ours": fingerprint(model), "stock": fingerprint(stock)}
+
+
+@scenarios(stays_with_ddp)
+def test_declined_ddp_has_the_same_bits(facts: list[Facts]) -> None:
+    assert facts[0]["ours"] == facts[0]["stock"] == facts[1]["ours"]
+
+
+def choosing(folder: Path, kind: Kind) -> Facts:
+    with nodes_of(2) if kind == "hsdp" else contextlib.nullcontext(), settled(0):
+        model, made = lightning_run(f"lowbit_{kind}")
+    stock, _ = lightning_run("ddp")
+    session = made.strategy.session
+    return {
+        "stock": stock.losses,
+        "chosen": session.auto.active.name,
+        "method": session.sync.compressor,
+        "losses": model.losses,
+        "steps": session.auto.trial_steps,
+        "print": fingerprint(model),
+        "hook": hooked(made),
+        "sent": session.sync.ranks.peers.sent_nbytes,
+    }
+
+
+@scenarios(choosing, kind=("ddp", "fsdp"))
+def test_the_chosen_one_stays(facts: list[Facts]) -> None:
+    check_chosen(facts)
+
+
+@scenarios(choosing, kind=("hsdp",), world_size=4)
+def test_the_chosen_one_stays_under_hsdp(facts: list[Facts]) -> None:
+    check_chosen(facts)
+
+
+def check_chosen(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["chosen"] == "number 0"
+        assert rank["method"] == LoCo(block_size=32)
+        assert rank["steps"] == 18
+        assert rank["hook"] == [False] * 8 + [True] * (STEPS - 8)
+        assert rank["sent"] > 0
+        assert rank["print"] == facts[0]["print"]
+        torch.testing.assert_close(rank["losses"][:8], rank["stock"][:8])
+        torch.testing.assert_close(rank["losses"], rank["stock"], rtol=0.02, atol=0.01)
+
+
+# -- nothing is lost --------------------------------------------------------------------------------------------------
+
+
+class Constant(nn.Module):
+    """Its gradients do not depend on its weights, so that what has been applied in all can be compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 64, bias=False)
+        self.second = nn.Linear(WIDTH, OUTPUTS, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).sum() + (self.second(x) * torch.arange(OUTPUTS)).sum()
+
+
+def attached(kind: Kind, compressor: Any) -> tuple[nn.Module, Session]:
+    torch.manual_seed(0)
+    module = Constant()
+    options = SyncOptions(shard_size=2 if kind == "hsdp" else None, two_level=False if kind != "hsdp" else None)
+    prepared = prepare(module, compressor, options, scatter=kind != "ddp")
+    if kind == "ddp":
+        model = DistributedDataParallel(module)
+        return model, attach_ddp(model, prepared)
+    world = torch.distributed.get_world_size()
+    mesh = hybrid_mesh("cpu", world, 2 if kind == "hsdp" else world)
+    shard_any(module, mesh["data_parallel"], torch.device("cpu"), ShardPolicy(min_numel=1))
+    return module, attach_fsdp(module, prepared)
+
+
+def train(model: nn.Module, session: Session, steps: range) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + torch.distributed.get_rank())
+        loss = model(torch.randn(BATCH, WIDTH, generator=generator))
+        session.begin_step()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step(optimizer)
+
+
+KEEPS = (TopK(density=0.1).conserving(), TopK(density=0.3).conserving())
+
+
+def conserving(folder: Path, kind: Kind) -> Facts:
+    found: dict[str, Any] = {}
+    with nodes_of(2) if kind == "hsdp" else contextlib.nullcontext():
+        for name, compressor in (("auto", Auto()), ("dense", Dense())):
+            with settled(None, compressors=KEEPS):
+                model, session = attached(kind, compressor)
+                train(model, session, range(STEPS))
+            found[name] = full_parameters(model)
+            if session.auto is not None:
+                found["phase"], found["own"] = session.auto.phase, session.is_own
+                found["unsent"] = [session.sync.state.export_unsent(name) is None for name in session.sync.specs]
+            session.close()
+    return found
+
+
+@scenarios(conserving, kind=("ddp", "fsdp"))
+def test_nothing_is_lost_by_trying_and_declining(facts: list[Facts]) -> None:
+    check_conserved(facts)
+
+
+@scenarios(conserving, kind=("hsdp",), world_size=4)
+def test_nothing_is_lost_under_hsdp(facts: list[Facts]) -> None:
+    check_conserved(facts)
+
+
+def check_conserved(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["phase"] == "settled"
+        assert rank["own"]
+        assert all(rank["unsent"])
+        for name, expected in rank["dense"].items():
+            key = name if name in rank["auto"] else f"module.{name}"
+            torch.testing.assert_close(rank["auto"][key], expected, rtol=1e-4, atol=1e-5)
+
+
+# -- checkpoints, looking again, what does not go together ------------------------------------------------------------
+
+
+def resumed(folder: Path, kind: Kind, stop: int) -> Facts:
+    """A run that stops while trying or after it, and goes on from its checkpoint."""
+    runs = []
+    for to, path in ((stop, None), (STEPS, folder / "last.ckpt")):
+        torch.manual_seed(0)
+        model = ByStep(optimizer="plain")
+        made = trainer(f"lowbit_{kind}", max_steps=to)
+        with settled(0, compressors=KEEPS):
+            made.fit(model, loader(96 * 12), ckpt_path=path)
+            if path is None:
+                made.save_checkpoint(folder / "last.ckpt")
+        strategy: Any = made.strategy
+        runs.append(strategy.session.auto)
+    return {"first": runs[0].phase, "then": runs[1].phase, "steps": runs[1].trial_steps, "print": fingerprint(model)}
+
+
+@scenarios(resumed, kind=("ddp", "fsdp"), stop=(11, 20))
+def test_a_choice_is_resumed(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["print"] == facts[0]["print"]
+        if rank["first"] == "settled":
+            assert (rank["then"], rank["steps"]) == ("settled", 0)
+        else:
+            assert rank["then"] in ("own", "try")  # what was kept has been sent, and the trial begins anew
+            assert rank["steps"] == STEPS - 11 - 1
+
+
+def looking_again(folder: Path) -> Facts:
+    phases = []
+    with settled(0), mock.patch.object(running, "LOOK_EVERY", 3), listen() as lines:
+        model, session = attached("ddp", Auto())
+        train(model, session, range(18))
+        assert session.auto is not None
+        phases.append(session.auto.phase)
+        session.auto._reference_s = 1e-9  # as if steps had been far faster then
+        session.auto._remaining = 3
+        for step in range(18, 22):
+            train(model, session, range(step, step + 1))
+            phases.append(session.auto.phase)
+    session.close()
+    return {"phases": phases, "lines": lines}
+
+
+@scenarios(looking_again)
+def test_it_looks_again_when_steps_change(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["phases"] == ["settled", "settled", "settled", "empty", "own"]
+    assert any("looking again" in line for line in facts[0]["lines"])
+
+
+def with_others(folder: Path) -> Facts:
+    _, session = attached("ddp", Auto())
+    errors = []
+    with pytest.raises(ValueError, match="Auto chooses this model's compressor") as caught:
+        ModelControl(session.sync).adapt(Accordion(light=LoCo(bits=8), heavy=LoCo(bits=2)))
+    errors.append(str(caught.value))
+    with pytest.raises(ValueError, match="Auto chooses what every step sends"):
+        prepare(Constant(), Auto(), SyncOptions(outer="diloco"))  # type: ignore[arg-type]
+    session.close()
+    return {"errors": errors, "nodes": find_topology().num_nodes}
+
+
+@scenarios(with_others)
+def test_what_does_not_go_together(facts: list[Facts]) -> None:
+    assert all(len(rank["errors"]) == 1 for rank in facts)
+
+
+def unfrozen(folder: Path) -> Facts:
+    """Lightning wraps the module anew while one candidate is tried."""
+
+    class Thaws(Regression):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.net[4].requires_grad_(batch_idx >= 10)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    torch.manual_seed(0)
+    model = Thaws()
+    model.net[4].requires_grad_(requires_grad=False)
+    before = model.net[4].weight.detach().clone()
+    made = trainer("lowbit_ddp", max_steps=STEPS, callbacks=[Hooked()])
+    with settled(0):
+        made.fit(model, loader(96 * 12))
+    moved = bool((model.net[4].weight != before).any())
+    return {"hook": hooked(made), "print": fingerprint(model), "moved": moved}
+
+
+@scenarios(unfrozen)
+def test_a_layer_is_thawed_while_a_candidate_is_tried(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["moved"]
+        assert rank["print"] == facts[0]["print"]
+        assert rank["hook"][-1]

@@ -1,0 +1,227 @@
+"""Replicas that come and go under Lightning's Trainer, each with a world of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
+
+pytest.importorskip("torchft", reason="the extra elastic is not installed")
+
+from lowbit_strategy import DiLoCo, Elastic, LoCo
+from lowbit_strategy.lightning import LowBitDDPStrategy
+from tests.distributed import run_ranks
+from tests.replicas import Replicas
+from tests.training import ByStep, Regression, dataset, fingerprint, trainer
+
+RULE = DiLoCo(every=5, momentum=0.5)
+
+
+def strategy(elastic: Elastic | None) -> LowBitDDPStrategy:
+    return LowBitDDPStrategy(LoCo(block_size=32, beta=0.0, reset_steps=None), outer=RULE, elastic=elastic)
+
+
+class ByName(ByStep):
+    """Its data depends on the step and on the replica, as if replicas were ranks of one world."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.number = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        at = (self.global_step * 2 + self.number) * 4 % 96
+        return Regression.training_step(self, dataset()[at : at + 4], batch_idx)
+
+
+def fit(elastic: Elastic | None, rank: int, steps: int) -> dict[str, Any]:
+    torch.manual_seed(0 if elastic is None else rank)
+    model = ByName(rank)
+    made = trainer(strategy(elastic), max_steps=steps)
+    made.fit(model, DataLoader(dataset(), batch_size=4))
+    assert made.strategy.sync is not None
+    sent = made.strategy.sync.ranks.peers.sent_nbytes
+    kind = type(made.strategy.sync.compressor).__name__
+    return {"losses": model.losses, "print": fingerprint(model), "sent": sent, "compressor": kind}
+
+
+def fit_as_rank(rank: int, world_size: int, steps: int) -> dict[str, Any]:
+    return fit(None, rank, steps)
+
+
+def test_members_that_stay_train_as_ranks_of_one_world(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        run.start("a", fit, 0, 22)
+        run.start("b", fit, 1, 22)
+        without = run_ranks(fit_as_rank, 2, 22, process_group=None)
+        replicas = run.results("a", "b")
+    assert [replicas["a"], replicas["b"]] == without
+    assert replicas["a"]["compressor"] == "LoCo"
+
+
+class StepsOnDisk(Callback):
+    """What a replica sees of the steps, and who dies when."""
+
+    def __init__(self, dies_at: int | None, folder: Path, name: str) -> None:
+        self.dies_at = dies_at
+        self.path = folder / f"{name}.steps"
+        self.steps: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.steps.append(trainer.global_step)
+        self.path.write_text(str(trainer.global_step))
+        time.sleep(0.03)
+        if trainer.global_step == self.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Scheduled(Regression):
+    """It keeps the indices of its samples, and its learning rate falls by steps."""
+
+    def __init__(self, optimizer: str = "plain") -> None:
+        super().__init__(optimizer=optimizer, lr=0.1 if optimizer == "plain" else 0.01)
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y, index = batch
+        self.seen += index.tolist()
+        return super().training_step((x, y), batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def indexed() -> torch.utils.data.TensorDataset:
+    x, y = dataset(960).tensors
+    return torch.utils.data.TensorDataset(x, y, torch.arange(960))
+
+
+def fit_and_save(elastic: Elastic, folder: Path, dies_at: int | None) -> dict[str, Any]:
+    assert elastic.name is not None
+    torch.manual_seed(ord(elastic.name))
+    noted = StepsOnDisk(dies_at, folder, elastic.name)
+    saver = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=10, save_top_k=-1, filename="{step}")
+    made = trainer(strategy(elastic), max_steps=50, max_epochs=-1, callbacks=[noted, saver], enable_checkpointing=True)
+    model = Scheduled("adam" if elastic.inherit_optimizer else "plain")
+    made.fit(model, DataLoader(indexed(), batch_size=4, shuffle=True))
+    optimizer = made.optimizers[0]
+    inner = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+    rate = optimizer.param_groups[0]["lr"]
+    return {"print": fingerprint(model), "steps": noted.steps, "seen": model.seen, "rate": rate, "inner": inner}
+
+
+def step_of(folder: Path, name: str) -> int:
+    path = folder / f"{name}.steps"
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+def test_one_is_lost_and_another_comes_into_the_others_step(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        for name in "abc":
+            run.start(name, fit_and_save, tmp_path, 12 if name == "b" else None, held=True)
+        run.release("a", "b")
+        run.wait_for(lambda: step_of(tmp_path, "b") >= 9, "nine steps")
+        run.release("c")
+        results = run.results("a", "c")
+    a, c = results["a"], results["c"]
+    assert a["print"] == c["print"]
+    assert a["steps"][-1] == c["steps"][-1] == 50
+    assert c["steps"][0] > 9  # and not 1
+    assert a["rate"] == pytest.approx(c["rate"]) == pytest.approx(0.1 * 0.99**50)
+    together = c["steps"][0]
+    assert not set(a["seen"][4 * together :]) & set(c["seen"])
+    saved = torch.load(tmp_path / "checkpoints" / "step=40.ckpt", weights_only=True)
+    assert saved["global_step"] == 40
+
+
+def fit_until_terminated(elastic: Elastic, folder: Path) -> dict[str, Any]:
+    assert elastic.name is not None
+    made = trainer(strategy(elastic), max_steps=50, max_epochs=-1, callbacks=[StepsOnDisk(None, folder, elastic.name)])
+    model = Scheduled()
+    with contextlib.suppress(SIGTERMException):
+        made.fit(model, DataLoader(indexed(), batch_size=4))
+    return {"steps": made.global_step, "print": fingerprint(model)}
+
+
+def test_one_that_is_terminated_leaves_and_the_others_go_on(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        for name in "abc":
+            run.start(name, fit_until_terminated, tmp_path, held=True)
+        run.release(*"abc")
+        run.wait_for(lambda: step_of(tmp_path, "b") >= 9, "nine steps")
+        run.send("b", signal.SIGTERM)
+        results = run.results(*"abc")
+    assert results["b"]["steps"] < 50
+    assert results["a"] == results["c"]
+    assert results["a"]["steps"] == 50
+
+
+def test_a_new_one_inherits_the_inner_optimizer(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        for name in "abc":
+            run.start(name, fit_and_save, tmp_path, None, held=True, inherit_optimizer=True)
+        run.release("a", "b")
+        run.wait_for(lambda: step_of(tmp_path, "b") >= 9, "nine steps")
+        run.release("c")
+        results = run.results("a", "c")
+    assert results["a"]["print"] == results["c"]["print"]
+    assert set(results["c"]["inner"]) == {50}
+    assert len(results["c"]["steps"]) < 50
+
+
+def resumed(elastic: Elastic, folder: Path) -> dict[str, Any]:
+    made = trainer(strategy(elastic), max_steps=60, max_epochs=-1)
+    model = Scheduled()
+    made.fit(model, DataLoader(indexed(), batch_size=4), ckpt_path=folder / "checkpoints" / "step=40.ckpt")
+    session = made.strategy.session
+    assert session is not None
+    assert session.replica is not None
+    return {"print": fingerprint(model), "losses": model.losses, "healed": session.replica.num_heals}
+
+
+def test_a_run_that_has_lost_all_its_members_resumes(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        for name in "ab":
+            run.start(name, fit_and_save, tmp_path, None)
+        run.results("a", "b")
+    with Replicas(tmp_path) as run:
+        for name in "ab":
+            run.start(name, resumed, tmp_path)
+        results = run.results("a", "b")
+    assert results["a"]["print"] == results["b"]["print"]
+    assert results["a"]["healed"] == results["b"]["healed"] == 0
+    assert len(results["a"]["losses"]) == 20
+
+
+def test_a_replica_of_several_ranks_is_refused() -> None:
+    errors = run_ranks(_refused, 2, process_group=None)
+    assert all("elastic serves replicas of one process each, and this one has 2" in error for error in errors)
+
+
+def _refused(rank: int, world_size: int) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        trainer(strategy(Elastic(lighthouse="http://127.0.0.1:1"))).fit(Regression(), DataLoader(dataset()))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"outer": None}, "elastic needs local steps"),
+        ({"outer": DiLoCo(every=5, delay=1)}, "elastic does not go with delay"),
+        ({"outer": DiLoCo(every=5, average_state=True)}, "elastic does not go with average_state"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LowBitDDPStrategy(LoCo(), elastic=Elastic(lighthouse="http://127.0.0.1:1"), **options)

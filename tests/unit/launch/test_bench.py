@@ -1,0 +1,87 @@
+"""``lowbit bench`` alone and among ranks, and ``lowbit advise --bench`` with its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lowbit_strategy.cli import app
+from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.launch.bench import this_machine
+from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.registry import PRESETS
+from lowbit_strategy.plan.bench import read_bench
+from lowbit_strategy.plan.cost import ANY_RATE
+from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.telemetry import links
+from lowbit_strategy.telemetry.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
+from tests.distributed import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_CODED_NUMEL", {"cpu": 1 << 14})
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"})
+    return result.exit_code, result.output
+
+
+def test_alone_codecs_are_measured_and_advise_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    path = tmp_path / "bench.json"
+    code, output = invoke("bench", "--cpu", "--out", str(path))
+    assert code == 0, output
+    assert "million elements/s" in output
+    measured = read_bench(path, this_machine(cpu=True))
+    assert measured.levels == {}
+    assert {"loco", "qsgd", "topk", "powersgd"} <= measured.coded_per_s.keys() <= PRESETS.keys()
+    assert all(rate > 0 for rate in measured.coded_per_s.values())
+    code, output = invoke("advise", "--params", "1e8", "--link", "1gbit", "--cpu", "--bench", str(path))
+    assert code == 0, output
+    assert f"measured, in {path}" in output
+    assert "given: link 1gbit; " in output
+    content = json.loads(path.read_text())
+    content["version"] = "0.0.1"
+    path.write_text(json.dumps(content))
+    code, output = invoke("advise", "--params", "1e8", "--cpu", "--bench", str(path))
+    assert code == 2
+    assert "measure again with lowbit bench" in output
+
+
+def measuring(rank: int, world_size: int) -> Any:
+    done: list[int] = []
+    pairs = measure_pairs(Topology((2, 1), 3), torch.device("cpu"), lambda: done.append(1))
+    return pairs, len(done)
+
+
+def test_pairs_among_ranks() -> None:
+    results = run_ranks(measuring, 3, timeout=60)
+    pairs, done = results[0]
+    assert all(each == results[0] for each in results)
+    assert done == 3
+    assert [(pair.first, pair.second, pair.level) for pair in pairs] == [
+        (0, 1, "intra-node"),
+        (0, 2, "inter-node"),
+        (1, 2, "inter-node"),
+    ]
+    assert all(0 < pair.latency_s < 1 and pair.nbytes_per_s > 1e5 and pair.streams_nbytes_per_s > 1e5 for pair in pairs)
+
+
+def test_of_many_ranks_some_pairs_are_measured() -> None:
+    assert len(pairs_to_measure(12)) == 66
+    chosen = pairs_to_measure(1000)
+    assert len(chosen) <= MOST_PAIRS + 2
+    assert all(first < second < 1000 for first, second in chosen)
+
+
+def test_a_rank_alone_has_no_link() -> None:
+    assert links.measure_link(LocalComm(), torch.device("cpu")).nbytes_per_s == ANY_RATE
+    assert links.coded_per_s(LoCo(), torch.device("cpu")) > 0

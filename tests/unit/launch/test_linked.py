@@ -1,0 +1,59 @@
+"""Predicted steps beside a dry run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lowbit_strategy import LoCo
+from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.launch import launcher
+from lowbit_strategy.launch.dry_run_report import Planned, plan_of, prepared_as_planned
+from lowbit_strategy.launch.linked import Linked, StepTimer
+
+
+def predicted(link: str, planned: Planned) -> tuple[float, float]:
+    """With 4 bits, and in float32."""
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+    plan = plan_of(module, prepared_as_planned(module, LoCo(), planned, SyncOptions()))
+    words = Linked.of(link, "1ms", "0.1s").predict(plan, 0.1).split()
+    return float(words[words.index("takes") + 1]), float(words[words.index("float32,") - 3])
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_steps_follow_the_link(scatter: bool) -> None:
+    planned = Planned(scatter=scatter, world_size=4, num_nodes=4)
+    slow, slow_plain = predicted("100mbit", planned)
+    fast, fast_plain = predicted("10gbit", planned)
+    assert 0.1 <= fast < slow < slow_plain
+    assert fast_plain < slow_plain
+    assert slow_plain > 4 * slow if not scatter else slow_plain > 3 * slow
+
+
+def test_what_is_handed_on_is_read() -> None:
+    assert Linked.parse(str(Linked.of("1gbit", None, None))) == Linked("1gbit", "0.1ms", "")
+    with pytest.raises(ValueError, match="give a bandwidth"):
+        Linked.of("fast", None, None)
+    with pytest.raises(ValueError, match="give a time"):
+        Linked.parse("1gbit,1ms,soon")
+
+
+def test_a_latency_needs_a_link() -> None:
+    with pytest.raises(ValueError, match="need --link"):
+        launcher.launch(
+            ["--dry_run", "--compute", "1s", "--lowbit_config", "{compressor: loco}", "-m", "tests.unit.launch"]
+        )
+
+
+def test_steps_are_timed_once() -> None:
+    found: list[float] = []
+    weight = nn.Parameter(torch.ones(3))
+    StepTimer(found.append)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(12):
+        weight.grad = torch.ones(3)
+        optimizer.step()
+    assert len(found) == 1
+    assert 0 < found[0] < 10

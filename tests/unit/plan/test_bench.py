@@ -1,0 +1,62 @@
+"""The file of measurements: what is read back, what is refused, which links are named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lowbit_strategy.plan.bench import Bench, Machine, Pair, read_bench
+from lowbit_strategy.plan.cost import Link
+from lowbit_strategy.version import __version__
+
+HERE = Machine("node0", "x86_64", 8)
+BENCH = Bench(
+    version=__version__,
+    machines=(HERE, Machine("node1", "x86_64", 8)),
+    nodes=2,
+    ranks_per_node=2,
+    backend="gloo",
+    levels={"inter-node": Link(1e-3, 1e8), "intra-node": Link(1e-5, 1e10)},
+    pairs=tuple(Pair(a, b, "inter-node", 1e-3, 1e8, 2e8) for a, b in ((0, 2), (0, 3), (1, 2), (1, 3))),
+    coded_per_s={"loco": 1e9},
+    memcpy_nbytes_per_s=1e10,
+)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    BENCH.write(path)
+    assert read_bench(path, HERE) == BENCH
+    cluster = BENCH.cluster()
+    assert (cluster.inter_node, cluster.intra_node, cluster.encoded_per_s) == (Link(1e-3, 1e8), Link(1e-5, 1e10), 1e9)
+
+
+def test_files_of_others_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_bench(path, HERE)
+    path.write_text("[1, 2")
+    with pytest.raises(ValueError, match="not written by this version"):
+        read_bench(path, HERE)
+    replace(BENCH, version="0.0.1").write(path)
+    with pytest.raises(ValueError, match=r"measured with lowbit_strategy 0\.0\.1"):
+        read_bench(path, HERE)
+    BENCH.write(path)
+    with pytest.raises(ValueError, match=r"measured on node0 .* and this is laptop"):
+        read_bench(path, Machine("laptop", "arm", 4))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(ValueError, match="measure again"):
+        read_bench(path, HERE)
+
+
+def test_wild_pairs_are_named() -> None:
+    assert BENCH.wild_pairs() == []
+    slow = replace(BENCH.pairs[2], nbytes_per_s=1e7)
+    (sentence,) = replace(BENCH, pairs=(*BENCH.pairs[:2], slow, BENCH.pairs[3])).wild_pairs()
+    assert sentence.startswith("ranks 1 and 2 (inter-node) reach each other at 10 MB/s")
+    far = replace(BENCH.pairs[0], latency_s=0.05)
+    (sentence,) = replace(BENCH, pairs=(far, *BENCH.pairs[1:])).wild_pairs()
+    assert sentence.startswith("ranks 0 and 2")

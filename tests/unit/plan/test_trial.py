@@ -1,0 +1,100 @@
+"""What `Auto` compares and how it decides."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowbit_strategy import Auto, Dense, Exact, LoCo, WeightDelta, as_compressor
+from lowbit_strategy.plan.advice import Wanted, plan_for
+from lowbit_strategy.plan.cost import Cluster, Link, compute_within, step_time, uncompressed
+from lowbit_strategy.plan.models import transformer
+from lowbit_strategy.plan.trial import (
+    MOST_TRIED,
+    OWN_STEPS,
+    TRIED_STEPS,
+    WARM_STEPS,
+    WARM_TRIED_STEPS,
+    Timed,
+    candidates,
+    decide,
+    has_changed,
+    hopeful,
+)
+
+OWN = Timed("own", (1.0, 1.01, 0.99, 1.02, 1.0))
+
+
+def test_a_trial_costs_at_most_twenty_steps() -> None:
+    one_emptying = 1
+    assert WARM_STEPS + OWN_STEPS + MOST_TRIED * (WARM_TRIED_STEPS + TRIED_STEPS) + one_emptying <= 20
+
+
+def test_the_fastest_is_chosen() -> None:
+    tried = [Timed("a", (0.6, 0.61, 0.6, 0.62)), Timed("b", (0.5, 0.5, 0.52, 0.51))]
+    verdict = decide(OWN, tried)
+    assert verdict.chosen == 1
+    assert "1.98 times as fast" in verdict.reason
+
+
+@pytest.mark.parametrize("seconds", [(1.2, 1.2, 1.2, 1.2), (0.98, 0.98, 0.98, 0.98)])
+def test_what_is_hardly_faster_is_declined(seconds: tuple[float, ...]) -> None:
+    verdict = decide(OWN, [Timed("a", seconds)])
+    assert verdict.chosen is None
+    assert "nothing that was tried is faster" in verdict.reason
+
+
+def test_noise_is_reported_and_nothing_changed() -> None:
+    noisy = Timed("own", (1.0, 0.4, 2.0, 0.5, 1.5))
+    verdict = decide(noisy, [Timed("a", (0.3, 0.9, 0.8, 0.9))])
+    assert verdict.chosen is None
+    assert "vary too much" in verdict.reason
+
+
+def test_one_slow_step_is_no_noise() -> None:
+    verdict = decide(Timed("own", (1.0, 1.0, 9.0, 1.0, 1.0)), [Timed("a", (0.5, 0.5, 7.0, 0.5))])
+    assert verdict.chosen == 0
+
+
+def test_what_is_predicted_to_be_slower_is_not_tried() -> None:
+    assert hopeful([0.5, 2.0, 0.4, 0.6], 1.0) == [2, 0]
+    assert hopeful([1.2, 2.0], 1.0) == []
+    assert decide(OWN, []).chosen is None
+
+
+def test_a_third_is_a_change() -> None:
+    assert not has_changed(1.3, 1.0)
+    assert not has_changed(0.8, 1.0)
+    assert has_changed(1.4, 1.0)
+    assert has_changed(0.7, 1.0)
+
+
+def test_candidates_of_the_same_quality_have_at_least_4_bits() -> None:
+    for layout in ("ddp", "fsdp", "hsdp"):
+        for each in candidates(Auto(), layout, None):
+            assert isinstance(each.compressor, Dense) or each.compressor == LoCo()
+            assert (each.weights is None) == (layout == "ddp")
+    names = {each.name for each in candidates(Auto(quality="close"), "ddp", None)}
+    assert names == {"loco", "loco2", "loco1", "bf16"}
+
+
+def test_candidates_keep_what_the_user_has_chosen() -> None:
+    auto = Auto(exempt=("@vector", "*.gate.*"))
+    assert all(each.compressor.exempt == auto.exempt for each in candidates(auto, "fsdp", WeightDelta()))
+    assert all(each.weights == WeightDelta() for each in candidates(auto, "fsdp", WeightDelta()))
+    assert all(each.weights == Exact() for each in candidates(auto, "hsdp", None))
+
+
+def test_by_name() -> None:
+    assert as_compressor("auto") == Auto()
+    assert as_compressor({"compressor": "auto", "quality": "close"}) == Auto(quality="close")
+    with pytest.raises(ValueError, match="quality"):
+        Auto(quality="fast")  # type: ignore[arg-type]
+
+
+def test_compute_is_what_of_a_step_is_not_communication() -> None:
+    wanted = Wanted(transformer(1e8), 4, 1)
+    cluster = Cluster(inter_node=Link(1e-3, 1e9), intra_node=Link(1e-5, 1e10))
+    plan = uncompressed(plan_for(wanted, "ddp", Dense()), 4)
+    step = step_time(plan, cluster, 0.7).seconds
+    assert compute_within(plan, cluster, step) == pytest.approx(0.7, rel=1e-3)
+    assert compute_within(plan, cluster, 0.01) <= 0.01  # less than the communication alone takes
