@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import dataclass, fields
 from typing import Any
@@ -335,13 +334,11 @@ def weight_coding(prepared: Prepared) -> WeightCoding:
 
 def gathering_of(prepared: Prepared, ranks: Ranks) -> Gathering:
     """How weights travel to the ranks that share them: to each other node once."""
-    intra_node = copy.copy(ranks.intra_node)  # a copy counts bytes of its own
-    if intra_node is None:
-        return FlatGathering(copy.copy(ranks.world))
+    if ranks.intra_node is None:
+        return FlatGathering(ranks.world.twin())
+    intra_node = ranks.intra_node.twin()
     return (
-        FlatGathering(intra_node)
-        if prepared.shard_size is not None
-        else NodeGathering(copy.copy(ranks.peers), intra_node)
+        FlatGathering(intra_node) if prepared.shard_size is not None else NodeGathering(ranks.peers.twin(), intra_node)
     )
 
 

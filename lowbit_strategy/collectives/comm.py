@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -62,10 +63,12 @@ class Comm(ABC):
         num_near: How many of the other ranks are on the same node.
         counts: Whether `sent_nbytes` is kept.
         place: Says which step an exchange belongs to, for errors.
+        is_far: Whether messages take so long that all are to travel at once.
     """
 
     group: dist.ProcessGroup | None = None
     counts: ClassVar[bool] = True
+    is_far: ClassVar[bool] = False
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -78,6 +81,16 @@ class Comm(ABC):
         """How much of `nbytes`, sent to all others alike, leaves the node."""
         others = self.world_size - 1
         return round(nbytes * (others - self.num_near) / others) if others else 0
+
+    def twin(self) -> Comm:
+        """The same ranks, with a count of bytes of its own."""
+        return copy.copy(self)
+
+    def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Let go of process groups that have been destroyed: the last reference to one holds its threads."""
+        if self.group in groups:
+            nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
+            self.group = nobody
 
     @abstractmethod
     def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:

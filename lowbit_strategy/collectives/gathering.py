@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,11 +36,9 @@ class Gathering(ABC):
         return self._comms[0].place()
 
     def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Let go of process groups that have been destroyed: the last reference to one holds its threads."""
-        nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
+        """Let go of process groups that have been destroyed."""
         for comm in self._comms:
-            if comm.group in groups:
-                comm.group = nobody
+            comm.release(groups)
 
     @abstractmethod
     def run(self, out_WB: Tensor, x_B: Tensor) -> Iterator[Pending]:

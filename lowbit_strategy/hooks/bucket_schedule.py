@@ -3,6 +3,8 @@
 A new bucket is started (encoded, its bytes sent), then every older one is advanced by one stage, oldest first; after
 the last bucket of a backward pass all are finished. So one bucket is encoded while another's bytes travel, and all
 ranks issue collectives in the same order.
+
+A bucket whose message is on its way to ranks far apart is not waited for until all buckets have left.
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ class _Job:
         self.result = result
         self.future = future
         self._pending: Pending | None = None
+
+    @property
+    def is_far(self) -> bool:
+        """Whether what travels takes long."""
+        return getattr(self._pending, "is_far", False)
 
     def advance(self) -> bool:
         """Wait for what travels, go on to the next exchange. Returns whether the bucket is done."""
@@ -43,8 +50,9 @@ class BucketSchedule:
 
     def start(self, stages: Stages, result: Tensor, future: torch.futures.Future[Tensor], *, last: bool) -> None:
         """Start a bucket, advance the others. `future` gets `result` once `stages` are exhausted."""
+        older = [job for job in self._active if not job.is_far]
         self._active.append(_Job(stages, result, future))
-        self._advance([self._active[-1], *self._active[:-1]])
+        self._advance([self._active[-1], *older])
         if last:
             self.finish()
 

@@ -20,7 +20,7 @@ from lowbit_strategy.plan.gradients import (
     promised_nbytes,
     working_nbytes,
 )
-from lowbit_strategy.plan.messages import Unit, leaving_nbytes, step_nbytes
+from lowbit_strategy.plan.messages import Unit, ahead_nbytes, leaving_nbytes, step_nbytes
 from lowbit_strategy.plan.rounds import anchor_nbytes, round_units, state_units
 from lowbit_strategy.plan.weights import ModuleLayout, ModuleWeights, module_weights, weight_units
 from lowbit_strategy.ranks.shape import Shape
@@ -184,6 +184,8 @@ def make_plan(
     messages += sum(unit.buffer_nbytes for unit in rounds)
     messages += max((unit.buffer_nbytes for unit in units), default=0)
     messages += max((unit.buffer_nbytes for unit in state), default=0)
+    if shape.far:
+        messages += sum(ahead_nbytes(unit) for unit in (*gradients, *rounds, *units, *state))
     kept = 0
     if coding is not None and modules is not None:
         sharing = sharing_ranks(shape, layout)

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm
+from lowbit_strategy.collectives.far_comm import FarComm
 from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.ranks.distance import is_far
 from lowbit_strategy.ranks.shape import Shape, num_near
 from lowbit_strategy.ranks.topology import Topology
 
@@ -71,7 +73,7 @@ class Ranks:
     @property
     def shape(self) -> Shape:
         """The same as numbers."""
-        return Shape(self.world.world_size, self.world.rank, self.share, self.topology)
+        return Shape(self.world.world_size, self.world.rank, self.share, self.topology, self.peers.is_far)
 
     @property
     def alone(self) -> bool:
@@ -88,10 +90,9 @@ class Ranks:
         for group in self.own:
             with contextlib.suppress(ValueError):  # the framework has destroyed all groups already
                 dist.destroy_process_group(group)
-        nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
         for comm in (self.world, self.peers, self.intra_node):
-            if comm is not None and comm.group in self.own:
-                comm.group = nobody  # the last reference to a group holds its threads
+            if comm is not None:
+                comm.release(self.own)
 
 
 def make_ranks(
@@ -102,6 +103,7 @@ def make_ranks(
     *,
     scatter: bool,
     own_world: bool = False,
+    far: bool | None = None,
 ) -> Ranks:
     """Groups of `size` consecutive ranks, and groups of those with equal index in theirs; call on all ranks.
 
@@ -112,11 +114,16 @@ def make_ranks(
         device: Of gradients.
         scatter: Parameters are sharded over all ranks: this rank reduces the shards of all that have its index.
         own_world: Make a group of all ranks, too, because another thread uses `group`.
+        far: Whether peers are far apart, on CPU; None: where a message takes long, which is measured.
     """
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     rank, timeout = dist.get_rank(group), timeout_of(group, device)
+    if far is None:
+        far = _may_be_far(group, topology, device) and is_far(group)
+    far_world = far and size is None
+    own_world |= far_world
     own = [_connected(dist.new_group(members, timeout=timeout), device)] if own_world else []
-    world = _comm(own[0] if own_world else group, range(len(members)), topology, rank)
+    world = _comm(own[0] if own_world else group, range(len(members)), topology, rank, far=far_world)
     if device.type != "cpu":
         _connected(group, device)  # FSDP2 has not used it yet where a model is on the meta device
     if size is None:
@@ -131,7 +138,7 @@ def make_ranks(
     index = rank % size
     return Ranks(
         world=world,
-        peers=_comm(peers, range(index, len(members), size), topology, rank),
+        peers=_comm(peers, range(index, len(members), size), topology, rank, far=far),
         intra_node=_comm(intra_node, range(rank - index, rank - index + size), topology, rank),
         share=share_of(index, size, len(members), scatter=scatter),
         topology=topology,
@@ -160,14 +167,30 @@ def _connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     return group
 
 
-def _comm(group: dist.ProcessGroup | None, members: Iterable[int], topology: Topology, rank: int) -> GroupComm:
+def _may_be_far(group: dist.ProcessGroup | None, topology: Topology, device: torch.device) -> bool:
+    """Whether there is something to measure; the same on all ranks."""
+    if device.type != "cpu" or topology.num_nodes == 1 or dist.get_world_size(group) == 1:
+        return False
+    return _backend(group, device).name() == "gloo"
+
+
+def _comm(
+    group: dist.ProcessGroup | None, members: Iterable[int], topology: Topology, rank: int, *, far: bool = False
+) -> GroupComm:
     comm = GroupComm(group)
+    if far:
+        assert group is not None
+        comm = FarComm(group)
     comm.num_near = num_near(members, topology, rank)
     return comm
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
     """How patient a group is; None if its backend does not say."""
-    backend = (group if group is not None else dist.distributed_c10d._get_default_group())._get_backend(device)
+    backend = _backend(group, device)
     timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout
+
+
+def _backend(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    return (group if group is not None else dist.distributed_c10d._get_default_group())._get_backend(device)

@@ -18,12 +18,14 @@ class Shape:
         rank: Which one this is.
         share: Which part of every parameter it reduces; None: all of it, with all others.
         topology: Which ranks share a node, as far as it is known.
+        far: Whether messages between peers take so long that all travel at once, with receives posted ahead.
     """
 
     world_size: int
     rank: int = 0
     share: Share | None = None
     topology: Topology | None = None
+    far: bool = False
 
     @property
     def num_parts(self) -> int:

@@ -1,0 +1,245 @@
+"""Exchanges among ranks that are far apart: point-to-point messages, whose receives are posted ahead.
+
+gloo lets a group's collectives travel two at a time, and a sender first waits until the receiver has said that its
+receive is posted: over a link where a message takes 75 ms that costs more than the bytes. Here every pair of ranks
+sends by itself, all exchanges travel at once, and as soon as one has ended the receive of the next of its kind and size
+is posted: in the next step that one is of the same size, and its sender need not wait.
+
+Which message belongs to which exchange is fixed by tags: all exchanges of one kind and size share a channel, in which
+messages arrive in the order in which they were sent. All ranks begin and end exchanges in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import GroupComm, Pending
+from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
+
+_KEPT_ROUNDS = 16  # a channel that has not been used while all others have been so often is given up
+
+
+class FarComm(GroupComm):
+    """The collectives of a gloo group on CPU that nothing else uses: the same results as `GroupComm`, bit for bit.
+
+    Sums stay collectives.
+
+    Args:
+        group: Made for this alone. Several communicators may share it if their tags differ.
+        first_tag: Of this one's messages; it takes less than `NUM_TAGS`.
+    """
+
+    is_far = True
+    NUM_TAGS = 2**20
+
+    def __init__(self, group: dist.ProcessGroup, first_tag: int = 0) -> None:
+        super().__init__(group)
+        self._first_tag = self._next_tag = first_tag
+        self._channels: dict[tuple[str, int], _Channel] = {}
+        self._ending: list[_Channel] = []
+        self._num_under_way = 0
+
+    @property
+    def ahead_nbytes(self) -> int:
+        """Memory of receives that are posted ahead, now."""
+        return sum(channel.nbytes for channel in (*self._channels.values(), *self._ending))
+
+    def all_to_all(self, out_WB: Tensor, x_WB: Tensor) -> Pending:
+        self.sent_nbytes += x_WB[0].numel() * x_WB.element_size() * (self.world_size - 1)
+        rows = x_WB.contiguous().view(self.world_size, -1)
+        return self._exchange("all-to-all", out_WB.view(self.world_size, -1), list(rows))
+
+    def all_gather(self, out_WB: Tensor, x_B: Tensor) -> Pending:
+        self.sent_nbytes += x_B.numel() * x_B.element_size() * (self.world_size - 1)
+        row = x_B.reshape(-1)
+        return self._exchange("all-gather", out_WB.view(self.world_size, -1), [row] * self.world_size)
+
+    def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
+        self.sent_nbytes += (sum(in_splits) - in_splits[self.rank]) * x.element_size()
+        channel = self._channel("uneven", 0)
+        came, sent = list(out.split(list(out_splits))), list(x.split(list(in_splits)))
+        under_way = self._under_way("uneven all-to-all", x.nbytes)
+        came[self.rank].copy_(sent[self.rank])
+        with under_way.explained():
+            under_way.receives = [(r, channel.post(came[r], r)) for r in self._others() if came[r].numel()]
+            under_way.sent = sent
+            under_way.sends = [channel.send(sent[r], r) for r in self._others() if sent[r].numel()]
+        return under_way
+
+    def all_reduce_max(self, x: Tensor) -> Pending:
+        """By a gather: gloo's own all-reduce of a number takes many messages one after the other."""
+        rows_WN = torch.empty(self.world_size, x.numel(), dtype=x.dtype)
+        gathered = self.all_gather(rows_WN, x)
+        return _Then(gathered, lambda: x.copy_(rows_WN.amax(0).view_as(x)))
+
+    def twin(self) -> FarComm:
+        """For exchanges that another thread begins: the same ranks, other tags."""
+        assert self.group is not None
+        twin = FarComm(self.group, self._first_tag + self.NUM_TAGS)
+        twin.num_near, twin.place = self.num_near, self.place
+        return twin
+
+    def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Receives that are posted end with the group."""
+        if self.group in groups:
+            self._channels.clear()
+            self._ending.clear()
+        super().release(groups)
+
+    def _exchange(self, kind: str, out_WB: Tensor, rows: Sequence[Tensor]) -> Pending:
+        row_nbytes = rows[0].nbytes
+        under_way = self._under_way(kind, row_nbytes * self.world_size)
+        out_WB[self.rank].copy_(rows[self.rank])
+        if not row_nbytes or self.world_size == 1:
+            return under_way
+        channel = self._channel(kind, row_nbytes)
+        channel.last_use = self._num_exchanges
+        with under_way.explained():
+            posted = channel.take()
+            under_way.receives = posted.works
+            under_way.sent = rows
+            under_way.sends = [channel.send(rows[r], r) for r in self._others()]
+
+        def arrived() -> None:
+            for (r, _), row_B in zip(posted.works, posted.rows_OB, strict=True):
+                out_WB[r].copy_(row_B.view(out_WB.dtype))
+            channel.post_ahead(posted.rows_OB)
+
+        under_way.arrived = arrived
+        return under_way
+
+    def _under_way(self, kind: str, nbytes: int) -> _Travelling:
+        if not self._num_under_way:
+            self._give_up_channels()
+        self._num_exchanges += 1
+        self._num_under_way += 1
+        return _Travelling(self, f"the {kind} of {nbytes:,} bytes, exchange {self._num_exchanges}")
+
+    def _others(self) -> list[int]:
+        """The next rank first: all ranks begin with different ones."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def _channel(self, kind: str, row_nbytes: int) -> _Channel:
+        if (kind, row_nbytes) not in self._channels:
+            if self._next_tag == self._first_tag + self.NUM_TAGS:
+                raise RuntimeError("messages have had more than a million different sizes")
+            self._channels[kind, row_nbytes] = _Channel(self, self._next_tag, row_nbytes, self._others())
+            self._next_tag += 1
+        return self._channels[kind, row_nbytes]
+
+    def _give_up_channels(self) -> None:
+        """Where sizes have changed: nothing is under way, so that all ranks have posted the same receives.
+
+        What they have posted gets an empty message, and is waited for when the next exchange begins alone.
+        """
+        for channel in self._ending:
+            channel.wait_for_end()
+        self._ending.clear()
+        patience = _KEPT_ROUNDS * sum(max(1, len(channel.posted)) for channel in self._channels.values())
+        old = [k for k, c in self._channels.items() if c.posted and self._num_exchanges - c.last_use > patience]
+        for key in old:
+            channel = self._channels.pop(key)
+            channel.end()
+            self._ending.append(channel)
+
+
+class _Posted:
+    """Receives of one exchange: of each other rank a row."""
+
+    __slots__ = ("rows_OB", "works")
+
+    def __init__(self, rows_OB: Tensor, works: list[tuple[int, Any]]) -> None:
+        self.rows_OB = rows_OB
+        self.works = works
+
+
+class _Channel:
+    """The exchanges of one kind and size, of which each waits for none but may not overtake."""
+
+    def __init__(self, comm: FarComm, tag: int, row_nbytes: int, others: list[int]) -> None:
+        self._group = comm.group
+        self._tag = tag
+        self._row_nbytes = row_nbytes
+        self._others = others
+        self._sends: list[Any] = []
+        self.posted: deque[_Posted] = deque()
+        self.last_use = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.rows_OB.nbytes for each in self.posted)
+
+    def send(self, x: Tensor, target: int) -> Any:
+        return dist.isend(x, group=self._group, tag=self._tag, group_dst=target)
+
+    def post(self, x: Tensor, source: int) -> Any:
+        return dist.irecv(x, group=self._group, tag=self._tag, group_src=source)
+
+    def take(self) -> _Posted:
+        """The receives that were posted first."""
+        if not self.posted:
+            self.post_ahead(torch.zeros(len(self._others), self._row_nbytes, dtype=torch.uint8))
+        return self.posted.popleft()
+
+    def post_ahead(self, rows_OB: Tensor) -> None:
+        works = [(r, self.post(row_B, r)) for r, row_B in zip(self._others, rows_OB, strict=True)]
+        self.posted.append(_Posted(rows_OB, works))
+
+    def end(self) -> None:
+        """All ranks' receives that are posted get an empty message."""
+        nothing = torch.zeros(1, dtype=torch.uint8)
+        self._sends = [self.send(nothing, r) for _ in self.posted for r in self._others]
+
+    def wait_for_end(self) -> None:
+        for work in (*(work for each in self.posted for _, work in each.works), *self._sends):
+            work.wait()
+
+
+class _Travelling:
+    """An exchange that has begun."""
+
+    is_far = True
+
+    def __init__(self, comm: FarComm, what: str) -> None:
+        self._comm = comm
+        self._what = what
+        self._done = False
+        self.receives: list[tuple[int, Any]] = []
+        self.sends: list[Any] = []
+        self.sent: Sequence[Tensor] = ()  # stays until it has left
+        self.arrived: Callable[[], None] = lambda: None
+
+    def explained(self) -> contextlib.AbstractContextManager[None]:
+        return naming_lost_ranks(self._comm.group, self._what, self._comm.place())
+
+    def wait(self) -> object:
+        if self._done:
+            return None
+        with self.explained():
+            for work in (*(work for _, work in self.receives), *self.sends):
+                work.wait()
+        self.arrived()
+        self._done, self.sent = True, ()
+        self._comm._num_under_way -= 1
+        return None
+
+
+class _Then:
+    """Goes on with what has travelled."""
+
+    is_far = True
+
+    def __init__(self, pending: Pending, goes_on: Callable[[], object]) -> None:
+        self._pending = pending
+        self._goes_on = goes_on
+
+    def wait(self) -> object:
+        self._pending.wait()
+        return self._goes_on()

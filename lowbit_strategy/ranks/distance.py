@@ -1,0 +1,34 @@
+"""How long a message takes between the ranks of a group, measured once, before training."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+FAR_S = 5e-3  # a round trip from which on ranks are far apart: between hosts of one site it takes less than 1 ms
+_TRIES = 5
+
+
+def is_far(group: dist.ProcessGroup | None) -> bool:
+    """Whether a round trip takes `FAR_S` or more; the same answer on all ranks, which all call this.
+
+    Where ranks are at several sites every one of them is far from another, so that each waits for a round trip at
+    least. The quickest of several tries on the quickest rank counts: a host that is busy is not far.
+    """
+    world_size = dist.get_world_size(group)
+    quickest = float("inf")
+    dist.barrier(group)
+    for _ in range(_TRIES):
+        begun = time.perf_counter()
+        _exchange(torch.zeros(world_size, dtype=torch.float64), group)
+        quickest = min(quickest, time.perf_counter() - begun)
+    return bool(_exchange(torch.full((world_size,), quickest, dtype=torch.float64), group).min() >= FAR_S)
+
+
+def _exchange(x_W: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """One element to each rank, and back of each."""
+    out_W = torch.empty_like(x_W)
+    dist.all_to_all_single(out_W, x_W, group=group)
+    return out_W
