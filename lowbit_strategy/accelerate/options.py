@@ -45,6 +45,7 @@ class PluginOptions:
     outer: OuterRule | None = None
     elastic: Elastic | None = None
     memory: float | None = None
+    far_links: bool | None = None
     controller: Controller | None = None
     monitor: MonitorOptions | None = None
     record: bool | str | Path = True

@@ -196,7 +196,15 @@ def attach_ddp(
     ranks = Ranks.coming_and_going()
     if membership is None:
         own_world = device.type == "cpu" or rule is not None
-        ranks = make_ranks(group, prepared.topology, prepared.node_size, device, scatter=False, own_world=own_world)
+        ranks = make_ranks(
+            group,
+            prepared.topology,
+            prepared.node_size,
+            device,
+            scatter=False,
+            own_world=own_world,
+            far=prepared.options.far_links,
+        )
     prepared = fitted(prepared, None, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
@@ -267,7 +275,8 @@ def attach_fsdp(
     handshake(_circumstances(device, has_scaler), group)
     if prepared.shard_size is not None:
         return _attach_hsdp(module, prepared, prepared.shard_size, device, group, has_scaler)
-    ranks = make_ranks(group, prepared.topology, prepared.node_size, device, scatter=True)
+    far = prepared.options.far_links
+    ranks = make_ranks(group, prepared.topology, prepared.node_size, device, scatter=True, far=far)
     prepared = fitted(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     check_process_groups(module, group, replicated=False)
@@ -290,7 +299,8 @@ def _attach_hsdp(
     has_scaler: bool,
 ) -> Session:
     """Sharded over `shard_size` ranks, the engine between the replicas; the first replica's weights for all."""
-    ranks = make_ranks(group, prepared.topology, shard_size, device, scatter=False)
+    far = prepared.options.far_links
+    ranks = make_ranks(group, prepared.topology, shard_size, device, scatter=False, far=far)
     assert ranks.intra_node is not None
     check_process_groups(module, ranks.intra_node.group, replicated=True)
     same = {**dict(module.named_parameters()), **dict(module.named_buffers())}

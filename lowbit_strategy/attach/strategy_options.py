@@ -87,6 +87,7 @@ class DDPConstructor(_Options):
         outer: OuterRule | str | None = None,
         elastic: Elastic | None = None,
         memory: float | None = None,
+        far_links: bool | None = None,
         **kwargs: Any,
     ) -> None:
         for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
@@ -112,6 +113,7 @@ class DDPConstructor(_Options):
             outer=rule,
             elastic=elastic,
             memory=memory,
+            far_links=far_links,
         )
         self.on_configured()
 
@@ -141,6 +143,7 @@ class FSDPConstructor(_Options):
         outer: OuterRule | str | None = None,
         elastic: Elastic | None = None,
         memory: float | None = None,
+        far_links: bool | None = None,
         min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
         mp_policy: MixedPrecisionPolicy | None = None,
         accumulate: Accumulate = "local",
@@ -175,6 +178,7 @@ class FSDPConstructor(_Options):
             outer=rule,
             elastic=elastic,
             memory=memory,
+            far_links=far_links,
         )
         self.on_configured()
 

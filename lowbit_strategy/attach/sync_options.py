@@ -44,6 +44,9 @@ class SyncOptions:
             module. What was asked for gives way in this order: weights are gathered again in backward instead of kept
             as codes, unless `weights` is given; LoCo's residuals have 4 bits instead of 8; there are none. None: an
             eighth of the smallest GPU's memory, and residuals stay as they are; on CPUs nothing is limited.
+        far_links: On CPU: all messages travel at once, point to point, and are received where memory was set aside in
+            the step before. The same results, and as much more memory as a rank sends in a step. None: where a round
+            trip takes 5 ms or more, which is measured.
     """
 
     seed: int = 0
@@ -57,6 +60,7 @@ class SyncOptions:
     outer: OuterRule | None = None
     elastic: Elastic | None = None
     memory: float | None = None
+    far_links: bool | None = None
 
     def __post_init__(self) -> None:
         if self.memory is not None and not self.memory > 0:

@@ -118,8 +118,10 @@ def make_ranks(
     """
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     rank, timeout = dist.get_rank(group), timeout_of(group, device)
-    if far is None:
-        far = _may_be_far(group, topology, device) and is_far(group)
+    if device.type != "cpu" or _backend(group, device).name() != "gloo" or len(members) == 1:
+        far = False
+    elif far is None:
+        far = topology.num_nodes != 1 and is_far(group)
     far_world = far and size is None
     own_world |= far_world
     own = [_connected(dist.new_group(members, timeout=timeout), device)] if own_world else []
@@ -165,13 +167,6 @@ def _connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
         dist.all_reduce(number, group=group)
         number.cpu()
     return group
-
-
-def _may_be_far(group: dist.ProcessGroup | None, topology: Topology, device: torch.device) -> bool:
-    """Whether there is something to measure; the same on all ranks."""
-    if device.type != "cpu" or topology.num_nodes == 1 or dist.get_world_size(group) == 1:
-        return False
-    return _backend(group, device).name() == "gloo"
 
 
 def _comm(
