@@ -74,10 +74,17 @@ class FarComm(GroupComm):
         return under_way
 
     def all_reduce_max(self, x: Tensor) -> Pending:
-        """By a gather: gloo's own all-reduce of a number takes many messages one after the other."""
-        rows_WN = torch.empty(self.world_size, x.numel(), dtype=x.dtype)
-        gathered = self.all_gather(rows_WN, x)
-        return _Then(gathered, lambda: x.copy_(rows_WN.amax(0).view_as(x)))
+        """As many bytes as a ring, in two exchanges: gloo's own has many messages that wait for each other."""
+        padded_N = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % self.world_size))
+        rows_WN = padded_N.view(self.world_size, -1)
+        came_WN, largest_WN = torch.empty_like(rows_WN), torch.empty_like(rows_WN)
+        first = self.all_to_all(came_WN, rows_WN)
+
+        def goes_on() -> None:
+            self.all_gather(largest_WN, came_WN.amax(0)).wait()
+            x.copy_(largest_WN.view(-1)[: x.numel()].view_as(x))
+
+        return _Then(first, goes_on)
 
     def twin(self) -> FarComm:
         """For exchanges that another thread begins: the same ranks, other tags."""
