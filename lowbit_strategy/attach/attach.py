@@ -280,14 +280,15 @@ def attach_fsdp(
     prepared = fitted(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     check_process_groups(module, group, replicated=False)
+    side = BackwardSide(device) if ranks.reduces_meanwhile else None
     choice = None
     if is_to_choose(prepared, sync):
         choice = choose_for_fsdp(module, prepared, sync, lambda: gathering_of(prepared, ranks), group)
     else:
-        fsdp.install(module, sync)
+        fsdp.install(module, sync, side)
         install_weights(module, weight_coding(prepared), sync, gathering_of(prepared, ranks))
     _report(sync)
-    return Session(sync, module, prepared.options, group=group, ranks=ranks, shards=True, auto=choice)
+    return Session(sync, module, prepared.options, group=group, hook=side, ranks=ranks, shards=True, auto=choice)
 
 
 def _attach_hsdp(

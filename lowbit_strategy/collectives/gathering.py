@@ -35,6 +35,11 @@ class Gathering(ABC):
         """Which step a gather belongs to, for errors."""
         return self._comms[0].place()
 
+    @property
+    def is_far(self) -> bool:
+        """Whether messages take so long that all are to travel at once."""
+        return self._comms[0].is_far
+
     def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Let go of process groups that have been destroyed."""
         for comm in self._comms:

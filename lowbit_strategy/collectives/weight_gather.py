@@ -11,6 +11,7 @@ adds what it decodes to its replica. All ranks decode the same bytes, so their w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.collectives.comm import Pending, wait_for_all
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES, layout_header
 from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import ALIGNMENT, Slot, round_up
@@ -111,6 +112,14 @@ class RowCode:
         return pieces_of(wire.view(self.dtype), segments, "wire_offset", self.dtype.itemsize)
 
 
+class _Leaving(NamedTuple):
+    """The own row's message on its way to all ranks, and theirs to this one."""
+
+    message: Tensor
+    received: Tensor
+    stages: Iterator[Pending]
+
+
 class WeightGather:
     """One module's weights on this rank: gathered when they are new, served from what is kept otherwise.
 
@@ -156,6 +165,7 @@ class WeightGather:
         self._code: RowCode | None = None
         self._codes_WB: Tensor | None = None
         self._replica: Tensor | None = None  # [W * N]
+        self._leaving: _Leaving | None = None
         self._agreed = False  # the replica is the same on all ranks
         self._restored: Tensor | None = None  # the own row of a replica that a checkpoint holds
 
@@ -179,6 +189,31 @@ class WeightGather:
             yield from self._send_codes(x_N, out)
         self.fresh = self.keeps
 
+    def leave(self, x_N: Tensor) -> bool:
+        """Send the own row before the module needs the others', if codes are what travels; the next `run` with the same
+        row receives them. Returns whether the row is on its way. On all ranks.
+        """
+        if self.fresh or self._leaving is not None:
+            return self._leaving is not None
+        if self._parts is None or self._restored is not None:
+            return False
+        if self._differences and not self._has_replica(x_N.dtype):
+            return False
+        self._leaving = self._begin_codes(x_N)
+        return True
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the own row is on its way."""
+        return self._leaving is not None
+
+    def _call_back(self) -> None:
+        """What is on its way is old before anybody has used it."""
+        if self._leaving is not None:
+            leaving, self._leaving = self._leaving, None
+            wait_for_all(leaving.stages)
+            self._return_memory(leaving)
+
     @property
     def keeps(self) -> bool:
         """Whether later gathers may be served from what is kept."""
@@ -186,10 +221,12 @@ class WeightGather:
 
     def invalidate(self) -> None:
         """The owners' weights have changed: the next gather sends."""
+        self._call_back()
         self.fresh = False
 
     def forget(self) -> None:
         """Weights of another origin have been loaded: differences from a replica of the old ones are of no use."""
+        self._call_back()
         self.fresh = False
         if self._restored is None:
             self._agreed = False
@@ -206,6 +243,7 @@ class WeightGather:
 
     def restore(self, row_N: Tensor | None) -> None:
         """Begin with a replica whose own row is `row_N`; None: with the weights. The same on all ranks."""
+        self._call_back()
         self.fresh = self._agreed = False
         self._restored = None if row_N is None else row_N.to(self._device)
 
@@ -255,7 +293,7 @@ class WeightGather:
             self._replica_of(out.dtype).copy_(out)
             self._agreed = True
 
-    def _send_codes(self, x_N: Tensor, out: Tensor) -> Iterator[Pending]:
+    def _begin_codes(self, x_N: Tensor) -> _Leaving:
         code = self._code_of(x_N.dtype)
         self.num_sent += 1
         message = self._buffers.borrow(1, code.nbytes)
@@ -266,7 +304,13 @@ class WeightGather:
         else:
             code.encode_(x_N, x_N, message.view(-1))
         received = self._room_for_codes(code)
-        yield from self._comm.run(received, message.view(-1))
+        stages = self._comm.run(received, message.view(-1))
+        return _Leaving(message, received, itertools.chain([next(stages)], stages))
+
+    def _send_codes(self, x_N: Tensor, out: Tensor) -> Iterator[Pending]:
+        leaving, self._leaving = self._leaving or self._begin_codes(x_N), None
+        yield from leaving.stages
+        code, received = self._code_of(x_N.dtype), leaving.received
         self._flags.check_layout(received, code.header, self._comm.rank)
         code.decode_(received, out)
         if self._differences:
@@ -278,9 +322,12 @@ class WeightGather:
             code.decode_exact_(received, out)
             if self._keep == "replica":
                 self._replica_of(out.dtype).copy_(out)
-        self._buffers.give_back(message)
+        self._return_memory(leaving)
+
+    def _return_memory(self, leaving: _Leaving) -> None:
+        self._buffers.give_back(leaving.message)
         if self._keep != "codes":
-            self._buffers.give_back(received)
+            self._buffers.give_back(leaving.received)
 
     def _room_for_codes(self, code: RowCode) -> Tensor:
         if self._keep != "codes":

@@ -83,7 +83,7 @@ class GradientSync:
         self.stride = 1
         self.outer: LocalTraining | None = None
         self._revocable = False  # the methods' state is kept through a step
-        self.buffers = WireBuffers(device, several=not scatter)
+        self.buffers = WireBuffers(device, several=not scatter or ranks.reduces_meanwhile)
         self._meet(ranks)
         self.state = MethodState(specs, ranks.share, self._placement(), device)
         self._flags = StepFlags(device)

@@ -111,7 +111,7 @@ class WeightSync:
         self.coding = coding
         self.layouts = dict(layouts)
         self.comm = comm
-        self.buffers = WireBuffers(device)
+        self.buffers = WireBuffers(device, several=comm.is_far)
         self._flags = StepFlags(device)
         self.modules = {
             name: ModuleWeights(layout, coding, comm, device, self.buffers, self._flags)

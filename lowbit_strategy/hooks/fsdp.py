@@ -55,8 +55,13 @@ def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -
     )
 
 
-def install(module: nn.Module, sync: GradientSync) -> int:
+def install(module: nn.Module, sync: GradientSync, side: BackwardSide | None = None) -> int:
     """Give every FSDP2 module under `module` a compressed reduce-scatter. Returns how many were given one.
+
+    Args:
+        module: The model.
+        sync: The engine.
+        side: Where gradients are reduced while backward goes on; None: FSDP2 waits for each module's.
 
     Raises:
         ValueError: A parameter is sharded along another dim than the first, or not at all.
@@ -64,7 +69,7 @@ def install(module: nn.Module, sync: GradientSync) -> int:
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
     found = _sharded_modules(module, sync, names)
     for child, group in found:
-        child.set_custom_reduce_scatter(CompressedReduceScatter(sync, GradientRows(group, names, sync)))
+        child.set_custom_reduce_scatter(CompressedReduceScatter(sync, GradientRows(group, names, sync), group, side))
     sync.expect(_reduced([group for _, group in found], names))
     return len(found)
 

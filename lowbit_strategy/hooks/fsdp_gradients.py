@@ -104,12 +104,26 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
 
 
 class CompressedReduceScatter(_ReduceScatter):
-    """Input ``[W * n]``, output ``[n]``, always a sum."""
+    """Input ``[W * n]``, output ``[n]``, always a sum.
 
-    def __init__(self, sync: GradientSync, rows: GradientRows) -> None:
+    Where ranks are far apart messages travel while backward goes on: FSDP2 is given what will be the gradients, and
+    the end of the backward pass waits for them, unless they are read before.
+
+    Args:
+        sync: The engine.
+        rows: Of the parameter group.
+        param_group: The module's.
+        side: Where gradients are reduced meanwhile; None: FSDP2 waits for each module's.
+    """
+
+    def __init__(
+        self, sync: GradientSync, rows: GradientRows, param_group: Any = None, side: BackwardSide | None = None
+    ) -> None:
         super().__init__()
         self._sync = sync
         self._rows = rows
+        self._param_group = param_group
+        self._side = side
 
     def __call__(
         self,
@@ -124,12 +138,31 @@ class CompressedReduceScatter(_ReduceScatter):
                 f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?"
             )
         layout, sync = self._rows.of(output_tensor.numel()), self._sync
-        if sync.ranks.intra_node is None:
-            stages = sync.reduce(layout, input_tensor, output_tensor)
+        if sync.ranks.intra_node is not None:
+            wait_for_all(scatter_over_two_levels(sync, layout, input_tensor, output_tensor))
+        elif self._side is None:
+            wait_for_all(sync.reduce(layout, input_tensor, output_tensor))
         else:
-            stages = scatter_over_two_levels(sync, layout, input_tensor, output_tensor)
-        wait_for_all(stages)
+            self._reduce_meanwhile(self._side, layout, input_tensor, output_tensor)
         self.on_reduced()
+
+    def _reduce_meanwhile(self, side: BackwardSide, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
+        at_once = is_read_at_once(self._param_group, out) or out.dtype not in _DIVIDED_AFTERWARDS
+        if at_once or self._sync.has_entered(layout):  # the module has run twice in one pass
+            side.finish()
+        if at_once:
+            wait_for_all(self._sync.reduce(layout, x, out))
+            return
+        total = torch.empty_like(out)  # FSDP2 divides `out` as soon as this returns
+        divisor = self._param_group.gradient_divide_factor or float(self._sync.ranks.world_size)
+
+        def mean() -> None:
+            out.copy_(total.div_(divisor))
+
+        side.run(self._sync.reduce(layout, x, total), total, at_once=False, then=mean)
+
+
+_DIVIDED_AFTERWARDS = (torch.float32, torch.bfloat16)  # FSDP2 divides others in part before they are reduced
 
 
 class ExactReduceScatter(_ReduceScatter):
@@ -170,12 +203,13 @@ class ReplicaAllReduce:
         layout = self._rows.of(reduced.numel())
         if self._sync.has_entered(layout):  # the module has run twice in one pass
             self._side.finish()
-        self._side.run(self._sync.reduce(layout, reduced, reduced), reduced, at_once=self._is_read_at_once(reduced))
+        at_once = is_read_at_once(self._param_group, reduced)
+        self._side.run(self._sync.reduce(layout, reduced, reduced), reduced, at_once=at_once)
 
-    def _is_read_at_once(self, reduced: Tensor) -> bool:
-        """Whether FSDP2, or an optimizer in backward, reads the result before the backward pass is over."""
-        group = self._param_group
-        return reduced.dtype != (group._orig_dtype or reduced.dtype) or any(
-            param.sharded_param.grad is not None or getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
-            for param in group.fsdp_params
-        )
+
+def is_read_at_once(param_group: Any, reduced: Tensor) -> bool:
+    """Whether FSDP2, or an optimizer in backward, reads the result before the backward pass is over."""
+    return reduced.dtype != (param_group._orig_dtype or reduced.dtype) or any(
+        param.sharded_param.grad is not None or getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
+        for param in param_group.fsdp_params
+    )

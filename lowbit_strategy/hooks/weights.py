@@ -11,6 +11,9 @@ What is kept of a module's weights is judged by what happens to it on all ranks 
 FSDP2 leaves the outermost module gathered after a forward pass. If no backward pass follows, a validation's weights
 would serve the next training step: whatever an earlier forward pass has left is gathered anew.
 
+Where ranks are far apart the first module that a forward pass gathers anew takes all others along: their rows leave at
+once, instead of one after the other.
+
 A backward pass gathers as its forward pass did. Each owner notes a digest of its row when it sends. Weights that have
 changed since, between a forward pass and its backward pass, are an error, whatever has changed them.
 """
@@ -21,7 +24,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,15 +69,22 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._stock = DefaultAllGather()
         self._coded = False  # how the last forward pass gathered
         self._noted: Tensor | None = None  # digest of the own row that was sent
+        self._runs = False  # has been gathered for the forward pass before
+        self.together: Sequence[CodedAllGather] = ()  # whose rows leave with this one's
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        if self._params._training_state != TrainingState.PRE_BACKWARD:
+        in_forward = self._params._training_state != TrainingState.PRE_BACKWARD
+        if in_forward:
             self._begin_forward()
         # after reshard_after_forward=int the smaller group's shards are of what was decoded
         if not self._coded or not self._module.is_ours or self._params.is_sharded_post_forward:
             return self._exact(output_tensor, input_tensor, group, async_op=async_op)
+        if in_forward and not self._module.gather.fresh and not self._module.gather.has_left:
+            for other in self.together:
+                if other is not self:
+                    other.leave()
         self._check_row(input_tensor)
         with self._order.ordered():
             wait_for_all(self._module.gather.run(input_tensor, output_tensor))
@@ -93,13 +103,29 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._coded = root is not None and root.training
         if self._coded:
             self._module.begin_forward()
+            self._runs = True
+
+    def leave(self) -> None:
+        """Another module's weights are wanted, and optimizers have stepped on all: the own row leaves as well, which
+        the forward pass will want, as the one before has.
+        """
+        gather = self._module.gather
+        if not (self._runs and gather.keeps and self._params.is_sharded):  # or it would leave again in each forward
+            return
+        self._module.begin_forward()
+        if gather.fresh or gather.has_left:
+            return
+        row_N = torch.cat([part.view(-1) for each in self._params.fsdp_params for part in each.all_gather_inputs])
+        if gather.leave(row_N):
+            self._noted = digests([row_N], row_N.device)
 
     def _check_row(self, row_N: Tensor) -> None:
         """What is kept serves only for the row that it was made of."""
         if not self._module.gather.keeps:
             return
         digest = digests([row_N], row_N.device)
-        if self._module.gather.fresh and self._noted is not None:
+        gather = self._module.gather
+        if (gather.fresh or gather.has_left) and self._noted is not None:
             self._weights.check_unchanged(self._name or "the model", self._noted, digest)
         self._noted = digest
 
@@ -142,6 +168,7 @@ def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync,
     order = _StreamOrder(sync.device)
     gathers = [CodedAllGather(weights, name, each, module, order) for name, each in groups.items()]
     for gather, each in zip(gathers, groups.values(), strict=True):
+        gather.together = gathers if sync.ranks.reduces_meanwhile else ()
         each.module.set_custom_all_gather(gather)
         stock = types.MethodType(type(each.param_group).pre_forward, each.param_group)  # not that of an earlier fit
         each.param_group.pre_forward = functools.partial(gather.reshard_leftovers, stock)

@@ -87,15 +87,18 @@ class BackwardSide:
         self._worker = BucketWorker() if on_cpu else None
         self.stream = None if on_cpu else torch.cuda.Stream(device, priority=-1)
         self._futures: list[torch.futures.Future[Tensor]] = []
+        self._then: list[Callable[[], None]] = []
         self._waits = False  # at the end of the backward pass under way
 
-    def run(self, stages: Stages, result: Tensor, *, at_once: bool) -> None:
-        """Reduce into `result`. `at_once`: it is read as soon as this returns."""
+    def run(self, stages: Stages, result: Tensor, *, at_once: bool, then: Callable[[], None] = lambda: None) -> None:
+        """Reduce into `result`. `at_once`: it is read as soon as this returns. `then` is called when it is there."""
         if self._worker is None:
             result.record_stream(torch.cuda.current_stream(result.device))  # FSDP2 has allocated it in another one
             wait_for_all(stages)
+            then()
             return
         self._futures.append(self._worker.submit(stages, result, last=False))
+        self._then.append(then)
         if at_once:
             self.finish()
         elif not self._waits:
@@ -113,8 +116,11 @@ class BackwardSide:
         assert self._worker is not None
         self._worker.finish()
         futures, self._futures = self._futures, []
+        following, self._then = self._then, []
         for future in futures:
             future.wait()
+        for then in following:
+            then()
 
     def close(self) -> bool:
         """Whether nothing of it runs any more."""

@@ -85,4 +85,5 @@ def leaving_nbytes(units: Iterable[Unit], *levels: Level) -> int:
 
 def ahead_nbytes(unit: Unit) -> int:
     """Memory of receives that are posted ahead, where peers are far apart: as much as is sent to them."""
-    return sum(message.total_nbytes for message in unit.messages if message.level != "intra-node" and message.fixed)
+    own = (message for message in unit.messages if message.level != "intra-node" and message.what != "exact weights")
+    return sum(message.total_nbytes for message in own)

@@ -179,14 +179,18 @@ def make_plan(
     rounds = round_units(outer, methods, by_name, shape) if local and outer is not None else ()
     state = state_units(outer, by_name, shape) if rounds and outer is not None and outer.average_state else ()
     units = weight_units(coding, modules, shape, layout) if coding is not None and modules is not None else ()
-    turns = max if layout == "fsdp" else sum  # FSDP2's modules take turns, DDP's buckets may all be under way at once
+    meanwhile = layout == "fsdp" and shape.far and shape.share is None
+    turns = max if layout == "fsdp" and not meanwhile else sum  # DDP's buckets may all be under way at once
     messages = turns([unit.buffer_nbytes for unit in gradients] or [0])
     messages += sum(unit.buffer_nbytes for unit in rounds)
-    messages += max((unit.buffer_nbytes for unit in units), default=0)
+    messages += (sum if meanwhile else max)([unit.buffer_nbytes for unit in units] or [0])
     messages += max((unit.buffer_nbytes for unit in state), default=0)
     if shape.far:
         messages += sum(ahead_nbytes(unit) for unit in (*gradients, *rounds, *units, *state))
     kept = 0
+    if meanwhile:  # FSDP2's gradients, whole, until backward has ended, and their sums
+        whole = sum(each.itemsize * by_name[name].whole.numel for each in reduced for name in each.names)
+        messages += whole + whole // shape.world_size
     if coding is not None and modules is not None:
         sharing = sharing_ranks(shape, layout)
         kept = sum(module_weights(coding, module, sharing).kept_nbytes for module in modules.values())

@@ -81,6 +81,11 @@ class Ranks:
         return self.peers.world_size == 1 and self.replica is None
 
     @property
+    def reduces_meanwhile(self) -> bool:
+        """Whether FSDP2's messages travel while backward goes on, all at once: ranks are far apart, on one level."""
+        return self.peers.is_far and self.intra_node is None
+
+    @property
     def lasting(self) -> Comm:
         """The ranks that last as long as this one: sums for reports, outside of an exchange, are over them."""
         return self.world if self.replica is None else self.replica
