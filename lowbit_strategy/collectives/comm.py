@@ -82,6 +82,11 @@ class Comm(ABC):
         others = self.world_size - 1
         return round(nbytes * (others - self.num_near) / others) if others else 0
 
+    @property
+    def ahead_nbytes(self) -> int:
+        """Memory of receives that are posted ahead, now."""
+        return 0
+
     def twin(self) -> Comm:
         """The same ranks, with a count of bytes of its own."""
         return copy.copy(self)

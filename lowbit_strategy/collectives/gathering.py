@@ -40,6 +40,11 @@ class Gathering(ABC):
         """Whether messages take so long that all are to travel at once."""
         return self._comms[0].is_far
 
+    @property
+    def ahead_nbytes(self) -> int:
+        """Memory of receives that are posted ahead, now."""
+        return sum(comm.ahead_nbytes for comm in self._comms)
+
     def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Let go of process groups that have been destroyed."""
         for comm in self._comms:

@@ -133,7 +133,7 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float) -> StepTime:
     if weights:
         seconds = _with_prefetch(plan, gradients, weights, compute_s)
     else:
-        seconds = _bucket_by_bucket(plan.gradients, gradients, compute_s)
+        seconds = _bucket_by_bucket(plan, gradients, compute_s)
     return StepTime(max(low, min(high, seconds + shown)), low, max(high, low + last))
 
 
@@ -143,16 +143,20 @@ def ranks_per_node(plan: Plan) -> int:
     return 1 if topology is None else topology.ranks_per_node or 1
 
 
-def _bucket_by_bucket(units: Sequence[Unit], costs: Sequence[_Cost], compute_s: float) -> float:
-    """Buckets leave in the order in which backward produces them; two are under way at a time."""
+def _bucket_by_bucket(plan: Plan, costs: Sequence[_Cost], compute_s: float) -> float:
+    """Buckets leave in the order of backward; two are under way at a time, and all where ranks are far apart."""
+    units = plan.gradients
     total = sum(unit.numel for unit in units) or 1
-    ready, free = FORWARD_SHARE * compute_s, 0.0
+    ready, free, arrived = FORWARD_SHARE * compute_s, 0.0, 0.0
     at_a_time = min(2, len(units))
     for at, (unit, cost) in enumerate(zip(units, costs, strict=True)):
         ready += (1 - FORWARD_SHARE) * compute_s * unit.numel / total
         alone = at == len(units) - 1
-        free = max(free, ready) + cost.busy + cost.latency / (1 if alone else at_a_time)
-    return max(compute_s, free)
+        free = max(free, ready) + cost.busy
+        arrived = free + cost.latency
+        if not plan.shape.far:
+            free += cost.latency / (1 if alone else at_a_time)
+    return max(compute_s, arrived if plan.shape.far else free)
 
 
 def _with_prefetch(plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Cost], compute_s: float) -> float:

@@ -6,40 +6,91 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo, TopK
+from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.far_comm import FarComm
+from lowbit_strategy.telemetry.startup_report import build_report
 from tests.scenarios import Facts, scenarios
 from tests.training import Kind, Regression, checksum, fingerprint, loader, strategy, trainer
 
-METHODS: dict[str, Any] = {"loco": LoCo(block_size=32), "topk": TopK(density=0.1)}
+SETTINGS: dict[str, tuple[Kind, Any, dict[str, Any]]] = {
+    "ddp": ("ddp", LoCo(block_size=32), {}),
+    "ddp, sparse": ("ddp", TopK(density=0.1), {}),
+    "fsdp": ("fsdp", LoCo(block_size=32), {}),
+    "fsdp, differences": ("fsdp", LoCo(block_size=32), {"weights": "delta4"}),
+    "fsdp, exact weights": ("fsdp", LoCo(block_size=32), {"weights": "exact"}),
+    "hsdp": ("hsdp", LoCo(block_size=32), {}),
+}
 
 
-def both(folder: Path, kind: Kind, method: str) -> Facts:
-    runs = []
+def near_and_far(folder: Path, setting: str) -> Facts:
+    kind, compressor, options = SETTINGS[setting]
+    runs = {}
     for far in (False, True):
         torch.manual_seed(0)
         model = Regression()
-        made = trainer(strategy(kind, METHODS[method], far_links=far), max_steps=8)
+        made = trainer(strategy(kind, compressor, far_links=far, **options), max_steps=8, accumulate_grad_batches=2)
         made.fit(model, loader())
         sync = made.strategy.sync
-        runs.append(
-            {
-                "far": isinstance(sync.ranks.peers, FarComm),
-                "losses": model.losses,
-                "print": fingerprint(model),
-                "residuals": [checksum([r]) for n in sync.specs if (r := sync.state.residual(n)) is not None],
-                "sent": sync.ranks.peers.sent_nbytes,
-                "weights": None if sync.weights is None else sync.weights.comm.sent_nbytes,
-            }
-        )
-    return {"near": runs[0], "far": runs[1]}
+        peers, weights = sync.ranks.peers, sync.weights
+        assert isinstance(peers, FarComm) == far
+        runs["far" if far else "near"] = {
+            "losses": model.losses,
+            "print": fingerprint(model),
+            "residuals": [checksum([r]) for name in sync.specs if (r := sync.state.residual(name)) is not None],
+            "sent": peers.sent_nbytes,
+            "weights": None if weights is None else (weights.comm.sent_nbytes, weights.step_nbytes),
+        }
+    return runs
 
 
-@scenarios(both, kind=("ddp", "fsdp", "hsdp"), method=("loco",))
+@scenarios(near_and_far, setting=tuple(SETTINGS))
 def test_the_same_bits_and_bytes(facts: list[Facts]) -> None:
     for rank in facts:
-        assert not rank["near"].pop("far")
-        assert rank["far"].pop("far")
         assert rank["near"]["residuals"]
         assert rank["near"] == rank["far"]
+
+
+def memory(folder: Path, kind: Kind) -> Facts:
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    prepared = prepare(net, LoCo(), SyncOptions(far_links=True), scatter=kind == "fsdp")
+    if kind == "fsdp":
+        for module in (*net, net):
+            fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        session = attach_fsdp(net, prepared, device=torch.device("cpu"))
+        model: nn.Module = net
+    else:
+        model = DistributedDataParallel(net, bucket_cap_mb=0.25)
+        session = attach_ddp(model, prepared)
+    sync = session.sync
+    for _ in range(6):
+        session.begin_step()
+        model(torch.randn(4, 256)).square().mean().backward()
+        session.end_step()
+    assert isinstance(sync.ranks.peers, FarComm)
+    facts = {"gradients": sync.buffers.nbytes, "ahead": sync.ranks.peers.ahead_nbytes}
+    facts["announced"] = build_report(sync).buffer_nbytes
+    if sync.weights is not None:
+        facts["weights"] = sync.weights.buffers.nbytes
+        facts["weights ahead"] = sync.weights.comm.ahead_nbytes
+        whole = sum(4 * spec.numel for spec in sync.specs.values())
+        facts["while backward goes on"] = whole + whole // dist.get_world_size()
+    session.close()
+    facts["after the end"] = sync.ranks.peers.ahead_nbytes
+    return facts
+
+
+@scenarios(memory, kind=("ddp", "fsdp"))
+def test_memory_is_announced(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank.pop("after the end") == 0
+        announced = rank.pop("announced")
+        assert min(rank.values()) > 0
+        assert 0.75 * announced <= sum(rank.values()) <= announced
