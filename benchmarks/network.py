@@ -128,6 +128,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="of the hosts' kernels, where links are far: net.ipv4.tcp_congestion_control=reno",
     )
     parser.add_argument("--variants", help="strategies or compressors, with commas; the mode's baseline is added")
+    parser.add_argument("--baseline", help="the variant that others are compared with, in the place of the mode's")
     parser.add_argument("--world-size", "--hosts", type=int, default=4, help="how many hosts")
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2, help="how often the variants take turns")
@@ -149,6 +150,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         or options.ranks_per_host < 1
     ):
         parser.error("--warmup-steps, --steps, --rounds and --ranks-per-host must be at least 1, --hosts at least 2")
+    options.baseline = options.baseline or MODES[options.mode].baseline
     return options
 
 
@@ -164,7 +166,7 @@ def variants_of(options: argparse.Namespace) -> list[str]:
     """What the hosts run, in order: the baselines first, then what was asked for."""
     mode = MODES[options.mode]
     named = options.variants.split(",") if options.variants else list(mode.variants)
-    ordered = list(dict.fromkeys([mode.baseline, *named]))
+    ordered = list(dict.fromkeys([options.baseline, *named]))
     if options.mode in ("ddp-step", "fsdp-step", "outer-step"):
         return [NO_SYNC, *ordered]
     if options.mode == "collective":
@@ -207,7 +209,7 @@ def rows_of(reports: Sequence[Any], rate: str, options: argparse.Namespace) -> l
     for variant in reports[0]:
         operation, _, _ = variant.rpartition("/")
         hops = 1 if operation == "reduce-scatter" else mode.hops
-        baseline = f"{operation}/{mode.baseline}" if operation else mode.baseline
+        baseline = f"{operation}/{options.baseline}" if operation else options.baseline
         seconds = seconds_in(variant)
         sent = statistics.mean(n for report in reports for n in report[variant]["sent_nbytes"])
         communication = seconds - without

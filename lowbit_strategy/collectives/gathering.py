@@ -37,8 +37,8 @@ class Gathering(ABC):
 
     @property
     def is_far(self) -> bool:
-        """Whether messages take so long that all are to travel at once."""
-        return self._comms[0].is_far
+        """Whether messages take so long that all are to travel at once, over one level."""
+        return len(self._comms) == 1 and self._comms[0].is_far
 
     @property
     def ahead_nbytes(self) -> int:
