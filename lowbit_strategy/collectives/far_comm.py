@@ -1,6 +1,6 @@
 """Exchanges among ranks that are far apart: point-to-point messages, whose receives are posted ahead.
 
-gloo lets a group's collectives travel two at a time, and a sender first waits until the receiver has said that its
+gloo lets a group's collectives travel two at a time, and a sender first waits until the receiver has reported that its
 receive is posted: over a link where a message takes 75 ms that costs more than the bytes. Here every pair of ranks
 sends by itself, all exchanges travel at once, and as soon as one has ended the receive of the next of its kind and size
 is posted: in the next step that one is of the same size, and its sender need not wait.
@@ -115,9 +115,9 @@ class FarComm(GroupComm):
             under_way.sends = [channel.send(rows[r], r) for r in self._others()]
 
         def arrived() -> None:
-            for (r, _), row_B in zip(posted.works, posted.rows_OB, strict=True):
+            for (r, _), row_B in zip(posted.works, posted.rows, strict=True):
                 out_WB[r].copy_(row_B.view(out_WB.dtype))
-            channel.post_ahead(posted.rows_OB)
+            channel.post_ahead(posted.rows)
 
         under_way.arrived = arrived
         return under_way
@@ -160,10 +160,10 @@ class FarComm(GroupComm):
 class _Posted:
     """Receives of one exchange: of each other rank a row."""
 
-    __slots__ = ("rows_OB", "works")
+    __slots__ = ("rows", "works")
 
-    def __init__(self, rows_OB: Tensor, works: list[tuple[int, Any]]) -> None:
-        self.rows_OB = rows_OB
+    def __init__(self, rows: Tensor, works: list[tuple[int, Any]]) -> None:
+        self.rows = rows
         self.works = works
 
 
@@ -181,7 +181,7 @@ class _Channel:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.rows_OB.nbytes for each in self.posted)
+        return sum(each.rows.nbytes for each in self.posted)
 
     def send(self, x: Tensor, target: int) -> Any:
         return dist.isend(x, group=self._group, tag=self._tag, group_dst=target)
@@ -195,9 +195,9 @@ class _Channel:
             self.post_ahead(torch.zeros(len(self._others), self._row_nbytes, dtype=torch.uint8))
         return self.posted.popleft()
 
-    def post_ahead(self, rows_OB: Tensor) -> None:
-        works = [(r, self.post(row_B, r)) for r, row_B in zip(self._others, rows_OB, strict=True)]
-        self.posted.append(_Posted(rows_OB, works))
+    def post_ahead(self, rows: Tensor) -> None:
+        works = [(r, self.post(row_B, r)) for r, row_B in zip(self._others, rows, strict=True)]
+        self.posted.append(_Posted(rows, works))
 
     def end(self) -> None:
         """All ranks' receives that are posted get an empty message."""
