@@ -25,7 +25,6 @@ from lowbit_strategy.attach.order_checks import check_bare, check_ddp, check_fsd
 from lowbit_strategy.attach.replica import membership_of, one_replica
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.attach.sync_options import SyncOptions, check_elastic, check_outer
-from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
@@ -283,10 +282,10 @@ def attach_fsdp(
     side = BackwardSide(device) if ranks.reduces_meanwhile else None
     choice = None
     if is_to_choose(prepared, sync):
-        choice = choose_for_fsdp(module, prepared, sync, lambda: gathering_of(prepared, ranks), group)
+        choice = choose_for_fsdp(module, prepared, sync, lambda: ranks.gathering(sharded_inside=False), group)
     else:
         fsdp.install(module, sync, side)
-        install_weights(module, weight_coding(prepared), sync, gathering_of(prepared, ranks))
+        install_weights(module, weight_coding(prepared), sync, ranks.gathering(sharded_inside=False))
     _report(sync)
     return Session(sync, module, prepared.options, group=group, hook=side, ranks=ranks, shards=True, auto=choice)
 
@@ -312,11 +311,11 @@ def _attach_hsdp(
     side = BackwardSide(_with_index(device))
     choice = None
     if is_to_choose(prepared, sync):
-        choice = choose_for_fsdp(module, prepared, sync, lambda: gathering_of(prepared, ranks), group, side=side)
+        choice = choose_for_fsdp(module, prepared, sync, lambda: ranks.gathering(sharded_inside=True), group, side=side)
     else:
         take_over_replication(module)
         fsdp.install_replicas(module, sync, ranks.intra_node, side)
-        install_weights(module, weight_coding(prepared), sync, gathering_of(prepared, ranks))
+        install_weights(module, weight_coding(prepared), sync, ranks.gathering(sharded_inside=True))
     compares = prepared.options.check_digest and not ranks.alone
     shards = {canonical_name(name): param for name, param in module.named_parameters()}
     digest = ParameterDigest(shards, ranks.peers, device) if compares else None
@@ -341,16 +340,6 @@ def weight_coding(prepared: Prepared) -> WeightCoding:
     """How weights are coded: exactly where they stay inside a node, whose links are fast, unless chosen otherwise."""
     unchosen = Exact() if prepared.shard_size is not None else default_weights(prepared.compressor)
     return prepared.options.weights or unchosen
-
-
-def gathering_of(prepared: Prepared, ranks: Ranks) -> Gathering:
-    """How weights travel to the ranks that share them: to each other node once."""
-    if ranks.intra_node is None:
-        return FlatGathering(ranks.world.twin())
-    intra_node = ranks.intra_node.twin()
-    return (
-        FlatGathering(intra_node) if prepared.shard_size is not None else NodeGathering(ranks.peers.twin(), intra_node)
-    )
 
 
 def _circumstances(device: torch.device, has_scaler: bool) -> dict[str, object]:

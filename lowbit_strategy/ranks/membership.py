@@ -20,7 +20,7 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
-from lowbit_strategy.collectives.member_comm import ExchangeFailedError, MemberComm
+from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm
 from lowbit_strategy.ranks.elastic import Elastic
 
 _HEARTBEAT = timedelta(milliseconds=100)

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm
-from lowbit_strategy.collectives.far_comm import FarComm
+from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
 from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.collectives.transports.far_comm import FarComm
 from lowbit_strategy.ranks.distance import is_far
 from lowbit_strategy.ranks.shape import Shape, num_near
 from lowbit_strategy.ranks.topology import Topology
@@ -89,6 +90,17 @@ class Ranks:
     def lasting(self) -> Comm:
         """The ranks that last as long as this one: sums for reports, outside of an exchange, are over them."""
         return self.world if self.replica is None else self.replica
+
+    def gathering(self, *, sharded_inside: bool) -> Gathering:
+        """How weights travel to the ranks that share them, counted by itself: to each other node once.
+
+        Args:
+            sharded_inside: A node's ranks have one model together (HSDP); otherwise all ranks have.
+        """
+        if self.intra_node is None:
+            return FlatGathering(self.world.twin())
+        inside = self.intra_node.twin()
+        return FlatGathering(inside) if sharded_inside else NodeGathering(self.peers.twin(), inside)
 
     def destroy(self) -> None:
         """End the groups that were made for this alone."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.collectives.member_comm import ExchangeFailedError, MemberComm
+from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods.outer.interval import Seconds
 from lowbit_strategy.ranks.membership import Members, Membership

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import LoCo, TopK
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.collectives.far_comm import FarComm
+from lowbit_strategy.collectives.transports.far_comm import FarComm
 from lowbit_strategy.telemetry.startup_report import build_report
 from tests.scenarios import Facts, scenarios
 from tests.training import Kind, Regression, checksum, fingerprint, loader, strategy, trainer

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm
-from lowbit_strategy.collectives.far_comm import FarComm
 from lowbit_strategy.collectives.lost_ranks import LostRankError
+from lowbit_strategy.collectives.transports.far_comm import FarComm
 from tests.distributed import run_ranks
 
 

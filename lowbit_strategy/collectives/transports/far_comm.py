@@ -37,7 +37,7 @@ class FarComm(GroupComm):
     """
 
     is_far = True
-    NUM_TAGS = 2**20
+    NUM_TAGS = 2**28
 
     def __init__(self, group: dist.ProcessGroup, first_tag: int = 0) -> None:
         super().__init__(group)
@@ -135,8 +135,6 @@ class FarComm(GroupComm):
 
     def _channel(self, kind: str, row_nbytes: int) -> _Channel:
         if (kind, row_nbytes) not in self._channels:
-            if self._next_tag == self._first_tag + self.NUM_TAGS:
-                raise RuntimeError("messages have had more than a million different sizes")
             self._channels[kind, row_nbytes] = _Channel(self, self._next_tag, row_nbytes, self._others())
             self._next_tag += 1
         return self._channels[kind, row_nbytes]

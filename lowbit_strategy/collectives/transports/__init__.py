@@ -1,0 +1,1 @@
+"""Other ways than collectives by which messages travel between ranks."""
