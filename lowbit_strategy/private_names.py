@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -35,6 +35,12 @@ class PrivateName:
     parameters: tuple[str, ...] | None = None
     seen: str
     reason: str
+
+    @classmethod
+    def each(cls, owner: str, names: Mapping[str, tuple[str, ...]] | Iterable[str], **shared: Any) -> list[PrivateName]:
+        """Several of one owner: ``owner.name`` each; a mapping gives functions and their parameters."""
+        given = names if isinstance(names, Mapping) else dict.fromkeys(names)
+        return [cls(target=f"{owner}.{name}", parameters=given[name], **shared) for name in given]
 
     def problem(self) -> str | None:
         """What is wrong with it in the installed version; None: nothing."""

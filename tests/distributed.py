@@ -276,12 +276,18 @@ def _rank_main(
     faulthandler.cancel_dump_traceback_later()
 
 
+def join_group(rank: int, world_size: int, folder: Path | None, timeout_s: float) -> None:
+    """Make the default process group, through a file in `folder` or, without one, through MASTER_PORT."""
+    method = "env://" if folder is None else f"file://{folder}/store"
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=limit)
+
+
 def _call(rank: int, world_size: int, folder: Path, job: bytes, process_group: ProcessGroup, timeout: float) -> bytes:
     fn, args = pickle.loads(job)
     if process_group is not None:
-        method = f"file://{folder}/store" if process_group == "file" else "env://"
-        limit = timedelta(seconds=timeout + START_LIMIT_S)  # the launcher's limit comes first, and has stacks to show
-        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=limit)
+        # The launcher's limit comes first, and has stacks to show.
+        join_group(rank, world_size, folder if process_group == "file" else None, timeout + START_LIMIT_S)
         dist.barrier()  # a rank that is done while another still connects would break that connection
     result = pickle.dumps(fn(rank, world_size, *args))
     if dist.is_initialized():

@@ -79,6 +79,14 @@ CORE = frozenset(  # one for each path through the code
 )
 
 
+QUICK = frozenset({"uniform4", "fitted2", "ternary-block128"})
+
+
+def quick_cases() -> list[Case]:
+    """A case for each way in which codes are packed; the rest of the core is marked slow."""
+    return [case for case in cases() if case.name in QUICK]
+
+
 def core_cases() -> list[Case]:
     return [case for case in cases() if case.name in CORE]
 

@@ -16,9 +16,9 @@ _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _MOMENT = "an Accelerator has no callbacks: its methods on the instance are the moments that the binding needs"
 
 PATCHES = (
-    *(
-        PrivateName(target=f"{_ACCELERATOR}.{name}", use="wrapped", parameters=parameters, seen=_SEEN, reason=_MOMENT)
-        for name, parameters in {
+    *PrivateName.each(
+        _ACCELERATOR,
+        {
             "prepare_model": ("self", "model", "device_placement", "evaluation_mode"),
             "_prepare_fsdp2": ("self", "args"),
             "prepare_optimizer": ("self", "optimizer", "device_placement"),
@@ -29,7 +29,10 @@ PATCHES = (
             "get_state_dict": ("self", "model", "unwrap"),
             "load_state": ("self", "input_dir"),
             "end_training": ("self",),
-        }.items()
+        },
+        use="wrapped",
+        seen=_SEEN,
+        reason=_MOMENT,
     ),
     PrivateName(
         target=f"{_ACCELERATOR}._models",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,35 +10,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.auto import AutoChoice
+from lowbit_strategy.attach.fit import PreparedModel
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
-from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.attach.wiring import DDPWiring, FSDPWiring, Wiring, replica_mesh
 from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.worker import BackwardSide
-from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
-from lowbit_strategy.plan.gradients import Layout
 
 
-class _Prepared(Protocol):
-    """What of a prepared model decides."""
-
-    @property
-    def compressor(self) -> Compressor: ...
-    @property
-    def options(self) -> SyncOptions: ...
-    @property
-    def layout(self) -> Layout: ...
-
-
-def is_to_choose(prepared: _Prepared, sync: GradientSync) -> bool:
+def is_to_choose(prepared: PreparedModel, sync: GradientSync) -> bool:
     """Whether the package is to choose, and there is somebody to send to."""
     return isinstance(prepared.compressor, Auto) and not sync.ranks.alone
 
 
 def choose_for_ddp(
-    model: DistributedDataParallel, prepared: _Prepared, sync: GradientSync, group: dist.ProcessGroup | None
+    model: DistributedDataParallel, prepared: PreparedModel, sync: GradientSync, group: dist.ProcessGroup | None
 ) -> tuple[DDPWiring, AutoChoice]:
     """Nothing is registered with `model` yet."""
     wiring = DDPWiring(model, sync, default_bucket_cap_mb(sync.device))
@@ -48,7 +34,7 @@ def choose_for_ddp(
 
 def choose_for_fsdp(
     module: nn.Module,
-    prepared: _Prepared,
+    prepared: PreparedModel,
     sync: GradientSync,
     gathering: Callable[[], Gathering],
     group: dist.ProcessGroup | None,
@@ -70,7 +56,7 @@ def choose_for_fsdp(
     return _choice(prepared, sync, FSDPWiring(module, sync, gathering, side, mesh), group)
 
 
-def _choice(prepared: _Prepared, sync: GradientSync, wiring: Wiring, group: dist.ProcessGroup | None) -> AutoChoice:
+def _choice(prepared: PreparedModel, sync: GradientSync, wiring: Wiring, group: dist.ProcessGroup | None) -> AutoChoice:
     assert isinstance(prepared.compressor, Auto)
     weights, memory = prepared.options.weights, prepared.options.memory
     return AutoChoice(prepared.compressor, sync, wiring, prepared.layout, weights=weights, memory=memory, group=group)

@@ -20,7 +20,7 @@ from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.inform import inform
 
 
-class _Prepared(Protocol):
+class PreparedModel(Protocol):
     """What of a prepared model decides: a dataclass with these fields."""
 
     @property
@@ -30,12 +30,10 @@ class _Prepared(Protocol):
     @property
     def specs(self) -> tuple[TensorSpec, ...]: ...
     @property
-    def scatter(self) -> bool: ...
-    @property
-    def shard_size(self) -> int | None: ...
+    def layout(self) -> Layout: ...
 
 
-_P = TypeVar("_P", bound=_Prepared)
+_P = TypeVar("_P", bound=PreparedModel)
 
 
 def fitted(
@@ -53,8 +51,7 @@ def fitted(
     room, limit = room_for(prepared.options.memory, device, ranks)
     if room is None or ranks.alone:
         return prepared
-    layout: Layout = "ddp" if not prepared.scatter else "fsdp" if prepared.shard_size is None else "hsdp"
-    setup = Setup(specs=prepared.specs, shape=ranks.shape, layout=layout, modules=modules or {})
+    setup = Setup(specs=prepared.specs, shape=ranks.shape, layout=prepared.layout, modules=modules or {})
     found = choices(
         prepared.compressor,
         weights,

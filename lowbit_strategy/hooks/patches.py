@@ -7,6 +7,15 @@ from lowbit_strategy.private_names import PrivateName
 _FSDP = "torch.distributed.fsdp"
 _SEEN = "torch 2.11 to 2.13"
 
+SET_ON_GROUPS = (  # by attaching, on the parameter groups of FSDP2
+    "_all_gather_comm",
+    "_all_reduce_hook",
+    "_all_reduce_hook_stream",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "reduce_scatter_unused_params",
+)
+
 PATCHES = (
     PrivateName(
         target=f"{_FSDP}._fully_shard._fsdp_api:ReduceScatter.allocate",
@@ -134,15 +143,9 @@ PATCHES = (
         seen=_SEEN,
         reason="a module with newly trainable parameters is wrapped anew, and the old wrapper must let go of it",
     ),
-    *(
-        PrivateName(
-            target=f"torch.nn.parallel:DistributedDataParallel.{name}",
-            use="called",
-            parameters=parameters,
-            seen=_SEEN,
-            reason="a hook cannot be taken away: where none helps, the reducer is made anew, as by unpickling",
-        )
-        for name, parameters in {
+    *PrivateName.each(
+        "torch.nn.parallel:DistributedDataParallel",
+        {
             "_build_params_for_reducer": ("self",),
             "_build_debug_param_to_name_mapping": ("self", "parameters"),
             "_ddp_init_helper": (
@@ -152,32 +155,24 @@ PATCHES = (
                 "param_to_name_mapping",
                 "static_graph",
             ),
-        }.items()
+        },
+        use="called",
+        seen=_SEEN,
+        reason="a hook cannot be taken away: where none helps, the reducer is made anew, as by unpickling",
     ),
-    *(
-        PrivateName(
-            target=f"torch.nn.parallel:DistributedDataParallel.{name}",
-            use="set",
-            seen=_SEEN,
-            reason="likewise: what belongs to the reducer, and the size of its buckets",
-        )
-        for name in ("_comm_hooks", "_has_rebuilt_buckets", "_bucket_config", "bucket_bytes_cap")
+    *PrivateName.each(
+        "torch.nn.parallel:DistributedDataParallel",
+        ("_comm_hooks", "_has_rebuilt_buckets", "_bucket_config", "bucket_bytes_cap"),
+        use="set",
+        seen=_SEEN,
+        reason="likewise: what belongs to the reducer, and the size of its buckets",
     ),
-    *(
-        PrivateName(
-            target=f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup.{name}",
-            use="set",
-            seen=_SEEN,
-            reason="where compression does not help, all that attaching has set is put back (hooks/stock.py)",
-        )
-        for name in (
-            "_all_gather_comm",
-            "_all_reduce_hook",
-            "_all_reduce_hook_stream",
-            "gradient_divide_factor",
-            "force_sum_reduction_for_comms",
-            "reduce_scatter_unused_params",
-        )
+    *PrivateName.each(
+        f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup",
+        SET_ON_GROUPS,
+        use="set",
+        seen=_SEEN,
+        reason="where compression does not help, all that attaching has set is put back (hooks/stock.py)",
     ),
     PrivateName(
         target="torch.distributed:ProcessGroup._get_backend",

@@ -86,13 +86,13 @@ def advise(
         if best is None
         else f"Use: {best.line}"
     )
+    Console().print(_table(found, wanted, limit, title))
+    print(sources)
+    print(answer)
     if html is not None:
         from lowbit_strategy.report.advice_page import write_advice
 
         print(f"written to {write_advice(html, found, wanted, cluster, compute_s, (title, sources, answer))}")
-    Console().print(_table(found, wanted, limit, title))
-    print(sources)
-    print(answer)
 
 
 def _is_terminal() -> bool:
@@ -269,7 +269,7 @@ def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -
     from lowbit_strategy.plan.advice import memory_of
 
     timed = found[0].time is not None
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))  # as narrow as a terminal of 80 columns
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 0))  # fits into 80 columns
     table.add_column("set-up", no_wrap=True)
     columns = ["step, s", "x fp32", "x bf16", "pays to\nGbit/s"] if timed else []
     for name in [*columns, "sent\nGB", "memory\nGB", "loss, %\nmeasured"]:

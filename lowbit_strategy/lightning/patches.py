@@ -111,26 +111,22 @@ PATCHES = (
         seen=_SEEN,
         reason="it asks rank 0 alone whether a signal has come, and ranks that train locally have speeds of their own",
     ),
-    *(
-        PrivateName(
-            target=f"lightning.pytorch.plugins.io.async_plugin:AsyncCheckpointIO.{name}",
-            use="read",
-            seen=_SEEN,
-            reason="residuals of a replaced checkpoint stay until the new one has been written (asynchronous.py)",
-        )
-        for name in ("_executor", "_error")
+    *PrivateName.each(
+        "lightning.pytorch.plugins.io.async_plugin:AsyncCheckpointIO",
+        ("_executor", "_error"),
+        use="read",
+        seen=_SEEN,
+        reason="residuals of a replaced checkpoint stay until the new one has been written (asynchronous.py)",
     ),
-    *(
-        PrivateName(
-            target=f"lightning.pytorch.trainer.connectors.{name}",
-            use="read",
-            seen=_SEEN,
-            reason="its handlers of signals call collectives, so they run when all ranks can answer (signals.py)",
-        )
-        for name in (
+    *PrivateName.each(
+        "lightning.pytorch.trainer.connectors",
+        (
             "signal_connector:_HandlersCompose.signal_handlers",
             "signal_connector:_SignalConnector.received_sigterm",
             "accelerator_connector:_AcceleratorConnector.cluster_environment",
-        )
+        ),
+        use="read",
+        seen=_SEEN,
+        reason="its handlers of signals call collectives, so they run when all ranks can answer (signals.py)",
     ),
 )

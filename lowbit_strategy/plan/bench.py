@@ -79,6 +79,7 @@ class Bench:
             inter_node=self.levels.get("inter-node", inside),
             intra_node=inside,
             encoded_per_s=self.coded_per_s.get("loco"),
+            trees=self.backend != "gloo",
         )
 
     def wild_pairs(self) -> list[str]:

@@ -16,6 +16,7 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -46,6 +47,7 @@ class Cluster:
         intra_node: Of each rank to the others of its node.
         encoded_per_s: Elements per second that a rank encodes or decodes, a hop; None: in no time.
         ways: Latencies that one collective costs: 2 where the sender first waits for the receiver (gloo).
+        trees: Whether uncompressed all-reduces take trees where those wait less often than rings: NCCL does.
         overlaps: Whether messages travel while a rank computes.
     """
 
@@ -53,6 +55,7 @@ class Cluster:
     intra_node: Link
     encoded_per_s: float | None = None
     ways: int = 1
+    trees: bool = True
     overlaps: bool = True
 
 
@@ -69,7 +72,8 @@ def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> 
     """What a message waits for latency, and how long its bytes take; all ranks of a node send theirs at once."""
     far = message.total_nbytes * message.leaving
     link = cluster.inter_node if message.leaving else cluster.intra_node
-    latency = message.in_series * cluster.ways * link.latency_s
+    in_series = message.in_series if message.by_tree is None or not cluster.trees else message.by_tree
+    latency = in_series * cluster.ways * link.latency_s
     travelling = far * ranks_per_node / cluster.inter_node.nbytes_per_s
     return latency, travelling + (message.total_nbytes - far) / cluster.intra_node.nbytes_per_s
 
@@ -190,14 +194,17 @@ def _with_prefetch(plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Co
 def ring_message(nbytes: float, plan: Plan, *, hops: int) -> Message:
     """A ring over `nbytes`, by one hop or two (all-reduce): every link between nodes carries it once a hop.
 
-    A rank waits for a message per other node in each hop; those inside nodes cost less and are left out.
+    A rank waits for a message per other node in each hop; those inside nodes cost less and are left out. An all-reduce
+    may go up a tree of the nodes and down again, with the same bytes.
     """
     world_size, per_node = plan.shape.world_size, ranks_per_node(plan)
     sent = hops * (world_size - 1) * nbytes / world_size
     nodes = -(-world_size // per_node)
     level: Level = "flat" if nodes > 1 else "intra-node"
     leaving = 1 / per_node if nodes > 1 else 0.0
-    return Message(level, "ring", round(sent), in_series=hops * max(1, nodes - 1), leaving=leaving)
+    in_series = hops * max(1, nodes - 1)
+    by_tree = min(in_series, 2 * math.ceil(math.log2(nodes))) if hops == 2 and nodes > 1 else None
+    return Message(level, "ring", round(sent), in_series=in_series, by_tree=by_tree, leaving=leaving)
 
 
 def uncompressed(plan: Plan, itemsize: int) -> Plan:

@@ -20,6 +20,7 @@ class Message:
         framing_nbytes: Sent besides: headers, padding.
         in_series: Collectives, each of which waits for the one before.
         fixed: Whether the bytes are the same whatever the values are.
+        by_tree: Collectives in series where a tree of the nodes is taken in the place of a ring; None: none may be.
         leaving: How much of it leaves the node, from 0 to 1.
     """
 
@@ -29,6 +30,7 @@ class Message:
     framing_nbytes: int = 0
     in_series: int = 1
     fixed: bool = True
+    by_tree: int | None = None
     leaving: float = 1.0
 
     @property

@@ -14,11 +14,13 @@ from matplotlib.figure import Figure
 
 from lowbit_strategy.plan.advice import Choice, Wanted, memory_of
 from lowbit_strategy.plan.cost import Cluster, Link, step_time
-from lowbit_strategy.report.charts import COLORS, PHONE, SCREEN, STYLE, Paper
+from lowbit_strategy.report.charts import COLORS, PHONE, SCREEN, STYLE, Paper, plain_decades
 
 _POINTS = 30
 _DECADES = 1.5  # to both sides of the figure that was given
 
+_METHODS = ("loco", "loco2", "loco1", "powersgd", "diloco")  # in the order of their colours
+_OWN = ("#9aa5b1", "#1f2933")  # of float32 and of bf16
 _LAYOUTS = {"ddp": "DDP", "fsdp": "FSDP2", "hsdp": "HSDP"}
 
 
@@ -100,16 +102,22 @@ def _figure(
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(paper.width, 3.6), layout="constrained")
         axes = figure.add_subplot()
-        for at, each in enumerate(found):
+        for each in found:
             seconds = [step_time(each.plan, cluster_at(value), compute_s).seconds for value in values]
-            style = "-" if each.line else "--"
-            axes.plot(
-                [scale * value for value in values], seconds, style, color=COLORS[at % len(COLORS)], label=each.name
-            )
+            style, color = ("-", _color(each)) if each.line else ("--", _OWN[each.name.endswith("bf16")])
+            axes.plot([scale * value for value in values], seconds, style, color=color, label=each.name)
         axes.axvline(scale * given, color="#9aa5b1", linewidth=1)
         axes.set(xscale="log", yscale="log", xlabel=label, ylabel="seconds of a step")
-        axes.legend(ncols=paper.columns, fontsize=8)
+        plain_decades(axes.xaxis)
+        plain_decades(axes.yaxis)
+        figure.legend(loc="outside lower center", ncols=2 * paper.columns, fontsize=8)
     return figure
+
+
+def _color(choice: Choice) -> str:
+    """The same for a method on every chart."""
+    method = choice.name.rpartition("_")[0]
+    return COLORS[_METHODS.index(method) if method in _METHODS else -1]
 
 
 def _png(figure: Figure) -> str:

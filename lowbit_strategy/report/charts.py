@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
 from lowbit_strategy.report.formats import size
 from lowbit_strategy.report.run import DENSE_GRADIENTS, DENSE_WEIGHTS, GRADIENTS, MANY, WEIGHTS, Run, Series
@@ -66,6 +67,12 @@ def draw_all(run: Run, paper: Paper = SCREEN, baseline: Run | None = None) -> di
             if figure is not None:
                 figures[stem] = figure
     return figures
+
+
+def plain_decades(axis: Axis) -> None:
+    """Numbers as people write them on a logarithmic axis; between powers of ten where there are few of those."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))
 
 
 def _new(width: float, height: float = 3.6, ratios: Sequence[float] = (1.0,)) -> tuple[Figure, list[Axes]]:

@@ -31,7 +31,8 @@ def measure_links(ranks: Ranks, device: torch.device, compressor: Compressor) ->
         compressor: Whose coding is timed.
     """
     between, inside = measure_levels(ranks, device)
-    return Cluster(inter_node=between, intra_node=inside, encoded_per_s=coded_per_s(compressor, device))
+    coded = coded_per_s(compressor, device)
+    return Cluster(inter_node=between, intra_node=inside, encoded_per_s=coded, trees=device.type == "cuda")
 
 
 def measure_levels(ranks: Ranks, device: torch.device) -> tuple[Link, Link]:

@@ -53,19 +53,16 @@ PATCHES = (
         seen=_SEEN,
         reason="the one free-form part of trainer_state.json: it marks checkpoints that need residuals",
     ),
-    *(
-        PrivateName(
-            target=f"{_TRAINER}.{name}",
-            use="wrapped",
-            parameters=parameters,
-            seen=_SEEN,
-            reason="local steps: what is evaluated, saved and compared is what all ranks share",
-        )
-        for name, parameters in {
+    *PrivateName.each(
+        _TRAINER,
+        {
             "evaluate": ("self", "eval_dataset", "ignore_keys", "metric_key_prefix"),
             "predict": ("self", "test_dataset", "ignore_keys", "metric_key_prefix"),
             "save_model": ("self", "output_dir", "_internal_call"),
             "_load_best_model": ("self",),
-        }.items()
+        },
+        use="wrapped",
+        seen=_SEEN,
+        reason="local steps: what is evaluated, saved and compared is what all ranks share",
     ),
 )

@@ -20,8 +20,31 @@ WORLD_SIZES = (1, 2, 3, 5)  # one, even, odd with an empty shard, and more ranks
 _reports: dict[int, Report | AssertionError] = {}
 
 
-# Seldom the best choice, and made of parts that others share: three ranks show most.
-SELDOM = {"acpsgd", "atomo", "deft", "gradiveq", "gspar", "sketchedsgd", "threelc"}
+# One of each kind of message and residual. The others are made of parts that these have: three ranks show most.
+EVERYWHERE = {
+    "EF21, 4 bits",
+    "LoCo, 1 bit after two steps",
+    "LoCo, 2 bits up, 4 down",
+    "LoCo, residual of 4 bits",
+    "dense",
+    "dgc",
+    "eden",
+    "exdyna",
+    "feedback in 8 bits",
+    "gtopk",
+    "loco",
+    "multiscale",
+    "onebitsgd",
+    "powersgd",
+    "qsgd",
+    "randomk",
+    "rotate",
+    "sharedscale",
+    "signsgd",
+    "top-k of chunks, gathered",
+    "topk",
+    "warmup",
+}
 
 
 def _items() -> Iterator[Any]:
@@ -32,7 +55,7 @@ def _items() -> Iterator[Any]:
                     # On two and five ranks what each keeps for itself is as on three; cuts and sums are not.
                     everything = case.cut_matters or world_size in (1, 3)
                     if everything and case.applies(Subject(preset, layout, world_size)):
-                        marks = [pytest.mark.slow] if preset in SELDOM and world_size != 3 else []
+                        marks = [] if preset in EVERYWHERE or world_size == 3 else [pytest.mark.slow]
                         yield pytest.param(world_size, layout, preset, name, marks=marks)
 
 

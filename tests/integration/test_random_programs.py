@@ -7,7 +7,6 @@ every gather sends what the owners have.
 from __future__ import annotations
 
 import random
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from lowbit_strategy import Dense, Exact, LoCo, WeightCode
 from lowbit_strategy.custom_loop import SyncOptions, attach_fsdp, prepare
 from tests.ddp_loop import CPU
-from tests.distributed import run_ranks
+from tests.distributed import join_group, run_ranks
 from tests.nodes import nodes_of
 
 WIDTH = 48
@@ -139,13 +138,7 @@ class Program:
 
 def _programs(rank: int, world_size: int, folder: Path, kind: str, shard_size: int | None, seeds: range) -> Any:
     """Seeds of which a run is not the reference's."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        timeout=timedelta(seconds=30),
-        rank=rank,
-        world_size=world_size,
-    )
+    join_group(rank, world_size, folder, 30)
     wrong = []
     with nodes_of(2):
         for seed in seeds:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from lowbit_strategy import Dense, LocalSGD, LoCo
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, prepare
 from tests.ddp_loop import CPU
-from tests.distributed import run_ranks
+from tests.distributed import join_group, run_ranks
 
 WIDTH = 48
 LENGTH = 12
@@ -206,13 +205,7 @@ def close(run: list[float], other: list[float], tolerance: float) -> bool:
 
 def _programs(rank: int, world_size: int, folder: Path, local: bool, seeds: range) -> Any:
     """Seeds of which a run is not its reference's, and why."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        timeout=timedelta(seconds=30),
-        rank=rank,
-        world_size=world_size,
-    )
+    join_group(rank, world_size, folder, 30)
     wrong = []
     for seed in seeds:
         chosen = random.Random(seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, attach_fsdp, pr
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy, LowBitFSDPStrategy
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from tests.ddp_loop import CPU
-from tests.distributed import run_ranks
+from tests.distributed import join_group, run_ranks
 from tests.nodes import nodes_of
 from tests.training import ByStep, checksum, dataset, full, full_parameters, loader, mlp, trainer
 
@@ -231,13 +230,7 @@ class Same:
 
 def _tables(rank: int, world_size: int, folder: Path, names: list[tuple[str, str]]) -> dict[str, dict[str, bool]]:
     found = {}
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        timeout=timedelta(seconds=60),
-        rank=rank,
-        world_size=world_size,
-    )
+    join_group(rank, world_size, folder, 60)
     for number, (layout, kind) in enumerate(names):
         own = folder / str(number)
         own.mkdir(exist_ok=True)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy import DiLoCo
-from tests.distributed import free_port, run_ranks
+from tests.distributed import free_port, join_group, run_ranks
 from tests.training import Kind, Regression, loader, strategy, trainer
 
 TIMEOUT_S = 5
@@ -62,13 +62,7 @@ def test_where_the_store_has_ended_no_rank_is_accused(tmp_path: Path) -> None:
 
 
 def _train(rank: int, world_size: int, folder: Path, kind: Kind, how: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        timeout=timedelta(seconds=TIMEOUT_S),
-        rank=rank,
-        world_size=world_size,
-    )
+    join_group(rank, world_size, folder, TIMEOUT_S)
     given: dict[str, Any] = {"max_steps": 40}
     options: dict[str, Any] = {}
     if how in OPTIONS and rank == 1:

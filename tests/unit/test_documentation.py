@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -82,10 +83,15 @@ def phrases(*, own: bool = True) -> list[str]:
 
 def covers(phrase: str, message: str) -> bool:
     """Whether a message is the one that a phrase of the page stands for; ``...`` is what is filled in."""
+    return _pattern(phrase).search(message) is not None
+
+
+@functools.cache
+def _pattern(phrase: str) -> re.Pattern[str]:
     parts = [re.escape(" ".join(part.split())) for part in phrase.split("...")]
     if len(phrase.replace("...", "")) < DISTINCTIVE:  # would be part of many: it has to be all of it
-        return re.fullmatch(FILLED_IN.join(f" ?{part} ?" for part in parts), message) is not None
-    return re.search(".*?".join(parts), message) is not None
+        return re.compile(rf"\A{FILLED_IN.join(f' ?{part} ?' for part in parts)}\Z")
+    return re.compile(".*?".join(parts))
 
 
 def test_the_page_has_every_message_and_no_other() -> None:

@@ -17,20 +17,20 @@ from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.sparse.values import ValueSum, value_sum_nbytes
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
+    ResidualReducer,
     accumulate_,
     num_kept,
     observe_,
     take_out_,
     write_sums_,
-    zero_residuals,
 )
 
 
-class PositionSumReducer(Reducer):
+class PositionSumReducer(ResidualReducer):
     """Error feedback around a sum at positions that all ranks know.
 
     A rank whose gradient is idle sends zeros and keeps its residual; one whose gradient is not finite sends NaN.
@@ -39,13 +39,6 @@ class PositionSumReducer(Reducer):
 
     density: float
     codec: Codec
-
-    @property
-    def residual_gain(self) -> float | None:
-        return 1.0
-
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        return zero_residuals(specs, device)
 
     def num_kept(self, spec: TensorSpec) -> int:
         return num_kept(self.density, spec.numel)

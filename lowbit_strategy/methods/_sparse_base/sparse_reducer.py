@@ -193,7 +193,18 @@ def observe_(view: View, residual: Tensor | None, condition: Condition, chosen: 
         view.sent.zero_().index_copy_(0, chosen.indices, sent)
 
 
-class SparseReducer(Reducer):
+class ResidualReducer(Reducer):
+    """What each rank has not sent stays with it, float32. State: ``residual`` flat."""
+
+    @property
+    def residual_gain(self) -> float | None:
+        return 1.0
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        return zero_residuals(specs, device)
+
+
+class SparseReducer(ResidualReducer):
     """Methods in which each rank chooses its own positions, parameter by parameter.
 
     Subclasses are frozen dataclasses with the fields ``density`` and ``codec``.
@@ -202,13 +213,6 @@ class SparseReducer(Reducer):
     density: float
     codec: Codec
     same_counts: ClassVar[bool] = False  # every rank sends `num_kept` entries, whatever its gradient
-
-    @property
-    def residual_gain(self) -> float | None:
-        return 1.0
-
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        return zero_residuals(specs, device)
 
     def num_kept(self, spec: TensorSpec) -> int:
         """Entries that are meant to be sent for a parameter."""

@@ -11,10 +11,11 @@ import torch
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.low_rank import (
     LowRankCompressor,
+    LowRankReducer,
     check_rank,
     flattened,
     matrix_shape,
@@ -27,7 +28,7 @@ from lowbit_strategy.options.configuration import configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ACPSGDReducer(Reducer):
+class ACPSGDReducer(LowRankReducer):
     """Fields as in `ACPSGD`. State: ``residual`` flat, ``p`` [rows, rank], ``q`` [columns, rank]."""
 
     rank: int
@@ -40,9 +41,6 @@ class ACPSGDReducer(Reducer):
     @property
     def residual_gain(self) -> float | None:
         return 1.0
-
-    def serves(self, spec: TensorSpec) -> bool:
-        return self.rank <= min(matrix_shape(spec))
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         state: ReducerState = {}

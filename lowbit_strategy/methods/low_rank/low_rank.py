@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, dense_method
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.parameter_selectors import Selector
+from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -55,6 +56,16 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 def shaped_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+class LowRankReducer(Reducer):
+    """Sends two thin matrices in the place of each parameter. Subclasses are frozen dataclasses with these fields."""
+
+    rank: int
+    epsilon: float
+
+    def serves(self, spec: TensorSpec) -> bool:
+        return self.rank <= min(matrix_shape(spec))
 
 
 @configuration

@@ -14,10 +14,11 @@ from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.low_rank import (
     LowRankCompressor,
+    LowRankReducer,
     check_rank,
     flattened,
     matrix_shape,
@@ -30,7 +31,7 @@ from lowbit_strategy.options.configuration import configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PowerSGDReducer(Reducer):
+class PowerSGDReducer(LowRankReducer):
     """Fields as in `PowerSGD`. State: ``residual`` flat, ``q`` [columns, rank]."""
 
     rank: int
@@ -47,9 +48,6 @@ class PowerSGDReducer(Reducer):
     @property
     def residual_gain(self) -> float | None:
         return 1.0 if self.feedback else None
-
-    def serves(self, spec: TensorSpec) -> bool:
-        return self.rank <= min(matrix_shape(spec))
 
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         state: ReducerState = {}

@@ -14,9 +14,9 @@ from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.collectives.uneven import gather_uneven, scatter_uneven
 from lowbit_strategy.kernels.integers import pack_integers, packed_nbytes, unpack_integers
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, accumulate_, zero_residuals
+from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, ResidualReducer, accumulate_
 from lowbit_strategy.options.configuration import configuration
 
 _ZEROS = 121  # a byte of five zeros; bytes of trits go up to 242
@@ -45,7 +45,7 @@ def decode_runs(coded_B: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ThreeLCReducer(Reducer):
+class ThreeLCReducer(ResidualReducer):
     """Fields as in `ThreeLC`. State: ``residual`` flat."""
 
     sparsity: float
@@ -53,13 +53,6 @@ class ThreeLCReducer(Reducer):
     @property
     def label(self) -> str:
         return f"3lc, sparsity {self.sparsity:g}"
-
-    @property
-    def residual_gain(self) -> float | None:
-        return 1.0
-
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        return zero_residuals(specs, device)
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         views = [view for view in views if view.spec.numel]

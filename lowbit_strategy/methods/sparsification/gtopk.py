@@ -28,12 +28,12 @@ from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
+    ResidualReducer,
     accumulate_,
     leading_entries,
     num_kept,
     observe_,
     value_codec,
-    zero_residuals,
 )
 from lowbit_strategy.options.configuration import configuration
 
@@ -51,7 +51,7 @@ def merge(a: Chosen, b: Chosen, k: int) -> tuple[Chosen, Chosen]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GTopKReducer(Reducer):
+class GTopKReducer(ResidualReducer):
     """Fields as in `GTopK`."""
 
     density: float
@@ -60,13 +60,6 @@ class GTopKReducer(Reducer):
     @property
     def label(self) -> str:
         return f"global top-k {self.density:g}"
-
-    @property
-    def residual_gain(self) -> float | None:
-        return 1.0
-
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        return zero_residuals(specs, device)
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         if not views:

@@ -126,6 +126,7 @@ def test_a_delay_adds_two_ways_to_the_limit() -> None:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_far_links_delay_and_limit_what_plain_sockets_send() -> None:
     with SlowNetwork(2, delay_s=0.04) as far:
         far.set_rate("50mbit")

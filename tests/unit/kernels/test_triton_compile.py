@@ -16,7 +16,7 @@ from lowbit_strategy.kernels.triton.layout import device_format
 from lowbit_strategy.kernels.triton.tiles import decode_launch, encode_launch
 from tests.kernel_cases import FITTED_2, fitted
 
-ARCHITECTURES = (80, 90)
+ARCHITECTURES = (pytest.param(80, marks=pytest.mark.slow), 90)
 FORMATS = {"uniform4": uniform(4, 128), "uniform8": uniform(8, 128), "uniform2": uniform(2, 128)}
 FORMATS["fitted2"] = fitted(2, FITTED_2)
 FOUR_PROGRAMS, THREE_PROGRAMS = 128, 168  # registers that leave room for so many programs on a multiprocessor
@@ -68,7 +68,7 @@ def test_decode_sum_keeps_everything_in_registers(sources: int, arch: int) -> No
     [
         ("uniform4", 128, 16),
         ("uniform4", 67, 11),
-        ("fitted2", 128, 16),
+        pytest.param("fitted2", 128, 16, marks=pytest.mark.slow),
         pytest.param("fitted2", 67, 11, marks=pytest.mark.slow),
     ],
 )

@@ -19,7 +19,6 @@ from lowbit_strategy.kernels.triton.layout import device_format
 from lowbit_strategy.kernels.triton.offline import Resources
 from lowbit_strategy.kernels.triton.tiles import decode_launch, encode_launch
 
-ARCHITECTURES = (80, 90, 100)
 FLOATS = ("float32", "bfloat16", "float16")
 FOUR_PROGRAMS = 128  # registers that leave room for so many programs of 128 threads on a multiprocessor
 EXACT = DenseFormat("float32")
@@ -58,7 +57,7 @@ def kernels(x: str, arch: int) -> Iterator[tuple[str, Callable[[], Resources], i
     yield "exact decode", lambda: decoded(EXACT, out=x, sources=8, arch=arch), 48, 0, 0.5
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100))])
 @pytest.mark.parametrize("x", FLOATS)
 def test_registers_spills_shared_memory_and_width(x: str, arch: int) -> None:
     wrong = []

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.kernel_cases import core_cases, other_cases
+from tests.kernel_cases import Case, core_cases, other_cases, quick_cases
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -30,11 +31,16 @@ def worker(which: str, part: int = 0, num_parts: int = 1) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-@pytest.mark.parametrize("which", ["core", pytest.param("other", marks=pytest.mark.slow)])
-def test_every_byte_is_the_references(which: str, part: int) -> None:
-    expected = (core_cases() if which == "core" else other_cases())[part::NUM_PARTS]
+@pytest.mark.parametrize(("which", "cases"), [("core", core_cases), ("other", other_cases)])
+def test_every_byte_is_the_references(which: str, cases: Callable[[], list[Case]], part: int) -> None:
+    expected = cases()[part::NUM_PARTS]
     assert worker(which, part, NUM_PARTS) == [f"cases: {len(expected)}"]
+
+
+def test_every_way_of_packing_gives_the_references_bytes() -> None:
+    assert worker("quick") == [f"cases: {len(quick_cases())}"]
 
 
 @pytest.mark.parametrize("which", ["pairs", pytest.param("triples", marks=pytest.mark.slow)])

@@ -14,7 +14,7 @@ import sys
 from lowbit_strategy.kernels.triton import blocks, dense, loco
 from lowbit_strategy.kernels.triton.layout import device_format
 from lowbit_strategy.kernels.triton.tiles import encode_launch
-from tests.kernel_cases import check_case, check_dense, check_sources, core_cases, other_cases
+from tests.kernel_cases import check_case, check_dense, check_sources, core_cases, other_cases, quick_cases
 
 
 def main(which: str, part: int, num_parts: int) -> None:
@@ -23,7 +23,7 @@ def main(which: str, part: int, num_parts: int) -> None:
         wrong = check_sources(blocks, "cpu", fewer=fewer) + check_dense(dense, "cpu", truncating=True, fewer=fewer)
         print(*wrong, "cases: 2", sep="\n")
         return
-    chosen = (core_cases() if which == "core" else other_cases())[part::num_parts]
+    chosen = {"quick": quick_cases, "core": core_cases, "other": other_cases}[which]()[part::num_parts]
     for case in chosen:
         tile = encode_launch(device_format(case.fmt), case.residual).tile(case.fmt.block_size)
         for line in check_case(case, blocks, loco, tile, "cpu", truncating=True):

@@ -12,9 +12,17 @@ from lowbit_strategy.cli import app
 from lowbit_strategy.launch import units
 
 
-def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"})
+def invoke(*arguments: str, columns: int = 160) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(columns)})
     return result.exit_code, result.output
+
+
+def test_nothing_is_cut_off_in_a_terminal_of_eighty_columns() -> None:
+    wanted = ("--params", "7e9", "--nodes", "4", "--ranks-per-node", "8", "--compute", "0.9s", "--memory", "80GB")
+    code, output = invoke("advise", *wanted, columns=80)
+    assert code == 0
+    assert "…" not in output
+    assert max(map(len, output.splitlines()[:-2])) <= 80
 
 
 def test_advice_ends_with_a_line_to_paste() -> None:

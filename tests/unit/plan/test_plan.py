@@ -131,7 +131,7 @@ class Calls:
         return counted
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_messages_in_series_are_the_collectives_of_a_step(name: str, layout: Any, world_size: int) -> None:
