@@ -82,9 +82,8 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         if not self._coded or not self._module.is_ours or self._params.is_sharded_post_forward:
             return self._exact(output_tensor, input_tensor, group, async_op=async_op)
         if in_forward and not self._module.gather.fresh and not self._module.gather.has_left:
-            for other in self.together:
-                if other is not self:
-                    other.leave()
+            for each in sorted(self.together, key=lambda each: each is not self):  # what is needed first leaves first
+                each.leave()
         self._check_row(input_tensor)
         with self._order.ordered():
             wait_for_all(self._module.gather.run(input_tensor, output_tensor))
@@ -106,8 +105,8 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             self._runs = True
 
     def leave(self) -> None:
-        """Another module's weights are wanted, and optimizers have stepped on all: the own row leaves as well, which
-        the forward pass will want, as the one before has.
+        """A module's weights are wanted, and optimizers have stepped on all: the own row leaves as well, which the
+        forward pass will want, as the one before has.
         """
         gather = self._module.gather
         if not (self._runs and gather.keeps and self._params.is_sharded):  # or it would leave again in each forward
