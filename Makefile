@@ -1,6 +1,7 @@
 # Every target makes what it needs: a virtual environment in .venv with the tested versions (constraints.txt).
 #
 #   make demo        train a small GPT with compressed gradients and without, side by side
+#   make demo-elastic  four replicas train it together; one is killed and comes back, one freezes for a while
 #   make test        the test suite, without the tests marked slow
 #   make test-all    the whole suite
 #   make test-oldest the same as make test with the oldest versions that pyproject.toml claims (constraints-oldest.txt)
@@ -30,11 +31,14 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 INSTALLS := pyproject.toml constraints.txt $(wildcard setup.py lowbit_strategy/kernels/native/*.c lowbit_strategy/kernels/native/*.h)
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-oldest test-gpu check docs clean
+.PHONY: demo demo-elastic test test-all test-oldest test-gpu check docs clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
 	$(BIN)/python recipes/demo.py $(ARGS)
+
+demo-elastic: $(VENV)/.dev
+	$(BIN)/python recipes/demo_elastic.py $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)

@@ -44,10 +44,22 @@ class Scenario:
         return "-".join([self.run.__name__, *(str(value) for _, value in self.arguments)])
 
 
-def scenarios(run: Callable[..., Facts], *, world_size: int = 2, **choices: Sequence[Any]) -> pytest.MarkDecorator:
-    """Give a test the `facts` of `run`, once for every combination of `choices`."""
+def scenarios(
+    run: Callable[..., Facts],
+    *,
+    world_size: int = 2,
+    slow: Callable[..., bool] = lambda **_: False,
+    **choices: Sequence[Any],
+) -> pytest.MarkDecorator:
+    """Give a test the `facts` of `run`, once for every combination of `choices`; where `slow` says so, marked."""
     combinations = [tuple(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-    params = [Scenario(run=run, arguments=arguments, world_size=world_size) for arguments in combinations]
+    params = [
+        pytest.param(
+            Scenario(run=run, arguments=arguments, world_size=world_size),
+            marks=[pytest.mark.slow] if slow(**dict(arguments)) else [],
+        )
+        for arguments in combinations
+    ]
     names = ["-".join(str(value) for _, value in arguments) or "run" for arguments in combinations]
     return pytest.mark.parametrize("facts", params, indirect=True, ids=names)
 

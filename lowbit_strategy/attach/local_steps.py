@@ -23,6 +23,7 @@ from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.rounds.fragment import local_part
 from lowbit_strategy.rounds.outer import AsyncReducer, OuterSync
+from lowbit_strategy.telemetry.inform import inform
 
 STATE_KEY = "outer"
 
@@ -133,6 +134,7 @@ class LocalSteps:
             outer = OuterSync(self.sync, self._params, self.rule, **parts)
         else:
             outer = ElasticOuterSync(self.sync, self._params, self.rule, membership=self._membership, **parts)
+            outer.on_change = lambda text: inform("lowbit_strategy: %s", text)
             outer.inner = lambda: {name: part for name, part in self.own().items() if isinstance(part, Optimizer)}
         outer.on_left_out = self._forget_moments
         if self._check_digest:

@@ -66,6 +66,7 @@ class ElasticOuterSync(OuterSync):
     Attributes:
         membership: Finds the others.
         inner: Gives the inner optimizers by name, whose state a new replica inherits where the options say so.
+        on_change: Called with a sentence that says who has come and who is lost.
         on_healed: Called when this replica has got the others' state: `sync.step_index` is theirs.
         data: Gives this replica its samples, wherever members have met; None: they do not depend on that.
         num_joins, num_losses: Replicas that this one has seen come and go.
@@ -79,6 +80,7 @@ class ElasticOuterSync(OuterSync):
         self.membership = membership
         self.data: ElasticSampler | None = None
         self.inner: Callable[[], Mapping[str, Optimizer]] = dict
+        self.on_change: Callable[[str], None] = _log.info
         self.on_healed: Callable[[], None] = lambda: None
         self.num_joins = self.num_losses = self.num_heals = 0
         self._turn_began = time.monotonic()
@@ -119,6 +121,11 @@ class ElasticOuterSync(OuterSync):
     def has_joined(self) -> bool:
         """Whether it has met the others."""
         return self._comm is not None
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of those who took part in the last turn, this replica among them."""
+        return tuple(self._names)
 
     @property
     def leads(self) -> bool:
@@ -291,13 +298,9 @@ class ElasticOuterSync(OuterSync):
             self.num_joins, self.num_losses = self.num_joins + len(joined), self.num_losses + len(lost)
         self._names = now
         changes = [f"joined: {', '.join(joined)}"] * bool(joined) + [f"lost: {', '.join(lost)}"] * bool(lost)
-        _log.info(
-            "optimizer step %d: %d replicas (%s); %s; met in %.1f s",
-            self.sync.step_index,
-            len(now),
-            ", ".join(now),
-            "; ".join(changes) or "in another order",
-            seconds,
+        self.on_change(
+            f"optimizer step {self.sync.step_index}: {len(now)} replicas ({', '.join(now)});"
+            f" {'; '.join(changes) or 'in another order'}; met in {seconds:.1f} s"
         )
 
     # -- saving -----------------------------------------------------------------------------------------------------

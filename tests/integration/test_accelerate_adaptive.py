@@ -108,7 +108,12 @@ def adapting(folder: Path, kind: Kind, controller: str) -> Facts:
     return facts
 
 
-@scenarios(adapting, kind=KINDS, controller=tuple(CONTROLLERS))
+QUICK = {"ddp": ("accordion", "schedule", "budget"), "fsdp": ("epochs", "gravac", "guard")}
+
+
+@scenarios(
+    adapting, kind=KINDS, controller=tuple(CONTROLLERS), slow=lambda kind, controller: controller not in QUICK[kind]
+)
 def test_controllers_decide_alike_and_tell(facts: list[Facts]) -> None:
     assert facts[0]["levels"] == facts[1]["levels"]
     assert facts[0]["print"] == facts[1]["print"]

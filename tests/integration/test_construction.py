@@ -94,7 +94,8 @@ def built(rank: int, world_size: int, framework: str, way: Way) -> dict[str, Any
     ("framework", "way", "holds_it"),
     [
         ("lightning", "meta device", False),
-        ("lightning", "real device", True),  # so that the count is known to see it
+        # So that the count is known to see it.
+        pytest.param("lightning", "real device", True, marks=pytest.mark.slow),
         ("fabric", "init_module", False),
     ],
 )

@@ -26,8 +26,8 @@ def _losses(folder: Path, rank: int) -> dict[int, str]:
         ("fsdp", 8, "step=6.ckpt", 2),
         ("hsdp", 8, "step=6.ckpt", 2),
         ("ddp", "saving", "step=3.ckpt", 2),
-        ("ddp", 8, "step=6.ckpt", 4),  # two nodes
-        ("fsdp", 8, "step=6.ckpt", 4),
+        pytest.param("ddp", 8, "step=6.ckpt", 4, marks=pytest.mark.slow),
+        ("fsdp", 8, "step=6.ckpt", 4),  # two nodes
     ],
 )
 def test_resume_after_a_rank_was_killed(
@@ -37,8 +37,15 @@ def test_resume_after_a_rank_was_killed(
     assert all(step.endswith("/") for step in steps.values())  # no controller, no decisions
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("controller", ["accordion", "gravac"])
+@pytest.mark.parametrize(
+    ("kind", "controller"),
+    [
+        ("ddp", "accordion"),
+        ("fsdp", "gravac"),
+        pytest.param("fsdp", "accordion", marks=pytest.mark.slow),
+        pytest.param("ddp", "gravac", marks=pytest.mark.slow),
+    ],
+)
 def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(
     tmp_path: Path, kind: Kind, controller: str
 ) -> None:

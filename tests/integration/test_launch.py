@@ -124,7 +124,7 @@ ADAPTIVE: dict[str, Any] = {
 
 
 @pytest.mark.slow  # without death and a new launch: test_accelerate_adaptive.py
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(kind: str, tmp_path: Path) -> None:
     def run(folder: Path, *kill_at: str) -> tuple[int, str]:
         folder.mkdir(exist_ok=True)
@@ -177,7 +177,9 @@ def test_an_unmodified_trainer_script(kind: str, tmp_path: Path, uncompressed_tr
     assert ranks[0]["bits"] == ranks[1]["bits"]
 
 
-@pytest.mark.parametrize("script", ["test_sync.py", pytest.param("test_ops.py", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=pytest.mark.slow) for name in ("test_sync.py", "test_ops.py")]
+)
 def test_accelerate_s_own_test_scripts(script: str, tmp_path: Path) -> None:
     path = Path(accelerate.__file__).parent / "test_utils" / "scripts" / script
     job = config(tmp_path, "ddp", lowbit_config=SECTION)

@@ -37,6 +37,19 @@ def test_a_recipe(command: str, tmp_path: Path) -> None:
     assert re.search(RECIPES[command], output)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_replicas_of_the_demo_go_on_without_the_lost_ones(tmp_path: Path) -> None:
+    pytest.importorskip("torchft")
+    done = run_script(
+        [REPOSITORY / "recipes/demo_elastic.py", "--steps", "60", "--every", "6"], cwd=tmp_path, timeout=580
+    )
+    words = " ".join(done.stdout.split())
+    for change in ("lost: cellar", "joined: cellar", "lost: office", "joined: office"):
+        assert change in words, done.stdout
+    assert (tmp_path / "runs/demo-elastic/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_every_recipe_is_on_the_page_and_run() -> None:
     page = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
     helpers = {"gpt.py", "text.py", "demo_train.py", "compression_study.py"}  # parts of others, and a study

@@ -37,7 +37,7 @@ BY_CLASS = """\
 """
 
 
-@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("order", ["first", pytest.param("last", marks=pytest.mark.slow)])
 def test_namespaces_in_either_import_order(order: str) -> None:
     lines = run_script([SCRIPTS / "namespaces.py", order]).stdout.splitlines()
     assert f"registered {2 * len(PRESETS)}" in lines
@@ -48,7 +48,10 @@ def test_namespaces_in_either_import_order(order: str) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "option"),
-    [("LowBitDDPStrategy", "find_unused_parameters: true"), ("LowBitFSDPStrategy", "min_shard_numel: 2000")],
+    [
+        pytest.param("LowBitDDPStrategy", "find_unused_parameters: true", marks=pytest.mark.slow),
+        ("LowBitFSDPStrategy", "min_shard_numel: 2000"),
+    ],
 )
 def test_lightning_cli_with_a_class_path(tmp_path: Path, strategy: str, option: str) -> None:
     pytest.importorskip("jsonargparse")

@@ -212,7 +212,9 @@ RESIDUALS = ["bfloat16", "int8"]
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
-@pytest.mark.parametrize("kind", [*KINDS, AdaComp])
+@pytest.mark.parametrize(
+    "kind", [TopK, AdaComp, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind is not TopK)]
+)
 def test_a_compact_residual_is_small_and_unbiased(kind: type[Compressor], residual: str) -> None:
     """A constant gradient: rounding to the nearest value would lose it where the residual is large."""
     options = {} if kind is AdaComp else {"density": 0.02}
@@ -253,7 +255,7 @@ def test_rounding_to_bfloat16_is_right_on_average() -> None:
 
 @pytest.mark.parametrize("residual", ["float32", "int8"])
 @pytest.mark.parametrize("values", ["float32", "int4"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_chunks_lose_nothing_on_either_hop(world_size: int, values: str, residual: str) -> None:
     shape, numel = (130, 100), 13_000
     topk = TopK(density=0.01, selection="chunk", values=values, residual=residual)
