@@ -75,7 +75,9 @@ def main() -> None:
         numel = sum(parameter.numel() for parameter in model.parameters())
         return Measurement(meter.times_s, [meter.sent_per_step_nbytes], numel)
 
-    measure(next(each for each in options.variants if each != NO_SYNC))  # makes the process group, as the first Trainer of a user's script does
+    measure(
+        next(each for each in options.variants if each != NO_SYNC)
+    )  # makes the process group, as the first Trainer of a user's script does
     measure_in_turn(measure, options)
     dist.destroy_process_group()
 
