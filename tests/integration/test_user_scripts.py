@@ -87,13 +87,13 @@ class Averages(Callback):
             mean.lerp_(param.data, 0.1)
 
     def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.own = [param.data for param in module.parameters()]
+        self.own = [param.data.clone() for param in module.parameters()]
         for mean, param in zip(self.means, module.parameters(), strict=True):
-            param.data = mean.clone()
+            param.data.copy_(mean)  # of a DTensor ``.data = mean`` changes nothing
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         for own, param in zip(self.own, module.parameters(), strict=True):
-            param.data = own
+            param.data.copy_(own)
 
 
 def averages(make: Make, folder: Path) -> nn.Module:
