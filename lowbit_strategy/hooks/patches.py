@@ -115,6 +115,15 @@ PATCHES = (
         seen=_SEEN,
         reason="likewise",
     ),
+    *(
+        PrivateName(
+            target=f"{_FSDP}._fully_shard._fsdp_param:FSDPParam.{name}",
+            use="set",
+            seen=_SEEN,
+            reason="gradients of a window of accumulation that an exception has ended belong to no later step",
+        )
+        for name in ("unsharded_accumulated_grad", "_unsharded_param")
+    ),
     PrivateName(
         target=f"{_FSDP}._fully_shard._fsdp_param:FSDPParam.sharded_param",
         use="read",

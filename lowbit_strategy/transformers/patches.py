@@ -13,7 +13,8 @@ PATCHES = (
         use="wrapped",
         parameters=("self", "resume_from_checkpoint"),
         seen=_SEEN,
-        reason="no callback is given the checkpoint that is resumed from, whose residuals have to be loaded",
+        reason="no callback is given the checkpoint that is resumed from, whose residuals have to be loaded, or comes"
+        " before the optimizer is made of the model's parameters",
     ),
     PrivateName(
         target=f"{_TRAINER}.__init__",
@@ -59,7 +60,8 @@ PATCHES = (
             use="wrapped",
             parameters=parameters,
             seen=_SEEN,
-            reason="local steps: what is evaluated, saved and compared is what all ranks share",
+            reason="local steps: what is evaluated, saved and compared is what all ranks share; FSDP2: what was"
+            " evaluated stays gathered",
         )
         for name, parameters in {
             "evaluate": ("self", "eval_dataset", "ignore_keys", "metric_key_prefix"),
