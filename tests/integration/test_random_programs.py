@@ -8,6 +8,7 @@ model more often. Exact weights with `Dense` are FSDP2 without this package, but
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -38,6 +39,12 @@ KEEPS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@functools.cache
+def meshes(size: int) -> DeviceMesh:
+    """Once per process: groups of gloo have threads that never end."""
+    return init_device_mesh("cpu", (dist.get_world_size() // size, size), mesh_dim_names=("replicas", "shards"))
+
+
 class Program:
     """One model, and the actions of one seed on it; all ranks take the same ones, with data of their own.
 
@@ -50,8 +57,7 @@ class Program:
         self.model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(3)))
         options = SyncOptions(weights=weights, shard_size=shard_size)
         prepared = None if weights is None else prepare(self.model, compressor, options, scatter=True)
-        world_size, size = dist.get_world_size(), shard_size or dist.get_world_size()
-        mesh = init_device_mesh("cpu", (world_size // size, size), mesh_dim_names=("replicas", "shards"))
+        mesh = meshes(shard_size or dist.get_world_size())
         if prepared is not None or shard_size is None:  # this package makes the second level itself
             mesh = mesh["shards"]
         for block in self.model[:2]:
