@@ -147,6 +147,12 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return crc
 
 
+def close(run: list[float], other: list[float], tolerance: float) -> bool:
+    """Relative to the largest: sums of weights may cancel."""
+    pairs = list(zip(run, other, strict=True))
+    return max(abs(one - two) for one, two in pairs) <= tolerance * max(abs(value) for value in other)
+
+
 @contextlib.contextmanager
 def listen() -> Iterator[list[str]]:
     """The lines that the package logs."""

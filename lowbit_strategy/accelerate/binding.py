@@ -37,11 +37,13 @@ from lowbit_strategy.accelerate.patches import keep_fsdp_on_cpu
 from lowbit_strategy.accelerate.support import check_accelerator, choose_shard_size
 from lowbit_strategy.attach.attach import Prepared, attach_ddp, attach_fsdp, prepare, warn_of_one_rank
 from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optimizers
+from lowbit_strategy.attach.optimizer_steps import watch_optimizers
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods.auto import Auto
+from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
 from lowbit_strategy.model.handshake import handshake, plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.inform import inform
@@ -152,6 +154,15 @@ class Binding:
                 models.enter_context(session.shared_weights(validates=validates))
             yield
 
+    def reshard(self, *, begins: bool = False) -> None:
+        """FSDP2: free what a forward pass has left gathered, whose parameters would show in the place of the shards.
+
+        Args:
+            begins: Training is to begin: an exception may have ended it before in the middle of a pass.
+        """
+        for module in self._modules:
+            (end_iteration if begins else reshard)(module)
+
     def resume(self) -> None:
         """All of a checkpoint is loaded; on all ranks."""
         for session in self.sessions:
@@ -243,6 +254,7 @@ class Binding:
     def _revive(self, session: Session | None) -> None:
         """`attached` is in use (again): the HF Trainer frees the accelerator's memory, then goes on with the model."""
         if session is not None and session not in self.sessions:
+            watch_optimizers(session)
             self.sessions = sorted([*self.sessions, session], key=lambda each: self._numbers[each])
 
     def _agree(self, model: nn.Module, *, scatter: bool) -> Prepared:

@@ -14,13 +14,22 @@ class Watcher(Protocol):
 
     def on_optimizer_step(self, optimizer: Optimizer) -> None: ...
 
+    def shares_parameters(self, other: Any) -> bool:
+        """Whether both are of the same model, set up twice."""
+
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 _handles: list[Any] = []  # torch's hook, once per process
 
 
 def watch_optimizers(watcher: Watcher) -> None:
-    """Tell `watcher`, as long as it lives, after every step of an optimizer of ``torch.optim``."""
+    """Tell `watcher`, as long as it lives, after every step of an optimizer of ``torch.optim``.
+
+    Who watched the same model before watches it no more: another trainer has taken it over.
+    """
+    for other in list(_watchers):
+        if other is not watcher and other.shares_parameters(watcher):
+            _watchers.discard(other)
     if not _handles:
         _handles.append(register_optimizer_step_post_hook(_on_step))
     _watchers.add(watcher)

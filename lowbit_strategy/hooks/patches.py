@@ -124,6 +124,13 @@ PATCHES = (
         seen=_SEEN,
         reason="likewise",
     ),
+    *PrivateName.each(
+        f"{_FSDP}._fully_shard._fsdp_param:FSDPParam",
+        ("unsharded_accumulated_grad", "_unsharded_param"),
+        use="set",
+        seen=_SEEN,
+        reason="gradients of a window of accumulation that an exception has ended belong to no later step",
+    ),
     PrivateName(
         target=f"{_FSDP}._fully_shard._fsdp_param:FSDPParam.sharded_param",
         use="read",

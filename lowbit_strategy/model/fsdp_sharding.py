@@ -137,13 +137,26 @@ def shard_any(module: nn.Module, mesh: DeviceMesh, device: torch.device, policy:
 
 def end_iteration(module: nn.Module) -> None:
     """Free what is gathered, also by a pass that an exception has ended: FSDP2 takes that to be still under way, and
-    shows gathered weights, which may have been coded, in the place of the shards. Between steps only.
+    shows gathered weights, which may have been coded, in the place of the shards. Between steps only: gradients that
+    have not been reduced are lost.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
             has_run = child._get_fsdp_state()._is_root  # None: not yet
             if has_run and hasattr(child, "reset_iter_state"):  # since torch 2.13
                 child.reset_iter_state()
+    reshard(module)
+    for group in sharded_groups(module):  # neither torch nor `zero_grad` forgets what a window has accumulated there
+        for param in group.param_group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if (gathered := getattr(param, "_unsharded_param", None)) is not None:  # None: not yet gathered
+                gathered.grad = None
+
+
+def reshard(module: nn.Module) -> None:
+    """Free what is gathered: a forward pass that no backward pass follows leaves the outermost module so."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
             child.reshard()
 
 

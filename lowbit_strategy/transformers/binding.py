@@ -92,11 +92,28 @@ def bind_checkpoints(trainer: Trainer) -> None:
     @functools.wraps(train)
     def train_and_load(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         callback.resume_from = resume_from_checkpoint
+        if (current := binding_of(trainer.accelerator)) is not None:
+            current.reshard(begins=True)  # the optimizer is about to be made of the model's parameters
         return train(resume_from_checkpoint, *args, **kwargs)
 
     trainer.train = train_and_load  # type: ignore[method-assign]
     if binding is not None and binding.plugin.outer is not None:
         _share_weights(trainer)
+    for name in ("evaluate", "predict"):
+        setattr(trainer, name, _and_reshard(trainer, getattr(trainer, name)))
+
+
+def _and_reshard(trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP2 leaves the outermost module gathered, and callbacks would read those weights and not the shards."""
+
+    @functools.wraps(original)
+    def and_reshard(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if (current := binding_of(trainer.accelerator)) is not None:
+            current.reshard()
+        return result
+
+    return and_reshard
 
 
 def _share_weights(trainer: Trainer) -> None:

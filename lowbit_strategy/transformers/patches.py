@@ -13,7 +13,8 @@ PATCHES = (
         use="wrapped",
         parameters=("self", "resume_from_checkpoint"),
         seen=_SEEN,
-        reason="no callback is given the checkpoint that is resumed from, whose residuals have to be loaded",
+        reason="no callback is given the checkpoint that is resumed from, whose residuals have to be loaded, or comes"
+        " before the optimizer is made of the model's parameters",
     ),
     PrivateName(
         target=f"{_TRAINER}.__init__",
@@ -63,6 +64,7 @@ PATCHES = (
         },
         use="wrapped",
         seen=_SEEN,
-        reason="local steps: what is evaluated, saved and compared is what all ranks share",
+        reason="local steps: what is evaluated, saved and compared is what all ranks share; FSDP2: what was"
+        " evaluated stays gathered",
     ),
 )

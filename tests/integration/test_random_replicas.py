@@ -24,6 +24,7 @@ from lowbit_strategy.attach.session import Session
 from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, prepare
 from tests.ddp_loop import CPU
 from tests.distributed import join_group, run_ranks
+from tests.training import close
 
 WIDTH = 48
 LENGTH = 12
@@ -195,12 +196,6 @@ class Program:
         elif self.local:
             self.average()
         return [*self.seen, *(float(param.double().sum()) for param in self.net.parameters())]
-
-
-def close(run: list[float], other: list[float], tolerance: float) -> bool:
-    """Relative to the largest: sums of weights may cancel."""
-    pairs = list(zip(run, other, strict=True))
-    return max(abs(one - two) for one, two in pairs) <= tolerance * max(abs(value) for value in other)
 
 
 def _programs(rank: int, world_size: int, folder: Path, local: bool, seeds: range) -> Any:

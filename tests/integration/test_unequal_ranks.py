@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy import DiLoCo
+from lowbit_strategy import DiLoCo, LoCo
+from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, prepare
+from tests.ddp_loop import CPU
 from tests.distributed import free_port, join_group, run_ranks
-from tests.training import Kind, Regression, loader, strategy, trainer
+from tests.training import Kind, Regression, loader, mlp, strategy, trainer
 
 TIMEOUT_S = 5
 
@@ -100,3 +103,31 @@ def test_the_error_names_the_rank(tmp_path: Path, kind: Kind, how: str, expected
     text = str(error.value)
     assert expected in text
     assert also in text
+
+
+def _end_between_steps(rank: int, world_size: int, folder: Path, where: str) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        timeout=timedelta(seconds=TIMEOUT_S),
+        rank=rank,
+        world_size=world_size,
+    )
+    net = mlp()
+    if rank == 1 and where == "the comparison of models and options":
+        os.kill(os.getpid(), signal.SIGKILL)
+    prepared = prepare(net, LoCo(), SyncOptions(), scatter=False)
+    session = attach_ddp(DistributedDataParallel(net), prepared, device=CPU)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with session.save(folder / "some.ckpt"):
+        pass
+
+
+@pytest.mark.parametrize("where", ["the comparison of models and options", "agreeing on a checkpoint's residual files"])
+def test_the_error_names_a_rank_that_ends_between_steps(tmp_path: Path, where: str) -> None:
+    with pytest.raises(AssertionError) as error:
+        run_ranks(_end_between_steps, 2, tmp_path, where, timeout=60, process_group=None)
+    text = str(error.value)
+    assert f"rank 0 was in {where}" in text
+    assert "rank 1 did not answer" in text

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lowbit_strategy import LoCo, WeightCode, WeightDelta
+from lowbit_strategy import Dense, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.custom_loop import SyncOptions, attach_fsdp, prepare
 from tests.ddp_loop import CPU
 from tests.scenarios import Facts, scenarios
@@ -191,3 +191,53 @@ def test_blocks_that_are_recomputed_or_compiled(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["compiled"]  # where it was asked for, and only there
         assert rank["runs"][0] == rank["plain"]
+
+
+def penalised(weights: Any, *, keeps: bool) -> list[float] | str:
+    """Losses with a penalty on the slope, or the error; weights None: FSDP2 without this package."""
+    torch.manual_seed(0)
+    model = Net(None)
+    prepared = None if weights is None else prepare(model, Dense(), SyncOptions(weights=weights), scatter=True)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    session = None if prepared is None else attach_fsdp(model, prepared, device=CPU)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(STEPS):
+        x = torch.randn(4, WIDTH, generator=generator, requires_grad=True)
+        model.set_reshard_after_backward(not keeps)
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        out = model(x)
+        slope = torch.autograd.grad(out.square().sum(), x, create_graph=True)[0]
+        model.set_requires_gradient_sync(True)  # type: ignore[operator]
+        model.set_reshard_after_backward(True)
+        loss = (out - x.detach().roll(1, 1)).square().mean() + 0.1 * slope.square().mean()
+        losses.append(loss.item())
+        if session is not None:
+            session.begin_step()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+        if session is not None:
+            session.end_step(optimizer)
+    return losses
+
+
+def gradients_of_gradients(folder: Path) -> Facts:
+    chosen = {"stock": None, "exact": "exact", "nothing": FAMILIES["code"][0], "kept": FAMILIES["code"][1]}
+    runs = {name: penalised(weights, keeps=True) for name, weights in chosen.items()}
+    return {"runs": runs, "freed": [penalised(weights, keeps=False) for weights in (None, FAMILIES["code"][1])]}
+
+
+@scenarios(gradients_of_gradients)
+def test_a_gradient_penalty_trains_where_fsdp2_lets_it(facts: list[Facts]) -> None:
+    for rank in facts:
+        runs = rank["runs"]
+        assert runs["exact"] == runs["stock"]
+        assert runs["kept"] == runs["nothing"] != runs["exact"]
+        assert runs["stock"][-1] < runs["stock"][0]
+        assert all("storage of size 0" in error for error in rank["freed"])  # FSDP2 has freed what is needed

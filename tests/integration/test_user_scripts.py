@@ -5,7 +5,9 @@ Local steps that take the mean of all weights after every step of plain SGD are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,17 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import grad_norm
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lowbit_strategy import Dense, LocalSGD
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
 from tests.scenarios import Facts, scenarios
-from tests.training import MIN_SHARD_NUMEL, Regression, full_parameters, loader, mlp, trainer
+from tests.training import MIN_SHARD_NUMEL, Regression, full, full_parameters, loader, mlp, trainer
 
 Make = Callable[..., Any]
 TOLERANCE = 1e-6
@@ -87,13 +91,13 @@ class Averages(Callback):
             mean.lerp_(param.data, 0.1)
 
     def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.own = [param.data for param in module.parameters()]
+        self.own = [param.data.clone() for param in module.parameters()]
         for mean, param in zip(self.means, module.parameters(), strict=True):
-            param.data = mean.clone()
+            param.data.copy_(mean)  # of a DTensor ``.data = mean`` changes nothing
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         for own, param in zip(self.own, module.parameters(), strict=True):
-            param.data = own
+            param.data.copy_(own)
 
 
 def averages(make: Make, folder: Path) -> nn.Module:
@@ -145,10 +149,11 @@ def gan_in_one_pass(make: Make, folder: Path) -> nn.Module:
 
 class Raises(Net):
     armed = True
+    raises_at = 3  # batches
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        if self.global_step == 3 and self.armed:
+        if len(self.losses) > self.raises_at and self.armed:
             self.armed = False
             raise ArithmeticError("an error of the user's own")
         return loss
@@ -160,6 +165,64 @@ def again_after_an_error(make: Make, folder: Path) -> nn.Module:
         fit(make(), model)
     assert all(isinstance(param, DTensor) for param in model.parameters()) == (make in (fsdp, hsdp))
     fit(make(), model)
+    return model
+
+
+def again_after_an_error_within_a_window(make: Make, folder: Path) -> nn.Module:
+    """What the window has accumulated until then is of no later step."""
+    model = Raises()
+    model.raises_at = 7
+    for error in (ArithmeticError, None):
+        with contextlib.nullcontext() if error is None else pytest.raises(error):
+            fit(make(), model, accumulate_grad_batches=2)
+    return model
+
+
+@contextlib.contextmanager
+def inner_pass(module: nn.Module) -> Iterator[None]:
+    """As docs/troubleshooting.md has it."""
+    blocks = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    for block in blocks:
+        block.set_reshard_after_backward(False, recurse=False)
+        block.set_requires_gradient_sync(False, recurse=False)
+    yield
+    for block in blocks:
+        block.set_reshard_after_backward(True, recurse=False)
+        block.set_requires_gradient_sync(True, recurse=False)
+
+
+class Penalty(Net):
+    """FSDP2 frees weights after a backward pass, and the second one needs what the first has saved."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch[0].clone().requires_grad_(), batch[1]
+        with inner_pass(self):
+            out = self(x)
+            slope = torch.autograd.grad(out.square().sum(), x, create_graph=True)[0]
+        return F.mse_loss(out, y) + 0.1 * slope.square().mean()
+
+
+def gradient_penalty(make: Make, folder: Path) -> nn.Module:
+    model = Penalty()
+    fit(make(), model)
+    return model
+
+
+class Norms(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        params = [param for param in self.parameters() if param.grad is not None]
+        norm = torch.nn.utils.get_total_norm([param.grad for param in params])
+        self.seen = {"norm": full(norm)}
+        if isinstance(params[0], DTensor):  # under Lightning's own ModelParallelStrategy too
+            with pytest.raises(RuntimeError, match="not allocated"):
+                grad_norm(self, 2)
+        else:
+            torch.testing.assert_close(grad_norm(self, 2)["grad_2.0_norm_total"], norm)
+
+
+def norms_and_clipping(make: Make, folder: Path) -> nn.Module:
+    model = Norms()
+    fit(make(), model, gradient_clip_val=0.1)
     return model
 
 
@@ -236,6 +299,9 @@ SCRIPTS = {
         lora,
         averages,
         gan,
+        again_after_an_error_within_a_window,
+        gradient_penalty,
+        norms_and_clipping,
         accumulation_in_stages,
         early_stopping,
         frozen_in_mid_run,
@@ -246,12 +312,13 @@ QUICK = tuple(SCRIPTS)[:4]
 
 
 def compared(folder: Path, script: str) -> Facts:
-    """How far each layout's weights are from those of Lightning's own DDP, at most."""
+    """How far each layout's weights, and what a script has seen, are from those of Lightning's own DDP, at most."""
     runs = {}
     for name, make in {"stock": stock, **LAYOUTS}.items():
         own = folder / name
         own.mkdir(exist_ok=True)
-        runs[name] = full_parameters(SCRIPTS[script](make, own))
+        model = SCRIPTS[script](make, own)
+        runs[name] = full_parameters(model) | getattr(model, "seen", {})
     reference = runs.pop("stock")
     return {
         name: max(float((run[key] - value).abs().max()) for key, value in reference.items())
@@ -261,9 +328,9 @@ def compared(folder: Path, script: str) -> Facts:
 
 def too_far(script: str, facts: list[Facts]) -> list[Facts]:
     """The layouts that are further from stock than rounding. Under local steps the generator of a GAN learns from this
-    rank's critic, which has stepped alone, where stock's ranks have stepped together.
+    rank's critic, which has stepped alone, where stock's ranks have stepped together; norms are of its own gradients.
     """
-    local = 1e-3 if script.startswith("gan") else TOLERANCE
+    local = {"gan": 1e-3, "gan_in_one_pass": 1e-3, "norms_and_clipping": math.inf}.get(script, TOLERANCE)
     return [
         {name: far for name, far in rank.items() if not far <= (local if name == "local" else TOLERANCE)}
         for rank in facts
