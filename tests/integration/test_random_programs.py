@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,7 @@ def _programs(rank: int, world_size: int, folder: Path, kind: str, shard_size: i
     wrong = []
     with nodes_of(2):
         for seed in seeds:
+            gc.collect()  # groups of gloo keep their threads as long as anything refers to them
             own = folder / str(seed)
             compressor = LoCo(block_size=32) if seed % 2 else Dense()
             runs = [Program(weights, compressor, own, shard_size).run(seed) for weights in KEEPS[kind]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,7 @@ def _programs(rank: int, world_size: int, folder: Path, local: bool, seeds: rang
     join_group(rank, world_size, folder, 30)
     wrong = []
     for seed in seeds:
+        gc.collect()  # groups of gloo keep their threads as long as anything refers to them
         chosen = random.Random(seed)
         actions = [chosen.choice(ACTIONS) for _ in range(LENGTH)]
         longer = [each for action in actions for each in (*chosen.sample(HARMLESS, chosen.randrange(3)), action)]
