@@ -52,8 +52,17 @@ def test_members_that_stay_are_ranks_that_stay(tmp_path: Path, fragments: int) -
         assert all(map(torch.equal, results[name]["weights"], without[rank]["weights"]))
 
 
-@pytest.mark.parametrize("moment", ["before", "exchange", "received", "confirming", "committed"])
-@pytest.mark.parametrize("lost", ["b", "a"])
+MOMENTS = ("before", "exchange", "received", "confirming", "committed")
+
+
+@pytest.mark.parametrize(
+    ("lost", "moment"),
+    [
+        *(("b", moment) for moment in MOMENTS),
+        ("a", "exchange"),
+        *(pytest.param("a", moment, marks=pytest.mark.slow) for moment in MOMENTS if moment != "exchange"),
+    ],
+)
 def test_one_that_is_killed_is_lost_and_the_others_go_on(tmp_path: Path, moment: str, lost: str) -> None:
     with Replicas(tmp_path) as run:
         for name in "abc":

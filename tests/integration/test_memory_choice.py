@@ -41,7 +41,7 @@ def limited(folder: Path) -> Facts:
         memory_gb = None if which is None else (totals[which] + 1) / 1e9
         strategy = LowBitFSDPStrategy(LoCo(), memory=memory_gb, min_shard_numel=HIDDEN**2)
         with listen() as lines:
-            made = trainer(strategy, max_steps=24)
+            made = trainer(strategy, max_steps=12)
             made.fit(model, loader())
         sync = made.strategy.sync
         if which is None:

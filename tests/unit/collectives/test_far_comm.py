@@ -80,6 +80,21 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
     assert run_ranks(_late, 3) == [[20, 21, 22]] * 3
 
 
+def _done_first(rank: int, world_size: int) -> list[int]:
+    """Rank 0 looks at its last messages when the others have left."""
+    comm = _far()
+    out = torch.zeros(world_size, 4, dtype=torch.uint8)
+    under_way = comm.all_gather(out, torch.full((4,), rank, dtype=torch.uint8))
+    if rank == 0:
+        time.sleep(1.5)
+    under_way.wait()
+    return out[:, 0].tolist()
+
+
+def test_those_who_are_done_first_may_leave() -> None:
+    assert run_ranks(_done_first, 3) == [[0, 1, 2]] * 3
+
+
 def _many(rank: int, world_size: int) -> dict[str, Any]:
     comm = _far()
     held, threads = [], []
