@@ -177,8 +177,9 @@ def main(
             finally:
                 run.kill()
         runs.append(run)
-        for log in sorted((folder / name).glob("*.log")):
-            console.print(*(line for line in log.read_text().splitlines() if "replicas (" in line), sep="\n")
+        for line in (folder / name / f"{NAMES[0]}.log").read_text().splitlines():
+            if "replicas (" in line:
+                console.print(line, soft_wrap=True)
     plain, faulty = runs
     console.rule("Result")
     for run, label in ((plain, "undisturbed"), (faulty, "with faults")):

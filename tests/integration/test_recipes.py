@@ -42,11 +42,11 @@ def test_a_recipe(command: str, tmp_path: Path) -> None:
 def test_replicas_of_the_demo_go_on_without_the_lost_ones(tmp_path: Path) -> None:
     pytest.importorskip("torchft")
     done = run_script(
-        [REPOSITORY / "recipes/demo_elastic.py", "--steps", "60", "--every", "6"], cwd=tmp_path, timeout=580
+        [REPOSITORY / "recipes/demo_elastic.py", "--steps", "200", "--every", "10"], cwd=tmp_path, timeout=580
     )
     words = " ".join(done.stdout.split())
-    for change in ("lost: cellar", "joined: cellar", "lost: office", "joined: office"):
-        assert change in words, done.stdout
+    for change in ("lost: .*cellar", "joined: .*cellar", "lost: .*office", "joined: .*office"):
+        assert re.search(change, words), done.stdout
     assert (tmp_path / "runs/demo-elastic/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
