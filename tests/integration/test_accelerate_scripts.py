@@ -11,46 +11,24 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lowbit_strategy import Dense, DiLoCo, LocalSGD, LoCo, WeightCode
+from lowbit_strategy import Dense
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from tests import accelerated
 from tests.scenarios import Facts, scenarios
+from tests.script_layouts import LOCO, OFF, ON, STOCK, Layout, check_close, distances
 from tests.training import dataset, full_parameters, mlp
 
-TOLERANCE = 1e-6
-LOCO = LoCo(block_size=32)
-
-
-class Layout(NamedTuple):
-    """How a model is spread, ``ddp`` or ``fsdp``, and the plugin's options; None: Accelerate by itself."""
-
-    kind: accelerated.Kind
-    options: dict[str, Any] | None
-
-
-STOCK = Layout("ddp", None)
-OFF = {
-    "ddp": Layout("ddp", {"compressor": Dense()}),
-    "local": Layout("ddp", {"compressor": Dense(), "outer": LocalSGD(every=1)}),
-    "fsdp": Layout("fsdp", {"compressor": Dense(), "weights": "exact"}),
-}
-ON = {
-    "ddp": Layout("ddp", {"compressor": LOCO}),
-    "diloco": Layout("ddp", {"compressor": LOCO, "outer": DiLoCo(every=3)}),
-    "fsdp": Layout("fsdp", {"compressor": LOCO, "weights": WeightCode(block_size=32)}),
-}
 # On four ranks.
 HSDP_OFF = {"hsdp": Layout("fsdp", {"compressor": Dense(), "shard_size": 2})}
 HSDP_ON = {"hsdp": Layout("fsdp", {"compressor": LOCO, "shard_size": 2})}
@@ -203,6 +181,8 @@ def unfinished_window(layout: Layout, folder: Path) -> Any:
 
 
 def lora(layout: Layout, folder: Path) -> Any:
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(0)
     config = LoraConfig(r=8, target_modules=["0", "2"], modules_to_save=["4"])
     run = Run(layout, get_peft_model(mlp(), config))
@@ -266,15 +246,8 @@ def compared(folder: Path, script: str) -> Facts:
         own.mkdir(exist_ok=True)
         runs[name] = SCRIPTS[script](layout, own)
     reference = runs.pop("stock")
-    return {
-        name: max(float((run[key] - value).abs().max()) for key, value in reference.items() if value.numel())
-        for name, run in runs.items()
-        if name != "local" or script not in LOCAL
-    }
-
-
-def check_close(facts: list[Facts]) -> None:
-    assert all(far <= TOLERANCE for rank in facts for far in rank.values()), facts
+    judged = {name: run for name, run in runs.items() if name != "local" or script not in LOCAL}
+    return distances(judged, reference)
 
 
 @pytest.mark.slow

@@ -9,46 +9,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from lowbit_strategy import Dense, DiLoCo, LocalSGD, LoCo, WeightCode
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.transformers import attach
-from tests.accelerated import Kind, fresh_state
+from tests.accelerated import fresh_state
 from tests.scenarios import Facts, scenarios
+from tests.script_layouts import OFF, ON, STOCK, Layout, check_close, distances
 from tests.training import dataset, full_parameters, mlp
-
-TOLERANCE = 1e-6
-LOCO = LoCo(block_size=32)
-
-
-class Layout(NamedTuple):
-    """How a model is spread, ``ddp`` or ``fsdp``, and the plugin's options; None: the Trainer by itself."""
-
-    kind: Kind
-    options: dict[str, Any] | None
-
-
-STOCK = Layout("ddp", None)
-OFF = {
-    "ddp": Layout("ddp", {"compressor": Dense()}),
-    "local": Layout("ddp", {"compressor": Dense(), "outer": LocalSGD(every=1)}),
-    "fsdp": Layout("fsdp", {"compressor": Dense(), "weights": "exact"}),
-}
-ON = {
-    "ddp": Layout("ddp", {"compressor": LOCO}),
-    "diloco": Layout("ddp", {"compressor": LOCO, "outer": DiLoCo(every=3)}),
-    "fsdp": Layout("fsdp", {"compressor": LOCO, "weights": WeightCode(block_size=32)}),
-}
 
 
 class Pairs(Dataset[Any]):
@@ -245,6 +221,8 @@ def unfinished_window(layout: Layout, folder: Path) -> Any:
 
 
 def lora(layout: Layout, folder: Path) -> Any:
+    from peft import LoraConfig, get_peft_model
+
     set_seed(1)
     net = Net()
     net.net = get_peft_model(net.net, LoraConfig(r=8, target_modules=["0", "2"], modules_to_save=["4"]))
@@ -281,16 +259,13 @@ def compared(folder: Path, script: str) -> Facts:
         runs[name] = SCRIPTS[script](layout, own)
         dist.barrier()
     reference = runs.pop("stock")
-    return {
-        name: max(float((run[key] - value).abs().max()) for key, value in reference.items() if value.numel())
-        for name, run in runs.items()
-    }
+    return distances(runs, reference)
 
 
 @pytest.mark.slow
 @scenarios(compared, script=tuple(SCRIPTS))
 def test_as_without_this_package(facts: list[Facts]) -> None:
-    assert all(far <= TOLERANCE for rank in facts for far in rank.values()), facts
+    check_close(facts)
 
 
 def looked_or_not(folder: Path, script: str, layout: str) -> Facts:

@@ -106,13 +106,7 @@ def test_the_error_names_the_rank(tmp_path: Path, kind: Kind, how: str, expected
 
 
 def _end_between_steps(rank: int, world_size: int, folder: Path, where: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        timeout=timedelta(seconds=TIMEOUT_S),
-        rank=rank,
-        world_size=world_size,
-    )
+    join_group(rank, world_size, folder, TIMEOUT_S)
     net = mlp()
     if rank == 1 and where == "the comparison of models and options":
         os.kill(os.getpid(), signal.SIGKILL)
