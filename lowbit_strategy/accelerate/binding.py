@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -247,8 +246,6 @@ class Binding:
         self._numbers[session] = len(self._numbers)
         session.bind(lambda: self.accelerator._optimizers, lambda: self.accelerator.scaler)
         self.adaptive.attach(session, self._numbers[session], alone=not self.sessions)
-        if isinstance(module, DistributedDataParallel):
-            weakref.finalize(module, session.close)  # its thread ends with it
         self._revive(session)
 
     def _revive(self, session: Session | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
@@ -51,7 +52,6 @@ class LocalSteps:
         membership: Replicas come and go: finds out who is there.
 
     Attributes:
-        model: As given; the adapter wraps it anew where what is trained changes before steps are local.
         own: Gives the optimizers and the scaler, whose state differs between ranks, by name; set by the adapter. Where
             it gives none, as in a loop of one's own, those that have stepped count.
     """
@@ -74,7 +74,7 @@ class LocalSteps:
         self._params = dict(params)
         self._buffers = buffers
         self._reducer = reducer
-        self.model = model
+        self.wrapped_by(model)
         self._check_digest = check_digest
         self._seen: list[Optimizer] = []  # have stepped in this process
         self._stepped: set[int] = set()  # since the last step was over
@@ -91,21 +91,28 @@ class LocalSteps:
         elif rule.synchronous_compressor is not None:
             sync.use(rule.synchronous_compressor)
 
+    def wrapped_by(self, model: DistributedDataParallel | None) -> None:
+        """DDP around the model, which the adapter makes anew where what is trained changes before steps are local.
+
+        Not kept alive: everything is closed when it is gone.
+        """
+        self._ddp_of = (lambda: None) if model is None else weakref.ref(model)
+
     def _start(self) -> None:
         """Steps are local from now on. What is left of gradients is in other units than weights."""
         if self.rule.synchronous_compressor is not None:
             self.sync.use(self._compressor)
         self.outer = self._make_outer()
-        if self.model is not None:
-            self._broadcasts_buffers = self.model.broadcast_buffers
-            self.model.require_backward_grad_sync = False
-            self.model.require_forward_param_sync = False
-            self.model.broadcast_buffers = False
+        if (ddp := self._ddp_of()) is not None:
+            self._broadcasts_buffers = ddp.broadcast_buffers
+            ddp.require_backward_grad_sync = False
+            ddp.require_forward_param_sync = False
+            ddp.broadcast_buffers = False
 
     def _stop(self) -> None:
         """The last steps are taken together: from the mean of all ranks' weights, with the first rank's optimizers."""
         assert self.outer is not None
-        if self._extended and self.model is not None:
+        if self._extended and self._ddp_of() is not None:
             raise RuntimeError(
                 "parameters were unfrozen while steps were local, and DDP, which is to synchronise the last steps, does"
                 " not know them: unfreeze before the run and set requires_grad, or leave out synchronous_end"
@@ -123,10 +130,10 @@ class LocalSteps:
         self.sync.train_together()
         if self.rule.synchronous_compressor is not None:
             self.sync.use(self.rule.synchronous_compressor)
-        if self.model is not None:
-            self.model.require_backward_grad_sync = True
-            self.model.require_forward_param_sync = True
-            self.model.broadcast_buffers = self._broadcasts_buffers
+        if (ddp := self._ddp_of()) is not None:
+            ddp.require_backward_grad_sync = True
+            ddp.require_forward_param_sync = True
+            ddp.broadcast_buffers = self._broadcasts_buffers
 
     def _make_outer(self) -> OuterSync:
         parts: dict[str, Any] = {"buffers": self._buffers, "reducer": self._reducer, "states": self._states}

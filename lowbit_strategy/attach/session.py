@@ -81,7 +81,7 @@ class Session:
         self.local, self.shards, self.auto = local, shards, auto
         self._ranks = ranks
         self._digest = digest
-        self._finalizer: weakref.finalize[[], DistributedDataParallel] | None = None
+        self._let_go_of_model: Callable[[], object] = lambda: None
         self._module, self._hook = module, hook
         self._warned = False
         self._saver = ResidualSaver(sync, group)
@@ -355,7 +355,7 @@ class Session:
             self._frozen |= {name: self._expected[name] for name in self.newly_frozen()}
             self._expected = trainable_parameters(self._module)
             if self.local is not None:
-                self.local.model = model
+                self.local.wrapped_by(model)
         if names and self.sync.ranks.rank == 0:
             inform("%d more parameters are trained now\n%s", len(names), build_report(self.sync).render())
 
@@ -379,10 +379,10 @@ class Session:
     def close(self) -> None:
         """End the hook's thread and destroy the process groups made for it; what is saved can still be read.
 
-        If the thread has not ended, as after an error on another rank, it may still wait in a collective: then the
-        groups stay.
+        A thread that has not ended, as after an error on another rank, may wait in a collective: then groups stay.
         """
         forget_optimizers(self)
+        self._let_go_of_model()
         has_ended = self._hook is None or self._hook.close()
         if self.local is not None:
             has_ended = self.local.close() and has_ended
@@ -394,7 +394,7 @@ class Session:
 
     def close_with(self, model: DistributedDataParallel) -> None:
         """Close when `model` is gone, in the place of the one it was so far."""
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        self._finalizer = weakref.finalize(model, self.close)
-        self._finalizer.atexit = False
+        self._let_go_of_model()
+        finalizer = weakref.finalize(model, self.close)
+        finalizer.atexit = False
+        self._let_go_of_model = finalizer.detach

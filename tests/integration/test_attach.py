@@ -14,7 +14,7 @@ from torch.distributed.algorithms import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lowbit_strategy import DiLoCo, LoCo
+from lowbit_strategy import DiLoCo, LocalSGD, LoCo
 from lowbit_strategy.attach.attach import attach_fsdp, prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from tests.ddp_loop import CPU, Loop
@@ -195,14 +195,15 @@ def many(folder: Path, how: str) -> Facts:
         if how == "fit":
             fit("ddp", Regression(), max_steps=2)
         else:
-            loop = Loop(mlp())
-            loop.step()
+            loop = Loop(mlp(), options=SyncOptions(outer=LocalSGD(every=2) if how == "rounds" else None))
+            for _ in range(3):
+                loop.step()
             del loop
         held.append(_held())
     return {"held": held}
 
 
-@scenarios(many, how=("fit", "loop"))
+@scenarios(many, how=("fit", "loop", "rounds"))
 def test_attachments_give_back_their_threads_and_descriptors(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["held"][-1] == rank["held"][4], rank["held"]
