@@ -94,6 +94,7 @@ class LowBitMixin(_Base):
         if trainer is None or self.session is None:
             return
         signals = self._defer_signals(trainer)
+        signals.begin()
         check_optimizers(self.compressor, self.optimizers)
         warning = ClippingWarning(self.compressor, speaks=self.global_rank == 0)
         warning.clipped(trainer.gradient_clip_val, "gradient_clip_val")
@@ -105,6 +106,11 @@ class LowBitMixin(_Base):
         for logger in trainer.loggers:
             configuration = {"lowbit/strategy": type(self).__name__, "lowbit/compressor": describe(self.compressor)}
             logger.log_hyperparams(configuration)
+
+    def on_train_end(self) -> None:
+        if self._signals is not None:
+            self._signals.finish()
+        super().on_train_end()
 
     def _defer_signals(self, trainer: Any) -> DeferredSignals:
         if self._signals is None or self._signals.trainer is not trainer:
@@ -129,6 +135,8 @@ class LowBitMixin(_Base):
     def pre_backward(self, closure_loss: Any) -> None:
         super().pre_backward(closure_loss)
         if self.session is not None:
+            if self.session.local is None and self._signals is not None:
+                self._signals.ask()
             self.session.begin_step(self.loss_scaler, loss=closure_loss.detach())
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:

@@ -2,12 +2,14 @@
 
 Lightning's handlers call collectives: SIGTERM's a broadcast, the one of SLURM's requeueing saves a checkpoint. A signal
 comes between any two instructions of Python, on one rank during backward, on another in its forward pass, on some ranks
-only. Then a rank waits in its handler for one that waits for its gradients. So a signal is only noted when it comes; at
-the start of the next batch the ranks tell each other what has come, and then all of them run the handlers together.
+only. Then a rank waits in its handler for one that waits for its gradients. So a signal is only noted when it comes.
+Before a backward pass the ranks begin to tell each other what has come, and at the start of the next batch all of them
+run the handlers together: the answers travel beside the gradients, and nobody waits for them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable
@@ -15,11 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 
 _REQUEUE = 2  # bits: of SIGTERM, of the requeue signal
 _TERMINATE = 1
+
+
+def _naming_lost_ranks() -> contextlib.AbstractContextManager[None]:
+    return naming_lost_ranks(None, "asking all ranks for signals", "")
 
 
 class DeferredSignals:
@@ -32,6 +39,7 @@ class DeferredSignals:
         self._handlers: dict[int, list[Any]] = {}
         self._received = 0
         self._answered = 0  # before they have come here: a scheduler signals all ranks, but not in one moment
+        self._answers: tuple[Tensor, Any] | None = None  # of all ranks, on their way
 
     def install(self) -> None:
         """Take the place of the Trainer's handlers; further calls do nothing. The Trainer removes them with its own."""
@@ -56,18 +64,41 @@ class DeferredSignals:
         self._received |= bit & ~self._answered
         self._answered &= ~bit
 
+    def ask(self) -> None:
+        """Before a backward pass, on all ranks: begin to ask what any has received, unless that is under way."""
+        if self._answers is not None or self.trainer.world_size == 1:
+            return
+        device = self.trainer.strategy.root_device
+        mine_W = torch.full((self.trainer.world_size,), self._received, dtype=torch.uint8, device=device)
+        all_W = torch.empty_like(mine_W)
+        with _naming_lost_ranks():  # an all-reduce takes longer
+            self._answers = all_W, dist.all_to_all_single(all_W, mine_W, async_op=True)
+
+    def _hear(self) -> list[int]:
+        """What each rank had received when it was asked last."""
+        assert self._answers is not None
+        (all_W, work), self._answers = self._answers, None
+        with _naming_lost_ranks():
+            work.wait()
+        return list(all_W.tolist())
+
+    def begin(self) -> None:
+        """Training begins. What an earlier fit has asked, which an error ended, is not waited for."""
+        self._answers = None
+
+    def finish(self) -> None:
+        """Training has ended on all ranks: nothing stays on its way."""
+        if self._answers is not None:
+            self._hear()
+
     def agree(self, stop: Callable[[], None]) -> None:
-        """Start of a batch, on all ranks: run the handlers of what any rank has received.
+        """Start of a batch, on all ranks: run the handlers of what any rank had received before the last backward pass.
 
         Args:
             stop: Ends training on all ranks if the Trainer has been terminated.
         """
-        device = self.trainer.strategy.root_device
-        mine_W = torch.full((self.trainer.world_size,), self._received, dtype=torch.uint8, device=device)
-        all_W = torch.empty_like(mine_W)
-        with naming_lost_ranks(None, "asking all ranks for signals", ""):
-            dist.all_to_all_single(all_W, mine_W)  # an all-reduce takes longer, and Lightning's broadcast as long
-        wanted = all_W.tolist()
+        self.ask()  # where there has been no backward pass
+        wanted = self._hear()
         if any(value & _REQUEUE for value in wanted):
             self._run(_REQUEUE)
         if any(value & _TERMINATE for value in wanted):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -56,6 +59,49 @@ def test_the_same_bits_and_bytes(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["near"]["residuals"]
         assert rank["near"] == rank["far"]
+
+
+class WaitsCounted(Regression):
+    """Notes every collective that a step waits for, from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.patches = contextlib.ExitStack()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 2:
+            for name in COLLECTIVES:
+                counted = functools.partial(self.counted, name, getattr(dist, name))
+                self.patches.enter_context(mock.patch.object(dist, name, counted))
+
+    def on_train_end(self) -> None:
+        self.patches.close()
+
+    def counted(self, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("async_op"):
+            self.waits.append(name)
+        return original(*args, **kwargs)
+
+
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all_single", "barrier"),
+    *("broadcast", "broadcast_object_list", "gather_object", "monitored_barrier", "reduce_scatter_tensor"),
+)
+
+
+def waits(folder: Path, kind: Kind) -> Facts:
+    model = WaitsCounted()
+    made = trainer(strategy(kind, far_links=True), max_steps=8)
+    made.fit(model, loader())
+    return {"waits": model.waits, "steps": made.global_step}
+
+
+@scenarios(waits, kind=("ddp", "fsdp", "hsdp"))
+def test_a_step_waits_for_its_gradients_and_weights_alone(facts: list[Facts]) -> None:
+    """Signals, flags and digests travel beside them."""
+    for rank in facts:
+        assert rank == {"waits": [], "steps": 8}
 
 
 def memory(folder: Path, kind: Kind) -> Facts:
