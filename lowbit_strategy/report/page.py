@@ -97,6 +97,7 @@ def _content(run: Run, baseline: Run | None) -> dict[str, Any]:
         "groups": _group_rows(run),
         "observed_step": run.observations[-1]["step"] if run.observations else 0,
         "warnings": run.warnings,
+        "members": run.members,
         "baseline": _name(baseline) if baseline is not None else "",
         "comparison": compare(run, baseline) if baseline is not None else [],
         "configuration": configuration(run, baseline),
@@ -153,6 +154,9 @@ def _tiles(run: Run) -> list[Tile]:
     if run.switches:
         last_switch = run.switches[-1]["step"]
         tiles.append(Tile("decisions", str(len(run.switches)), f"the last at step {last_switch:,}"))
+    if run.members:
+        joins, losses = (sum(len(line[key]) for line in run.members[1:]) for key in ("joined", "lost"))
+        tiles.append(Tile("replicas", str(len(run.members[-1]["members"])), f"{joins} joined, {losses} lost"))
     if run.warnings:
         tiles.append(Tile("warnings", str(len(run.warnings)), f"the last at step {run.warnings[-1]['step']:,}", True))
     return tiles

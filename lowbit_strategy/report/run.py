@@ -56,6 +56,7 @@ class Run:
     observations: list[Line]
     levels: list[Line]
     switches: list[Line]
+    members: list[Line]  # of replicas that come and go, when they have changed
     warnings: list[Line]
     validations: list[Line]
     logged: dict[str, Series]  # columns of the CSV logger that are losses
@@ -205,6 +206,7 @@ def _run(folder: Path, lines: list[Line]) -> Run:
         observations=by_kind.get("observation", []),
         levels=by_kind.get("levels", []),
         switches=by_kind.get("switch", []),
+        members=by_kind.get("members", []),
         warnings=by_kind.get("warning", []),
         validations=by_kind.get("validation", []),
         logged=_logged(folder / "metrics.csv", lambda name: "loss" in name),

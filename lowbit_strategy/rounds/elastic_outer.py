@@ -7,6 +7,7 @@ import copy
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,8 +25,11 @@ from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.rounds.agreement import NO_HISTORY, Agreement, Standing, agree, history_after, weights_of
 from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
 from lowbit_strategy.rounds.in_flight import InFlight
+from lowbit_strategy.rounds.members_change import MembersChange
 from lowbit_strategy.rounds.outer import OuterSync
 from lowbit_strategy.rounds.plain_state import packed, unpacked
+
+_KEPT_CHANGES = 1000
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -69,6 +73,7 @@ class ElasticOuterSync(OuterSync):
         on_change: Called with a sentence that says who has come and who is lost.
         on_healed: Called when this replica has got the others' state: `sync.step_index` is theirs.
         data: Gives this replica its samples, wherever members have met; None: they do not depend on that.
+        changes: Those of the members that no record has yet, the last ones.
         num_joins, num_losses: Replicas that this one has seen come and go.
         num_heals: How often this one has got the state of another.
     """
@@ -82,6 +87,7 @@ class ElasticOuterSync(OuterSync):
         self.inner: Callable[[], Mapping[str, Optimizer]] = dict
         self.on_change: Callable[[str], None] = _log.info
         self.on_healed: Callable[[], None] = lambda: None
+        self.changes: deque[MembersChange] = deque(maxlen=_KEPT_CHANGES)
         self.num_joins = self.num_losses = self.num_heals = 0
         self._turn_began = time.monotonic()
         self._clock = 0
@@ -293,15 +299,18 @@ class ElasticOuterSync(OuterSync):
         now, before = members.names, self._names
         if now == before:
             return
-        joined, lost = [name for name in now if name not in before], [name for name in before if name not in now]
-        if before:
-            self.num_joins, self.num_losses = self.num_joins + len(joined), self.num_losses + len(lost)
         self._names = now
-        changes = [f"joined: {', '.join(joined)}"] * bool(joined) + [f"lost: {', '.join(lost)}"] * bool(lost)
-        self.on_change(
-            f"optimizer step {self.sync.step_index}: {len(now)} replicas ({', '.join(now)});"
-            f" {'; '.join(changes) or 'in another order'}; met in {seconds:.1f} s"
+        change = MembersChange(
+            step=self.sync.step_index,
+            members=tuple(now),
+            joined=tuple(name for name in now if name not in before),
+            lost=tuple(name for name in before if name not in now),
+            seconds=seconds,
         )
+        if before:
+            self.num_joins, self.num_losses = self.num_joins + len(change.joined), self.num_losses + len(change.lost)
+        self.changes.append(change)
+        self.on_change(str(change))
 
     # -- saving -----------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,6 +32,7 @@ from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods.auto import Auto
+from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.bounds import BoundsObserver
 from lowbit_strategy.telemetry.inform import inform
@@ -166,7 +168,7 @@ class ModelControl:
         self._reported, self._stepped, self._fresh = False, False, None
         self._record = None
         self.take_effect()
-        if self.folder is not None and self.sync.ranks.rank == 0:
+        if self.folder is not None and self.sync.ranks.lasting.rank == 0:  # of each replica, where they come and go
             self._record = RunRecord(Path(self.folder) / FILE_NAME)
             progress = self.clock(self.sync.step_index)
             every = self.options.every_n_steps if self.options is not None else 0
@@ -231,11 +233,12 @@ class ModelControl:
             self.report()
 
     def report(self) -> None:
-        """Write the results of the last step to log and record: observation, decisions, warnings."""
+        """Write the results of the last step to log and record: observation, decisions, changed members, warnings."""
         if self._fresh is not None:
             observation, self._fresh = self._fresh, None
             self._report_observation(observation)
         self._report_decisions()
+        self._report_members()
 
     def validated(self, metrics: Mapping[str, float]) -> None:
         """The model has been validated: metrics for the record."""
@@ -300,6 +303,11 @@ class ModelControl:
             for text in warnings:
                 self._record.write("warning", step, text=text)
             self._record.write("levels", step, **level_fields(driver))
+
+    def _report_members(self) -> None:
+        outer = self.sync.outer
+        while self._record is not None and isinstance(outer, ElasticOuterSync) and outer.changes:
+            self._record.write("members", **asdict(outer.changes.popleft()))
 
     def _announce(self, driver: AdaptiveDriver) -> None:
         """The start-up report again, for the levels that training starts at."""

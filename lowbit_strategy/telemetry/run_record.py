@@ -15,8 +15,9 @@ FILE_NAME = "lowbit.jsonl"
 class RunRecord:
     """Appends to the record of one run; for rank 0.
 
-    Kinds of lines: ``start`` (also after a resume), ``observation``, ``switch``, ``levels``, ``warning``,
-    ``validation``. All have a ``step``: optimizer steps completed before.
+    Kinds of lines: ``start`` (also after a resume), ``observation``, ``switch``, ``levels``, ``members`` (of replicas
+    that come and go, when they have changed), ``warning``, ``validation``. All have a ``step``: optimizer steps
+    completed before.
     """
 
     def __init__(self, path: str | Path) -> None:

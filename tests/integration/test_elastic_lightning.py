@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 pytest.importorskip("torchft", reason="the extra elastic is not installed")
 
 from lowbit_strategy import DiLoCo, Elastic, LoCo
-from lowbit_strategy.lightning import LowBitDDPStrategy
+from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
+from lowbit_strategy.telemetry.run_record import read_record
 from tests.distributed import run_ranks
 from tests.replicas import Replicas
 from tests.training import ByStep, Regression, dataset, fingerprint, trainer
@@ -111,7 +112,9 @@ def fit_and_save(elastic: Elastic, folder: Path, dies_at: int | None) -> dict[st
     torch.manual_seed(ord(elastic.name))
     noted = StepsOnDisk(dies_at, folder, elastic.name)
     saver = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=10, save_top_k=-1, filename="{step}")
-    made = trainer(strategy(elastic), max_steps=50, max_epochs=-1, callbacks=[noted, saver], enable_checkpointing=True)
+    monitor = CompressionMonitor(every_n_steps=10, record=folder / "records" / elastic.name)
+    callbacks = [noted, saver, monitor]
+    made = trainer(strategy(elastic), max_steps=50, max_epochs=-1, callbacks=callbacks, enable_checkpointing=True)
     model = Scheduled("adam" if elastic.inherit_optimizer else "plain")
     made.fit(model, DataLoader(indexed(), batch_size=4, shuffle=True))
     optimizer = made.optimizers[0]
@@ -142,6 +145,17 @@ def test_one_is_lost_and_another_comes_into_the_others_step(tmp_path: Path) -> N
     assert not set(a["seen"][4 * together :]) & set(c["seen"])
     saved = torch.load(tmp_path / "checkpoints" / "step=40.ckpt", weights_only=True)
     assert saved["global_step"] == 40
+    lines = read_record(tmp_path / "records" / "a")
+    changes = [(line["joined"], line["lost"], line["members"]) for line in lines if line["kind"] == "members"]
+    assert sum(line["kind"] == "observation" for line in lines) >= 3
+    assert changes[0][0] == changes[0][2]  # the first ones
+    assert sorted(changes[1:]) in (
+        [([], ["b"], ["a"]), (["c"], [], ["a", "c"])],
+        [(["c"], ["b"], ["a", "c"])],
+        [([], ["b"], ["a", "c"]), (["c"], [], ["a", "b", "c"])],
+    )
+    theirs = [line["members"] for line in read_record(tmp_path / "records" / "c") if line["kind"] == "members"]
+    assert theirs[-1] == changes[-1][2]
 
 
 def fit_until_terminated(elastic: Elastic, folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lowbit_strategy.cli import app
 from lowbit_strategy.report.charts import SCREEN, draw_all
 from lowbit_strategy.report.comparison import compare, configuration
 from lowbit_strategy.report.run import read_run
+from lowbit_strategy.rounds.members_change import MembersChange
 from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord, read_record
 
 LABELS = ["loco(bits=8)", "loco(bits=2)"]
@@ -128,6 +130,22 @@ def test_many_decisions_are_cut_and_counted(tmp_path: Path) -> None:
     assert "60 in all; the last 40 are shown." in page
     assert "reason 59 " in page
     assert "reason 19 " not in page
+
+
+def test_replicas_that_come_and_go(tmp_path: Path) -> None:
+    record = write_run(tmp_path)
+    for change in (
+        MembersChange(step=0, members=("a", "b"), joined=("a", "b"), lost=(), seconds=0.4),
+        MembersChange(step=70, members=("a",), joined=(), lost=("b",), seconds=2.3),
+        MembersChange(step=160, members=("a", "<b>"), joined=("<b>",), lost=(), seconds=1.1),
+    ):
+        record.write("members", **asdict(change))
+    run_report(tmp_path)
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert '<b>2</b><span class="soft">1 joined, 1 lost</span>' in page  # the first ones have not joined anybody
+    assert "<td>70</td>" in page
+    assert "<td>2.3</td>" in page
+    assert "&lt;b&gt;" in page
 
 
 def test_a_running_job_whose_last_line_is_half_written(tmp_path: Path) -> None:
