@@ -183,7 +183,7 @@ class LocalSteps:
                 state.clear()
 
     def extend(self, params: Mapping[str, nn.Parameter]) -> None:
-        """More parameters are trained, and `sync` knows them.
+        """More parameters are trained, and `sync` knows them. Ranks may differ in them: they were loaded when frozen.
 
         Raises:
             RuntimeError: Replicas come and go: the others would not know them.
@@ -200,6 +200,8 @@ class LocalSteps:
             state = self.outer.state_dict()
             self.outer = self._make_outer()
             self.outer.load_state_dict(state | {"weights": {}})  # the model has them, and may be about to run backward
+            if not ParameterDigest(params, self.sync.ranks.peers, self.sync.device).agree():
+                self.outer.model.rebase_on_mean(params)
 
     def after_optimizer(self, optimizer: Optimizer | None) -> None:
         """An optimizer has stepped, or a scaler has skipped its step. Several optimizers take their steps together.

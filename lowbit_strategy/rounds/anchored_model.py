@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -93,6 +93,15 @@ class AnchoredModel:
         for fragment in self.fragments:
             fragment.rebase()
         self.buffers.rebase()
+
+    @torch.no_grad()
+    def rebase_on_mean(self, names: Iterable[str]) -> None:
+        """Each rank has these in its own way: their anchors are the mean. On all ranks."""
+        peers = self._sync.ranks.peers.twin()  # beside the engine's counters
+        for name in names:
+            total = self.anchors[name].contiguous()
+            peers.all_reduce(total).wait()
+            self.anchors[name].copy_(total / peers.world_size)
 
     def use_shared(self) -> None:
         """This rank goes on from the anchors."""
