@@ -179,24 +179,11 @@ def make_plan(
     rounds = round_units(outer, methods, by_name, shape) if local and outer is not None else ()
     state = state_units(outer, by_name, shape) if rounds and outer is not None and outer.average_state else ()
     units = weight_units(coding, modules, shape, layout) if coding is not None and modules is not None else ()
-    meanwhile = layout == "fsdp" and shape.far and shape.share is None
-    turns = max if layout == "fsdp" and not meanwhile else sum  # DDP's buckets may all be under way at once
-    messages = turns([unit.buffer_nbytes for unit in gradients] or [0])
-    messages += sum(unit.buffer_nbytes for unit in rounds)
-    messages += (sum if meanwhile else max)([unit.buffer_nbytes for unit in units] or [0])
-    messages += max((unit.buffer_nbytes for unit in state), default=0)
-    if shape.far:
-        messages += sum(ahead_nbytes(unit) for unit in (*gradients, *rounds, *units, *state))
+    unsharded = sum(each.itemsize * by_name[name].whole.numel for each in reduced for name in each.names)
     kept = 0
-    if meanwhile:  # FSDP2's gradients, whole, until backward has ended, and their sums
-        whole = sum(each.itemsize * by_name[name].whole.numel for each in reduced for name in each.names)
-        messages += whole + whole // shape.world_size
     if coding is not None and modules is not None:
         sharing = sharing_ranks(shape, layout)
         kept = sum(module_weights(coding, module, sharing).kept_nbytes for module in modules.values())
-    accumulating = 0
-    if layout != "ddp":
-        accumulating = sum(each.itemsize * by_name[name].whole.numel for each in reduced for name in each.names)
     return Plan(
         shape=shape,
         layout=layout,
@@ -211,16 +198,39 @@ def make_plan(
         memory=Memory(
             residuals=residual_nbytes(methods, by_name, shape, scatter=layout == "fsdp"),
             weights=kept,
-            messages=messages,
+            messages=_messages_nbytes(gradients, units, rounds, state, shape, layout, unsharded),
             working=working_nbytes(
                 methods, by_name, shape.num_peers, scatter=layout == "fsdp", device_type=device_type
             ),
             anchors=anchor_nbytes(outer, by_name) if local and outer is not None else 0,
-            accumulating=accumulating,
+            accumulating=0 if layout == "ddp" else unsharded,
         ),
         coding=coding,
         modules=modules or {},
     )
+
+
+def _messages_nbytes(
+    gradients: Sequence[Unit],
+    weights: Sequence[Unit],
+    rounds: Sequence[Unit],
+    state: Sequence[Unit],
+    shape: Shape,
+    layout: Layout,
+    unsharded: int,
+) -> int:
+    """Memory for what is under way at most. `unsharded`: bytes of the whole gradients."""
+    meanwhile = layout == "fsdp" and shape.far and shape.share is None
+    turns = max if layout == "fsdp" and not meanwhile else sum  # DDP's buckets may all be under way at once
+    nbytes = turns([unit.buffer_nbytes for unit in gradients] or [0])
+    nbytes += sum(unit.buffer_nbytes for unit in rounds)
+    nbytes += (sum if meanwhile else max)([unit.buffer_nbytes for unit in weights] or [0])
+    nbytes += max((unit.buffer_nbytes for unit in state), default=0)
+    if shape.far:
+        nbytes += sum(ahead_nbytes(unit) for unit in (*gradients, *rounds, *weights, *state))
+    if meanwhile:  # FSDP2's gradients, whole, until backward has ended, and their sums
+        nbytes += unsharded + unsharded // shape.world_size
+    return nbytes
 
 
 def residual_nbytes(
