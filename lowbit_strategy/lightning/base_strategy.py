@@ -135,7 +135,7 @@ class LowBitMixin(_Base):
     def pre_backward(self, closure_loss: Any) -> None:
         super().pre_backward(closure_loss)
         if self.session is not None:
-            if self.session.local is None and self._signals is not None:
+            if self._signals is not None and self.session.local is None and self.session.sync.ranks.peers.is_far:
                 self._signals.ask()
             self.session.begin_step(self.loss_scaler, loss=closure_loss.detach())
 

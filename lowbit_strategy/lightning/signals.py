@@ -2,9 +2,12 @@
 
 Lightning's handlers call collectives: SIGTERM's a broadcast, the one of SLURM's requeueing saves a checkpoint. A signal
 comes between any two instructions of Python, on one rank during backward, on another in its forward pass, on some ranks
-only. Then a rank waits in its handler for one that waits for its gradients. So a signal is only noted when it comes.
-Before a backward pass the ranks begin to tell each other what has come, and at the start of the next batch all of them
-run the handlers together: the answers travel beside the gradients, and nobody waits for them.
+only. Then a rank waits in its handler for one that waits for its gradients. So a signal is only noted when it comes; at
+the start of the next batch the ranks tell each other what has come, and then all of them run the handlers together.
+
+Where ranks are far apart they begin to tell each other before a backward pass, so that the answers travel beside the
+gradients and nobody waits for them. Where they are near that would save nothing, and a rank that is lost between two
+steps is named by this exchange, not by DDP's own in the forward pass, which knows no names.
 """
 
 from __future__ import annotations
@@ -92,12 +95,12 @@ class DeferredSignals:
             self._hear()
 
     def agree(self, stop: Callable[[], None]) -> None:
-        """Start of a batch, on all ranks: run the handlers of what any rank had received before the last backward pass.
+        """Start of a batch, on all ranks: run the handlers of what any rank had received when it was asked.
 
         Args:
             stop: Ends training on all ranks if the Trainer has been terminated.
         """
-        self.ask()  # where there has been no backward pass
+        self.ask()  # unless that is under way
         wanted = self._hear()
         if any(value & _REQUEUE for value in wanted):
             self._run(_REQUEUE)
