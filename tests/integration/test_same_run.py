@@ -78,6 +78,11 @@ LAYOUTS = {
     "hsdp": Layout(True, {"shard_size": "node"}, 4),
     "hsdp code": Layout(True, {"shard_size": "node", "weights": WeightCode(block_size=32)}, 4),
     "hsdp diloco": Layout(True, {"shard_size": "node", "outer": DiLoCo(every=6)}, 4),
+    "far ddp": Layout(False, {"far_links": True}),
+    "far fsdp": Layout(True, {"far_links": True, "weights": WeightCode(block_size=32)}),
+    "far fsdp delta": Layout(True, {"far_links": True, "weights": WeightDelta(block_size=32)}),
+    "far replicas": Layout(True, {"far_links": True, "shard_size": 1}),
+    "far diloco": Layout(False, {"far_links": True, "outer": DiLoCo(every=6)}),
     "hsdp streaming": Layout(True, {"shard_size": "node", "outer": DiLoCo(every=6, fragments=2, delay=1)}, 4),
 }
 
