@@ -13,7 +13,7 @@ FILE_NAME = "lowbit.jsonl"
 
 
 class RunRecord:
-    """Appends to the record of one run; for rank 0.
+    """Appends to the record of one run; for rank 0, of each replica where they come and go.
 
     Kinds of lines: ``start`` (also after a resume), ``observation``, ``switch``, ``levels``, ``members`` (of replicas
     that come and go, when they have changed), ``warning``, ``validation``. All have a ``step``: optimizer steps

@@ -74,6 +74,8 @@ def _train(rank: int, world_size: int, folder: Path, kind: Kind, how: str) -> No
         how, options["outer"] = "dies", DiLoCo(every=2)
     if how == "exact":
         how, options["weights"] = "dies", "exact"
+    if how.startswith("far"):
+        how, options["far_links"] = how.removeprefix("far "), True
     model = Unequal(how)
     if how == "validates" and rank == 1:
         trainer(strategy(kind, **options), **given).fit(model, loader(), loader())
@@ -88,6 +90,9 @@ CASES = [
     ("fsdp", "exact", "the all-gather of the exact weights of ", "rank 1 did not answer"),
     ("hsdp", "dies", "rank 1 did not answer", "optimizer step 4"),
     ("ddp", "outer", "rank 1 did not answer", "optimizer step"),
+    ("ddp", "far dies", "rank 1 did not answer", "optimizer step 4"),
+    pytest.param("fsdp", "far dies", "rank 1 did not answer", "optimizer step 4", marks=pytest.mark.slow),
+    pytest.param("hsdp", "far dies", "rank 1 did not answer", "optimizer step 4", marks=pytest.mark.slow),
     pytest.param("ddp", "pauses", "rank 1 did not answer", "Timed out", marks=pytest.mark.slow),
     pytest.param("fsdp", "pauses", "rank 1 did not answer", "Timed out", marks=pytest.mark.slow),
     pytest.param("hsdp", "pauses", "rank 1 did not answer", "Timed out", marks=pytest.mark.slow),
