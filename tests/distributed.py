@@ -277,10 +277,16 @@ def _rank_main(
 
 
 def join_group(rank: int, world_size: int, folder: Path | None, timeout_s: float) -> None:
-    """Make the default process group, through a file in `folder` or, without one, through MASTER_PORT."""
+    """Make the default process group, through a file in `folder` or, without one, through MASTER_PORT.
+
+    It returns once every rank is connected: one that ended while another still connects would break that connection.
+    """
     method = "env://" if folder is None else f"file://{folder}/store"
     limit = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=limit)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"connected/{rank}", "")
+    store.wait([f"connected/{other}" for other in range(world_size)], limit)
 
 
 def _call(rank: int, world_size: int, folder: Path, job: bytes, process_group: ProcessGroup, timeout: float) -> bytes:
@@ -288,7 +294,6 @@ def _call(rank: int, world_size: int, folder: Path, job: bytes, process_group: P
     if process_group is not None:
         # The launcher's limit comes first, and has stacks to show.
         join_group(rank, world_size, folder if process_group == "file" else None, timeout + START_LIMIT_S)
-        dist.barrier()  # a rank that is done while another still connects would break that connection
     result = pickle.dumps(fn(rank, world_size, *args))
     if dist.is_initialized():
         dist.destroy_process_group()
