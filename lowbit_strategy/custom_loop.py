@@ -7,7 +7,8 @@
 5. ``with session.save(path) as stamp:`` around the writing of each checkpoint, ``session.close`` at the end
 """
 
-from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
+from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.engine.engine import GradientSync

@@ -121,11 +121,8 @@ class Replicas:
                 self.send(name, signal.SIGUSR1)
                 time.sleep(0.5)
                 raise AssertionError(f"replica {name} hangs\n{self.output()}")
-            error = self.folder / f"{name}.error"
             how = describe_exit(self.processes[name].exitcode or 0)
-            assert self.processes[name].exitcode == 0, (
-                f"replica {name} {how}\n{error.read_text() if error.exists() else ''}\n{self.output()}"
-            )
+            assert self.processes[name].exitcode == 0, f"replica {name} {how}\n{self.output()}"
         return {name: pickle.loads((self.folder / f"{name}.result").read_bytes()) for name in names}
 
     def error(self, name: str) -> str:
@@ -138,7 +135,8 @@ class Replicas:
     def output(self) -> str:
         return "\n".join(
             f"--- {path.name} ---\n{path.read_text(errors='replace')[-6000:]}"
-            for path in sorted(self.folder.glob("*.output")) + sorted(self.folder.glob("*.stacks"))
+            for kind in ("error", "output", "stacks")
+            for path in sorted(self.folder.glob(f"*.{kind}"))
         )
 
 

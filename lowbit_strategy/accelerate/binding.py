@@ -4,6 +4,7 @@
 |---|---|
 | `prepare_model`, and `_prepare_fsdp2` for FSDP2 | handshake before, attachment after |
 | `prepare_optimizer` | its optimizer reports when a step is over, skipped ones too |
+| `prepare_data_loader` | replicas that come and go: each gets samples of its own |
 | `backward` | residuals learn the loss scale first, controllers the time |
 | `accumulate` | whether it is used, for controllers that change the batch |
 | `clip_grad_norm_`, `clip_grad_value_` | a warning with sparse methods |
@@ -33,10 +34,12 @@ from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
 from lowbit_strategy.accelerate.options import PluginOptions
 from lowbit_strategy.accelerate.patches import keep_fsdp_on_cpu
+from lowbit_strategy.accelerate.replica import ReplicaBinding, make_own_group
 from lowbit_strategy.accelerate.support import check_accelerator, choose_shard_size
-from lowbit_strategy.attach.attach import Prepared, attach_ddp, attach_fsdp, prepare, warn_of_one_rank
+from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, attach_replica, warn_of_one_rank
 from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.optimizer_steps import watch_optimizers
+from lowbit_strategy.attach.prepare import Prepared, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.control.levels import labels
@@ -85,6 +88,7 @@ class Binding:
         self._options = dataclasses.replace(plugin.sync_options(), shard_size=shard_size)
         self.adaptive = AdaptiveBinding(plugin, accelerator)
         self.sessions: list[Session] = []
+        self.replica = None if plugin.elastic is None else ReplicaBinding(lambda: self.sessions, plugin.seed)
         self._warned_of_one_rank = False
         self._clipping = ClippingWarning(plugin.compressor, speaks=accelerator.is_main_process)
         self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
@@ -92,6 +96,7 @@ class Binding:
         self._wrap("prepare_model", self._prepare_model)
         self._wrap("_prepare_fsdp2", self._prepare_fsdp2)
         self._wrap("prepare_optimizer", self._prepare_optimizer)
+        self._wrap("prepare_data_loader", self._prepare_data_loader)
         self._wrap("backward", self._backward)
         self._wrap("accumulate", self._accumulate)
         self._wrap("clip_grad_norm_", functools.partial(self._clip, "max_norm"))
@@ -196,9 +201,11 @@ class Binding:
         evaluation_mode: bool = False,
     ) -> Any:
         prepare_it = functools.partial(original, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        if not self._becomes_ddp(model, evaluation_mode):
+        if not self._is_to_train(model, evaluation_mode):
             self._revive(_session_of(model))
             return prepare_it(model)
+        if self.accelerator.distributed_type == DistributedType.NO:
+            return self._prepare_alone(prepare_it, model)
         self._refuse_other_hooks()
         self._choose_buckets()
         prepared = self._agree(model, scatter=False)
@@ -210,22 +217,30 @@ class Binding:
         self._keep(ddp, attach_ddp(ddp, prepared, device=self.accelerator.device, has_scaler=scaled))
         return wrapped
 
-    def _becomes_ddp(self, model: nn.Module, evaluation_mode: bool) -> bool:
-        if evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
-            return False
-        if not any(param.requires_grad for param in model.parameters()):
-            return False
-        if self.accelerator.distributed_type == DistributedType.NO:
-            if self.plugin.elastic is not None:
-                raise ValueError(
-                    "elastic is served by the strategies of Lightning and Fabric: Accelerate leaves the model of one"
-                    " process as it is, and nothing would be exchanged"
-                )
+    @staticmethod
+    def _is_to_train(model: nn.Module, evaluation_mode: bool) -> bool:
+        prepared = getattr(model, "_is_accelerate_prepared", False)
+        return not evaluation_mode and not prepared and any(param.requires_grad for param in model.parameters())
+
+    def _prepare_alone(self, prepare_it: Callable[[nn.Module], Any], model: nn.Module) -> Any:
+        """In a world of one process: a replica among others, or nothing to compress."""
+        if self.replica is None:
             if not self._warned_of_one_rank:
                 warn_of_one_rank()
             self._warned_of_one_rank = True
-            return False
-        return True
+            return prepare_it(model)
+        if self._modules:
+            raise ValueError("elastic serves one model per Accelerator: give a second one an Accelerator of its own")
+        make_own_group()
+        prepared = self._agree(model, scatter=False)
+        wrapped = prepare_it(model)
+        module = _inner(wrapped)
+        scaled = self.accelerator.scaler is not None
+        self._keep(module, attach_replica(module, prepared, device=self.accelerator.device, has_scaler=scaled))
+        return wrapped
+
+    def _prepare_data_loader(self, original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(loader if self.replica is None else self.replica.with_own_samples(loader), *args, **kwargs)
 
     def _prepare_fsdp2(self, original: Callable[..., Any], *args: Any) -> Any:
         models = [obj for obj in args if isinstance(obj, nn.Module)]
@@ -246,6 +261,8 @@ class Binding:
         self._numbers[session] = len(self._numbers)
         session.bind(lambda: self.accelerator._optimizers, lambda: self.accelerator.scaler)
         self.adaptive.attach(session, self._numbers[session], alone=not self.sessions)
+        if self.replica is not None:
+            self.replica.attach(session)
         self._revive(session)
 
     def _revive(self, session: Session | None) -> None:
@@ -300,6 +317,8 @@ class Binding:
         return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
+        if self.replica is not None:
+            self.replica.count_samples()
         self.adaptive.before_backward(loss, self.sessions)
         for session in self.sessions:
             session.begin_step(self.accelerator.scaler, loss=loss.detach() if isinstance(loss, Tensor) else None)

@@ -22,6 +22,7 @@ PATCHES = (
             "prepare_model": ("self", "model", "device_placement", "evaluation_mode"),
             "_prepare_fsdp2": ("self", "args"),
             "prepare_optimizer": ("self", "optimizer", "device_placement"),
+            "prepare_data_loader": ("self", "data_loader", "device_placement", "slice_fn_for_dispatch"),
             "backward": ("self", "loss", "kwargs"),
             "accumulate": ("self", "models"),
             "free_memory": ("self", "objects"),

@@ -1,6 +1,6 @@
 """Attaching compression to a model: what every framework's adapter calls, in this order.
 
-1. `prepare` before the model is wrapped: validates, and all ranks compare their settings
+1. `prepare.prepare` before the model is wrapped: validates, and all ranks compare their settings
 2. wrap the model (DDP or FSDP2), then `attach_ddp` or `attach_fsdp`
 3. `Session.begin_step` before every backward pass, `Session.end_step` after every optimizer step
 4. `Session.save`, `load` and `resume` with the framework's checkpoints; `Session.finish` and `Session.close` at the end
@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,146 +20,36 @@ from lowbit_strategy.attach.choosing import choose_for_ddp, choose_for_fsdp, is_
 from lowbit_strategy.attach.digest import ParameterDigest
 from lowbit_strategy.attach.fit import fitted
 from lowbit_strategy.attach.local_steps import local_steps
-from lowbit_strategy.attach.order_checks import check_bare, check_ddp, check_fsdp
-from lowbit_strategy.attach.replica import membership_of, one_replica
+from lowbit_strategy.attach.order_checks import check_ddp, check_fsdp
+from lowbit_strategy.attach.prepare import Prepared, settings_of
+from lowbit_strategy.attach.replica import join_before_forward, membership_of, one_replica
 from lowbit_strategy.attach.session import Hook, Session
-from lowbit_strategy.attach.sync_options import SyncOptions, check_elastic, check_outer
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
-from lowbit_strategy.hooks.ddp import DDPHook, refuse_python_reducer
+from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.weights import install_weights, module_layouts
 from lowbit_strategy.hooks.worker import BackwardSide
-from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.quantization.dense import Dense
-from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
-from lowbit_strategy.methods.weights.registry import check_weights, default_weights
+from lowbit_strategy.methods.weights.registry import default_weights
 from lowbit_strategy.model.fsdp_sharding import (
     broadcast_shards,
     check_process_groups,
     sharded_groups,
     take_over_replication,
 )
-from lowbit_strategy.model.handshake import facts, handshake, plain
-from lowbit_strategy.model.parameters import canonical_name, describe_parameters, refuse_sparse_gradients
-from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
-from lowbit_strategy.plan.gradients import Layout, Reduced, ddp_buckets
+from lowbit_strategy.model.handshake import handshake
+from lowbit_strategy.model.parameters import canonical_name
+from lowbit_strategy.plan.gradients import Reduced, ddp_buckets
 from lowbit_strategy.ranks.ranks import Ranks, make_ranks
 from lowbit_strategy.ranks.shape import Shape
-from lowbit_strategy.ranks.topology import Topology, find_topology, resolve_shard_size
 from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.startup_report import build_report
 
 _log = logging.getLogger("lowbit_strategy")
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A model that all ranks agree on."""
-
-    compressor: Compressor
-    options: SyncOptions
-    specs: tuple[TensorSpec, ...]
-    scatter: bool
-    topology: Topology
-    shard_size: int | None = None
-
-    @property
-    def layout(self) -> Layout:
-        """What wraps the model."""
-        return "ddp" if not self.scatter else "fsdp" if self.shard_size is None else "hsdp"
-
-    @property
-    def node_size(self) -> int | None:
-        """Ranks of a node, where they have two levels."""
-        one_level = self.options.two_level is False or self.options.outer is not None  # local steps: of each rank
-        if self.shard_size is not None or one_level or self.topology.obstacle is not None:
-            return None
-        return self.topology.ranks_per_node
-
-
-def prepare(
-    module: nn.Module,
-    compressor: Compressor | str,
-    options: SyncOptions | None = None,
-    *,
-    scatter: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> Prepared:
-    """Check the configuration against the model, on all ranks together.
-
-    Args:
-        module: The model, before it is wrapped or sharded, with everything frozen that is not trained.
-        compressor: A configuration such as ``LoCo(bits=4)``, or a preset's name.
-        options: What stands beside the compressor; None: the defaults.
-        scatter: False: it will be wrapped in DDP; True: sharded with ``fully_shard``.
-        group: All ranks that train it; None: all ranks.
-
-    Raises:
-        ValueError: The model is wrapped, the compressor cannot serve a parameter of it, or there is nothing to train.
-        RuntimeError: The ranks differ, or a compiler setting bypasses hooks.
-    """
-    check_bare(module)
-    compressor = as_compressor(compressor)
-    options = SyncOptions() if options is None else options
-    specs = checked_specs(module, compressor, options, scatter=scatter)
-    handshake(facts(compressor, module, scatter=scatter, settings=_settings(options)), group)
-    if dist.get_rank(group) == 0:
-        for sentence in unmatched_patterns(compressor, module):
-            _log.warning("%s", sentence)
-    return prepared_for(find_topology(group), compressor, options, specs, scatter=scatter)
-
-
-def checked_specs(
-    module: nn.Module, compressor: Compressor, options: SyncOptions, *, scatter: bool
-) -> tuple[TensorSpec, ...]:
-    """The parameters to synchronise, if model, compressor and options go together; asks no other rank.
-
-    Raises:
-        ValueError: They do not.
-        RuntimeError: A compiler setting bypasses hooks.
-    """
-    if options.shard_size is not None and not scatter:
-        raise ValueError("shard_size is an option of FSDP2 strategies: under DDP no rank has a shard")
-    specs = tuple(describe_parameters(module))
-    if not specs:
-        raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
-    refuse_sparse_gradients(module)
-    check_outer(options.outer, two_level=options.two_level, scatter=scatter, shard_size=options.shard_size)
-    check_elastic(options.elastic, options.outer, scatter=scatter)
-    if isinstance(compressor, Auto) and options.outer is not None:
-        raise ValueError("Auto chooses what every step sends, and outer= sends in some steps only: give a compressor")
-    if options.outer is not None:
-        options.outer.check(assign_all(compressor, specs))
-        if options.outer.synchronous_compressor is not None:
-            options.outer.synchronous_compressor.check(specs)
-    if not scatter:
-        refuse_python_reducer()
-    check_weights(options.weights, scatter=scatter)
-    return specs
-
-
-def prepared_for(
-    topology: Topology, compressor: Compressor, options: SyncOptions, specs: tuple[TensorSpec, ...], *, scatter: bool
-) -> Prepared:
-    """What has been checked, on these nodes.
-
-    Raises:
-        ValueError: `two_level` or `shard_size` does not suit them.
-    """
-    if options.two_level and topology.obstacle is not None:
-        raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
-    shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
-    return Prepared(compressor, options, specs, scatter, topology, shard_size)
-
-
-def _settings(options: SyncOptions) -> dict[str, object]:
-    """The options as plain values."""
-    plainly = {field.name: getattr(options, field.name) for field in fields(options)}
-    return plainly | plain("weights", plainly["weights"])
 
 
 def warn_of_one_rank() -> None:
@@ -188,22 +77,22 @@ def attach_ddp(
     check_ddp(model, prepared.specs, scatter=prepared.scatter)
     device = _device_of(model) if device is None else device
     group = model.process_group
-    handshake(_circumstances(device, has_scaler), group)
     model.join_hook = _refuse_join  # type: ignore[method-assign]
-    membership = membership_of(prepared.compressor, prepared.options, model.module, _settings(prepared.options), group)
-    rule = prepared.options.outer if dist.get_world_size(group) > 1 or membership is not None else None
-    ranks = Ranks.coming_and_going()
-    if membership is None:
-        own_world = device.type == "cpu" or rule is not None
-        ranks = make_ranks(
-            group,
-            prepared.topology,
-            prepared.node_size,
-            device,
-            scatter=False,
-            own_world=own_world,
-            far=prepared.options.far_links,
-        )
+    if prepared.options.elastic is not None:
+        session = attach_replica(model.module, prepared, device=device, group=group, has_scaler=has_scaler, ddp=model)
+        session.close_with(model)
+        return session
+    handshake(_circumstances(device, has_scaler), group)
+    rule = prepared.options.outer if dist.get_world_size(group) > 1 else None
+    ranks = make_ranks(
+        group,
+        prepared.topology,
+        prepared.node_size,
+        device,
+        scatter=False,
+        own_world=device.type == "cpu" or rule is not None,
+        far=prepared.options.far_links,
+    )
     prepared = fitted(prepared, None, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
@@ -214,10 +103,7 @@ def attach_ddp(
         sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
     elif not ranks.alone and (rule is None or not rule.always_local):
         hook = DDPHook(model, sync)
-    compares = prepared.options.check_digest and not ranks.alone and membership is None
-    local = None
-    if rule is not None:
-        local = local_steps(model.module, sync, rule, check_digest=compares, ddp=model, membership=membership)
+    compares = prepared.options.check_digest and not ranks.alone
     session = Session(
         sync,
         model.module,
@@ -226,11 +112,48 @@ def attach_ddp(
         hook=hook,
         ranks=ranks,
         digest=ParameterDigest(_replicated(model), ranks.world, device) if compares else None,
-        local=local,
+        local=None if rule is None else local_steps(model.module, sync, rule, check_digest=compares, ddp=model),
         auto=choice,
     )
     session.close_with(model)
     _report(sync)
+    return session
+
+
+def attach_replica(
+    module: nn.Module,
+    prepared: Prepared,
+    *,
+    device: torch.device | None = None,
+    group: dist.ProcessGroup | None = None,
+    has_scaler: bool = False,
+    ddp: DistributedDataParallel | None = None,
+) -> Session:
+    """One of the replicas that come and go: a process with a whole model, which meets the others in `Session.resume`,
+    before its first forward pass of training at the latest.
+
+    Args:
+        module: What was prepared, with ``elastic`` among the options.
+        prepared: By `prepare`.
+        device: Of the gradients; None: of the parameters.
+        group: This one rank; None: the default group, which has only this rank.
+        has_scaler: Whether a loss scaler is used (float16).
+        ddp: Around `module`, if it is wrapped.
+
+    Raises:
+        ValueError: The replica has several ranks.
+        ConnectionError: Nobody answers at the lighthouse's address.
+    """
+    device = _device_of(module) if device is None else device
+    options, rule = prepared.options, prepared.options.outer
+    assert rule is not None
+    membership = membership_of(prepared.compressor, options, module, settings_of(options), group)
+    ranks = Ranks.coming_and_going()
+    prepared = fitted(prepared, None, ranks, device)
+    sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
+    local = local_steps(module, sync, rule, check_digest=False, ddp=ddp, membership=membership)
+    session = Session(sync, module, options, group=group, ranks=ranks, local=local)
+    join_before_forward(session, module)
     return session
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.handshake import facts, plain
@@ -19,12 +22,12 @@ def membership_of(
     module: nn.Module,
     settings: Mapping[str, object],
     group: dist.ProcessGroup | None,
-) -> Membership | None:
-    """How this replica finds the others, whom it meets in `Session.resume`; None if all ranks stay.
+) -> Membership:
+    """How this replica finds the others, whom it meets in `Session.resume`.
 
     Args:
         compressor: The same on all replicas.
-        options: Those of the run.
+        options: Those of the run, with ``elastic``.
         module: The model, not wrapped.
         settings: The options as plain values.
         group: The ranks of this replica.
@@ -33,8 +36,7 @@ def membership_of(
         ValueError: There are several.
         ConnectionError: Nobody answers at the lighthouse's address.
     """
-    if options.elastic is None:
-        return None
+    assert options.elastic is not None
     if (num_ranks := dist.get_world_size(group)) > 1:
         raise ValueError(
             f"elastic serves replicas of one process each, and this one has {num_ranks}: start each with devices=1,"
@@ -45,6 +47,21 @@ def membership_of(
     same = {name: value for name, value in everything.items() if name not in own}
     same |= plain("outer", options.outer) | {"inherit_optimizer": options.elastic.inherit_optimizer}
     return Membership(options.elastic, same)
+
+
+def join_before_forward(session: Session, module: nn.Module) -> None:
+    """The replica meets the others before the first forward pass of training, if it has not by then.
+
+    After it, other weights would come between the forward pass and its backward pass.
+    """
+    assert session.replica is not None
+
+    @torch.compiler.disable
+    def join(module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            session.resume()
+
+    session.replica.on_join = module.register_forward_pre_hook(join).remove
 
 
 def one_replica(options: SyncOptions) -> str:

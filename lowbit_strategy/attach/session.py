@@ -147,8 +147,8 @@ class Session:
             self._warn(problem)
         if self.newly_trainable():
             self._serve_unfrozen()
-        if self.replica is not None and not self.replica.has_joined:
-            self.resume()  # the loop has no moment before training
+        if self.replica is not None:
+            self.replica.check_joined()
         if self.trains_locally or self.is_own or self.sync.ranks.alone:
             self.sync.check_ended()
             if loss is not None and self.local is not None and self.local.outer is not None:

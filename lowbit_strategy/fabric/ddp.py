@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.attach import attach_ddp, prepare
+from lowbit_strategy.attach.attach import attach_ddp
+from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import DDPConstructor
 from lowbit_strategy.fabric.base_strategy import LowBitFabricMixin
 

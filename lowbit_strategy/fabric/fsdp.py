@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lowbit_strategy.attach.attach import attach_fsdp, prepare
+from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.optimizer_checks import check_optimizers
+from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import FSDPConstructor
 from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
 from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lowbit_strategy.attach.attach import Prepared, checked_specs, prepared_for, used_compressor, weight_coding
+from lowbit_strategy.attach.attach import used_compressor, weight_coding
+from lowbit_strategy.attach.prepare import Prepared, checked_specs, prepared_for
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

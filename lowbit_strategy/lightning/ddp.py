@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.attach import Prepared, attach_ddp, prepare
+from lowbit_strategy.attach.attach import attach_ddp
+from lowbit_strategy.attach.prepare import Prepared, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import DDPConstructor
 from lowbit_strategy.lightning.base_strategy import LowBitMixin

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from lowbit_strategy.attach.attach import attach_fsdp, prepare
+from lowbit_strategy.attach.attach import attach_fsdp
+from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import FSDPConstructor
 from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
 from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state

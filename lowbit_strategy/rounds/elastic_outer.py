@@ -71,6 +71,7 @@ class ElasticOuterSync(OuterSync):
         membership: Finds the others.
         inner: Gives the inner optimizers by name, whose state a new replica inherits where the options say so.
         on_change: Called with a sentence that says who has come and who is lost.
+        on_join: Called when this replica is about to meet the others for the first time.
         on_healed: Called when this replica has got the others' state: `sync.step_index` is theirs.
         data: Gives this replica its samples, wherever members have met; None: they do not depend on that.
         changes: Those of the members that no record has yet, the last ones.
@@ -86,7 +87,8 @@ class ElasticOuterSync(OuterSync):
         self.data: ElasticSampler | None = None
         self.inner: Callable[[], Mapping[str, Optimizer]] = dict
         self.on_change: Callable[[str], None] = _log.info
-        self.on_healed: Callable[[], None] = lambda: None
+        self.on_join: Callable[[], object] = lambda: None
+        self.on_healed: Callable[[], object] = lambda: None
         self.changes: deque[MembersChange] = deque(maxlen=_KEPT_CHANGES)
         self.num_joins = self.num_losses = self.num_heals = 0
         self._turn_began = time.monotonic()
@@ -105,8 +107,8 @@ class ElasticOuterSync(OuterSync):
         every = self.rule.every
         if not isinstance(every, Seconds):
             return super().turn_length
-        is_over = time.monotonic() - self._turn_began >= every.seconds / len(self.fragments)
-        return max(1, self._since if is_over else self._since + 1)
+        goes_on = time.monotonic() - self._turn_began < every.seconds / len(self.fragments)
+        return max(1, self._since + goes_on)
 
     def after_step(self, learning_rate: float | None = None) -> bool:
         self._trained += self._counted or 1
@@ -115,8 +117,7 @@ class ElasticOuterSync(OuterSync):
         moved = super().after_step(learning_rate)
         if self.num_turns > before:
             self._turn_began = time.monotonic()
-            if isinstance(self.rule.every, Seconds):
-                self._every = since * len(self.fragments)  # what reports have
+            self._every = since * len(self.fragments) if isinstance(self.rule.every, Seconds) else self._every
         return moved
 
     def count_samples(self, number: int) -> None:
@@ -127,6 +128,16 @@ class ElasticOuterSync(OuterSync):
     def has_joined(self) -> bool:
         """Whether it has met the others."""
         return self._comm is not None
+
+    def check_joined(self) -> None:
+        """Raises:
+        RuntimeError: Training has begun, and it has not met them: weights would change under a backward pass.
+        """
+        if not self.has_joined:
+            raise RuntimeError(
+                "this replica trains and has not met the others: call the model itself and not one of its modules, or"
+                " call session.resume() before training"
+            )
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -140,6 +151,7 @@ class ElasticOuterSync(OuterSync):
 
     def join(self) -> None:
         """Before training: meet the others, who may be in the middle of it. Takes up to a round."""
+        self.on_join()
         while self._meet(due=False):
             if self._attempt(None, done=False) is not None:
                 self.apply()
@@ -350,8 +362,7 @@ class ElasticOuterSync(OuterSync):
         comm.receive(description, rank).wait()
         if data.numel():
             comm.receive(data, rank).wait()
-        state: dict[str, Any] = unpacked(description, data)
-        return state
+        return dict(unpacked(description, data))
 
     def _shared_state(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -386,5 +397,4 @@ class ElasticOuterSync(OuterSync):
 
 def _digest_of(members: Members) -> int:
     """Of who they are, in the order of ranks: an integer that fits 63 bits and is not 0."""
-    text = "\n".join(map(str, members.replicas))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") + 1
+    return int.from_bytes(hashlib.sha256("\n".join(map(str, members.replicas)).encode()).digest()[:7], "big") + 1

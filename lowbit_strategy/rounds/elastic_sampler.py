@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 
 import torch
 from torch.utils.data import Dataset, DistributedSampler
@@ -15,28 +15,34 @@ class ElasticSampler(DistributedSampler[int]):
     sample, beginning with number r, until they meet again; then the stream goes on behind the farthest one. Nothing is
     repeated. What a slower replica has left out of a round, and what one had when it was lost, is not made up for.
 
-    It is a `DistributedSampler`, so that frameworks leave it in its place. Its epochs have as many samples as there are
-    in the dataset for each replica; the stream goes on across them.
+    It is a `DistributedSampler`, so that frameworks leave it in its place. An epoch of each replica has as many samples
+    as the dataset, whoever is there: what a framework plans by the length of an epoch holds. The stream goes on across
+    epochs.
 
     Args:
         dataset: Of a known length, the same on all replicas.
         shuffle: Permute it, otherwise as it is.
         seed: Of the permutations; the same on all replicas.
+
+    Attributes:
+        on_begin: Called before the first sample of an epoch is drawn.
     """
 
     def __init__(self, dataset: Dataset[int], *, shuffle: bool = True, seed: int = 0) -> None:
         super().__init__(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed)
         assert isinstance(dataset, Sized)
         self._size = len(dataset)
+        self.on_begin: Callable[[], object] = lambda: None
         self._rank, self._world_size = 0, 1
         self._start = 0  # of the stream, when members last met
         self._drawn = 0  # by this replica, since
         self._permutation: tuple[int, list[int]] = (-1, [])
 
     def __len__(self) -> int:
-        return -(-self._size // self._world_size)
+        return self._size
 
     def __iter__(self) -> Iterator[int]:
+        self.on_begin()
         for _ in range(len(self)):
             at = self._start + self._drawn * self._world_size + self._rank
             self._drawn += 1

@@ -17,6 +17,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.transformers.checkpoints import ResidualCallback
 from lowbit_strategy.transformers.metrics import log_metrics
+from lowbit_strategy.transformers.replica import follow, join_in
 
 
 def attach(trainer: Trainer, plugin: LowBitPlugin | Compressor | str | None = None) -> Binding:
@@ -94,11 +95,14 @@ def bind_checkpoints(trainer: Trainer) -> None:
         callback.resume_from = resume_from_checkpoint
         if (current := binding_of(trainer.accelerator)) is not None:
             current.reshard(begins=True)  # the optimizer is about to be made of the model's parameters
+            follow(trainer, current)
         return train(resume_from_checkpoint, *args, **kwargs)
 
     trainer.train = train_and_load  # type: ignore[method-assign]
     if binding is not None and binding.plugin.outer is not None:
         _share_weights(trainer)
+    if binding is not None and binding.replica is not None:
+        join_in(trainer)
     for name in ("evaluate", "predict"):
         setattr(trainer, name, _and_reshard(trainer, getattr(trainer, name)))
 

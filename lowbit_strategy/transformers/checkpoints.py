@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from lowbit_strategy.accelerate.binding import Binding
+from lowbit_strategy.transformers.replica import writes_checkpoints
 
 _MARK = "lowbit_strategy"  # in trainer_state.json: this checkpoint is not complete without residuals
 
@@ -59,7 +60,7 @@ class ResidualCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         binding = self._binding()
-        if binding is not None and self._saves(args, state):
+        if binding is not None and writes_checkpoints(binding) and self._saves(args, state):
             binding.save(os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
 
     @staticmethod

@@ -42,6 +42,19 @@ PATCHES = (
         seen=_SEEN,
         reason="metrics of groups go to trackers and not to the console, which Trainer.log cannot separate",
     ),
+    *PrivateName.each(
+        _TRAINER,
+        {"_save_checkpoint": ("self", "model", "trial")},
+        use="wrapped",
+        seen=_SEEN,
+        reason="of replicas that come and go only the lowest one writes checkpoints",
+    ),
+    PrivateName(
+        target=f"{_TRAINER}._globalstep_last_logged",
+        use="set",
+        seen=_SEEN,
+        reason="a replica that joins takes over the others' step, and the mean of its losses is over its own steps",
+    ),
     PrivateName(
         target="transformers.training_args:TrainingArguments.fsdp_plugin_args",
         use="read",

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lowbit_strategy import DiLoCo, LocalSGD, LoCo
-from lowbit_strategy.attach.attach import attach_fsdp, prepare
+from lowbit_strategy.attach.attach import attach_fsdp
+from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from tests.ddp_loop import CPU, Loop
 from tests.scenarios import Facts, raised, scenarios

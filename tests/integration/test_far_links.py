@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import LoCo, TopK
-from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, prepare
+from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
+from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.transports.far_comm import FarComm
 from lowbit_strategy.telemetry.startup_report import build_report

@@ -19,8 +19,9 @@ from torch.nn import functional as F
 
 from lowbit_strategy import DiLoCo, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
-from lowbit_strategy.attach.attach import attach_fsdp, prepare
+from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.digest import ParameterDigest
+from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.worker import BackwardSide

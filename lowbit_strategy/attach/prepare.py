@@ -1,0 +1,131 @@
+"""Before a model is wrapped: its configuration is checked, and all ranks compare what they are about to do."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, fields
+
+import torch.distributed as dist
+from torch import nn
+
+from lowbit_strategy.attach.order_checks import check_bare
+from lowbit_strategy.attach.sync_options import SyncOptions, check_elastic, check_outer
+from lowbit_strategy.hooks.ddp import refuse_python_reducer
+from lowbit_strategy.methods._base.compressor import Compressor, assign_all
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.auto import Auto
+from lowbit_strategy.methods.registry import as_compressor
+from lowbit_strategy.methods.weights.registry import check_weights
+from lowbit_strategy.model.handshake import facts, handshake, plain
+from lowbit_strategy.model.parameters import describe_parameters, refuse_sparse_gradients
+from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
+from lowbit_strategy.plan.gradients import Layout
+from lowbit_strategy.ranks.topology import Topology, find_topology, resolve_shard_size
+
+_log = logging.getLogger("lowbit_strategy")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model that all ranks agree on."""
+
+    compressor: Compressor
+    options: SyncOptions
+    specs: tuple[TensorSpec, ...]
+    scatter: bool
+    topology: Topology
+    shard_size: int | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """What wraps the model."""
+        return "ddp" if not self.scatter else "fsdp" if self.shard_size is None else "hsdp"
+
+    @property
+    def node_size(self) -> int | None:
+        """Ranks of a node, where they have two levels."""
+        one_level = self.options.two_level is False or self.options.outer is not None  # local steps: of each rank
+        if self.shard_size is not None or one_level or self.topology.obstacle is not None:
+            return None
+        return self.topology.ranks_per_node
+
+
+def prepare(
+    module: nn.Module,
+    compressor: Compressor | str,
+    options: SyncOptions | None = None,
+    *,
+    scatter: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Prepared:
+    """Check the configuration against the model, on all ranks together.
+
+    Args:
+        module: The model, before it is wrapped or sharded, with everything frozen that is not trained.
+        compressor: A configuration such as ``LoCo(bits=4)``, or a preset's name.
+        options: What stands beside the compressor; None: the defaults.
+        scatter: False: it will be wrapped in DDP; True: sharded with ``fully_shard``.
+        group: All ranks that train it; None: all ranks.
+
+    Raises:
+        ValueError: The model is wrapped, the compressor cannot serve a parameter of it, or there is nothing to train.
+        RuntimeError: The ranks differ, or a compiler setting bypasses hooks.
+    """
+    check_bare(module)
+    compressor = as_compressor(compressor)
+    options = SyncOptions() if options is None else options
+    specs = checked_specs(module, compressor, options, scatter=scatter)
+    handshake(facts(compressor, module, scatter=scatter, settings=settings_of(options)), group)
+    if dist.get_rank(group) == 0:
+        for sentence in unmatched_patterns(compressor, module):
+            _log.warning("%s", sentence)
+    return prepared_for(find_topology(group), compressor, options, specs, scatter=scatter)
+
+
+def checked_specs(
+    module: nn.Module, compressor: Compressor, options: SyncOptions, *, scatter: bool
+) -> tuple[TensorSpec, ...]:
+    """The parameters to synchronise, if model, compressor and options go together; asks no other rank.
+
+    Raises:
+        ValueError: They do not.
+        RuntimeError: A compiler setting bypasses hooks.
+    """
+    if options.shard_size is not None and not scatter:
+        raise ValueError("shard_size is an option of FSDP2 strategies: under DDP no rank has a shard")
+    specs = tuple(describe_parameters(module))
+    if not specs:
+        raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
+    refuse_sparse_gradients(module)
+    check_outer(options.outer, two_level=options.two_level, scatter=scatter, shard_size=options.shard_size)
+    check_elastic(options.elastic, options.outer, scatter=scatter)
+    if isinstance(compressor, Auto) and options.outer is not None:
+        raise ValueError("Auto chooses what every step sends, and outer= sends in some steps only: give a compressor")
+    if options.outer is not None:
+        options.outer.check(assign_all(compressor, specs))
+        if options.outer.synchronous_compressor is not None:
+            options.outer.synchronous_compressor.check(specs)
+    if not scatter:
+        refuse_python_reducer()
+    check_weights(options.weights, scatter=scatter)
+    return specs
+
+
+def prepared_for(
+    topology: Topology, compressor: Compressor, options: SyncOptions, specs: tuple[TensorSpec, ...], *, scatter: bool
+) -> Prepared:
+    """What has been checked, on these nodes.
+
+    Raises:
+        ValueError: `two_level` or `shard_size` does not suit them.
+    """
+    if options.two_level and topology.obstacle is not None:
+        raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
+    shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
+    return Prepared(compressor, options, specs, scatter, topology, shard_size)
+
+
+def settings_of(options: SyncOptions) -> dict[str, object]:
+    """The options as plain values."""
+    plainly = {field.name: getattr(options, field.name) for field in fields(options)}
+    return plainly | plain("weights", plainly["weights"])

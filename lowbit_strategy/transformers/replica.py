@@ -1,0 +1,48 @@
+"""A Trainer as one of the replicas that come and go: its steps, its schedule, its checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+from transformers import Trainer
+
+from lowbit_strategy.accelerate.binding import Binding, binding_of
+
+
+def join_in(trainer: Trainer) -> None:
+    """Once, before training: it follows the others' steps, and only the lowest replica writes checkpoints."""
+    trainer.args.ignore_data_skip = True  # the position in the data is the replicas', and is saved with them
+    save = trainer._save_checkpoint
+
+    @functools.wraps(save)
+    def save_if_lowest(*args: Any, **kwargs: Any) -> Any:
+        if writes_checkpoints(binding_of(trainer.accelerator)):
+            save(*args, **kwargs)
+
+    trainer._save_checkpoint = save_if_lowest  # type: ignore[method-assign]
+
+
+def writes_checkpoints(binding: Binding | None) -> bool:
+    """Whether this process does, as far as it depends on replicas."""
+    return binding is None or binding.replica is None or binding.replica.leads
+
+
+def follow(trainer: Trainer, binding: Binding) -> None:
+    """Training begins, and the others are about to be met."""
+    if binding.replica is not None:
+        binding.replica.on_healed = functools.partial(_catch_up, trainer)
+
+
+def _catch_up(trainer: Trainer, steps: int) -> None:
+    """The Trainer counts from the others' step, and so does its schedule of the learning rate."""
+    missing = steps - trainer.state.global_step
+    if missing <= 0:
+        return
+    trainer.state.global_step = trainer._globalstep_last_logged = steps
+    schedule: Any = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside of Accelerate's
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer has not stepped before the schedule
+        for _ in range(missing):
+            schedule.step()
