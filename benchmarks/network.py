@@ -19,7 +19,7 @@ With ``--delay 75ms`` links are far: a program holds every packet for so long, o
 What a ping and one TCP stream get is printed with each run. ``--loss 0.01`` loses packets besides.
 
 A variant is a strategy's name; ``loco_ddp:flat`` has one level of ranks, ``loco1_ddp:all`` no high precision for
-embeddings and heads.
+embeddings and heads, ``loco_ddp:bucket4`` DDP's buckets of 4 MB.
 
 Times are medians over steps, and comparable within one run only.
 """

@@ -29,7 +29,7 @@ def _of_rules() -> list[Case]:
 def _short(rule: Any) -> Any:
     """With rounds that end within the steps of a case."""
     changed = {"every": 2, "fragments": min(rule.fragments, 2), "delay": min(rule.delay, 1), "num_steps": None}
-    return replace(rule, **changed, **({"synchronous": 2} if rule.synchronous else {}))
+    return replace(rule, **changed, **({"synchronous": 1} if rule.synchronous else {}))
 
 
 def _loco(name: str, compressor: LoCo | None = None, **options: Any) -> Case:

@@ -26,7 +26,7 @@ from recipes.gpt import GPT, VOCABULARY
 from tests.nodes import nodes_of
 
 WIDTH, DEPTH, HEADS, CONTEXT = 256, 16, 4, 32
-STEPS = 3
+STEPS = 5
 Kind = Literal["ddp", "fsdp", "hsdp"]
 
 
@@ -137,7 +137,7 @@ def _wrap(case: Case, net: nn.Module, device: torch.device) -> tuple[nn.Module, 
         model = DistributedDataParallel(net, own, bucket_cap_mb=default_bucket_cap_mb(device))
         return model, prepared and attach_ddp(model, prepared, device=device)
     shape = (world_size,) if case.kind == "fsdp" else (world_size // (case.per_node or 1), case.per_node or 1)
-    mesh: DeviceMesh = init_device_mesh(device.type, shape)
+    mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     shard_module(net, mesh, ShardPolicy(min_numel=10_000, mp_policy=policy_of(case.precision)))
     return net, prepared and attach_fsdp(net, prepared, device=device)
 

@@ -84,8 +84,8 @@ class InsideHost(LowBitFSDPStrategy):
 
 
 def strategy_of(variant: str) -> Any:
-    """A strategy's name, with ``:flat`` for one level of ranks and ``:all`` without high
-    precision for embeddings and heads.
+    """A strategy's name, with ``:flat`` for one level of ranks, ``:all`` without high precision for embeddings and heads,
+    and ``:bucket4`` for DDP's buckets of 4 MB.
     """
     name, *changes = variant.split(":")
     if not changes:
@@ -94,5 +94,8 @@ def strategy_of(variant: str) -> Any:
     chosen = preset(compressor)
     if "all" in changes:
         chosen = dataclasses.replace(chosen, high_precision=())
-    options = {"two_level": False} if "flat" in changes else {}
+    options: dict[str, Any] = {"two_level": False} if "flat" in changes else {}
+    for change in changes:
+        if change.startswith("bucket"):
+            options["bucket_cap_mb"] = float(change.removeprefix("bucket"))
     return (LowBitDDPStrategy if kind == "ddp" else LowBitFSDPStrategy)(chosen, **options)

@@ -40,13 +40,26 @@ class WireBuffers:
         if fitting:
             buffer = min(fitting, key=Tensor.numel)
         else:
-            if small := [buffer for buffer in self._free if buffer.numel() < needed and not self._several]:
-                self._remove(max(small, key=Tensor.numel))  # makes room
+            self._make_room(needed)
             buffer = torch.zeros(needed, dtype=torch.uint8, device=self._device)
         self._remove(buffer)
         self._lent[buffer.untyped_storage()._cdata] = buffer
         self._used.add(id(buffer))
         return buffer[:needed].view(rows, nbytes)
+
+    def _make_room(self, needed: int) -> None:
+        """Give up free memory that is too short; of several messages as much as this pass has not used so far: buckets
+        have other sizes now, and what they had before must not lie beside what they get.
+        """
+        if not self._several:
+            small = [buffer for buffer in self._free if buffer.numel() < needed]
+            for buffer in sorted(small, key=Tensor.numel)[-1:]:
+                self._remove(buffer)
+            return
+        for buffer in [each for each in self._free if id(each) not in self._used]:
+            if needed > 0:
+                self._remove(buffer)
+                needed -= buffer.numel()
 
     def give_back(self, *wires: Tensor) -> None:
         """Return what `borrow` has lent."""

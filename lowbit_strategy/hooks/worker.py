@@ -47,13 +47,21 @@ class BucketWorker:
         return not self._thread.is_alive()
 
     def _loop(self) -> None:
-        while (job := self._queue.get()) is not None:
-            try:
-                job()
-            except Exception as error:
-                # torch hands on the text of an error in a future, without its traceback
-                _log.error("reducing gradients failed", exc_info=error)
-                self._schedule.fail(error)
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """A call of its own, so that nothing of a bucket is kept while the next one is waited for."""
+        job = self._queue.get()
+        if job is None:
+            return False
+        try:
+            job()
+        except Exception as error:
+            # torch hands on the text of an error in a future, without its traceback
+            _log.error("reducing gradients failed", exc_info=error)
+            self._schedule.fail(error)
+        return True
 
 
 class SideStream:

@@ -148,7 +148,8 @@ def message_memory(
             found = True
     if not found:
         return 0
-    return 2 * world_size * row + (0 if scatter else row + 4 * shard)
+    own = 0 if scatter or world_size <= 2 else row  # of two ranks it lies where the first message was
+    return 2 * world_size * row + own + (0 if scatter else 4 * shard)
 
 
 def _part_numel(spec: TensorSpec, shape: Shape) -> int:

@@ -25,6 +25,8 @@ from lowbit_strategy.plan.rounds import anchor_nbytes, round_units, state_units
 from lowbit_strategy.plan.weights import ModuleLayout, ModuleWeights, module_weights, weight_units
 from lowbit_strategy.ranks.shape import Shape
 
+BUCKETS_OF_A_ROUND = 3  # under way at a time, where ranks are near: one leaves, one arrives, one has its mean
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -223,7 +225,7 @@ def _messages_nbytes(
     meanwhile = layout == "fsdp" and shape.far and shape.share is None
     turns = max if layout == "fsdp" and not meanwhile else sum  # DDP's buckets may all be under way at once
     nbytes = turns([unit.buffer_nbytes for unit in gradients] or [0])
-    nbytes += sum(unit.buffer_nbytes for unit in rounds)
+    nbytes += _under_way([unit.buffer_nbytes for unit in rounds], len(rounds) if shape.far else BUCKETS_OF_A_ROUND)
     nbytes += (sum if meanwhile else max)([unit.buffer_nbytes for unit in weights] or [0])
     nbytes += max((unit.buffer_nbytes for unit in state), default=0)
     if shape.far:
@@ -231,6 +233,11 @@ def _messages_nbytes(
     if meanwhile:  # FSDP2's gradients, whole, until backward has ended, and their sums
         nbytes += unsharded + unsharded // shape.world_size
     return nbytes
+
+
+def _under_way(in_order: Sequence[int], at_once: int) -> int:
+    """The most bytes of so many in a row."""
+    return max((sum(in_order[first : first + at_once]) for first in range(len(in_order))), default=0)
 
 
 def residual_nbytes(

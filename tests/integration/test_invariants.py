@@ -1,8 +1,8 @@
 """The invariants of every registered compressor, under DDP's and FSDP2's layout, on 1, 2, 3 and 5 real processes.
 
-One launch of processes per world size serves all selected tests of it. What is checked is in `tests/invariants`;
-methods declare which laws they keep by `residual_gain`, `conserving`, `approaches_mean` and `fixed_size`. A case that
-does not apply to a configuration is not collected for it.
+One launch of processes per world size and layout serves all its selected tests. What is checked is in
+`tests/invariants`; methods declare which laws they keep by `residual_gain`, `conserving`, `approaches_mean` and
+`fixed_size`. A case that does not apply to a configuration is not collected for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.invariants.harness import CONFIGURATIONS, LAYOUTS, LayoutName, Subjec
 from tests.invariants.run import CASES, Job, Report, run_jobs
 
 WORLD_SIZES = (1, 2, 3, 5)  # one, even, odd with an empty shard, and more ranks than most tensors have rows
-_reports: dict[int, Report | AssertionError] = {}
+_reports: dict[tuple[int, LayoutName], Report | AssertionError] = {}
 
 
 # One of each kind of message and residual. The others are made of parts that these have: three ranks show most.
@@ -61,22 +61,22 @@ def _items() -> Iterator[Any]:
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """Failures of every job that the selected tests of this world size ask for."""
-    world_size = request.node.callspec.params["world_size"]
-    if world_size not in _reports:
-        cases: dict[tuple[str, LayoutName], list[str]] = {}
+    """Failures of every job that the selected tests of this world size and layout ask for."""
+    world_size, layout = launch = tuple(request.node.callspec.params[name] for name in ("world_size", "layout"))
+    if launch not in _reports:
+        cases: dict[str, list[str]] = {}
         for item in request.session.items:
             params = getattr(getattr(item, "callspec", None), "params", {})
-            if item.path == request.path and params.get("world_size") == world_size:
-                cases.setdefault((params["preset"], params["layout"]), []).append(params["case"])
-        jobs = tuple(Job(*subject, tuple(names)) for subject, names in cases.items())
-        folder = tmp_path_factory.mktemp(f"invariants-{world_size}")
+            if item.path == request.path and (params["world_size"], params["layout"]) == launch:
+                cases.setdefault(params["preset"], []).append(params["case"])
+        jobs = tuple(Job(preset, layout, tuple(names)) for preset, names in cases.items())
+        folder = tmp_path_factory.mktemp(f"invariants-{world_size}-{layout}")
         try:
-            _reports[world_size] = run_ranks(run_jobs, world_size, jobs, folder, timeout=280)[0]
+            _reports[launch] = run_ranks(run_jobs, world_size, jobs, folder, timeout=280)[0]
         except AssertionError as error:  # quoted once, reported by each of its tests, and not tried again
-            _reports[world_size] = AssertionError(f"the launch of {world_size} processes failed: see the first error")
+            _reports[launch] = AssertionError(f"the launch of {world_size} processes failed: see the first error")
             raise error
-    result = _reports[world_size]
+    result = _reports[launch]
     if isinstance(result, AssertionError):
         pytest.fail(str(result), pytrace=False)
     return result

@@ -46,14 +46,17 @@ def run_jobs(rank: int, world_size: int, jobs: Sequence[Job], folder: Path) -> R
 
 
 def _collect(collects: Iterable[Collect], harness: InvariantHarness) -> dict[Collect, list[Evidence] | str]:
-    """What all ranks recorded, by function, or what the first of them raised.
+    """What all ranks recorded, by function, or what the first of them raised; on rank 0.
 
     All functions are run before the ranks meet. If one raised, each is run by itself, in a fresh group after failures.
     """
     collects = list(dict.fromkeys(collects))
-    ranks = _gather(_attempt(collects, harness))
-    raised = [f"rank {r} raised\n{e}" for r, e in enumerate(ranks) if isinstance(e, str)]
+    found = _attempt(collects, harness)
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, found if isinstance(found, str) else None)
+    raised = [f"rank {r} raised\n{error}" for r, error in enumerate(errors) if error is not None]
     if not raised:
+        ranks = _gather(found)
         return {collect: [own[i] for own in ranks] for i, collect in enumerate(collects)}
     harness.comm = GroupComm(dist.new_group(timeout=GROUP_TIMEOUT))
     if len(collects) == 1:
@@ -79,6 +82,7 @@ def _judge(case: Case, evidence: Sequence[Evidence], harness: InvariantHarness) 
 
 
 def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    """Those of all ranks, on rank 0."""
+    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values or []

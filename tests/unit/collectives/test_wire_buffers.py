@@ -41,9 +41,26 @@ def test_what_a_pass_has_not_used_is_given_up() -> None:
     buffers = WireBuffers(torch.device("cpu"), several=True)
     buffers.give_back(buffers.borrow(1, 100))
     buffers.reclaim()
-    buffers.give_back(buffers.borrow(1, 1000))
+    short = buffers.borrow(1, 60)
+    assert buffers.nbytes == 100  # it lies where the long one has been
+    long = buffers.borrow(1, 1000)
+    buffers.give_back(short, long)
+    buffers.reclaim()
     assert buffers.nbytes == 1100
+    buffers.give_back(buffers.borrow(1, 1000))
     buffers.reclaim()
     assert buffers.nbytes == 1000
     buffers.reclaim()  # a pass in which nothing was sent
     assert buffers.nbytes == 1000
+
+
+def test_what_lay_there_before_does_not_lie_beside_what_needs_more() -> None:
+    """DDP's first buckets and the rebuilt ones in one pass: memory is that of the larger, not of both."""
+    buffers = WireBuffers(torch.device("cpu"), several=True)
+    before = [buffers.borrow(1, 100) for _ in range(3)]
+    buffers.give_back(*before)
+    buffers.reclaim()
+    wire = buffers.borrow(1, 250)
+    assert buffers.nbytes == 250
+    buffers.give_back(wire, buffers.borrow(1, 40))
+    assert buffers.nbytes == 290

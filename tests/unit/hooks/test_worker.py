@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -101,6 +102,17 @@ def test_a_bucket_that_waits_for_the_others_of_its_step_is_advanced_again(worker
     early = worker.submit(waiting(), torch.zeros(1), last=False)
     late = worker.submit(last(), torch.ones(1), last=True)
     assert (finished(early).item(), finished(late).item()) == (0.0, 1.0)
+
+
+def test_nothing_of_a_bucket_is_kept_once_it_is_done(worker: BucketWorker) -> None:
+    """DDP's first bucket may be the whole gradient; while it lay in the thread's hands, the next step held two."""
+    finished(worker.submit(stages("a", []), torch.zeros(1), last=True))
+    bucket = torch.ones(3)
+    gone = threading.Event()
+    weakref.finalize(bucket, gone.set)
+    finished(worker.submit(stages("b", []), bucket, last=True))
+    del bucket
+    assert gone.wait(LIMIT_S / 10)
 
 
 def issued(exchanges: Sequence[int]) -> list[str]:
