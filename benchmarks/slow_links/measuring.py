@@ -84,8 +84,8 @@ class InsideHost(LowBitFSDPStrategy):
 
 
 def strategy_of(variant: str) -> Any:
-    """A strategy's name, with ``:flat`` for one level of ranks, ``:all`` without high precision for embeddings and heads,
-    and ``:bucket4`` for DDP's buckets of 4 MB.
+    """A strategy's name, with ``:flat`` for one level of ranks, ``:all`` without high precision for embeddings and
+    heads, and ``:bucket4`` for DDP's buckets of 4 MB.
     """
     name, *changes = variant.split(":")
     if not changes:
