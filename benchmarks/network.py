@@ -319,7 +319,13 @@ def main() -> int:
     samples: dict[str, Any] = {}
     links: dict[str, Any] = {}
     settings = dict(setting.split("=", 1) for setting in options.host_setting)
-    with SlowNetwork(options.world_size, delay_s=options.delay, loss=options.loss, settings=settings) as network:
+    with SlowNetwork(
+        options.world_size,
+        delay_s=options.delay,
+        loss=options.loss,
+        settings=settings,
+        ranks_per_host=options.ranks_per_host,
+    ) as network:
         for rate in options.rate.split(","):
             limit = None if rate == "none" else rate
             network.set_rate(limit)

@@ -59,7 +59,7 @@ def run(rate: str, delay: int, shape: tuple[int, int], layout: str, options: arg
     numbers = {"rounds": 1, "steps": options.steps, "warmup_steps": options.warmup_steps, **MODEL}
     pairs = [part for name, value in numbers.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     variants = [each for each in LAYOUTS[layout] if options.local_steps or not each.startswith("diloco")]
-    with SlowNetwork(shape[0], delay_s=delay / 1000) as network:
+    with SlowNetwork(shape[0], delay_s=delay / 1000, ranks_per_host=shape[1]) as network:
         network.set_rate(None if rate == "none" else rate)
         arguments = [*pairs, "--variants", *variants]
         report: dict[str, Any] = run_on_hosts(network, SCRIPT, arguments, timeout=_TIMEOUT_S, ranks_per_host=shape[1])[

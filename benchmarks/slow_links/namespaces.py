@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from slow_links.relay import HOST_SETTINGS, Relay
+from slow_links.relay import HOST_SETTINGS, SEND_BUFFER, Relay, send_buffer_nbytes
 
 INTERFACE = "eth0"  # in every host
 _PREFIX = "lowbit"
@@ -46,15 +46,26 @@ class SlowNetwork:
         num_hosts: How many.
         delay_s: Of every packet, one way.
         loss: Share of the packets that are lost.
-        settings: Of every host's kernel where links are far, beside or in place of `relay.HOST_SETTINGS`.
+        settings: Of every host's kernel where links are far, beside or in place of `relay.HOST_SETTINGS`. Send buffers
+            that are not among them are what the limit of bandwidth lets travel, shared by all connections of a host.
+        ranks_per_host: Each has a connection to every other host.
     """
 
     def __init__(
-        self, num_hosts: int, *, delay_s: float = 0.0, loss: float = 0.0, settings: Mapping[str, str] | None = None
+        self,
+        num_hosts: int,
+        *,
+        delay_s: float = 0.0,
+        loss: float = 0.0,
+        settings: Mapping[str, str] | None = None,
+        ranks_per_host: int = 1,
     ) -> None:
         self.delay_s = delay_s
         self.loss = loss
         self._settings = HOST_SETTINGS | dict(settings or {})
+        self._shares_buffers = SEND_BUFFER not in (settings or {})
+        self._connections = max(1, num_hosts - 1) * ranks_per_host
+        self._send_buffer = self._settings[SEND_BUFFER]
         self._relay: Relay | None = None
         run = f"{_PREFIX}-{os.getpid()}"
         self.switch = f"{run}-switch"
@@ -104,12 +115,18 @@ class SlowNetwork:
             _ip(host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
             _ip(host.namespace, "link", "set", INTERFACE, "up", "mtu", str(self._relay.mtu), "txqueuelen", "10000")
             _ip(host.namespace, "link", "set", "lo", "up")
-            settings = [f"{name}={value}" for name, value in self._settings.items()]
-            _run("ip", "netns", "exec", host.namespace, "sysctl", "-q", "-w", *settings)
+        self._configure(self._settings)
+
+    def _configure(self, settings: Mapping[str, str]) -> None:
+        written = [f"{name}={value}" for name, value in settings.items()]
+        for host in self.hosts:
+            _run("ip", "netns", "exec", host.namespace, "sysctl", "-q", "-w", *written)
 
     def probe(self, seconds: float = 5.0) -> dict[str, Any]:
-        """What the link between two hosts gives: see `probe`."""
+        """What the link between two hosts gives, to one connection that has it alone: see `probe`."""
         script, (server, client) = str(Path(__file__).with_name("probe.py")), self.hosts[:2]
+        if self._shares_buffers and self.is_far:
+            self._configure({SEND_BUFFER: HOST_SETTINGS[SEND_BUFFER]})
         serving = subprocess.Popen(
             ["ip", "netns", "exec", server.namespace, sys.executable, script, "serve", server.address]
         )
@@ -119,6 +136,8 @@ class SlowNetwork:
         finally:
             serving.kill()
             serving.wait()
+            if self.is_far:
+                self._configure({SEND_BUFFER: self._send_buffer})
         return measured
 
     def set_rate(self, rate: str | None) -> dict[str, Any]:
@@ -129,6 +148,10 @@ class SlowNetwork:
         """
         if self._relay is not None:
             bps = None if rate is None else bits_per_second(rate)
+            if self._shares_buffers:
+                nbytes = send_buffer_nbytes(bps, 2 * self.delay_s, self._connections)
+                self._send_buffer = " ".join((*HOST_SETTINGS[SEND_BUFFER].split()[:2], str(nbytes)))
+                self._configure({SEND_BUFFER: self._send_buffer})
             return self._relay.set(rate=bps, delay_s=self.delay_s, loss=self.loss)
         for index, host in enumerate(self.hosts):
             for namespace, device in ((host.namespace, INTERFACE), (self.switch, f"port{index}")):

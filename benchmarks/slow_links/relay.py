@@ -18,12 +18,23 @@ _NO_LIMIT_S = 10.0
 _SHORTEST_QUEUE_S = 0.1  # as long as the queue of a link without a delay: see `namespaces`
 
 # A host prepared for far links; `lowbit doctor` says why. Values are for 64 MB on the way.
+SEND_BUFFER = "net.ipv4.tcp_wmem"
 HOST_SETTINGS = {
     "net.ipv4.tcp_rmem": "4096 131072 67108864",
-    "net.ipv4.tcp_wmem": "4096 131072 67108864",
+    SEND_BUFFER: "4096 131072 67108864",
     "net.ipv4.tcp_slow_start_after_idle": "0",
     "net.ipv4.tcp_no_metrics_save": "1",
 }
+
+
+def send_buffer_nbytes(rate: float | None, round_trip_s: float, connections: int) -> int:
+    """The largest that a connection needs, where all of a host's send at once: its share of what is on the way, and
+    half as much again, which the kernel takes for itself. Longer ones fill the queues on the way until those drop
+    packets.
+    """
+    largest = int(HOST_SETTINGS[SEND_BUFFER].split()[-1])
+    shared = 0 if rate is None else int(1.5 * rate / 8 * round_trip_s / connections)
+    return min(largest, max(262_144, shared)) if shared else largest
 
 
 class Relay:

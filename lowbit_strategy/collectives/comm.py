@@ -122,6 +122,11 @@ class Comm(ABC):
         return self.all_reduce(x, dist.ReduceOp.MAX)
 
 
+def ring_nbytes(x: Tensor, world_size: int) -> int:
+    """What each rank of a ring sends to reduce `x`."""
+    return 2 * (world_size - 1) * x.numel() * x.element_size() // world_size
+
+
 class GroupComm(Comm):
     """The collectives of a process group.
 
@@ -152,7 +157,7 @@ class GroupComm(Comm):
         return self._begin("all-gather", x_B, _all_gather, out_WB.view(-1), x_B.reshape(-1))
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        self.sent_nbytes += 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
+        self.sent_nbytes += ring_nbytes(x, self.world_size)
         return self._begin("all-reduce", x, dist.all_reduce, x, op)
 
     def broadcast(self, x: Tensor, source: int) -> Pending:

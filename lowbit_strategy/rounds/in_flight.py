@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import Stages
+from lowbit_strategy.engine.bucket_schedule import BucketSchedule
 from lowbit_strategy.rounds.fragment import Fragment
 from lowbit_strategy.rounds.turn_header import TurnHeader
 
@@ -27,17 +27,20 @@ class AsyncReducer(Protocol):
     def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival: ...
 
 
-class Arrived:
-    def wait(self) -> None:
-        return None
-
-
 class Inline:
-    """A reducer whose result has arrived when `submit` returns."""
+    """A reducer all of whose results have arrived when `submit` of the last one returns."""
+
+    def __init__(self) -> None:
+        self._schedule = BucketSchedule()
 
     def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival:
-        wait_for_all(stages)
-        return Arrived()
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if result.is_cuda else None)
+        try:
+            self._schedule.start(stages, result, future, last=last)
+        except Exception as error:
+            self._schedule.fail(error)
+            raise
+        return future
 
 
 @dataclass(slots=True)
@@ -48,7 +51,7 @@ class InFlight:
         fragment: Its index.
         x: The pseudo-gradient; once it has arrived, the mean.
         header: What travels with it.
-        arrivals: Of its buckets; the first one's is the header's too.
+        arrivals: Of the header and of its buckets.
         delay: Optimizer steps after which it is applied.
         age: Optimizer steps since it was sent.
         weights: What each rank counts in the mean, 1 on average; empty: 1.

@@ -208,14 +208,11 @@ class OuterSync:
             self._eager.go_ahead(fragment, x_N, sync.step_index)
         sync.begin_step(stride=max(1, self._since))  # where controllers decide
         reduced = [(layout, x_N[part]) for layout, part in fragment.buckets]
-        stages = [sync.reduce(layout, x, x) for layout, x in reduced]
-        stages[0] = self._with_header(stages[0], header.flat)
+        arrivals = [self._reducer.submit(self._summed(header.flat), header.flat, last=False)]
         sent, self._turn, self._since = self._turn, (self._turn + 1) % len(self.fragments), 0
         if self._turn == 0:
             self._every = max(self.every or self._next_round(learning_rate), len(self.fragments))
-        arrivals = [
-            self._reducer.submit(each, x, last=layout.last) for each, (layout, x) in zip(stages, reduced, strict=True)
-        ]
+        arrivals += [self._reducer.submit(sync.reduce(layout, x, x), x, last=layout.last) for layout, x in reduced]
         delay = self.rule.delay_of(self.turn_length)
         self._in_flight = InFlight(sent, x_N, header, arrivals, delay, weights=self.weights)
         return self._in_flight
@@ -236,13 +233,12 @@ class OuterSync:
             sync.ranks.intra_node.all_reduce_max(bad).wait()
         return 1.0 - bad
 
-    def _with_header(self, stages: Stages, header: Tensor) -> Stages:
+    def _summed(self, header: Tensor) -> Stages:
         comm = self.sync.ranks.peers
         before = comm.sent_nbytes
         pending = comm.all_reduce(header)
         self.sync.byte_check.besides(comm.sent_nbytes - before)
         yield pending
-        yield from stages
 
     def _apply_if_due(self) -> bool:
         if self._in_flight is None or self._in_flight.age < self._in_flight.delay:

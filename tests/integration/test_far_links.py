@@ -140,4 +140,5 @@ def test_memory_is_announced(facts: list[Facts]) -> None:
         assert rank.pop("after the end") == 0
         announced = rank.pop("announced")
         assert min(rank.values()) > 0
-        assert 0.75 * announced <= sum(rank.values()) <= announced
+        held = sum(rank.values())  # less than announced where a bucket has arrived before the next one leaves
+        assert 0.5 * announced <= held <= announced

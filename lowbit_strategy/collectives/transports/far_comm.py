@@ -20,16 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import GroupComm, Pending
+from lowbit_strategy.collectives.comm import GroupComm, Pending, ring_nbytes
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 
 _KEPT_ROUNDS = 16  # a channel that has not been used while all others have been so often is given up
 
 
 class FarComm(GroupComm):
-    """The collectives of a gloo group on CPU that nothing else uses: the same results as `GroupComm`, bit for bit.
-
-    Sums stay collectives.
+    """The collectives of a gloo group on CPU that nothing else uses: the same results as `GroupComm`, bit for bit, but
+    for the order in which sums are taken.
 
     Args:
         group: Made for this alone. Several communicators may share it if their tags differ.
@@ -73,16 +72,20 @@ class FarComm(GroupComm):
             under_way.sends = [channel.send(sent[r], r) for r in self._others() if sent[r].numel()]
         return under_way
 
-    def all_reduce_max(self, x: Tensor) -> Pending:
-        """As many bytes as a ring, in two exchanges: gloo's own has many messages that wait for each other."""
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        """In two exchanges, each rank with its own part of the result: gloo's own has many messages in series. A sum is
+        taken in the order of ranks, by one of them: its bits are the same on all, but not those of gloo's.
+        """
+        self.sent_nbytes += ring_nbytes(x, self.world_size)
+        reduce = {dist.ReduceOp.SUM: _sum, dist.ReduceOp.MAX: _largest}[op]
         padded_N = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % self.world_size))
         rows_WN = padded_N.view(self.world_size, -1)
-        came_WN, largest_WN = torch.empty_like(rows_WN), torch.empty_like(rows_WN)
-        first = self.all_to_all(came_WN, rows_WN)
+        came_WN, result_WN = torch.empty_like(rows_WN), torch.empty_like(rows_WN)
+        first = self._exchange("all-to-all", came_WN, list(rows_WN))
 
         def goes_on() -> None:
-            self.all_gather(largest_WN, came_WN.amax(0)).wait()
-            x.copy_(largest_WN.view(-1)[: x.numel()].view_as(x))
+            self._exchange("all-gather", result_WN, [reduce(came_WN)] * self.world_size).wait()
+            x.copy_(result_WN.view(-1)[: x.numel()].view_as(x))
 
         return _Then(first, goes_on)
 
@@ -154,6 +157,14 @@ class FarComm(GroupComm):
             channel = self._channels.pop(key)
             channel.end()
             self._ending.append(channel)
+
+
+def _sum(rows_WN: Tensor) -> Tensor:
+    return rows_WN.sum(0, dtype=rows_WN.dtype)
+
+
+def _largest(rows_WN: Tensor) -> Tensor:
+    return rows_WN.amax(0)
 
 
 class _Posted:

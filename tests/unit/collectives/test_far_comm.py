@@ -37,16 +37,18 @@ def _everything(comm: Comm, numel: int, dtype: torch.dtype) -> list[torch.Tensor
     came = [(s + 2 * rank) % 5 for s in range(world_size)]
     uneven = torch.zeros(sum(came), dtype=dtype)
     largest = torch.tensor([rank, -rank, 3, 5 + rank, 2, rank % 2], dtype=dtype)
+    total = torch.arange(7).to(dtype) + rank  # whole numbers: sums are exact in any order
     pending = [
         comm.all_to_all(to_all, x),
         comm.all_gather(gathered, x[0]),
         comm.all_to_all(again, x + 1),
         comm.all_to_all_uneven(uneven, (torch.arange(sum(sent)) + 10 * rank).to(dtype), came, sent),
         comm.all_reduce_max(largest),
+        comm.all_reduce(total),
     ]
     for each in pending:
         each.wait()
-    return [to_all, gathered, again, uneven, largest]
+    return [to_all, gathered, again, uneven, largest, total]
 
 
 def _compared(rank: int, world_size: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The order in which DDP's buckets are advanced, the same on all ranks.
+"""The order in which buckets are advanced, DDP's and those of a round of local steps, the same on all ranks.
 
 A new bucket is started (encoded, its bytes sent), then every older one is advanced by one stage, oldest first; after
-the last bucket of a backward pass all are finished. So one bucket is encoded while another's bytes travel, and all
+the last bucket of a step all are finished. So one bucket is encoded while another's bytes travel, and all
 ranks issue collectives in the same order.
 
 A bucket whose message is on its way to ranks far apart is not waited for until all buckets have left.
