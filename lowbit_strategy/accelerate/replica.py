@@ -47,7 +47,7 @@ class ReplicaBinding:
         self._seed = seed
         self._sampler: ElasticSampler | None = None
         self._batch_size = 1
-        self.on_healed: Callable[[int], Any] = _say_steps
+        self.on_healed: Callable[[int], Any] = _log_steps
 
     @property
     def leads(self) -> bool:
@@ -99,7 +99,7 @@ def make_own_group() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _say_steps(steps: int) -> None:
+def _log_steps(steps: int) -> None:
     _log.warning(
         "lowbit_strategy: this replica goes on where the others are, after optimizer step %d: let your loop go by"
         " accelerator.lowbit.sync.step_index, and bring schedules there in accelerator.lowbit.replica.on_healed",

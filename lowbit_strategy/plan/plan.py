@@ -21,7 +21,7 @@ from lowbit_strategy.plan.gradients import (
     working_nbytes,
 )
 from lowbit_strategy.plan.messages import Unit, ahead_nbytes, leaving_nbytes, step_nbytes
-from lowbit_strategy.plan.rounds import anchor_nbytes, round_units, state_units
+from lowbit_strategy.plan.rounds import anchor_nbytes, round_units, share_nbytes, state_units
 from lowbit_strategy.plan.weights import ModuleLayout, ModuleWeights, module_weights, weight_units
 from lowbit_strategy.ranks.shape import Shape
 
@@ -36,7 +36,7 @@ class Memory:
         residuals: What methods keep from step to step.
         weights: What stays of FSDP2's weights between gathers.
         messages: While they are under way, at most.
-        working: Temporary, where no kernel codes.
+        working: Temporary, where no kernel codes, and of turns.
         anchors: Local steps: anchors, the outer optimizer's state, a pseudo-gradient.
         accumulating: Gradients that are held whole while micro-batches are accumulated without synchronising: under
             FSDP2 a rank otherwise holds its shard of them.
@@ -201,9 +201,8 @@ def make_plan(
             residuals=residual_nbytes(methods, by_name, shape, scatter=layout == "fsdp"),
             weights=kept,
             messages=_messages_nbytes(gradients, units, rounds, state, shape, layout, unsharded),
-            working=working_nbytes(
-                methods, by_name, shape.num_peers, scatter=layout == "fsdp", device_type=device_type
-            ),
+            working=working_nbytes(methods, by_name, shape.num_peers, scatter=layout == "fsdp", device_type=device_type)
+            + (share_nbytes(outer, by_name) if local and outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if local and outer is not None else 0,
             accumulating=0 if layout == "ddp" else unsharded,
         ),
@@ -223,7 +222,7 @@ def _messages_nbytes(
 ) -> int:
     """Memory for what is under way at most. `unsharded`: bytes of the whole gradients."""
     meanwhile = layout == "fsdp" and shape.far and shape.share is None
-    turns = max if layout == "fsdp" and not meanwhile else sum  # DDP's buckets may all be under way at once
+    turns = sum if layout == "ddp" or meanwhile else max  # DDP's buckets may all be under way at once
     nbytes = turns([unit.buffer_nbytes for unit in gradients] or [0])
     nbytes += _under_way([unit.buffer_nbytes for unit in rounds], len(rounds) if shape.far else BUCKETS_OF_A_ROUND)
     nbytes += (sum if meanwhile else max)([unit.buffer_nbytes for unit in weights] or [0])

@@ -102,6 +102,14 @@ def state_units(rule: OuterRule, specs: Mapping[str, TensorSpec], shape: Shape) 
 def anchor_nbytes(rule: OuterRule, specs: Mapping[str, TensorSpec]) -> int:
     """Memory for anchors, for what the outer optimizer keeps once it has stepped, and for a pseudo-gradient."""
     numel = sum(spec.numel for spec in specs.values())
+    return round(numel * (4 + rule.moment_nbytes)) + _largest_fragment_nbytes(rule, specs)
+
+
+def share_nbytes(rule: OuterRule, specs: Mapping[str, TensorSpec]) -> int:
+    """Temporary memory of a turn: this rank's own share of the mean, where it does not wait for the others'."""
+    return _largest_fragment_nbytes(rule, specs) if rule.eager else 0
+
+
+def _largest_fragment_nbytes(rule: OuterRule, specs: Mapping[str, TensorSpec]) -> int:
     fragments = cut_into(list(specs.values()), rule.fragments)
-    largest = max((sum(spec.numel for spec in fragment) for fragment in fragments), default=0)
-    return round(numel * (4 + rule.moment_nbytes)) + 4 * largest
+    return 4 * max((sum(spec.numel for spec in fragment) for fragment in fragments), default=0)

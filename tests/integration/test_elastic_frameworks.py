@@ -132,7 +132,7 @@ def test_fabric_s_replicas_meet_before_the_first_forward_pass(tmp_path: Path) ->
     assert results["a"] == results["b"]  # at the end of a round
 
 
-class Told(TrainerCallback):
+class StepsNoted(TrainerCallback):
     """Writes down the step for the test, which kills by it."""
 
     def __init__(self, path: Path, dies_at: int | None) -> None:
@@ -181,15 +181,17 @@ def fit(elastic: Elastic, folder: Path, dies_at: int | None = None, resume: str 
         disable_tqdm=True,
         report_to="none",
     )
-    told = Told(folder / f"{elastic.name}.steps", dies_at)
+    steps_noted = StepsNoted(folder / f"{elastic.name}.steps", dies_at)
     model = Noted(config)
-    made = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows], callbacks=[told])
+    made = Trainer(
+        model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows], callbacks=[steps_noted]
+    )
     attach(made, plugin(elastic))
     made.train(resume_from_checkpoint=resume)
     assert made.lr_scheduler is not None
     return {
         "print": fingerprint(model),
-        "steps": told.steps,
+        "steps": steps_noted.steps,
         "seen": model.seen,
         "schedule": made.lr_scheduler.last_epoch,
         "saved": sorted(path.name for path in (folder / elastic.name).glob("checkpoint-*")),

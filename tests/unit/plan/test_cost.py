@@ -77,7 +77,7 @@ def test_advice_for_seven_billion_parameters_needs_no_ranks() -> None:
     assert 6.5e9 < wanted.numel < 7.5e9
     assert best(found, wanted) in ("loco_ddp", "loco_hsdp")
     assert best(found, wanted, 80e9) == "loco_hsdp"  # DDP's weights and moments alone take more
-    assert best(found, wanted, 20e9) == "loco_fsdp"
+    assert best(found, wanted, 12e9) == "loco_fsdp"  # every rank of a node has an eighth of all under HSDP
 
 
 def test_it_declines_where_links_are_fast() -> None:
