@@ -19,10 +19,15 @@ from lowbit_strategy.control import Bounds
 from lowbit_strategy.control.registry import CONTROLLERS
 from lowbit_strategy.custom_loop import SyncOptions
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
+from lowbit_strategy.methods._base.compressor import assign_all
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.interval import AdaComm, Quadratic, Seconds, Stepwise
 from lowbit_strategy.methods.weights.registry import WEIGHTS
 from lowbit_strategy.options.conversion import Source, describe_type, types_of
 from lowbit_strategy.options.documentation import arguments
+from lowbit_strategy.plan.gradients import Layout
+from lowbit_strategy.plan.plan import make_plan
+from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.register import strategy_names
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -214,12 +219,36 @@ def compressor_names() -> str:
     )
 
 
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+_FOUR = Shape(4, far=True)
+_WEIGHT_AND_BIAS = (TensorSpec("weight", (512, 512)), TensorSpec("bias", (512,)))  # one is compressed, one is exempt
+
+
+def _in_series(compressor: Compressor, layout: Layout) -> int:
+    specs = list(_WEIGHT_AND_BIAS)
+    return make_plan(specs, assign_all(compressor, specs), _FOUR, layout).in_series + (layout == "fsdp")
+
+
+def messages_in_series() -> str:
+    """Compressors by how many messages of a step wait for each other, and what those wait at 100 ms."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for name, compressor in PRESETS.items():
+        found.setdefault((_in_series(compressor, "ddp"), _in_series(compressor, "fsdp")), []).append(f"`{name}`")
+    rows = [
+        f"| {', '.join(members)} | {ddp} | {fsdp} | {50 * ddp}, {50 * fsdp} |"
+        for (ddp, fsdp), members in sorted(found.items())
+    ]
+    return "\n".join(("| | DDP | FSDP2, with weights | ms at a round trip of 100 |", "|---|---|---|---|", *rows))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
         compressor_names,
         compressor_options,
         controller_options,
+        messages_in_series,
         monitor_options,
         names,
         outer_options,
