@@ -76,8 +76,10 @@ class FarComm(GroupComm):
         """In two exchanges, each rank with its own part of the result: gloo's own has many messages in series. A sum is
         taken in the order of ranks, by one of them: its bits are the same on all, but not those of gloo's.
         """
+        if op not in _REDUCTIONS:
+            return super().all_reduce(x, op)
+        reduce = _REDUCTIONS[op]
         self.sent_nbytes += ring_nbytes(x, self.world_size)
-        reduce = {dist.ReduceOp.SUM: _sum, dist.ReduceOp.MAX: _largest}[op]
         padded_N = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % self.world_size))
         rows_WN = padded_N.view(self.world_size, -1)
         came_WN, result_WN = torch.empty_like(rows_WN), torch.empty_like(rows_WN)
@@ -159,12 +161,11 @@ class FarComm(GroupComm):
             self._ending.append(channel)
 
 
-def _sum(rows_WN: Tensor) -> Tensor:
-    return rows_WN.sum(0, dtype=rows_WN.dtype)
-
-
-def _largest(rows_WN: Tensor) -> Tensor:
-    return rows_WN.amax(0)
+_REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[[Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: lambda rows_WN: rows_WN.sum(0, dtype=rows_WN.dtype),
+    dist.ReduceOp.MAX: lambda rows_WN: rows_WN.amax(0),
+    dist.ReduceOp.MIN: lambda rows_WN: rows_WN.amin(0),
+}
 
 
 class _Posted:

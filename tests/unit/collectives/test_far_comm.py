@@ -37,6 +37,7 @@ def _everything(comm: Comm, numel: int, dtype: torch.dtype) -> list[torch.Tensor
     came = [(s + 2 * rank) % 5 for s in range(world_size)]
     uneven = torch.zeros(sum(came), dtype=dtype)
     largest = torch.tensor([rank, -rank, 3, 5 + rank, 2, rank % 2], dtype=dtype)
+    smallest = largest.clone()
     total = torch.arange(7).to(dtype) + rank  # whole numbers: sums are exact in any order
     pending = [
         comm.all_to_all(to_all, x),
@@ -45,10 +46,11 @@ def _everything(comm: Comm, numel: int, dtype: torch.dtype) -> list[torch.Tensor
         comm.all_to_all_uneven(uneven, (torch.arange(sum(sent)) + 10 * rank).to(dtype), came, sent),
         comm.all_reduce_max(largest),
         comm.all_reduce(total),
+        comm.all_reduce(smallest, dist.ReduceOp.MIN),
     ]
     for each in pending:
         each.wait()
-    return [to_all, gathered, again, uneven, largest, total]
+    return [to_all, gathered, again, uneven, largest, total, smallest]
 
 
 def _compared(rank: int, world_size: int) -> dict[str, Any]:
