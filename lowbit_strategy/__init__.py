@@ -6,7 +6,6 @@ Fabric, whichever of their namespaces is or will be imported.
 
 import sys
 
-from lowbit_strategy.attach.digest import DivergenceError
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -60,6 +59,7 @@ from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.wrappers.partition import Partition
 from lowbit_strategy.methods.wrappers.rotate import Rotate
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.model.digest import DivergenceError
 from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.register import register_when_imported
 from lowbit_strategy.rounds.elastic_sampler import ElasticSampler

@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.choosing import choose_for_ddp, choose_for_fsdp, is_to_choose
-from lowbit_strategy.attach.digest import ParameterDigest
 from lowbit_strategy.attach.fit import fitted
 from lowbit_strategy.attach.local_steps import local_steps
 from lowbit_strategy.attach.order_checks import check_ddp, check_fsdp
@@ -35,6 +34,7 @@ from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import default_weights
+from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import (
     broadcast_shards,
     check_process_groups,

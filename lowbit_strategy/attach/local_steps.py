@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lowbit_strategy.attach.digest import ParameterDigest
 from lowbit_strategy.attach.shared_state import from_first_rank
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
 from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.auto import AutoChoice
-from lowbit_strategy.attach.digest import ParameterDigest
 from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.optimizer_steps import forget_optimizers, watch_optimizers
 from lowbit_strategy.attach.order_checks import PassCounter, why_nothing_was_sent
@@ -28,6 +27,7 @@ from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, trainable_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync

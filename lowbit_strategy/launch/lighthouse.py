@@ -28,6 +28,9 @@ def lighthouse(
     It keeps nothing that matters: if it is lost, replicas wait, and go on once it has been started again. Give each run
     one of its own. Nobody who reaches the port is asked who they are: keep it in a private network.
     """
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
     os.environ.setdefault("RUST_LOG", "error")
     server = import_torchft().coordination.LighthouseServer(
         bind=bind,
@@ -37,9 +40,6 @@ def lighthouse(
     )
     port = server.address().rpartition(":")[2]
     typer.echo(f"lighthouse at http://{socket.gethostname()}:{port}, which has a page for browsers")
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
     while not ended.wait(0.5):
         pass
     server.shutdown()

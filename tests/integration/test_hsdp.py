@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from lowbit_strategy import DiLoCo, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.attach.attach import attach_fsdp
-from lowbit_strategy.attach.digest import ParameterDigest
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.lightning import LowBitFSDPStrategy
+from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.ranks.topology import hybrid_mesh
 from tests.accelerated import fresh_state, fsdp_plugin, prepared, train
