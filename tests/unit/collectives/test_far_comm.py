@@ -112,7 +112,7 @@ def _many(rank: int, world_size: int) -> dict[str, Any]:
     row = world_size - 1
     return {
         "at 100": held[100] == row * 2 * (512 + 513),
-        "at the end": held[-1] == row * 2 * (1024 + 1025),
+        "at the end": held[-2] == row * 2 * (1024 + 1025),  # in the last step others may have left already
         "most": max(held) <= row * 2 * (512 + 513 + 1024 + 1025),
         "threads": set(threads[10:]) == {threads[10]},
     }
