@@ -136,8 +136,8 @@ def message_memory(
     world_size: int,
     *,
     scatter: bool,
-) -> int:
-    """Memory that the shared exchange of a bucket takes while it is under way: sent, received and summed up."""
+) -> tuple[int, int]:
+    """Memory that the shared exchange of a bucket takes: while it is under way, and for the mean between its hops."""
     row, shard = HEADER_NBYTES, 0
     found = False
     for name in names:
@@ -147,9 +147,9 @@ def message_memory(
             shard += round_up(row_numel, ALIGNMENT)
             found = True
     if not found:
-        return 0
+        return 0, 0
     own = 0 if scatter or world_size <= 2 else row  # of two ranks it lies where the first message was
-    return 2 * world_size * row + own + (0 if scatter else 4 * shard)
+    return 2 * world_size * row + own, 0 if scatter else 4 * shard
 
 
 def _part_numel(spec: TensorSpec, shape: Shape) -> int:
@@ -230,7 +230,7 @@ def gradient_unit(
     present = [name for name in reduced.names if scatter or specs[name].numel]  # a rank may have no part of it
     own = [name for name in present if not (methods[name].whole_model and layout == "ddp")] + list(whole_model)
     messages: list[Message] = []
-    memory = 0
+    memory = mean = 0
     if shape.share is not None and shape.num_parts > 1 and not (local and layout == "ddp"):
         numel = intra_node_numel(specs, reduced.names, shape, layout)
         sent = (shape.num_parts - 1) * numel * reduced.itemsize
@@ -242,7 +242,8 @@ def gradient_unit(
         leaving = shape.peers_share_leaving()
         peers = shape.num_peers
         messages += bucket_messages(methods, specs, own, peers, scatter=scatter, level=level, leaving=leaving)
-        memory += message_memory(methods, specs, present, peers, scatter=scatter)
+        travelling, mean = message_memory(methods, specs, present, peers, scatter=scatter)
+        memory += travelling
     if messages and messages[0].level == "intra-node" and layout == "ddp":
         messages.append(replace(messages[0], what="all-gather"))
     hops = 1 if scatter else 2
@@ -252,6 +253,7 @@ def gradient_unit(
         tuple(messages),
         buffer_nbytes=memory,
         encoded_numel=0 if local else hops * sum(specs[name].numel for name in own),
+        mean_nbytes=mean,
     )
 
 

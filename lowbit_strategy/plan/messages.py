@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,6 +49,7 @@ class Unit:
         repeats: How often it travels in a step (of a round: in a round), in the mean.
         buffer_nbytes: Memory for its messages while they are under way.
         encoded_numel: Elements that this rank encodes and decodes for it, all hops together.
+        mean_nbytes: Memory for the mean of what this rank owns, between two hops: of one unit at a time.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Unit:
     repeats: float = 1
     buffer_nbytes: int = 0
     encoded_numel: int = 0
+    mean_nbytes: int = 0
 
     @property
     def in_series(self) -> int:
@@ -66,6 +68,12 @@ class Unit:
     def nbytes(self, *levels: Level) -> int:
         """Promised bytes each time that it travels, on these levels; none given: on all."""
         return sum(message.nbytes for message in self.messages if not levels or message.level in levels)
+
+
+def under_way_nbytes(units: Sequence[Unit], at_once: int) -> int:
+    """Memory for the most of so many in a row that are under way, and for a mean."""
+    travelling = [sum(unit.buffer_nbytes for unit in units[first : first + at_once]) for first in range(len(units))]
+    return max(travelling, default=0) + max((unit.mean_nbytes for unit in units), default=0)
 
 
 def step_nbytes(units: Iterable[Unit], *levels: Level) -> int:

@@ -20,7 +20,7 @@ from lowbit_strategy.plan.gradients import (
     promised_nbytes,
     working_nbytes,
 )
-from lowbit_strategy.plan.messages import Unit, ahead_nbytes, leaving_nbytes, step_nbytes
+from lowbit_strategy.plan.messages import Unit, ahead_nbytes, leaving_nbytes, step_nbytes, under_way_nbytes
 from lowbit_strategy.plan.rounds import anchor_nbytes, round_units, share_nbytes, state_units
 from lowbit_strategy.plan.weights import ModuleLayout, ModuleWeights, module_weights, weight_units
 from lowbit_strategy.ranks.shape import Shape
@@ -222,21 +222,16 @@ def _messages_nbytes(
 ) -> int:
     """Memory for what is under way at most. `unsharded`: bytes of the whole gradients."""
     meanwhile = layout == "fsdp" and shape.far and shape.share is None
-    turns = sum if layout == "ddp" or meanwhile else max  # DDP's buckets may all be under way at once
-    nbytes = turns([unit.buffer_nbytes for unit in gradients] or [0])
-    nbytes += _under_way([unit.buffer_nbytes for unit in rounds], len(rounds) if shape.far else BUCKETS_OF_A_ROUND)
-    nbytes += (sum if meanwhile else max)([unit.buffer_nbytes for unit in weights] or [0])
-    nbytes += max((unit.buffer_nbytes for unit in state), default=0)
+    # DDP's buckets may all be under way at once
+    nbytes = under_way_nbytes(gradients, len(gradients) if layout == "ddp" or meanwhile else 1)
+    nbytes += under_way_nbytes(rounds, len(rounds) if shape.far else BUCKETS_OF_A_ROUND)
+    nbytes += under_way_nbytes(weights, len(weights) if meanwhile else 1)
+    nbytes += under_way_nbytes(state, 1)
     if shape.far:
         nbytes += sum(ahead_nbytes(unit) for unit in (*gradients, *rounds, *weights, *state))
     if meanwhile:  # FSDP2's gradients, whole, until backward has ended, and their sums
         nbytes += unsharded + unsharded // shape.world_size
     return nbytes
-
-
-def _under_way(in_order: Sequence[int], at_once: int) -> int:
-    """The most bytes of so many in a row."""
-    return max((sum(in_order[first : first + at_once]) for first in range(len(in_order))), default=0)
 
 
 def residual_nbytes(

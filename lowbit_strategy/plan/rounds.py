@@ -60,13 +60,15 @@ def round_units(
             if number == 0:
                 messages.insert(0, Message(level, "header", 0, header_nbytes, leaving=leaving))
             elements = sum(spec.numel for spec in bucket)
+            memory, mean = message_memory(methods, specs, names, peers, scatter=False)
             units.append(
                 Unit(
                     f"fragment {at}, bucket {number}",
                     sum(spec.whole.numel for spec in bucket),
                     tuple(messages),
-                    buffer_nbytes=message_memory(methods, specs, names, peers, scatter=False),
+                    buffer_nbytes=memory,
                     encoded_numel=2 * elements,
+                    mean_nbytes=mean,
                 )
             )
     return tuple(units)
@@ -91,9 +93,10 @@ def state_units(rule: OuterRule, specs: Mapping[str, TensorSpec], shape: Shape) 
                 0, Message(level, "who has it", 0, 2 * (peers - 1) * 4 * len(names) // peers, leaving=leaving)
             )
             elements = sum(spec.numel for spec in bucket)
-            memory = message_memory(methods, specs, names, peers, scatter=False) + 3 * 4 * elements
+            memory, mean = message_memory(methods, specs, names, peers, scatter=False)
+            memory += 3 * 4 * elements
             units += [
-                Unit(f"fragment {at}, {key}", elements, tuple(messages), 1 / rounds, memory, 2 * elements)
+                Unit(f"fragment {at}, {key}", elements, tuple(messages), 1 / rounds, memory, 2 * elements, mean)
                 for key, rounds in sorted(every.items())
             ]
     return tuple(units)

@@ -117,7 +117,7 @@ def memory(folder: Path, kind: Kind) -> Facts:
         model = DistributedDataParallel(net, bucket_cap_mb=0.25)
         session = attach_ddp(model, prepared)
     sync = session.sync
-    for _ in range(6):
+    for _ in range(40):  # receives of the sizes before DDP cut its buckets anew have been given up by then
         session.begin_step()
         model(torch.randn(4, 256)).square().mean().backward()
         session.end_step()
@@ -140,5 +140,4 @@ def test_memory_is_announced(facts: list[Facts]) -> None:
         assert rank.pop("after the end") == 0
         announced = rank.pop("announced")
         assert min(rank.values()) > 0
-        held = sum(rank.values())  # less than announced where a bucket has arrived before the next one leaves
-        assert 0.5 * announced <= held <= announced
+        assert 0.75 * announced <= sum(rank.values()) <= announced
