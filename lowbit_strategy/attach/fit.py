@@ -52,13 +52,7 @@ def fitted(
     if room is None or ranks.alone:
         return prepared
     setup = Setup(specs=prepared.specs, shape=ranks.shape, layout=prepared.layout, modules=modules or {})
-    found = choices(
-        prepared.compressor,
-        weights,
-        setup,
-        may_recode=prepared.options.weights is None,
-        may_shorten=prepared.options.memory is not None,
-    )
+    found = choices(prepared.compressor, weights, setup, may_recode=prepared.options.weights is None)
     chosen = choose(list(found), room, limit)
     if chosen.differs and ranks.world.rank == 0:
         inform(

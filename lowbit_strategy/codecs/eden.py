@@ -10,9 +10,9 @@ from torch import Tensor
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.codecs.rotate import hadamard, rotation_signs
 from lowbit_strategy.kernels.codebooks import gaussian_codebook
 from lowbit_strategy.kernels.reference.blocks import tree_sum
+from lowbit_strategy.kernels.rotation import rotate
 from lowbit_strategy.kernels.segments import Segments
 
 _SCALE_NBYTES = 2  # bfloat16
@@ -53,7 +53,7 @@ class EdenCodec(BlockwiseCodec):
     def encode_blocks(self, h_KB: Tensor, valid_KB: Tensor, finite_K: Tensor, noise: Noise) -> Tensor:
         largest_K = h_KB.abs().amax(-1)  # squares of what remains neither overflow nor vanish
         unit_KB = h_KB / torch.where(largest_K > 0, largest_K, 1.0)[:, None]
-        y_KB = hadamard(unit_KB * rotation_signs(self.block_size, h_KB.device))
+        y_KB = rotate(unit_KB)
         square_K = tree_sum(y_KB * y_KB)
         rms_K = (square_K / self.block_size).sqrt()
         codebook = self._codebook(h_KB.device)
@@ -88,7 +88,7 @@ class EdenCodec(BlockwiseCodec):
         return self._codebook(payload_KC.device)[code_KB] * scale_K1
 
     def _back(self, y_KB: Tensor) -> Tensor:
-        return hadamard(y_KB) * rotation_signs(self.block_size, y_KB.device)
+        return rotate(y_KB, back=True)
 
     def _codebook(self, device: torch.device) -> Tensor:
         return torch.tensor(gaussian_codebook(2**self.bits), dtype=torch.float32, device=device)

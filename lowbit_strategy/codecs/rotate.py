@@ -12,10 +12,9 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec, decode_sum_alone, encode_alone
 from lowbit_strategy.codecs.packed import Packed, pack_segments
-from lowbit_strategy.kernels.reference.rng import dither
+from lowbit_strategy.kernels.rotation import rotate
 from lowbit_strategy.kernels.segments import Segments
 
-_SIGN_KEY = 0x5167
 Transform = Literal["hadamard", "cosine"]
 DENSE_BLOCK = 128  # rotated together where the codec itself has no blocks
 
@@ -93,30 +92,12 @@ class RotatedCodec(Codec):
     def _rotated(self, x_KN: Tensor) -> Tensor:
         if self.transform == "cosine":
             return cosines(x_KN, inverse=False)
-        return hadamard(x_KN * rotation_signs(self.rotation_size, x_KN.device))
+        return rotate(x_KN)
 
     def _restored(self, y_KN: Tensor) -> Tensor:
         if self.transform == "cosine":
             return cosines(y_KN, inverse=True)
-        return hadamard(y_KN) * rotation_signs(self.rotation_size, y_KN.device)
-
-
-def rotation_signs(size: int, device: torch.device) -> Tensor:
-    """float32 [size] of 1 and -1: fixed, the same everywhere."""
-    return dither(0, size, _SIGN_KEY, device).lt(0).float() * -2.0 + 1.0
-
-
-def hadamard(x_KN: Tensor) -> Tensor:
-    """Orthonormal Walsh-Hadamard transform of the rows, its own inverse. By butterflies: the same bits for any K."""
-    size = x_KN.shape[1]
-    y = x_KN
-    half = 1
-    while half < size:
-        pairs = y.view(-1, size // (2 * half), 2, half)
-        upper, lower = pairs[:, :, 0], pairs[:, :, 1]
-        y = torch.stack((upper + lower, upper - lower), 2)
-        half *= 2
-    return y.reshape(-1, size) * size**-0.5
+        return rotate(y_KN, back=True)
 
 
 def cosines(x_KN: Tensor, *, inverse: bool) -> Tensor:

@@ -139,7 +139,7 @@ def kept(wanted: Wanted) -> list[fitting.Choice]:
         modules=layers_of(list(wanted.specs), wanted.itemsize),
     )
     coding = default_weights(compressor)
-    return list(fitting.choices(compressor, coding, setup, may_recode=True, may_shorten=True))
+    return list(fitting.choices(compressor, coding, setup, may_recode=True))
 
 
 def assign(wanted: Wanted, compressor: Compressor) -> Mapping[str, Assignment]:

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
-from lowbit_strategy.kernels.triton import dense
+from lowbit_strategy.kernels.triton import dense, rotation
 from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, encode_kernel, split_sources
 from lowbit_strategy.kernels.triton.layout import DeviceFormat, device_format
 from lowbit_strategy.kernels.triton.loco import loco_kernel
@@ -122,6 +122,14 @@ def chunk_top_k_resources(*, arch: int) -> Resources:
     signature = {"x": "*fp32", "kept": "*i32", "positions": "*i16", "values": "*fp32", "room": "i32"}
     launch = Launch(elements_per_thread=CHUNK // (32 * NUM_WARPS), num_warps=NUM_WARPS, vector=4)
     return _compile(chunk_top_k_kernel, signature, {"CHUNK": CHUNK}, unaligned=(), launch=launch, arch=arch)
+
+
+def rotate_resources(size: int, *, back: bool, arch: int) -> Resources:
+    signature = {"x": "*fp32", "out": "*fp32", "signs": "*fp32", "num_rows": "i32", "scale": "fp32"}
+    constants = {"SIZE": size, "STAGES": size.bit_length() - 1, "ROWS": rotation.LAUNCH.tile(size) // size}
+    return _compile(
+        rotation.rotate_kernel, signature, constants | {"BACK": back}, unaligned=(), launch=rotation.LAUNCH, arch=arch
+    )
 
 
 _TABLES = {"segment_of_tile": "*i32", "segments": "*i64", "table": "*fp32"}

@@ -9,8 +9,9 @@ from torch import Tensor
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.contraction import hard_blocks
 from lowbit_strategy.codecs.eden import EdenCodec
-from lowbit_strategy.codecs.rotate import hadamard, rotation_signs
 from lowbit_strategy.kernels.codebooks import unit_gain
+from lowbit_strategy.kernels.reference.rotation import hadamard
+from lowbit_strategy.kernels.rotation import signs
 
 SIZE = 128
 
@@ -54,7 +55,7 @@ def test_one_bit_is_drive() -> None:
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < SIZE:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    rotation = matrix / SIZE**0.5 * rotation_signs(SIZE, x.device)
+    rotation = matrix / SIZE**0.5 * signs(SIZE, x.device)
     y = rotation @ x
     expected = rotation.T @ (y.sign() * (x.square().sum() / y.abs().sum()))
     torch.testing.assert_close(decoded(EdenCodec(1, SIZE), x), expected, rtol=2**-8, atol=1e-6)
@@ -64,9 +65,7 @@ def test_one_bit_is_drive() -> None:
 def test_the_nearest_form_shrinks_every_block(bits: int) -> None:
     codec = EdenCodec(bits, SIZE)
     assert codec.nearest().contracts
-    worst = hadamard(torch.eye(SIZE)[:1]).view(-1) * rotation_signs(
-        SIZE, torch.device("cpu")
-    )  # rotated: a single element
+    worst = hadamard(torch.eye(SIZE)[:1]).view(-1) * signs(SIZE, torch.device("cpu"))  # rotated: a single element
     assert share_and_error(codec, worst)[1] > 1.0 or bits > 1
     assert share_and_error(codec.nearest(), worst)[1] < 1.0
 

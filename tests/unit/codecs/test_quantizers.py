@@ -18,10 +18,11 @@ from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.natural import NaturalCodec
 from lowbit_strategy.codecs.onebit import TwoMeansCodec, pack_bits, unpack_bits
 from lowbit_strategy.codecs.qsgd import L2Codec
-from lowbit_strategy.codecs.rotate import RotatedCodec, hadamard
+from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.codecs.ternary import TernaryCodec
 from lowbit_strategy.kernels.codebooks import fitted, ternary
 from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.kernels.reference.rotation import hadamard
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods.quantization.signsgd import SignCodec
 

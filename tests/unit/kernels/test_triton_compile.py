@@ -103,6 +103,14 @@ def test_nothing_is_contracted() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("size", [32, 128])
+def test_a_rotation_needs_no_other_warp(size: int, arch: int) -> None:
+    found = offline.rotate_resources(size, back=True, arch=arch)
+    check(found, registers=64)
+    assert found.wide_share > 0.9
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_chunk_top_k_keeps_its_chunk_in_registers(arch: int) -> None:
     found = offline.chunk_top_k_resources(arch=arch)
     check(found, FOUR_PROGRAMS)

@@ -43,6 +43,10 @@ def test_every_way_of_packing_gives_the_references_bytes() -> None:
     assert worker("quick") == [f"cases: {len(quick_cases())}"]
 
 
+def test_rotations_are_the_references() -> None:
+    assert worker("rotations") == ["cases: 12"]
+
+
 @pytest.mark.parametrize("which", ["pairs", pytest.param("triples", marks=pytest.mark.slow)])
 def test_sums_over_many_sources_and_dense_messages_are_the_references(which: str) -> None:
     """Groups of sources are added in a loop, the rest behind it: in rank order all the same."""

@@ -1,0 +1,35 @@
+"""Hadamard rotation of short rows: the public op, in one pass over memory on GPUs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.kernels import backends
+from lowbit_strategy.kernels.reference import rotation as reference
+from lowbit_strategy.kernels.reference.rng import dither
+
+MAX_SIZE = 512  # of a row that one warp holds in its registers
+_SIGN_KEY = 0x5167
+
+
+def signs(size: int, device: torch.device) -> Tensor:
+    """float32 [size] of 1 and -1: fixed, the same everywhere."""
+    return dither(0, size, _SIGN_KEY, device).lt(0).float() * -2.0 + 1.0
+
+
+def rotate(x_KN: Tensor, *, back: bool = False) -> Tensor:
+    """``H D x / sqrt(n)`` of each row, H the Hadamard matrix of n elements, D fixed random signs.
+
+    The same bits on every device and for any number of rows.
+
+    Args:
+        x_KN: float32, contiguous; n is a power of two.
+        back: The inverse, ``D H x / sqrt(n)``.
+    """
+    signs_N = signs(x_KN.shape[1], x_KN.device)
+    if x_KN.shape[1] <= MAX_SIZE and backends.choose(x_KN.device) == "triton":
+        from lowbit_strategy.kernels.triton import rotation
+
+        return rotation.rotate(x_KN, signs_N, back=back)
+    return reference.rotate(x_KN, signs_N, back=back)
