@@ -88,7 +88,7 @@ class EdenCodec(BlockwiseCodec):
         return self._codebook(payload_KC.device)[code_KB] * scale_K1
 
     def _back(self, y_KB: Tensor) -> Tensor:
-        return rotate(y_KB, back=True)
+        return rotate(y_KB, inverse=True)
 
     def _codebook(self, device: torch.device) -> Tensor:
         return torch.tensor(gaussian_codebook(2**self.bits), dtype=torch.float32, device=device)

@@ -97,7 +97,7 @@ class RotatedCodec(Codec):
     def _restored(self, y_KN: Tensor) -> Tensor:
         if self.transform == "cosine":
             return cosines(y_KN, inverse=True)
-        return rotate(y_KN, back=True)
+        return rotate(y_KN, inverse=True)
 
 
 def cosines(x_KN: Tensor, *, inverse: bool) -> Tensor:

@@ -18,18 +18,18 @@ def signs(size: int, device: torch.device) -> Tensor:
     return dither(0, size, _SIGN_KEY, device).lt(0).float() * -2.0 + 1.0
 
 
-def rotate(x_KN: Tensor, *, back: bool = False) -> Tensor:
+def rotate(x_KN: Tensor, *, inverse: bool = False) -> Tensor:
     """``H D x / sqrt(n)`` of each row, H the Hadamard matrix of n elements, D fixed random signs.
 
     The same bits on every device and for any number of rows.
 
     Args:
         x_KN: float32, contiguous; n is a power of two.
-        back: The inverse, ``D H x / sqrt(n)``.
+        inverse: ``D H x / sqrt(n)``.
     """
     signs_N = signs(x_KN.shape[1], x_KN.device)
     if x_KN.shape[1] <= MAX_SIZE and backends.choose(x_KN.device) == "triton":
         from lowbit_strategy.kernels.triton import rotation
 
-        return rotation.rotate(x_KN, signs_N, back=back)
-    return reference.rotate(x_KN, signs_N, back=back)
+        return rotation.rotate(x_KN, signs_N, inverse=inverse)
+    return reference.rotate(x_KN, signs_N, inverse=inverse)

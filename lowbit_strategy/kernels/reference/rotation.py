@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def rotate(x_KN: Tensor, signs_N: Tensor, *, back: bool) -> Tensor:
-    return hadamard(x_KN) * signs_N if back else hadamard(x_KN * signs_N)
+def rotate(x_KN: Tensor, signs_N: Tensor, *, inverse: bool) -> Tensor:
+    return hadamard(x_KN) * signs_N if inverse else hadamard(x_KN * signs_N)
 
 
 def hadamard(x_KN: Tensor) -> Tensor:

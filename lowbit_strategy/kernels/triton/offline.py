@@ -124,11 +124,16 @@ def chunk_top_k_resources(*, arch: int) -> Resources:
     return _compile(chunk_top_k_kernel, signature, {"CHUNK": CHUNK}, unaligned=(), launch=launch, arch=arch)
 
 
-def rotate_resources(size: int, *, back: bool, arch: int) -> Resources:
+def rotate_resources(size: int, *, inverse: bool, arch: int) -> Resources:
     signature = {"x": "*fp32", "out": "*fp32", "signs": "*fp32", "num_rows": "i32", "scale": "fp32"}
     constants = {"SIZE": size, "STAGES": size.bit_length() - 1, "ROWS": rotation.LAUNCH.tile(size) // size}
     return _compile(
-        rotation.rotate_kernel, signature, constants | {"BACK": back}, unaligned=(), launch=rotation.LAUNCH, arch=arch
+        rotation.rotate_kernel,
+        signature,
+        constants | {"INVERSE": inverse},
+        unaligned=(),
+        launch=rotation.LAUNCH,
+        arch=arch,
     )
 
 

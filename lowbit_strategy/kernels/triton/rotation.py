@@ -24,26 +24,26 @@ def butterflies(y, HALF: tl.constexpr):
 
 @triton.jit
 def rotate_kernel(
-    x, out, signs, num_rows, scale, SIZE: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BACK: tl.constexpr
+    x, out, signs, num_rows, scale, SIZE: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, INVERSE: tl.constexpr
 ):
     """The order of sums is the reference's: neighbours first, then twice as far apart each time."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, SIZE)
     at = row[:, None] * SIZE + column[None, :]
-    there = (row < num_rows)[:, None]
+    present = (row < num_rows)[:, None]
     sign = tl.load(signs + column)[None, :]
-    y = tl.load(x + at, mask=there, other=0.0)
-    if not BACK:
+    y = tl.load(x + at, mask=present, other=0.0)
+    if not INVERSE:
         y = y * sign
     for i in tl.static_range(STAGES):
         y = butterflies(y, 1 << i)
     y = y * scale
-    if BACK:
+    if INVERSE:
         y = y * sign
-    tl.store(out + at, y, mask=there)
+    tl.store(out + at, y, mask=present)
 
 
-def rotate(x_KN: Tensor, signs_N: Tensor, *, back: bool) -> Tensor:
+def rotate(x_KN: Tensor, signs_N: Tensor, *, inverse: bool) -> Tensor:
     (num_rows, size), out = x_KN.shape, torch.empty_like(x_KN)
     rows = LAUNCH.tile(size) // size
     with on(x_KN.device):
@@ -56,7 +56,7 @@ def rotate(x_KN: Tensor, signs_N: Tensor, *, back: bool) -> Tensor:
             SIZE=size,
             STAGES=size.bit_length() - 1,
             ROWS=rows,
-            BACK=back,
+            INVERSE=inverse,
             num_warps=LAUNCH.num_warps,
             enable_fp_fusion=False,
         )

@@ -105,7 +105,7 @@ def test_nothing_is_contracted() -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("size", [32, 128])
 def test_a_rotation_needs_no_other_warp(size: int, arch: int) -> None:
-    found = offline.rotate_resources(size, back=True, arch=arch)
+    found = offline.rotate_resources(size, inverse=True, arch=arch)
     check(found, registers=64)
     assert found.wide_share > 0.9
 

@@ -43,12 +43,12 @@ def differing_rotations() -> list[str]:
     wrong = []
     for num_rows, size in ((1, 2), (5, 32), (300, 32), (33, 128), (3, 512), (1, 512)):
         x_KN = torch.randn(num_rows, size) * 10.0 ** torch.randint(-30, 30, (num_rows, 1))
-        for back in (False, True):
+        for inverse in (False, True):
             ours, wanted = (
-                module.rotate(x_KN, signs(size, x_KN.device), back=back) for module in (rotation, reference)
+                module.rotate(x_KN, signs(size, x_KN.device), inverse=inverse) for module in (rotation, reference)
             )
             if not torch.equal(ours, wanted):
-                wrong.append(f"{num_rows} rows of {size}, back {back}: {int((ours != wanted).sum())} differ")
+                wrong.append(f"{num_rows} rows of {size}, inverse {inverse}: {int((ours != wanted).sum())} differ")
     return wrong
 
 
