@@ -134,15 +134,19 @@ class Exchange:
         send = self._message(world_size, self.uplink_nbytes)
         flat = send.view(-1)
         for route, tables in self._routes():
-            route.uplink.stateful.encode_(x, flat, tables.send, route.uplink.state, step, flag)
-            if sent is not None:
-                route.uplink.stateful.decode_sent_(flat, sent, tables.send, route.uplink.state)
+            codec, state = route.uplink
+            for part in codec.turns(tables.send, x.device):
+                codec.encode_(x, flat, part, state, step, flag)
+                if sent is not None:
+                    codec.decode_sent_(flat, sent, part, state)
         received = self._buffers.borrow(world_size, self.uplink_nbytes)
         yield self.comm.all_to_all(received, send)
         self._flags.check_layout(received, self._header, self.comm.rank)
         shard, alpha = (out, 1.0) if self.scatter else (self._means(), 1.0 / world_size)
         for route, tables in self._routes():
-            route.uplink.stateful.decode_sum_(received, shard, tables.own, route.uplink.state, alpha)
+            codec, state = route.uplink
+            for part in codec.turns(tables.own, x.device):
+                codec.decode_sum_(received, shard, part, state, alpha)
         self._buffers.give_back(send, received)
         if not self.scatter:
             yield from self._return(shard, out, step)
@@ -152,14 +156,16 @@ class Exchange:
         message = self._message(1, self.downlink_nbytes)
         flat = message.view(-1)
         for route, tables in self._routes():
-            route.downlink.stateful.encode_(
-                means, flat, tables.downlink, route.downlink.state, step, self._flags.overflow
-            )
+            codec, state = route.downlink
+            for part in codec.turns(tables.downlink, means.device):
+                codec.encode_(means, flat, part, state, step, self._flags.overflow)
         self._buffers.give_back(means.view(torch.uint8))
         gathered = self._buffers.borrow(self.comm.world_size, self.downlink_nbytes)
         yield self.comm.all_gather(gathered, flat)
         for route, tables in self._routes():
-            route.downlink.stateful.decode_sum_(gathered.view(1, -1), out, tables.gather, route.downlink.state, 1.0)
+            codec, state = route.downlink
+            for part in codec.turns(tables.gather, out.device):
+                codec.decode_sum_(gathered.view(1, -1), out, part, state, 1.0)
         self._buffers.give_back(message, gathered)
 
     def _message(self, rows: int, nbytes: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.packed import parts_of
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
 
@@ -57,6 +58,10 @@ class StatefulCodec(ABC):
     def in_one_pass(self) -> bool:
         """A kernel codes a bucket without temporary memory per element; otherwise parts of it take turns."""
         return False
+
+    def turns(self, segments: Segments, device: torch.device) -> tuple[Segments, ...]:
+        """What is encoded or decoded at a time."""
+        return (segments,) if self.in_one_pass else parts_of(segments, device)
 
     @property
     def residual_gain(self) -> float | None:

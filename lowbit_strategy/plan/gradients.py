@@ -170,12 +170,17 @@ def intra_node_numel(specs: Mapping[str, TensorSpec], names: Sequence[str], shap
 def working_nbytes(
     methods: Mapping[str, Method],
     specs: Mapping[str, TensorSpec],
+    reduced: Iterable[Reduced],
     world_size: int,
     *,
     scatter: bool,
     device_type: str,
 ) -> int:
-    """Temporary memory for what no kernel codes: plain PyTorch does it, a run of elements at a time."""
+    """Temporary memory for what no kernel codes.
+
+    Codecs: plain PyTorch codes a run of elements at a time. Methods with communication of their own: what they need for
+    the elements that they reduce at once.
+    """
     run = PART_NUMEL[device_type == "cuda"]
     longest = 0
     for name, method in methods.items():
@@ -184,7 +189,17 @@ def working_nbytes(
         ):
             row_numel = specs[name].cut(world_size, method.block_size, scatter=scatter).row_numel
             longest = max(longest, row_numel, min(run, world_size * row_numel))
-    return longest * _WORKING_NBYTES
+    return longest * _WORKING_NBYTES + max(
+        (round(_reducing_nbytes(methods, specs, each.names)) for each in reduced), default=0
+    )
+
+
+def _reducing_nbytes(methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], names: Sequence[str]) -> float:
+    found: dict[Method, float] = {}
+    for name in names:
+        if isinstance(method := methods[name], Reducer):
+            found[method] = found.get(method, 0.0) + method.temporary_nbytes * specs[name].numel
+    return max(found.values(), default=0.0)
 
 
 def intra_node_memory(numel: int, itemsize: int, shape: Shape, layout: Layout) -> int:

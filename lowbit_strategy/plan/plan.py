@@ -201,7 +201,9 @@ def make_plan(
             residuals=residual_nbytes(methods, by_name, shape, scatter=layout == "fsdp"),
             weights=kept,
             messages=_messages_nbytes(gradients, units, rounds, state, shape, layout, unsharded),
-            working=working_nbytes(methods, by_name, shape.num_peers, scatter=layout == "fsdp", device_type=device_type)
+            working=working_nbytes(
+                methods, by_name, reduced, shape.num_peers, scatter=layout == "fsdp", device_type=device_type
+            )
             + (share_nbytes(outer, by_name) if local and outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if local and outer is not None else 0,
             accumulating=0 if layout == "ddp" else unsharded,

@@ -69,6 +69,8 @@ class Reducer(Method):
     """
 
     fixed_size: ClassVar[bool] = False  # bytes never depend on values: `wire_nbytes` is exact
+    # for a moment, of each element that is reduced at once, beside state and messages; measured: benchmarks/LOG.md
+    temporary_nbytes: ClassVar[float] = 0.0
 
     @property
     def label(self) -> str:

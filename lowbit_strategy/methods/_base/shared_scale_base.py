@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.block import Rounding
+from lowbit_strategy.codecs.packed import PART_NUMEL
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference.blocks import to_blocks
@@ -65,14 +66,20 @@ class SharedViews:
             bound_N: The gradient is clipped to these magnitudes first; None: not at all.
         """
         name, gradient = self.views[index].spec.name, self.gradients[index]
-        if bound_N is not None:
-            gradient = gradient.clamp(-bound_N, bound_N)
-        usable = scale_N >= _TINY
-        y = torch.where(usable, gradient, 0.0) / torch.where(usable, scale_N, 1.0)
-        if rounding == "stochastic":
-            key = stream_key(self.step.seed, zlib.crc32(name.encode()), CODE_STREAM)
-            y += dither(0, gradient.numel(), key, gradient.device)
-        return y.round().clamp(-limit, limit).to(torch.int32)
+        key = stream_key(self.step.seed, zlib.crc32(name.encode()), CODE_STREAM)
+        code_N = torch.empty(gradient.numel(), dtype=torch.int32, device=gradient.device)
+        at_once = PART_NUMEL[gradient.is_cuda]
+        for first in range(0, gradient.numel(), at_once):
+            run = slice(first, first + at_once)
+            y, scale = gradient[run], scale_N[run]
+            if bound_N is not None:
+                y = y.clamp(-bound_N[run], bound_N[run])
+            usable = scale >= _TINY
+            y = torch.where(usable, y, 0.0) / torch.where(usable, scale, 1.0)
+            if rounding == "stochastic":
+                y += dither(first, y.numel(), key, y.device)
+            code_N[run] = y.round().clamp(-limit, limit)
+        return code_N
 
     def rows(self, values: Sequence[Tensor]) -> Tensor:
         """[W, n]: every view's flat values, cut over the ranks."""

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.codecs.packed import parts_of
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
@@ -49,12 +48,7 @@ class PlainCodec(StatefulCodec):
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
-        for part in self._parts(segments, x):
-            self.codec.encode_segments_(x, wire, part, seed=step.seed, flag=flag)
+        self.codec.encode_segments_(x, wire, segments, seed=step.seed, flag=flag)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
-        for part in self._parts(segments, out):
-            self.codec.decode_sum_segments_(wire_WB, out, part, alpha=alpha)
-
-    def _parts(self, segments: Segments, x: Tensor) -> tuple[Segments, ...]:
-        return (segments,) if self.codec.in_one_pass else parts_of(segments, x.device)
+        self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)

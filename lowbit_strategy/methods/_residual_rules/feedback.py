@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.contraction import contracts
-from lowbit_strategy.codecs.packed import Packed, pack_segments, parts_of
+from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.collectives.comm import Comm, Pending, wait_for_all
 from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.local import LocalComm
@@ -82,13 +82,9 @@ class FeedbackCodec(StatefulCodec):
     ) -> None:
         if self.reset_steps is not None and step.index > 0 and step.index % self.reset_steps == 0:
             self._forget_(segments, state)
-        for part in parts_of(segments, x.device):
-            if part.rows:
-                self._encode_part_(x, wire, pack_segments(part, self.block_size), state, step, flag)
-
-    def _encode_part_(
-        self, x: Tensor, wire: Tensor, packed: Packed, state: StateTensors, step: StepContext, flag: Tensor
-    ) -> None:
+        if not segments.rows:
+            return
+        packed = pack_segments(segments, self.block_size)
         g = packed.collect(x)
         e = self._read(packed, state)
         idle = packed.idle(g)
@@ -101,8 +97,7 @@ class FeedbackCodec(StatefulCodec):
         self._write_(packed, state, torch.where(keep, e, updated), keep, step)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
-        for part in (segments,) if self.codec.in_one_pass else parts_of(segments, out.device):
-            self.codec.decode_sum_segments_(wire_WB, out, part, alpha=alpha)
+        self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)
 
     def _forget_(self, segments: Segments, state: StateTensors) -> None:
         """Codes may stay: their scales are zero."""
