@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.elastic_training import EVERY, train
-from tests.replicas import HEARTBEAT_S, Replicas
+from testing.processes.replicas import HEARTBEAT_S, Replicas
+from testing.training.elastic import EVERY, train
 
 PAUSE_S = 0.03
 ROUND_S = EVERY * PAUSE_S

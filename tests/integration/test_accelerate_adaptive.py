@@ -26,9 +26,10 @@ from lowbit_strategy.control import (
     Static,
 )
 from lowbit_strategy.telemetry.run_record import read_record
-from tests.accelerated import Job, Kind, loss_of, make, prepared, state_folder
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import fingerprint, mlp
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.accelerated import Job, Kind, loss_of, make, prepared, state_folder
+from testing.training.comparing import fingerprint
+from testing.training.regression import mlp
 
 KINDS = ("ddp", "fsdp")
 EIGHT, FOUR, TWO = (LoCo(bits=bits, block_size=32) for bits in (8, 4, 2))

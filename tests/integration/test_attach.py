@@ -18,9 +18,10 @@ from lowbit_strategy import DiLoCo, LocalSGD, LoCo
 from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
-from tests.ddp_loop import CPU, Loop
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import KINDS, WIDTH, Kind, Regression, fit, listen, mlp
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.ddp_loop import CPU, Loop
+from testing.training.regression import KINDS, WIDTH, Kind, Regression, fit, mlp
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 

@@ -33,8 +33,9 @@ from lowbit_strategy.fabric import adapt, monitor
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor
 from lowbit_strategy.telemetry.observe import Observer
 from lowbit_strategy.telemetry.run_record import read_record
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import KINDS, OUTPUTS, WIDTH, Regression, fingerprint, loader, mlp, strategy, trainer
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.comparing import fingerprint
+from testing.training.regression import KINDS, OUTPUTS, WIDTH, Regression, loader, mlp, strategy, trainer
 
 EIGHT, FOUR, TWO = (LoCo(bits=bits, block_size=32) for bits in (8, 4, 2))
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lowbit_strategy.collectives.comm import GroupComm
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 BACKENDS = (None, "gloo", "cpu:gloo")
 

@@ -17,10 +17,10 @@ from lowbit_strategy.ranks.membership import Membership
 
 pytest.importorskip("torchft", reason="the extra elastic is not installed")
 
-from tests.distributed import free_port, run_ranks
-from tests.elastic_training import EVERY, train, train_without
-from tests.replicas import Replicas
-from tests.scripts import REPOSITORY
+from testing.processes.ranks import free_port, run_ranks
+from testing.processes.replicas import Replicas
+from testing.processes.scripts import REPOSITORY
+from testing.training.elastic import EVERY, train, train_without
 
 
 def turns_taken(folder: Path, name: str) -> int:

@@ -20,9 +20,10 @@ pytest.importorskip("torchft", reason="the extra elastic is not installed")
 from lowbit_strategy import DiLoCo, Elastic, LoCo
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
 from lowbit_strategy.telemetry.run_record import read_record
-from tests.distributed import run_ranks
-from tests.replicas import Replicas
-from tests.training import ByStep, Regression, dataset, fingerprint, trainer
+from testing.processes.ranks import run_ranks
+from testing.processes.replicas import Replicas
+from testing.training.comparing import fingerprint
+from testing.training.regression import ByStep, Regression, dataset, trainer
 
 RULE = DiLoCo(every=5, momentum=0.5)
 

@@ -14,7 +14,7 @@ from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.eden import EdenCodec
 from lowbit_strategy.functional import Bounded
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 SIZE = 3
 EXACT = DenseCodec("float32")

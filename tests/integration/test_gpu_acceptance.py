@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.scripts import REPOSITORY, run_script
+from testing.processes.scripts import REPOSITORY, run_script
 
 RUN = REPOSITORY / "benchmarks" / "gpu_acceptance" / "run.py"
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_a_part_passes_and_writes_its_page(part: str, only: str, tmp_path: Path)
 
 def failed(check: Any) -> str:
     """Why a check failed, as the run reports it."""
-    from gpu_acceptance.checks import run_checks
+    from benchmarks.gpu_acceptance.checks import run_checks
 
     (outcome,) = run_checks([check])
     assert outcome.status == "failed", outcome
@@ -57,7 +57,7 @@ def failed(check: Any) -> str:
 
 
 def test_a_wrong_byte_is_reported() -> None:
-    from gpu_acceptance import kernels
+    from benchmarks.gpu_acceptance import kernels
     from lowbit_strategy.collectives.comm import GroupComm
 
     original = GroupComm.all_to_all
@@ -75,7 +75,7 @@ def test_a_wrong_byte_is_reported() -> None:
 
 def test_a_look_at_the_device_is_reported() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from gpu_acceptance import two_ranks
+    from benchmarks.gpu_acceptance import two_ranks
     from lowbit_strategy.collectives.step_flags import StepFlags
 
     (check,) = (each for each in two_ranks.CHECKS if "host wait" in each.name)
@@ -84,9 +84,9 @@ def test_a_look_at_the_device_is_reported() -> None:
 
 
 def test_kernels_and_steps_that_are_too_slow_are_reported() -> None:
-    from gpu_acceptance.checks import Check
-    from gpu_acceptance.ranks import compared
-    from gpu_acceptance.speed import fast_enough
+    from benchmarks.gpu_acceptance.checks import Check
+    from benchmarks.gpu_acceptance.ranks import compared
+    from benchmarks.gpu_acceptance.speed import fast_enough
 
     figures = {"copy_gb_per_s": 3000.0, "rows": [{"name": "loco uniform4 float32", "share_of_copy": 0.41}]}
     assert "0.41" in failed(Check(name="speed", run=lambda device: fast_enough(figures)))
@@ -98,8 +98,8 @@ def test_kernels_and_steps_that_are_too_slow_are_reported() -> None:
 
 
 def test_more_memory_than_announced_is_reported() -> None:
-    from gpu_acceptance.checks import Check
-    from gpu_acceptance.memory import no_more_than_announced
+    from benchmarks.gpu_acceptance.checks import Check
+    from benchmarks.gpu_acceptance.memory import no_more_than_announced
 
     def run(device: torch.device) -> dict[str, Any]:
         no_more_than_announced("fsdp", {"peak_gb": 12.0, "announced_gb": 1.0}, {"peak_gb": 9.0})
@@ -110,7 +110,7 @@ def test_more_memory_than_announced_is_reported() -> None:
 
 PART = """
 import subprocess, sys, time
-from gpu_acceptance.checks import Check, LeftOut
+from benchmarks.gpu_acceptance.checks import Check, LeftOut
 
 def fine(device):
     return {"ms": 1.23456}
@@ -171,7 +171,7 @@ def test_a_failure_hides_no_other_check_and_a_missing_tool_is_no_fault(tmp_path:
 
 def test_the_page_has_a_line_for_each_row_and_wraps_what_is_long(tmp_path: Path) -> None:
     """As it was looked at in a browser: no Python in it, nothing that leaves the page."""
-    from gpu_acceptance.record import Record, write_page
+    from benchmarks.gpu_acceptance.record import Record, write_page
 
     record = Record(tmp_path, "2_speed", fresh=True)
     rows = [{"name": "loco", "share_of_copy": 0.71234}, {"name": "decode", "share_of_copy": 0.9}]
@@ -209,7 +209,7 @@ def test_a_part_that_hangs_loses_nothing_and_is_continued(tmp_path: Path) -> Non
 
 
 def test_a_driver_that_is_not_used_is_an_error(tmp_path: Path) -> None:
-    from gpu_acceptance import machine
+    from benchmarks.gpu_acceptance import machine
 
     if torch.cuda.is_available():
         pytest.skip("this machine's driver is used")
@@ -225,7 +225,7 @@ def test_a_driver_that_is_not_used_is_an_error(tmp_path: Path) -> None:
 
 
 def test_operations_inside_of_another_are_no_launches_of_their_own() -> None:
-    from gpu_acceptance.profiling import operations
+    from benchmarks.gpu_acceptance.profiling import operations
 
     def operation(name: str, thread: int, start: float, duration: float) -> dict[str, object]:
         return {"cat": "cpu_op", "name": name, "ts": start, "dur": duration, "tid": thread}
@@ -241,7 +241,7 @@ def test_operations_inside_of_another_are_no_launches_of_their_own() -> None:
 
 
 def test_overlap_is_the_share_of_the_other_streams_time_beside_the_busiest() -> None:
-    from gpu_acceptance.profiling import overlap
+    from benchmarks.gpu_acceptance.profiling import overlap
 
     def kernel(stream: int, start: float, duration: float) -> dict[str, object]:
         return {"cat": "kernel", "name": "k", "ts": start, "dur": duration, "args": {"stream": stream}}

@@ -28,22 +28,21 @@ from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.ranks.topology import hybrid_mesh
-from tests.accelerated import fresh_state, fsdp_plugin, prepared, train
-from tests.integration.test_hf_trainer import losses as hf_losses
-from tests.integration.test_hf_trainer import trainer as hf_trainer
-from tests.nodes import nodes_of
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import (
+from testing.counting.traffic import count_exchanges
+from testing.log import listen
+from testing.processes.node_size import nodes_of
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.accelerated import fresh_state, fsdp_plugin, prepared, train
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.hf_trainer import losses as hf_losses
+from testing.training.hf_trainer import trainer as hf_trainer
+from testing.training.regression import (
     MIN_SHARD_NUMEL,
     OUTPUTS,
     WIDTH,
     ByStep,
     Regression,
-    count_exchanges,
     dataset,
-    fingerprint,
-    full_parameters,
-    listen,
     loader,
     mlp,
     trainer,

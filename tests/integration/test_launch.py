@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from lowbit_strategy.telemetry.run_record import read_record
-from tests.scripts import REPOSITORY, run_script
+from testing.processes.scripts import REPOSITORY, run_script
 
 LOWBIT = ["-c", "from lowbit_strategy.cli import main; main()"]
 LAUNCH = [*LOWBIT, "launch"]

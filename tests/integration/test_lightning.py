@@ -15,21 +15,12 @@ from torch import Tensor
 
 from lowbit_strategy import LoCo, TopK
 from lowbit_strategy.telemetry.startup_report import build_report
-from tests.scenarios import Facts, raised, scenarios
-from tests.scripts import run_script
-from tests.training import (
-    KINDS,
-    Kind,
-    Regression,
-    count_exchanges,
-    fingerprint,
-    fit,
-    full_parameters,
-    listen,
-    loader,
-    strategy,
-    trainer,
-)
+from testing.counting.traffic import count_exchanges
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scripts import run_script
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.regression import KINDS, Kind, Regression, fit, loader, strategy, trainer
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

@@ -12,21 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lowbit_strategy import LoCo
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import (
-    KINDS,
-    Kind,
-    Regression,
-    count_exchanges,
-    fingerprint,
-    fit,
-    full_parameters,
-    listen,
-    loader,
-    mlp,
-    strategy,
-    trainer,
-)
+from testing.counting.traffic import count_exchanges
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.regression import KINDS, Kind, Regression, fit, loader, mlp, strategy, trainer
 
 
 def _unused_options(kind: Kind) -> dict[str, Any]:

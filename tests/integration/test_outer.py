@@ -31,11 +31,13 @@ from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, prepare
 from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDPStrategy
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
 from lowbit_strategy.telemetry.run_record import read_record
-from tests import accelerated
-from tests.integration.test_fabric import batches, launch, setup, train
-from tests.integration.test_hf_trainer import trainer as hf_trainer
-from tests.scenarios import Facts, scenarios
-from tests.training import ByStep, Regression, dataset, fingerprint, full_parameters, listen, loader, mlp, trainer
+from testing.log import listen
+from testing.processes.scenarios import Facts, scenarios
+from testing.training import accelerated
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.fabric import batches, launch, setup, train
+from testing.training.hf_trainer import trainer as hf_trainer
+from testing.training.regression import ByStep, Regression, dataset, loader, mlp, trainer
 
 STREAMING = DiLoCo(every=6, momentum=0.5, fragments=3, delay=1, mix=0.5)
 RULES = {

@@ -17,9 +17,9 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.plan.messages import Unit, step_nbytes
 from lowbit_strategy.ranks.topology import hybrid_mesh
-from tests.nodes import nodes_of
-from tests.scenarios import Facts, scenarios
-from tests.traffic import count_traffic
+from testing.counting.traffic import count_traffic
+from testing.processes.node_size import nodes_of
+from testing.processes.scenarios import Facts, scenarios
 
 WIDTH, CPU = 64, torch.device("cpu")
 STEPS = 3

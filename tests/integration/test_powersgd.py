@@ -21,7 +21,7 @@ from lowbit_strategy.hooks.fsdp import install
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 STEPS = 20
 START = 2  # PyTorch's hook wants its first two steps uncompressed

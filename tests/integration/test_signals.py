@@ -19,9 +19,10 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 import lowbit_strategy
 from lowbit_strategy import DiLoCo, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
-from tests import accelerated
-from tests.distributed import run_ranks
-from tests.training import ByStep, Kind, fingerprint, loader, strategy, trainer
+from testing.processes.ranks import run_ranks
+from testing.training import accelerated
+from testing.training.comparing import fingerprint
+from testing.training.regression import ByStep, Kind, loader, strategy, trainer
 
 LIMIT_S = 30.0
 STEPS = 60

@@ -35,7 +35,7 @@ from lowbit_strategy.methods.sparsification.sidco import SIDCo
 from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 _CPU = torch.device("cpu")
 _ALL = {"exempt": (), "high_precision": ()}

@@ -15,8 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.checkpoint import residual_files
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import KINDS, ByStep, Kind, Regression, fingerprint, fit, listen, loader, strategy, trainer
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.comparing import fingerprint
+from testing.training.regression import KINDS, ByStep, Kind, Regression, fit, loader, strategy, trainer
 
 
 def _files(folder: Path) -> list[str]:

@@ -17,8 +17,8 @@ from lowbit_strategy.control import Phase, Schedule
 from lowbit_strategy.engine.bucket import Bucket
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.lightning import AdaptiveCompression
-from tests.scenarios import Facts, scenarios
-from tests.training import KINDS, Regression, loader, mlp, strategy, trainer
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.regression import KINDS, Regression, loader, mlp, strategy, trainer
 
 STEPS = 12  # DDP orders its buckets anew once, after the first of them
 PHASES = (LoCo(bits=8, block_size=32), LoCo(bits=2, block_size=64), PowerSGD(rank=1, start_step=0), TopK(density=0.05))

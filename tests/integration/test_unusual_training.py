@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lowbit_strategy import Dense, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.custom_loop import SyncOptions, attach_fsdp, prepare
-from tests.ddp_loop import CPU
-from tests.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.ddp_loop import CPU
 
 WIDTH, STEPS = 48, 6
 FAMILIES = {

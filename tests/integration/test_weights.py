@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from lowbit_strategy import Exact, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_fsdp, prepare
 from lowbit_strategy.methods.weights.base import WeightCoding
-from tests.ddp_loop import CPU, Loop
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import ByStep, Regression, fingerprint, fit, full_parameters, listen, loader, mlp, strategy, trainer
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.ddp_loop import CPU, Loop
+from testing.training.regression import ByStep, Regression, fit, loader, mlp, strategy, trainer
 
 WIDTH = 48
 
