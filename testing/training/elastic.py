@@ -11,9 +11,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,37 @@ def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, st
     return loss.item()
 
 
+class Turn(NamedTuple):
+    """What all who have taken a turn must agree on, and what one of them has sent until then."""
+
+    history: int
+    digest: int
+    members: list[str]
+    turn: int
+    sent: int
+    weights: list[float]
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a rank has come to."""
+
+    losses: list[float]
+    weights: list[Tensor]
+    sent: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedReplica(Trained):
+    """And what a replica has beside: its turns, and how often it got the others' state."""
+
+    turns: list[Turn]
+    steps: int
+    digest: int
+    healed: int
+
+
 class Replica:
     """One replica, without a framework."""
 
@@ -78,28 +110,26 @@ class Replica:
             buffers=functools.partial(_buffers, self.model),
             membership=self.membership,
         )
-        self.turns: list[dict[str, Any]] = []
+        self.turns: list[Turn] = []
         self.outer.on_turn = self.note
         self.log: Path | None = None
 
     def note(self) -> None:
-        """What all who have taken this turn must agree on."""
-        self.turns.append(
-            {
-                "history": self.outer._history,
-                "digest": self.outer._digest(),
-                "members": list(self.outer._names),
-                "turn": self.outer.num_turns,
-                "sent": self.sync.ranks.peers.sent_nbytes,
-                "weights": list(self.outer.weights),
-                "time": time.time(),
-            }
+        turn = Turn(
+            history=self.outer._history,
+            digest=self.outer._digest(),
+            members=list(self.outer._names),
+            turn=self.outer.num_turns,
+            sent=self.sync.ranks.peers.sent_nbytes,
+            weights=list(self.outer.weights),
+            time=time.time(),
         )
+        self.turns.append(turn)
         if self.log is not None:
             with self.log.open("a") as file:
-                file.write(json.dumps(self.turns[-1]) + "\n")
+                file.write(json.dumps(turn._asdict()) + "\n")
 
-    def run(self, steps: int, pause: float, until: Path | None = None, *, start_with: int = 0) -> dict[str, Any]:
+    def run(self, steps: int, pause: float, until: Path | None = None, *, start_with: int = 0) -> TrainedReplica:
         """Train for `steps`, and then for as long as there is no file `until`, and three more rounds. At the beginning
         there must be `start_with` replicas.
         """
@@ -116,18 +146,18 @@ class Replica:
             self.outer.after_step(0.1)
         self.outer.finish()
         self.membership.leave()
-        return {
-            "turns": self.turns,
-            "losses": losses,
-            "steps": self.sync.step_index,
-            "digest": self.outer._digest(),
-            "weights": [param.detach().clone() for param in self.model.parameters()],
-            "healed": self.outer.num_heals,
-            "sent": self.sync.ranks.peers.sent_nbytes,
-        }
+        return TrainedReplica(
+            turns=self.turns,
+            losses=losses,
+            steps=self.sync.step_index,
+            digest=self.outer._digest(),
+            weights=[param.detach().clone() for param in self.model.parameters()],
+            healed=self.outer.num_heals,
+            sent=self.sync.ranks.peers.sent_nbytes,
+        )
 
 
-def train_without(rank: int, world_size: int, steps: int, rule: OuterRule = RULE) -> dict[str, Any]:
+def train_without(rank: int, world_size: int, steps: int, rule: OuterRule = RULE) -> Trained:
     """The same training by ranks that stay, as `Replica.run`."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -141,7 +171,7 @@ def train_without(rank: int, world_size: int, steps: int, rule: OuterRule = RULE
         outer.after_step(0.1)
     outer.finish()
     weights = [param.detach().clone() for param in model.parameters()]
-    return {"losses": losses, "weights": weights, "sent": ranks.peers.sent_nbytes}
+    return Trained(losses=losses, weights=weights, sent=ranks.peers.sent_nbytes)
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -158,7 +188,7 @@ def train(
     until: str = "",
     start_with: int = 0,
     **options: Any,
-) -> dict[str, Any]:
+) -> TrainedReplica:
     """Train; at the moment and turn that `fault` names, die, or stop for the others to notice.
 
     `options` are of the `Replica`.

@@ -48,23 +48,24 @@ def test_by_name(facts: list[Facts]) -> None:
 
 
 def apart(folder: Path, kind: Kind) -> Facts:
-    results = []
-    for together in (True, False):
+    facts: Facts = {}
+    for how in ("together", "apart"):
         torch.manual_seed(0)
         made = fabric(kind)
         net = mlp()
-        if together:
+        if how == "together":
             model, optimizer = setup(made, net)
         else:
             model = made.setup_module(net)
             optimizer = made.setup_optimizers(torch.optim.Adam(model.parameters(), lr=1e-2))
-        results.append((train(made, model, optimizer, batches(made.global_rank)), fingerprint(net)))
-    return {"together": results[0], "apart": results[1]}
+        losses = train(made, model, optimizer, batches(made.global_rank))
+        facts[how] = {"losses": losses, "print": fingerprint(net)}
+    return facts
 
 
 @scenarios(apart, kind=KINDS)
 def test_model_and_optimizer_set_up_together_or_apart(facts: list[Facts]) -> None:
-    assert facts[0]["together"][1] == facts[1]["together"][1]
+    assert facts[0]["together"]["print"] == facts[1]["together"]["print"]
     for rank in facts:
         assert rank["together"] == rank["apart"]
 

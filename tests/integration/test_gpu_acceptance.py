@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import psutil
@@ -134,7 +134,15 @@ NAMES = {"fine": fine, "leaks": leaks, "hangs": hangs, "fails": fails, "cannot":
 """
 
 
-def run_part(folder: Path, *names: str, arguments: tuple[str, ...] = ()) -> tuple[int, dict[str, dict[str, Any]], str]:
+class Part(NamedTuple):
+    """What the command came to."""
+
+    status: int
+    checks: dict[str, dict[str, Any]]
+    output: str
+
+
+def run_part(folder: Path, *names: str, arguments: tuple[str, ...] = ()) -> Part:
     """A part with these checks, by the real command."""
     checks = ", ".join(f"Check(name={name!r}, run=NAMES[{name!r}])" for name in names)
     (folder / "made_up.py").write_text(f"{PART}\nCHECKS = ({checks},)\n")
@@ -146,7 +154,8 @@ def run_part(folder: Path, *names: str, arguments: tuple[str, ...] = ()) -> tupl
         timeout=300,
     )
     found = json.loads((folder / "results.json").read_text())
-    return done.returncode, {each["name"]: each for each in found["parts"]["9_made_up"]["checks"]}, done.stdout
+    checks = {each["name"]: each for each in found["parts"]["9_made_up"]["checks"]}
+    return Part(done.returncode, checks, done.stdout)
 
 
 def is_gone(folder: Path) -> bool:
@@ -166,7 +175,7 @@ def test_a_failure_hides_no_other_check_and_a_missing_tool_is_no_fault(tmp_path:
     assert "ranks differ" in page
     assert "ms 1.235" in page
     assert output.strip().splitlines()[-1].startswith("| ")  # the row for docs/benchmarks.md
-    assert run_part(tmp_path, "fine", "cannot")[0] == 0
+    assert run_part(tmp_path, "fine", "cannot").status == 0
 
 
 def test_the_page_has_a_line_for_each_row_and_wraps_what_is_long(tmp_path: Path) -> None:

@@ -125,42 +125,38 @@ class Levels(TrainerCallback):
 def adapting(folder: Path, kind: Kind, controller: str) -> Facts:
     """Uninterrupted, then from its checkpoint, which is in the middle of a phase (at the end of the first epoch)."""
     plugin = LowBitPlugin(controller=CONTROLLERS[controller], monitor=MonitorOptions(every_n_steps=3))
-    runs, levels = [], []
-    for number in range(2):
-        options = {"report_to": "tensorboard", "per_device_train_batch_size": 8}
-        runs.append(trainer(folder / str(number), kind, plugin, **options))
-        levels.append(Levels(runs[-1]))
-        runs[-1].add_callback(levels[-1])
-        runs[-1].train(resume_from_checkpoint=str(folder / "0/checkpoint-4") if number else None)
-    facts = {
-        "levels": [each.seen for each in levels],
-        "losses": [losses(each) for each in runs],
-        "bits": [fingerprint(each.model) for each in runs],
-        "logged": [entry for entry in runs[0].state.log_history if "lowbit/relative_error" in entry],
-        "shares": [entry["step"] for entry in runs[0].state.log_history if "lowbit/share/level_0" in entry],
-    }
-    if runs[0].accelerator.is_main_process:
-        facts |= {"records": [read_record(folder / str(number)) for number in range(2)]}
-        facts["board"] = [path.name for path in folder.rglob("events*")]
-    return facts
+    facts: Facts = {}
+    for name, start in {"whole": None, "resumed": str(folder / "whole/checkpoint-4")}.items():
+        run = trainer(folder / name, kind, plugin, report_to="tensorboard", per_device_train_batch_size=8)
+        levels = Levels(run)
+        run.add_callback(levels)
+        run.train(resume_from_checkpoint=start)
+        facts[name] = {
+            "levels": levels.seen,
+            "losses": losses(run),
+            "bits": fingerprint(run.model),
+            "logged": [entry for entry in run.state.log_history if "lowbit/relative_error" in entry],
+            "shares": [entry["step"] for entry in run.state.log_history if "lowbit/share/level_0" in entry],
+            "record": read_record(folder / name) if run.accelerator.is_main_process else [],
+        }
+    return facts | {"board": [path.name for path in folder.rglob("events*")]}
 
 
 @scenarios(adapting, kind=KINDS, controller=tuple(CONTROLLERS))
 def test_controllers_and_the_monitor(facts: list[Facts], request: pytest.FixtureRequest) -> None:
     expected = {"steps": [0] * 6 + [1] * 2, "epochs": [0] * 4 + [1] * 4, "fraction": [0] * 6 + [1] * 2}
     for rank in facts:
-        whole, resumed = rank["levels"]
-        assert whole == expected[request.node.callspec.id.rpartition("-")[2]]
-        assert resumed == whole[4:]
-        assert rank["losses"][0] == rank["losses"][1]  # the log comes back with the checkpoint
-        assert rank["bits"][0] == rank["bits"][1]
-        assert [entry["step"] for entry in rank["logged"]] == [0, 3, 6]
-        assert len(rank["shares"]) >= 2
+        whole, resumed = rank["whole"], rank["resumed"]
+        assert whole["levels"] == expected[request.node.callspec.id.rpartition("-")[2]]
+        assert resumed["levels"] == whole["levels"][4:]
+        assert resumed["losses"] == whole["losses"]  # the log comes back with the checkpoint
+        assert resumed["bits"] == whole["bits"] == facts[0]["whole"]["bits"]
+        assert [entry["step"] for entry in whole["logged"]] == [0, 3, 6]
+        assert len(whole["shares"]) >= 2
         # The console shows what is in the Trainer's history: totals, and not dozens of figures of groups.
-        assert not [name for entry in rank["logged"] for name in entry if "/" in name and is_of_group(name)]
-    assert facts[0]["bits"] == facts[1]["bits"]
+        assert not [name for entry in whole["logged"] for name in entry if "/" in name and is_of_group(name)]
     assert facts[0]["board"]
-    record, again = facts[0]["records"]
+    record, again = facts[0]["whole"]["record"], facts[0]["resumed"]["record"]
     assert [line["step"] for line in record if line["kind"] == "observation"] == [0, 3, 6]
     assert (again[0]["kind"], again[0]["step"], again[0]["num_steps"]) == ("start", 4, STEPS)
 

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,9 +39,14 @@ OUTER = {
 }
 
 
+class Trained(NamedTuple):
+    bits: int
+    source: str
+
+
 def train(
     rank: int, world_size: int, kind: Kind, folder: Path, kill_at: int | str | None, controller: str | None
-) -> tuple[int, str]:
+) -> Trained:
     """Ten steps in all, from the newest checkpoint in `folder`: the model's bits, and where the run began.
 
     `controller` may also name local steps. ``losses-RANK.txt`` gets every step's loss, with a controller its decisions
@@ -63,7 +68,7 @@ def train(
     model = _Job(folder, kill_at, adaptive)
     with nodes_of(2) if world_size == 4 else contextlib.nullcontext():
         made.fit(model, loader(), ckpt_path=newest)
-    return fingerprint(model), newest.name if newest else "the start"
+    return Trained(fingerprint(model), newest.name if newest else "the start")
 
 
 def _kill() -> None:
@@ -177,7 +182,7 @@ def _killed_and_resumed(
         run_ranks(train, world_size, kind, broken, kill_at, controller, process_group=None)
     resumed = run_ranks(train, world_size, kind, broken, None, controller, process_group=None)
     for rank in range(world_size):
-        assert resumed[rank] == (expected[rank][0], source)
+        assert resumed[rank] == Trained(expected[rank].bits, source)
         assert _losses(broken, rank) == _losses(whole, rank)
         assert len(_losses(whole, rank)) == 10
     return _losses(whole, 0)
