@@ -51,8 +51,10 @@ def run(
         telemetry = replace(Telemetry(progress=progress), **shown)
         if controller.reads_accumulated(progress, state):
             assert (norms is None) != (accumulated is None)
-            fields = {"accumulated_norm": norms(progress)} if norms is not None else accumulated(progress)
-            telemetry = replace(telemetry, **fields)
+            if norms is not None:
+                telemetry = replace(telemetry, accumulated_norm=norms(progress))
+            if accumulated is not None:
+                telemetry = replace(telemetry, **accumulated(progress))
         decision = controller.decide(telemetry, state)
         state = decision.state
         shown = measure(progress, decision)

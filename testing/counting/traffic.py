@@ -11,7 +11,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm, GroupComm
+from lowbit_strategy.collectives.comm import GroupComm
 
 
 class Traffic:
@@ -125,7 +125,7 @@ def count_exchanges() -> Iterator[list[int]]:
     sizes: list[int] = []
     original = GroupComm.all_to_all
 
-    def counted(self: Comm, out_WB: Tensor, x_WB: Tensor) -> Any:
+    def counted(self: GroupComm, out_WB: Tensor, x_WB: Tensor) -> Any:
         sizes.append(x_WB.numel())
         return original(self, out_WB, x_WB)
 

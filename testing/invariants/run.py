@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lowbit_strategy.collectives.comm import GroupComm
+from lowbit_strategy.collectives.comm import Comm, GroupComm
 from testing.invariants import state, sums
 from testing.invariants.harness import GROUP_TIMEOUT, Case, Evidence, InvariantHarness, LayoutName
 
@@ -31,7 +31,7 @@ Report = dict[tuple[str, str, str], list[str]]
 def run_jobs(rank: int, world_size: int, jobs: Sequence[Job], folder: Path) -> Report:
     """All jobs in this process group: failures by (preset, layout, case), on rank 0. Checkpoints go to `folder`."""
     report: Report = {}
-    comm = GroupComm(dist.new_group(timeout=GROUP_TIMEOUT))
+    comm: Comm = GroupComm(dist.new_group(timeout=GROUP_TIMEOUT))
     for job in jobs:
         harness = InvariantHarness(job.preset, job.layout, comm, folder)
         evidence = _collect([CASES[name].collect for name in job.cases], harness)

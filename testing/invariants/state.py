@@ -11,7 +11,7 @@ from lowbit_strategy.checkpoint.save import save_residuals
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods.quantization.loco import LoCo
-from testing.invariants.harness import SPECS, Case, Evidence, InvariantHarness, Subject, fingerprint
+from testing.invariants.harness import SPECS, Case, Evidence, Grads, InvariantHarness, Subject, fingerprint
 from testing.invariants.sums import add, balance, check_conservation, has_law
 
 _POISON = (("matrix", float("inf")), ("tall", float("nan")), ("odd", float("-inf")), ("scalar", float("nan")))
@@ -158,7 +158,8 @@ def collect_regroup(harness: InvariantHarness) -> Evidence:
     own = harness.compressor.conserving()
     other = LoCo(bits=4, block_size=64, beta=0.5, residual="float32", reset_steps=None, exempt=(), high_precision=())
     sync = harness.sync(own)
-    total_in, total_out = {}, {}
+    total_in: Grads = {}
+    total_out: Grads = {}
     for step in range(6):
         if step in (2, 4):
             sync.use(other if step == 2 else own)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from testing.counting.traffic import count_traffic
 from testing.invariants.harness import SPECS, Case, Evidence, Grads, InvariantHarness, Subject, fingerprint, relative
@@ -21,13 +22,15 @@ _CONSERVATION_STEPS = 4  # at least one per rank: methods take turns
 def collect_conservation(harness: InvariantHarness) -> Evidence:
     """Some steps of differing gradients: sums of what went in and out, what is unsent at the end, bytes."""
     sync = harness.sync(harness.compressor.conserving())
-    total_in, total_out, prints, traffic = {}, {}, [], []
+    total_in: Grads = {}
+    total_out: Grads = {}
+    prints, traffic = [], []
     for step in range(max(_CONSERVATION_STEPS, harness.world_size)):
         grads = harness.grads(step)
         before = harness.comm.sent_nbytes
         with count_traffic() as counted:
             means = harness.run(sync, grads)
-        traffic.append((harness.comm.sent_nbytes - before, counted.nbytes, _account(sync)))
+        traffic.append(Step(harness.comm.sent_nbytes - before, counted.nbytes, _account(sync)))
         prints.append(fingerprint(means))
         add(total_in, grads)
         add(total_out, means)
@@ -47,8 +50,23 @@ def balance(sync: GradientSync, total_in: Grads, total_out: Grads) -> Evidence:
     return {"in": total_in, "out": total_out, "unsent": unsent}
 
 
-def _account(sync: GradientSync) -> dict[str, Any]:
-    """Bytes per step by the methods' own accounting: exact ones, bounds of their padding, and whether all is exact."""
+class Account(NamedTuple):
+    """Bytes per step by the methods' own accounting, with bounds of their padding, and whether all is exact."""
+
+    low: int
+    high: int
+    exact: bool
+
+
+class Step(NamedTuple):
+    """What a rank sent in a step: by its communicator's count, as `torch.distributed` got it, and by the methods."""
+
+    claimed: int
+    counted: int
+    account: Account
+
+
+def _account(sync: GradientSync) -> Account:
     codecs, padding, reducers, exact = 0, 0, 0, True
     others = sync.ranks.peers.world_size - 1
     hops = 1 if sync.scatter else 2
@@ -57,15 +75,13 @@ def _account(sync: GradientSync) -> dict[str, Any]:
             codecs += sync.state.sent_nbytes(name)
             padding += 15 * hops * others
         else:
+            assert isinstance(assignment.method, Reducer)
             reducers += sync.state.sent_nbytes(name)
             padding += 32 * others  # reducers cut a bucket, not a parameter: rounding of rows to whole bytes
             exact = exact and assignment.method.fixed_size
     has_codecs = any(isinstance(method, CodecPair) for method in sync.state.stores)
-    return {
-        "low": codecs + reducers + (16 * hops * others if has_codecs else 0) - (padding if reducers else 0),
-        "high": codecs + reducers + (16 * hops * others if has_codecs else 0) + padding,
-        "exact": exact,
-    }
+    nbytes = codecs + reducers + (16 * hops * others if has_codecs else 0)
+    return Account(nbytes - (padding if reducers else 0), nbytes + padding, exact)
 
 
 def imbalances(evidence: Sequence[Evidence], harness: InvariantHarness) -> dict[str, float]:
@@ -102,12 +118,12 @@ def check_agreement(evidence: Sequence[Evidence], harness: InvariantHarness) -> 
 def check_bytes(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
     failures = []
     for rank, e in enumerate(evidence):
-        for step, (claimed, counted, account) in enumerate(e["traffic"]):
+        for at, (claimed, counted, account) in enumerate(e["traffic"]):
             if claimed != counted:
-                failures.append(f"rank {rank} step {step}: counted {claimed} bytes, torch.distributed got {counted}")
-            low, high = account["low"], account["high"]
-            if account["exact"] and not low <= claimed <= high:
-                failures.append(f"rank {rank} step {step}: sent {claimed} bytes, wire_nbytes gives {low} to {high}")
+                failures.append(f"rank {rank} step {at}: counted {claimed} bytes, torch.distributed got {counted}")
+            low, high = account.low, account.high
+            if account.exact and not low <= claimed <= high:
+                failures.append(f"rank {rank} step {at}: sent {claimed} bytes, wire_nbytes gives {low} to {high}")
     return failures[:3]
 
 
@@ -140,7 +156,8 @@ def collect_mean(harness: InvariantHarness) -> Evidence:
     compressor = saturated(harness.subject)
     sync = harness.sync(compressor)
     grads, first = harness.grads(0), {}
-    total_in, total_out = {}, {}
+    total_in: Grads = {}
+    total_out: Grads = {}
     averaged = compressor is harness.preset and bool(without_law(harness.subject))
     # What codecs lose on average does not depend on the number of ranks; a wrong factor shows in few steps.
     steps = UNBIASED_STEPS if averaged and harness.world_size == 1 else FEW_STEPS

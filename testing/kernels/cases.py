@@ -6,10 +6,11 @@ byte written outside the segments shows as well.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -312,24 +313,36 @@ def check_dense(fast: Any, device: str, *, truncating: bool = False, fewer: bool
     `truncating`: as in `check_case`. `fewer`: every pair of wire, dtype and number of sources, not every triple.
     """
     wrong = []
-    choices = (("float32", "bfloat16"), (torch.float32, torch.bfloat16, torch.float16), (1, 3, 11))
-    for (i, wire_dtype), (j, dtype), (k, sources) in itertools.product(*map(enumerate, choices)):
+    wires: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    choices = itertools.product(enumerate(wires), enumerate(dtypes), enumerate((1, 3, 11)))
+    for (i, wire_dtype), (j, dtype), (k, sources) in choices:
         if fewer and (i + j + k) % 2:
             continue
-        fmt = DenseFormat(wire_dtype)  # type: ignore[arg-type]
+        fmt = DenseFormat(wire_dtype)
         segments, rows, wire_nbytes = dense_case(dtype, num_rows=sources)
         out_dtype = torch.float32 if truncating and dtype == torch.bfloat16 else dtype
-
-        def run(kernels: Any, device: str, fmt=fmt, segments=segments, rows=rows, out=out_dtype, nbytes=wire_nbytes):
-            message_WB = filled(len(rows) * nbytes, torch.uint8, device).view(len(rows), nbytes)
-            flag = torch.zeros(1, dtype=torch.int32, device=device)
-            for x, message in zip(rows, message_WB, strict=True):
-                kernels.encode_(x.to(device), message, segments, fmt, flag=flag)
-            total = filled(rows[0].numel(), out, device)
-            kernels.decode_sum_(message_WB, total, segments, fmt, alpha=1 / len(rows))
-            floats = bits(message_WB[:, 16:].contiguous().view(fmt.torch_dtype))  # all NaNs alike
-            return {"wire": floats, "flag": flag, "total": total}
-
+        run = functools.partial(run_dense, fmt, segments, rows, wire_nbytes, out_dtype)
         name = f"{dtype} as {wire_dtype} from {sources}"
         wrong += [f"{name}: {line}" for line in differences(run(fast, device), run(reference_dense, "cpu"))]
     return wrong
+
+
+def run_dense(
+    fmt: DenseFormat,
+    segments: Segments,
+    rows: list[Tensor],
+    wire_nbytes: int,
+    out_dtype: torch.dtype,
+    kernels: Any,
+    device: str,
+) -> dict[str, Tensor]:
+    """One message from each row, and their mean."""
+    message_WB = filled(len(rows) * wire_nbytes, torch.uint8, device).view(len(rows), wire_nbytes)
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    for x, message in zip(rows, message_WB, strict=True):
+        kernels.encode_(x.to(device), message, segments, fmt, flag=flag)
+    total = filled(rows[0].numel(), out_dtype, device)
+    kernels.decode_sum_(message_WB, total, segments, fmt, alpha=1 / len(rows))
+    floats = bits(message_WB[:, 16:].contiguous().view(fmt.torch_dtype))  # all NaNs alike
+    return {"wire": floats, "flag": flag, "total": total}

@@ -30,7 +30,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -115,7 +117,7 @@ class _Run:
         process_group: ProcessGroup,
     ) -> None:
         fresh = bool(env) or torch.cuda.is_available()
-        context = multiprocessing.get_context("spawn") if fresh else forkserver()
+        context = multiprocessing.get_context("spawn") if fresh else fork_server()
         # Pickled here, because multiprocessing would hand tensors over as shared memory that dies with this process.
         job = pickle.dumps((fn, args))
         port = str(free_port())
@@ -218,7 +220,7 @@ _PRELOAD = (
 
 
 @functools.cache
-def forkserver() -> multiprocessing.context.ForkServerContext:
+def fork_server() -> ForkServerContext:
     """A server that imports, once, what this process had imported when the first ranks were started.
 
     Test modules and whatever else only they use are left to the ranks.
@@ -229,7 +231,7 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     with environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
         context.set_forkserver_preload(["torch", "torch.distributed", *preload, *ours])
-        multiprocessing.forkserver.ensure_running()
+        forkserver.ensure_running()
     return context
 
 

@@ -27,7 +27,7 @@ import torch
 
 from lowbit_strategy import Elastic
 from lowbit_strategy.ranks.membership import import_torchft
-from testing.processes.ranks import START_LIMIT_S, forkserver, free_port, redirect_output
+from testing.processes.ranks import START_LIMIT_S, fork_server, free_port, redirect_output
 from testing.processes.scripts import describe_exit
 
 import_torchft()  # once, in the server that replicas are forked from
@@ -68,7 +68,7 @@ class Replicas:
 
     def light(self) -> None:
         """Start the lighthouse, where it was before."""
-        self._lighthouse = forkserver().Process(target=_lighthouse, args=(self.port, str(self.folder)))
+        self._lighthouse = fork_server().Process(target=_lighthouse, args=(self.port, str(self.folder)))
         self._lighthouse.start()
 
     def darken(self) -> None:
@@ -89,7 +89,7 @@ class Replicas:
         known = {field.name for field in dataclasses.fields(Elastic)}
         of_fn = {key: options.pop(key) for key in list(options) if key not in known}
         job = pickle.dumps((functools.partial(fn, **of_fn), (self.elastic(name, **options), *args)))
-        process = forkserver().Process(target=_main, args=(name, str(self.folder), job, self.timeout, held))
+        process = fork_server().Process(target=_main, args=(name, str(self.folder), job, self.timeout, held))
         process.start()
         self.processes[name] = process
 

@@ -72,7 +72,8 @@ def run_script(
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
-    } | dict(env or {})
+        **(env or {}),
+    }
     # Files, not pipes: a grandchild that outlives the command would keep a pipe open.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         with environment(variables):

@@ -76,7 +76,8 @@ def prepared(accelerator: Accelerator, *, lr: float = 1e-3, num_samples: int = 3
     model = GPT(width=32, depth=2, heads=2, context=CONTEXT)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     batches = DataLoader(Windows(standard_library("train"), CONTEXT, limit=num_samples), batch_size=BATCH)
-    return Job(accelerator, *accelerator.prepare(model, optimizer, batches), [])
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    return Job(accelerator, model, optimizer, batches, [])
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,7 +31,7 @@ class Loop:
         *,
         shape: tuple[int, ...] = (WIDTH,),
         has_scaler: bool = False,
-        **ddp: object,
+        **ddp: Any,
     ) -> None:
         prepared = prepare(net, compressor or LoCo(block_size=32), options or SyncOptions(), scatter=False)
         self.net = net

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ class SimulatedComm(Comm):
         return self.world.post(self.rank, (x, x), lambda buffers: _broadcast(buffers, source))
 
 
-Buffers = list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # of every rank: out, in
+Buffers = list[tuple[Any, Any]]  # of every rank: out, in; a tensor each, or tensors
 
 
 class SimulatedWorld:
@@ -67,11 +68,9 @@ class SimulatedWorld:
     def __init__(self, size: int) -> None:
         self.size = size
         self.comms = [SimulatedComm(self, rank) for rank in range(size)]
-        self.posted: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+        self.posted: dict[int, tuple[Any, Any]] = {}
 
-    def post(
-        self, rank: int, buffers: tuple[Sequence[Tensor], Sequence[Tensor]], move: Callable[[Buffers], None]
-    ) -> Pending:
+    def post(self, rank: int, buffers: tuple[Any, Any], move: Callable[[Buffers], None]) -> Pending:
         assert rank not in self.posted
         self.posted[rank] = buffers
         if len(self.posted) == self.size:
@@ -103,21 +102,21 @@ def _all_to_all(buffers: Buffers) -> None:
 def _all_gather(buffers: Buffers) -> None:
     for out, _ in buffers:
         for sender, (_, x) in enumerate(buffers):
-            out[sender].copy_(x)  # type: ignore[arg-type]
+            out[sender].copy_(x)
 
 
 def _sum(buffers: Buffers) -> None:
-    _overwrite(buffers, sum(x for _, x in buffers))  # type: ignore[arg-type, misc]
+    _overwrite(buffers, sum(x for _, x in buffers))
 
 
 def _maximum(buffers: Buffers) -> None:
-    _overwrite(buffers, torch.stack([x for _, x in buffers]).amax(0))  # type: ignore[arg-type]
+    _overwrite(buffers, torch.stack([x for _, x in buffers]).amax(0))
 
 
 def _broadcast(buffers: Buffers, source: int) -> None:
-    _overwrite(buffers, buffers[source][1].clone())  # type: ignore[attr-defined]
+    _overwrite(buffers, buffers[source][1].clone())
 
 
 def _overwrite(buffers: Buffers, value: Tensor) -> None:
     for out, _ in buffers:
-        out.copy_(value)  # type: ignore[attr-defined]
+        out.copy_(value)

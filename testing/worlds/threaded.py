@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from torch import Tensor
 
@@ -33,9 +34,7 @@ class ThreadedWorld(SimulatedWorld):
         self._barrier = threading.Barrier(size, action=self._exchange, timeout=TIMEOUT_S)
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="rank")
 
-    def post(
-        self, rank: int, buffers: tuple[Sequence[Tensor], Sequence[Tensor]], move: Callable[[Buffers], None]
-    ) -> Pending:
+    def post(self, rank: int, buffers: tuple[Any, Any], move: Callable[[Buffers], None]) -> Pending:
         self.posted[rank] = buffers
         self._move = move
         self._barrier.wait()

@@ -123,7 +123,9 @@ class NodesWorld:
         for sync in self.syncs:
             for name, spec in sync.specs.items():
                 part, own, at = spec.part, sync.state.export_unsent(name), 0
-                for start, length in part.ranges if part is not None and own is not None else ():
+                if part is None or own is None:
+                    continue
+                for start, length in part.ranges:
                     total[name][start : start + length] += own[at : at + length] / self.num_nodes
                     at += length
         return total
