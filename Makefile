@@ -67,7 +67,7 @@ docs: $(VENV)/.dev
 	@echo "The documentation is in build/docs/index.html"
 
 bench-%: $(VENV)/.runtime
-	PYTHONPATH=. $(BIN)/python benchmarks/$(subst -,_,$*).py $(ARGS)
+	$(BIN)/python -m benchmarks.$(subst -,_,$*) $(ARGS)
 
 $(VENV)/.python:
 	@test -n "$(PYTHON)" || { \

@@ -34,13 +34,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parent))  # for slow_links, which hosts import by that name
-
 from benchmarks.adaptive_runs import demo as demo_run
 from benchmarks.adaptive_runs import digits as digits_run
 from benchmarks.adaptive_runs import language as language_run
-from slow_links.hosts import run_on_hosts
-from slow_links.namespaces import SlowNetwork, why_not
+from testing.hosts.namespaces import SlowNetwork, why_not
+from testing.hosts.torchrun import run_on_hosts
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Results file, continued if it exists.")]

@@ -18,7 +18,7 @@ import torch
 import typer
 
 from lowbit_strategy.methods.quantization.loco import LoCo
-from tests.worlds.one_tensor import OneTensor, gaussian
+from testing.worlds.one_tensor import OneTensor, gaussian
 
 SHAPE, WORLD_SIZE, NOISE, RESET = (192, 256), 4, 3.0, 150
 

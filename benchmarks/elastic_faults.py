@@ -16,10 +16,9 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from tests.elastic_training import EVERY, train
-from tests.replicas import HEARTBEAT_S, Replicas
+from testing.processes.replicas import HEARTBEAT_S, Replicas
+from testing.training.elastic import EVERY, TrainedReplica, Turn, train
 
 PAUSE_S = 0.03
 ROUND_S = EVERY * PAUSE_S
@@ -118,22 +117,22 @@ def committed_without(folder: Path, lost: str, died: float) -> list[float]:
     times = []
     for name in STAY:
         lines = (folder / f"{name}.turns").read_text().splitlines(keepends=True)[-200:]
-        taken = [json.loads(line) for line in lines if line.endswith("\n")]
-        without = [turn["time"] for turn in taken if turn["time"] > died and lost not in turn["members"]]
+        taken = [Turn(**json.loads(line)) for line in lines if line.endswith("\n")]
+        without = [turn.time for turn in taken if turn.time > died and lost not in turn.members]
         if not without:
             return []
         times.append(min(without))
     return times
 
 
-def check(folder: Path, results: dict[str, Any]) -> int:
+def check(folder: Path, results: dict[str, TrainedReplica]) -> int:
     """Whoever has taken the same turns has the same anchors; all who stay end with the same. Returns turns in all."""
     digests: dict[int, int] = {}
     for path in folder.glob("*.turns"):
-        for turn in (json.loads(line) for line in path.read_text().splitlines()):
-            assert digests.setdefault(turn["history"], turn["digest"]) == turn["digest"], path
-    assert len({result["digest"] for result in results.values()}) == 1
-    assert all(result["healed"] <= 1 for result in results.values())
+        for turn in (Turn(**json.loads(line)) for line in path.read_text().splitlines()):
+            assert digests.setdefault(turn.history, turn.digest) == turn.digest, path
+    assert len({result.digest for result in results.values()}) == 1
+    assert all(result.healed <= 1 for result in results.values())
     return len(digests)
 
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
 from lowbit_strategy.kernels.reference import blocks as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
-from tests.kernel_cases import FITTED_1, FITTED_2, check_case, core_cases, fitted
+from testing.kernels.cases import FITTED_1, FITTED_2, check_case, core_cases, fitted
 
 ARCHITECTURES = (80, 90)
 SOURCES = (2, 8, 64)

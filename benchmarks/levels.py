@@ -31,7 +31,7 @@ from benchmarks.runs import Runs
 from benchmarks.small_models import make_model, text_of
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.model.parameters import describe_parameters
-from tests.worlds.nodes import NodesWorld
+from testing.worlds.two_level import NodesWorld
 
 MODELS = ("transformer", "recurrent", "convolutional")
 EXACT = "exact"

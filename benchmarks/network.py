@@ -1,6 +1,6 @@
 """What compressed synchronisation saves on slow links: emulated hosts of one or several ranks, bytes counted between.
 
-    sudo .venv/bin/python benchmarks/network.py --mode ddp-step --rate 200mbit,1gbit --variants ddp,loco_ddp
+    sudo .venv/bin/python -m benchmarks.network --mode ddp-step --rate 200mbit,1gbit --variants ddp,loco_ddp
 
 Every host is a network namespace behind a rate-limited link, and runs what several machines would run: torchrun, one
 node each, a Lightning script with ``Trainer(num_nodes=...)``. Modes:
@@ -43,8 +43,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from slow_links.hosts import run_on_hosts
-from slow_links.namespaces import SlowNetwork, bits_per_second, why_not
+from testing.hosts.namespaces import SlowNetwork, bits_per_second, why_not
+from testing.hosts.torchrun import run_on_hosts
 
 SCRIPTS = Path(__file__).parent / "slow_links"
 NO_SYNC = "no-sync"

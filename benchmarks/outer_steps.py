@@ -36,7 +36,7 @@ from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.rounds.outer import OuterSync
 from recipes.text import standard_library
-from tests.worlds.threaded import ThreadedWorld
+from testing.worlds.threaded import ThreadedWorld
 
 VOCABULARY = 256
 Params = dict[str, Tensor]

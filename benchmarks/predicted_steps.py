@@ -1,6 +1,6 @@
 """Steps on emulated links, predicted and measured, cell by cell; what the file has already is not run again.
 
-    sudo .venv/bin/python benchmarks/predicted_steps.py --json benchmarks/results/predicted_steps.json --minutes 4
+    sudo .venv/bin/python -m benchmarks.predicted_steps --json benchmarks/results/predicted_steps.json --minutes 4
 
 A prediction is made of the links as `lowbit bench` measures them and of one timed step without communication
 (`slow_links/predicted_step.py`). Cells are ordered so that every layout, rate and delay comes early; `--minutes` ends
@@ -22,9 +22,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from network import describe_machine
-from slow_links.hosts import run_on_hosts
-from slow_links.namespaces import SlowNetwork, why_not
+from benchmarks.network import describe_machine
+from testing.hosts.namespaces import SlowNetwork, why_not
+from testing.hosts.torchrun import run_on_hosts
 
 SCRIPT = Path(__file__).parent / "slow_links" / "predicted_step.py"
 RATES = ("none", "1gbit", "200mbit", "50mbit")

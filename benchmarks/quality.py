@@ -36,7 +36,7 @@ from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from recipes.gpt import GPT
 from recipes.text import standard_library
-from tests.worlds.simulated import SimulatedWorld
+from testing.worlds.simulated import SimulatedWorld
 
 Layout = Literal["ddp", "fsdp"]
 DENSE = "dense"

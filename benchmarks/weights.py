@@ -37,7 +37,7 @@ from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.plan.weights import ModuleLayout
 from recipes.gpt import GPT, VOCABULARY
 from recipes.text import standard_library
-from tests.worlds.simulated import SimulatedWorld
+from testing.worlds.simulated import SimulatedWorld
 
 EXACT = "exact"
 VARIANTS = ("exact", "code8", "delta4", "code6", "delta2", "code4")

@@ -1,6 +1,6 @@
 """Bytes on the interface against the bytes that each method accounts for, every compressor, both operations.
 
-    sudo .venv/bin/python benchmarks/wire_bytes.py --json benchmarks/results/wire_bytes.json
+    sudo .venv/bin/python -m benchmarks.wire_bytes --json benchmarks/results/wire_bytes.json
 
 One rank per host in a network namespace of its own, so that the interface carries nothing else. The kernel counts whole
 packets; less 66 bytes of Ethernet, IP and TCP headers each, what remains is what gloo was given, and gloo's own
@@ -21,10 +21,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.slow_links.wire_bytes import ROWS
 from lowbit_strategy.methods.registry import PRESETS
-from slow_links.hosts import run_on_hosts
-from slow_links.namespaces import SlowNetwork, why_not
-from slow_links.wire_bytes import ROWS
+from testing.hosts.namespaces import SlowNetwork, why_not
+from testing.hosts.torchrun import run_on_hosts
 
 SCRIPT = Path(__file__).parent / "slow_links" / "wire_bytes.py"
 OPERATIONS = ("all-reduce", "reduce-scatter")
@@ -69,7 +69,7 @@ def row_of(variant: str, reports: Sequence[Any], numel: int) -> Row:
 
 
 def measure(names: Sequence[str], *, world_size: int, numel: int, steps: int, timeout: float) -> list[Row]:
-    """Needs root; see `slow_links.namespaces.why_not`."""
+    """Needs root; see `testing.hosts.namespaces.why_not`."""
     variants = [f"{operation}/{name}" for operation in OPERATIONS for name in names]
     numel -= numel % (ROWS * world_size)
     arguments = ["--numel", str(numel), "--steps", str(steps), "--variants", *variants]

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import torch
 
-from slow_links.namespaces import why_not
+from testing.hosts.namespaces import why_not
 
 torch.set_num_threads(1)  # so that sums come out the same on every machine
 hypothesis.settings.register_profile("project", derandomize=True, deadline=None, database=None)

@@ -15,7 +15,7 @@ from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.custom_loop import LoopClock, adapt
-from tests.worlds.threaded import ThreadedWorld
+from testing.worlds.threaded import ThreadedWorld
 
 
 class ThreadedRanks:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from gpu_acceptance.machine import device_here
-from gpu_acceptance.record import Record
+from benchmarks.gpu_acceptance.machine import device_here
+from benchmarks.gpu_acceptance.record import Record
 
 Figures = dict[str, Any]
 DONE = ("passed", "left out")

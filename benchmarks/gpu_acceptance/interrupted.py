@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gpu_acceptance.checks import Figures
-from gpu_acceptance.training import Training, digest, start, wrap
-from gpu_acceptance.two_ranks import agree, ranks_of
+from benchmarks.gpu_acceptance.checks import Figures
+from benchmarks.gpu_acceptance.training import Training, digest, start, wrap
+from benchmarks.gpu_acceptance.two_ranks import agree, ranks_of
 from lowbit_strategy import Dense, LoCo
 
 BEFORE, AFTER = 4, 3  # steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -11,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gpu_acceptance.checks import Check, Figures
-from gpu_acceptance.processes import run_python
+from benchmarks.gpu_acceptance.checks import Check, Figures
+from benchmarks.gpu_acceptance.processes import run_python
 from lowbit_strategy.kernels import backends, dense
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import DenseFormat, uniform
@@ -25,8 +24,8 @@ NUMEL = 1 << 16
 
 def python(*arguments: str, timeout: float, prefix: tuple[str, ...] = (), **env: str) -> str:
     """Standard output of a Python process in the repository's folder; its errors are an exception."""
-    path = os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "benchmarks")))
-    return run_python([*prefix, sys.executable, *arguments], timeout, {"PYTHONPATH": path, **env}, REPOSITORY)
+    variables = {"PYTHONPATH": str(REPOSITORY), **env}
+    return run_python([*prefix, sys.executable, *arguments], timeout, variables, REPOSITORY)
 
 
 def compile_all(device: torch.device) -> Figures:
@@ -59,9 +58,9 @@ def bytes_of_kernels(device: torch.device) -> Figures:
     """On a GPU all cases of tests/gpu; on a CPU some of them in Triton's interpreter."""
     if device.type == "cuda":
         return {"pytest": python("-m", "pytest", "-q", "-m", "gpu", "tests/gpu", timeout=400).splitlines()[-1]}
-    worker, lines = "tests/unit/kernels/triton_interpreter_worker.py", []
-    for arguments in (("core", "0", "24"), ("dense", "0", "1")):
-        lines += python("-W", "ignore", worker, *arguments, timeout=280).splitlines()
+    lines: list[str] = []
+    for arguments in (("core", "0", "24"), ("pairs", "0", "1")):
+        lines += python("-W", "ignore", "-m", "testing.kernels.triton_worker", *arguments, timeout=280).splitlines()
     wrong = [line for line in lines if not line.startswith("cases:")]
     assert not wrong, "\n".join(wrong)
     return {"interpreter": "; ".join(lines)}
@@ -69,7 +68,7 @@ def bytes_of_kernels(device: torch.device) -> Figures:
 
 def hook_on_one_rank(device: torch.device) -> Figures:
     """DDP calls the hook on one rank too: the gradient is what its own message decodes to, bit for bit."""
-    from gpu_acceptance.training import one_rank_matches, open_group
+    from benchmarks.gpu_acceptance.training import one_rank_matches, open_group
 
     start, compared = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as folder:

@@ -14,9 +14,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpu_acceptance.checks import Check, Figures
-from gpu_acceptance.training import SmallGPT, batch, next_token_loss, wrap
-from gpu_acceptance.two_ranks import agree, trained
+from benchmarks.gpu_acceptance.checks import Check, Figures
+from benchmarks.gpu_acceptance.training import SmallGPT, batch, next_token_loss, wrap
+from benchmarks.gpu_acceptance.two_ranks import agree, trained
 from lowbit_strategy import LoCo, preset
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.collectives.comm import GroupComm, Pending

@@ -12,7 +12,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from gpu_acceptance.training import Training, start
+from benchmarks.gpu_acceptance.training import Training, start
 
 LAUNCHES_BAR = 40  # per bucket, beyond what plain DDP or FSDP2 launches
 NO_KERNEL = re.compile(  # operations that only make or look at a tensor

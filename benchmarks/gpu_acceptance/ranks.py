@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from gpu_acceptance.checks import Check, Figures, LeftOut
-from gpu_acceptance.llama import llama
+from benchmarks.gpu_acceptance.checks import Check, Figures, LeftOut
+from benchmarks.gpu_acceptance.llama import llama
 from lowbit_strategy import DiLoCo, LoCo, WeightDelta
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 STEP_BAR = 1.1  # of stock's time
 LOSS_BAR = 1.1  # of stock's last losses

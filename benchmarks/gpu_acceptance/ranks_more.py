@@ -1,5 +1,5 @@
 """The other half of `ranks`: accumulation, checkpointing, levels, outer steps."""
 
-from gpu_acceptance.ranks import MORE as CHECKS
+from benchmarks.gpu_acceptance.ranks import MORE as CHECKS
 
 __all__ = ["CHECKS"]

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gpu_acceptance import machine
+from benchmarks.gpu_acceptance import machine
 
 COLOURS = {"passed": "#d9f2d9", "failed": "#f8d0d0", "not run": "#f8d0d0", "running": "#f8d0d0", "left out": "#eeeeee"}
 

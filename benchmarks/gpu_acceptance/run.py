@@ -16,13 +16,12 @@ import importlib
 import sys
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from gpu_acceptance import machine  # noqa: E402
-from gpu_acceptance.checks import DONE, run_checks  # noqa: E402
-from gpu_acceptance.processes import supervise  # noqa: E402
-from gpu_acceptance.record import Record, write_page  # noqa: E402
+from benchmarks.gpu_acceptance import machine
+from benchmarks.gpu_acceptance.checks import DONE, run_checks
+from benchmarks.gpu_acceptance.processes import supervise
+from benchmarks.gpu_acceptance.record import Record, write_page
 
 PARTS = ("kernels", "speed", "two_ranks", "interruptions", "memory", "methods", "ranks", "ranks_more")
 LIMIT_S = 480.0
@@ -34,7 +33,7 @@ def name_of(part: str) -> str:
 
 def run_here(part: str, folder: Path, only: str, *, continued: bool) -> int:
     """One part in this process. Returns how many checks have not passed."""
-    checks = importlib.import_module(f"gpu_acceptance.{part}" if part in PARTS else part).CHECKS
+    checks = importlib.import_module(f"benchmarks.gpu_acceptance.{part}" if part in PARTS else part).CHECKS
     outcomes = run_checks(checks, only, Record(folder, name_of(part), fresh=not continued), continued=continued)
     return sum(outcome.status not in DONE for outcome in outcomes)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from gpu_acceptance.checks import Check, Figures, LeftOut
-from gpu_acceptance.kernels import python
+from benchmarks.gpu_acceptance.checks import Check, Figures, LeftOut
+from benchmarks.gpu_acceptance.kernels import python
 
 COLD_COMPILE_BAR_S = 3.0  # of a decoder, at any number of ranks
 COPY_BAR = 0.6  # of a copy's speed, for LoCo's encoder at 4 bits

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from gpu_acceptance.checks import Check, Figures, LeftOut
-from gpu_acceptance.profiling import LAUNCHES_BAR, profiled
-from gpu_acceptance.training import train
+from benchmarks.gpu_acceptance.checks import Check, Figures, LeftOut
+from benchmarks.gpu_acceptance.profiling import LAUNCHES_BAR, profiled
+from benchmarks.gpu_acceptance.training import train
 from lowbit_strategy import Dense, LoCo
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 STEPS = 12
 
@@ -123,10 +123,10 @@ def no_waiting(device: torch.device) -> Figures:
 
 
 def host_code_waits_for_nothing() -> Figures:
-    from tests.unit.engine import test_no_host_sync as host
+    from testing.cuda.steps import check_no_step_waits
 
     for scatter in (False, True):
-        host.test_no_step_waits_for_the_device(LoCo(), scatter, torch.float32)
+        check_no_step_waits(LoCo(), torch.float32, scatter=scatter)
     return {"host code of CUDA": "3 steps of 8 ranks, no look at the device"}
 
 

@@ -3,9 +3,10 @@
     python -m benchmarks.peak_memory.run --json benchmarks/results/peak_memory.json
 
 Each case and what it is compared with (the same without compression) train for some steps on real processes. The most
-that a rank has allocated is counted by the allocator (`count.c`, on CUDA torch's own), from the first step on. The
-figure that has to hold is that peak over stock's peak and the plan's bytes together, the rank where it is furthest off.
-Results are added to the JSON file as they come, and what is there already is not run again.
+that a rank has allocated is counted by the allocator (`testing/counting/allocations.c`, on CUDA torch's own), from the
+first step on. The figure that has to hold is that peak over stock's peak and the plan's bytes together, the rank where
+it is furthest off. Results are added to the JSON file as they come, and what is there already is not run
+again.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peak_memory import training
-from benchmarks.peak_memory.allocations import build
 from benchmarks.peak_memory.cases import CASES
 from benchmarks.peak_memory.training import Case
 from benchmarks.runs import Runs
-from tests.distributed import run_ranks
+from testing.counting.allocations import build
+from testing.processes.ranks import run_ranks
 
 BAR = 0.05
 AT_ONCE = 4  # cases of one launch

@@ -16,14 +16,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peak_memory.allocations import allocated, peak, reset_peak
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
 from lowbit_strategy.model.mixed_precision import policy_of
 from recipes.gpt import GPT, VOCABULARY
-from tests.nodes import nodes_of
+from testing.counting.allocations import allocated, peak, reset_peak
+from testing.processes.node_size import nodes_of
 
 WIDTH, DEPTH, HEADS, CONTEXT = 256, 16, 4, 32
 STEPS = 5

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.slow_links.measuring import Measurement, measure_in_turn, parse_options
 from lowbit_strategy.collectives.comm import GroupComm, wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.ranks.ranks import Ranks
-from slow_links.counters import sent_nbytes
-from slow_links.measuring import Measurement, measure_in_turn, parse_options
+from testing.counting.interface import sent_nbytes
 
 
 def fp32(x: Tensor, out: Tensor, *, scatter: bool) -> Callable[[], None]:

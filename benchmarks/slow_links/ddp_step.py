@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from benchmarks.slow_links.measuring import Measurement, fit, measure_in_turn, parse_options, strategy_of
 from lowbit_strategy import OUTER_RULES, OuterRule  # registers the strategies' names
 from recipes.gpt import LanguageModel
-from slow_links.counters import sent_nbytes
-from slow_links.measuring import Measurement, fit, measure_in_turn, parse_options, strategy_of
+from testing.counting.interface import sent_nbytes
 
 NO_SYNC = "no-sync"
 

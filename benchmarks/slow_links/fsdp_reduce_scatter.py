@@ -16,9 +16,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import lowbit_strategy  # noqa: F401  registers the strategies' names
+from benchmarks.slow_links.measuring import Measurement, fit, measure_in_turn, parse_options, strategy_of
 from recipes.gpt import LanguageModel
-from slow_links.counters import sent_nbytes
-from slow_links.measuring import Measurement, fit, measure_in_turn, parse_options, strategy_of
+from testing.counting.interface import sent_nbytes
 
 STOCK = "fsdp2"
 

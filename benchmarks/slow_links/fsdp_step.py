@@ -15,11 +15,11 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from benchmarks.slow_links.ddp_step import NO_SYNC, StepMeter
+from benchmarks.slow_links.measuring import Measurement, fit, measure_in_turn, parse_options
 from lowbit_strategy import preset
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from recipes.gpt import LanguageModel
-from slow_links.ddp_step import NO_SYNC, StepMeter
-from slow_links.measuring import Measurement, fit, measure_in_turn, parse_options
 
 STOCK, STOCK_BF16 = "fsdp2", "fsdp2-bf16"
 

@@ -17,6 +17,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from benchmarks.slow_links.ddp_step import NO_SYNC, StepMeter, in_rounds
+from benchmarks.slow_links.fsdp_step import STOCK, STOCK_BF16, HalfModel, ShardedModel
+from benchmarks.slow_links.fsdp_step import strategy_of as fsdp_strategy
+from benchmarks.slow_links.measuring import fit, parse_options, strategy_of
 from lowbit_strategy import OUTER_RULES, LoCo
 from lowbit_strategy.plan.bench import slowest
 from lowbit_strategy.plan.cost import Cluster, step_time, uncompressed
@@ -25,10 +29,6 @@ from lowbit_strategy.ranks.ranks import make_ranks
 from lowbit_strategy.ranks.topology import find_topology
 from lowbit_strategy.telemetry.links import coded_per_s, measure_levels
 from recipes.gpt import LanguageModel
-from slow_links.ddp_step import NO_SYNC, StepMeter, in_rounds
-from slow_links.fsdp_step import STOCK, STOCK_BF16, HalfModel, ShardedModel
-from slow_links.fsdp_step import strategy_of as fsdp_strategy
-from slow_links.measuring import fit, parse_options, strategy_of
 
 _STOCK_ITEMSIZE = {"ddp": 4, STOCK: 4, STOCK_BF16: 2}
 

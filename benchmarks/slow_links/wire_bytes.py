@@ -19,7 +19,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.ranks.ranks import Ranks
-from slow_links import counters
+from testing.counting import interface as counters
 
 WARMUP_STEPS = 2  # not counted
 LATE = 1 << 20  # steps after which every warm-up is over

@@ -11,7 +11,7 @@ from lowbit_strategy.kernels.loco import loco_encode_
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.reference import loco as reference_loco
 from lowbit_strategy.kernels.segments import Segment, Segments
-from tests.kernel_cases import Case, cases, check_case, check_dense, check_sources
+from testing.kernels.cases import Case, cases, check_case, check_dense, check_sources
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -1,4 +1,4 @@
-"""The launches that `tests.scenarios` shares between the tests of a file."""
+"""The launches that `testing.processes.scenarios` shares between the tests of a file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import run_ranks
-from tests.scenarios import Facts, Scenario, run_scenarios
+from testing.processes.ranks import run_ranks
+from testing.processes.scenarios import Facts, Scenario, run_scenarios
 
 LAUNCH_TIMEOUT_S = 280
 _Outcomes = list[dict[str, Facts | str]] | AssertionError

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from lowbit_strategy import LoCo, TopK
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
-from tests.accelerated import (
+from testing.counting.traffic import count_exchanges
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.accelerated import (
     Job,
     Kind,
     facts_of,
@@ -26,8 +29,8 @@ from tests.accelerated import (
     state_folder,
     train,
 )
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import count_exchanges, fingerprint, listen, mlp
+from testing.training.comparing import fingerprint
+from testing.training.regression import mlp
 
 KINDS = ("ddp", "fsdp")
 PLUGIN = LowBitPlugin(LoCo(bits=4))

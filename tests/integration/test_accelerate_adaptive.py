@@ -26,9 +26,10 @@ from lowbit_strategy.control import (
     Static,
 )
 from lowbit_strategy.telemetry.run_record import read_record
-from tests.accelerated import Job, Kind, loss_of, make, prepared, state_folder
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import fingerprint, mlp
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.accelerated import Job, Kind, loss_of, make, prepared, state_folder
+from testing.training.comparing import fingerprint
+from testing.training.regression import mlp
 
 KINDS = ("ddp", "fsdp")
 EIGHT, FOUR, TWO = (LoCo(bits=bits, block_size=32) for bits in (8, 4, 2))
@@ -144,9 +145,8 @@ def resuming(folder: Path, kind: Kind, controller: str) -> Facts:
     resumed = go(again, NUM_STEPS, start=7)
     return {
         "levels": levels,
-        "resumed": resumed,
-        "losses": (whole.losses[7:], again.losses),
-        "prints": (fingerprint(whole.model), fingerprint(again.model)),
+        "resumed": {"levels": resumed, "losses": again.losses, "bits": fingerprint(again.model)},
+        "rest": {"levels": levels[7:], "losses": whole.losses[7:], "bits": fingerprint(whole.model)},
     }
 
 
@@ -156,10 +156,8 @@ RESUMABLE = ("accordion", "epochs", "schedule", "budget", "guard")  # GraVAC goe
 @scenarios(resuming, kind=KINDS, controller=RESUMABLE)
 def test_stopped_in_a_phase_and_resumed_is_as_never_stopped(facts: list[Facts]) -> None:
     for rank in facts:
-        assert rank["resumed"] == rank["levels"][7:]
+        assert rank["resumed"] == rank["rest"]
         assert len({tuple(levels.items()) for levels in rank["levels"]}) > 1
-        for whole, resumed in (rank["losses"], rank["prints"]):
-            assert whole == resumed
 
 
 PHASES = Schedule([Phase(compressor=EIGHT, unit="epoch"), Phase(compressor=TWO, start=2, unit="epoch")])
@@ -246,17 +244,18 @@ def monitoring(folder: Path, kind: Kind) -> Facts:
     go(job, 12)
     go(plain, 12)
     facts = {"sent": job.sync.ranks.peers.sent_nbytes, "plain": plain.sync.ranks.peers.sent_nbytes}
-    facts |= {"losses": (job.losses, plain.losses), "account": sum(map(job.sync.state.sent_nbytes, job.sync.specs))}
+    facts |= {"losses": job.losses, "plain losses": plain.losses}
+    facts["account"] = sum(map(job.sync.state.sent_nbytes, job.sync.specs))
     if accelerator.is_main_process:
         facts |= {"logged": kept.logged, "record": read_record(folder), "tb": [p.name for p in folder.glob("run/*")]}
-        facts["hyper-parameters"] = kept.configuration, next(folder.rglob("hparams.yml")).read_text()
+        facts |= {"configuration": kept.configuration, "board": next(folder.rglob("hparams.yml")).read_text()}
     return facts
 
 
 @scenarios(monitoring, kind=KINDS)
 def test_figures_reach_every_tracker_and_the_record(facts: list[Facts]) -> None:
     for rank in facts:
-        assert rank["losses"][0] == rank["losses"][1]  # to be watched changes nothing
+        assert rank["losses"] == rank["plain losses"]  # to be watched changes nothing
         assert rank["sent"] > rank["plain"]  # what the ranks send each other for it is counted
     lead = facts[0]
     assert [step for step, _ in lead["logged"]] == [0, 4, 8]
@@ -265,14 +264,13 @@ def test_figures_reach_every_tracker_and_the_record(facts: list[Facts]) -> None:
     assert figures["lowbit/wire_nbytes"] == pytest.approx(lead["account"], rel=0.02)  # headers
     assert any("blocks.N" in name for name in figures)
     assert any(name.startswith("events") for name in lead["tb"])
-    configuration, board = lead["hyper-parameters"]
-    assert configuration == {"lr": 0.1, "lowbit/compressor": "loco(bits=4, block_size=32)"}
-    assert "lowbit/compressor: loco(bits=4, block_size=32)" in board
+    assert lead["configuration"] == {"lr": 0.1, "lowbit/compressor": "loco(bits=4, block_size=32)"}
+    assert "lowbit/compressor: loco(bits=4, block_size=32)" in lead["board"]
     kinds = [line["kind"] for line in lead["record"]]
     assert kinds == ["start", "observation", "observation", *["warning"] * kinds.count("warning"), "observation"]
     assert kinds.count("warning") >= 1
     observed = [line["loss"] for line in lead["record"] if line["kind"] == "observation"]
-    assert observed == pytest.approx([lead["losses"][0][step] for step in (0, 4, 8)])
+    assert observed == pytest.approx([lead["losses"][step] for step in (0, 4, 8)])
 
 
 def growing_batches(folder: Path, kind: Kind) -> Facts:
@@ -301,7 +299,8 @@ def growing_batches(folder: Path, kind: Kind) -> Facts:
         "after": job.optimizer.param_groups[0]["lr"],
         "accumulation": again.accelerator.gradient_accumulation_steps,
         "steps": again.sync.step_index,
-        "prints": (fingerprint(job.model), fingerprint(again.model)),
+        "bits": fingerprint(job.model),
+        "resumed bits": fingerprint(again.model),
     }
 
 
@@ -314,7 +313,7 @@ def test_batches_grow_with_the_learning_rate_which_is_put_back(facts: list[Facts
         assert rank["after"] == 1e-3
         assert rank["accumulation"] == 2
         assert rank["steps"] == len(rank["during"]) + 2  # the epoch of four batches after the checkpoint
-        assert rank["prints"][0] == rank["prints"][1]
+        assert rank["bits"] == rank["resumed bits"]
 
 
 def two_models(folder: Path) -> Facts:

@@ -8,15 +8,9 @@ from pathlib import Path
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
-from tests.accelerated import (
-    Kind,
-    make,
-    prepared,
-    state_folder,
-    train,
-)
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import fingerprint
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.accelerated import Kind, make, prepared, state_folder, train
+from testing.training.comparing import fingerprint
 
 KINDS = ("ddp", "fsdp")
 PLUGIN = LowBitPlugin(LoCo(bits=4))

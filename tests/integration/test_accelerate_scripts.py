@@ -24,10 +24,11 @@ from torch.utils.data import DataLoader
 
 from lowbit_strategy import Dense
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
-from tests import accelerated
-from tests.scenarios import Facts, scenarios
-from tests.script_layouts import LOCO, OFF, ON, STOCK, Layout, check_close, distances
-from tests.training import dataset, full_parameters, mlp
+from testing.processes.scenarios import Facts, scenarios
+from testing.training import accelerated
+from testing.training.comparing import full_parameters
+from testing.training.regression import dataset, mlp
+from testing.training.script_layouts import LOCO, OFF, ON, STOCK, Layout, check_close, distances
 
 # On four ranks.
 HSDP_OFF = {"hsdp": Layout("fsdp", {"compressor": Dense(), "shard_size": 2})}

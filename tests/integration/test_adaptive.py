@@ -17,9 +17,9 @@ from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.observe import Observer
-from tests.invariants.harness import SPECS, InvariantHarness
-from tests.scenarios import Facts, scenarios
-from tests.traffic import count_traffic
+from testing.counting.traffic import count_traffic
+from testing.invariants.harness import SPECS, InvariantHarness
+from testing.processes.scenarios import Facts, scenarios
 
 LAYOUTS = ("ddp", "fsdp")
 EXACT = LoCo(bits=2, block_size=64, beta=0.0, residual="float32", reset_steps=None)

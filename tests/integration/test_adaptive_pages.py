@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import REPOSITORY, run_script
+from testing.processes.scripts import REPOSITORY, run_script
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRELUDE = """
@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lowbit_strategy import *
 from lowbit_strategy.control import *
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor
-from tests.training import Regression, loader
+from testing.training.regression import Regression, loader
 model = Regression(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 8)))
 controller = Accordion(light=LoCo(bits=8), heavy=LoCo(bits=2))
 """

@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lowbit_strategy.custom_loop import CHECKPOINT_KEY
-from tests.scenarios import Facts, scenarios
-from tests.training import KINDS, ByStep, Kind, fingerprint, loader, strategy, trainer
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.comparing import fingerprint
+from testing.training.regression import KINDS, ByStep, Kind, loader, strategy, trainer
 
 
 class Held(TorchCheckpointIO):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from pathlib import Path
@@ -18,9 +19,10 @@ from lowbit_strategy import DiLoCo, LocalSGD, LoCo
 from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
-from tests.ddp_loop import CPU, Loop
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import KINDS, WIDTH, Kind, Regression, fit, listen, mlp
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.ddp_loop import CPU, Loop
+from testing.training.regression import KINDS, WIDTH, Kind, Regression, fit, mlp
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
@@ -74,24 +76,26 @@ def other_ranks(folder: Path) -> Facts:
     """FSDP2 over other ranks than compression: as a whole, in a part, and replicated as well."""
     both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     one = init_device_mesh("cpu", (dist.get_world_size(),))
-    errors = []
-    for inner, outer in ((both["shard"], both["shard"]), (both["shard"], one), (both, one)):
+    meshes = {"whole": (both["shard"], both["shard"]), "part": (both["shard"], one), "replicated": (both, one)}
+    errors = {}
+    for name, (inner, outer) in meshes.items():
         net = mlp()
         prepared = prepare(net, LoCo(), SyncOptions(), scatter=True)
         fully_shard(net[2], mesh=inner)
         fully_shard(net, mesh=outer)
-        errors.append(raised(lambda net=net, prepared=prepared: attach_fsdp(net, prepared, device=CPU)))  # type: ignore[misc]
-    return {"errors": errors}
+        errors[name] = raised(functools.partial(attach_fsdp, net, prepared, device=CPU))
+    return errors
 
 
 @scenarios(other_ranks)
 def test_fsdp2_over_other_ranks_is_refused(facts: list[Facts]) -> None:
     for rank, own in enumerate(facts):
-        whole, part, replicated = own["errors"]
         end = f"is sharded over the ranks [{rank}], but gradients are compressed over [0, 1]"
-        assert f"ValueError: the model {end}" in whole
-        assert f"ValueError: module 2 {end}" in part
-        assert "ValueError: module 2 is sharded over one dim of its mesh and replicated over another" in replicated
+        assert f"ValueError: the model {end}" in own["whole"]
+        assert f"ValueError: module 2 {end}" in own["part"]
+        assert (
+            "ValueError: module 2 is sharded over one dim of its mesh and replicated over another" in own["replicated"]
+        )
 
 
 # -- what is reported ----------------------------------------------------------------------------------------------
@@ -126,16 +130,17 @@ def forgetful(folder: Path, forgets: str, outer: Any) -> Facts:
         errors.append(raised(loop.optimizer.step))
         if forgets != "end_step":
             loop.session.end_step(loop.optimizer)
-    return {"errors": [error for error in errors if error], "forgets": forgets, "local": outer is not None}
+    first = next((error for error in errors if error), "")
+    return {"first error": first, "forgets": forgets, "local": outer is not None}
 
 
 @scenarios(forgetful, forgets=("begin_step", "end_step"), outer=(None, DiLoCo(every=2)))
 def test_a_step_that_is_not_begun_or_not_ended_is_an_error(facts: list[Facts]) -> None:
     for rank in facts:
         if rank["forgets"] == "end_step":
-            assert "nothing has ended the step since: call session.end_step(optimizer)" in rank["errors"][0]
+            assert "nothing has ended the step since: call session.end_step(optimizer)" in rank["first error"]
         elif not rank["local"]:  # nothing is reduced in a local step
-            assert "gradients arrived before the step had begun" in rank["errors"][0]
+            assert "gradients arrived before the step had begun" in rank["first error"]
 
 
 # -- memory order -----------------------------------------------------------------------------------------------------
@@ -149,9 +154,9 @@ def memory_order(folder: Path) -> Facts:
         compressor = LoCo(block_size=32, residual="float32", exempt=("@vector",))
         return Loop(net, compressor, shape=(3, 8, 8))
 
-    unsent, formats = [], (torch.channels_last, torch.contiguous_format, torch.channels_last)
+    orders, unsent = [], {"0.weight": [], "2.weight": []}
     path, stamp = folder / "one.ckpt", None
-    for memory_format in formats:
+    for memory_format in (torch.channels_last, torch.contiguous_format, torch.channels_last):
         made = loop(memory_format)
         if stamp is None:
             for _ in range(3):
@@ -159,35 +164,36 @@ def memory_order(folder: Path) -> Facts:
         else:
             made.session.load(path, stamp)
         sync = made.session.sync
-        for name in ("0.weight", "2.weight"):
+        orders.append(sync.specs["0.weight"].memory_order)
+        for name in unsent:
             spec, values = sync.specs[name], sync.state.export_unsent(name)
             out, inner, height, width = spec.shape
             in_order = values.view(spec.shape)
             if memory_format == torch.channels_last:
                 in_order = values.view(out, height, width, inner).permute(0, 3, 1, 2)
-            unsent.append((spec.memory_order, in_order))
+            unsent[name].append(in_order)
         with made.session.save(path) as stamp:
             pass
-    return {"orders": [order for order, _ in unsent[::2]], "unsent": [values for _, values in unsent]}
+    return {"orders": orders, "unsent": unsent}
 
 
 @scenarios(memory_order)
 def test_residuals_follow_the_memory_order_of_parameters(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["orders"] == [(0, 2, 3, 1), None, (0, 2, 3, 1)]
-        for i in range(2):
-            first, second, third = rank["unsent"][i::2]
-            assert first.any()
-            torch.testing.assert_close(second, first)
-            torch.testing.assert_close(third, first)
+        for saved, *loaded in rank["unsent"].values():
+            assert saved.any()
+            assert len(loaded) == 2
+            for values in loaded:
+                torch.testing.assert_close(values, saved)
 
 
 # -- many attachments in one process ----------------------------------------------------------------------------------
 
 
-def _held() -> tuple[int, int]:
+def _held() -> dict[str, int]:
     gc.collect()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    return {kind: len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")}
 
 
 def many(folder: Path, how: str) -> Facts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,50 +20,17 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.control import Accordion
-from lowbit_strategy.methods.weights.exact import Exact
-from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any, sharded_groups
-from lowbit_strategy.plan.trial import Candidate, Timed, Verdict
+from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.ranks.topology import find_topology, hybrid_mesh
 from lowbit_strategy.telemetry.model_control import ModelControl
-from tests.nodes import nodes_of
-from tests.scenarios import Facts, scenarios
-from tests.training import (
-    BATCH,
-    OUTPUTS,
-    WIDTH,
-    ByStep,
-    Kind,
-    Regression,
-    fingerprint,
-    full_parameters,
-    listen,
-    loader,
-    trainer,
-)
+from testing.log import listen
+from testing.processes.node_size import nodes_of
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.auto import STEPS, is_hooked, settled
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.regression import BATCH, OUTPUTS, WIDTH, ByStep, Kind, Regression, loader, trainer
 
 LAYOUTS = ("ddp", "fsdp", "hsdp")
-STEPS = 24  # 8 of the framework's own, 5 of each of two candidates, one to empty residuals, more
-
-
-@contextlib.contextmanager
-def settled(choose: int | None, *, tries: int = 2, compressors: Sequence[Any] | None = None) -> Iterator[None]:
-    """Measured times do not decide: `tries` candidates are tried, and number `choose` of them is taken."""
-
-    def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
-        assert len(tried) == tries
-        assert all(seconds > 0 for each in (own, *tried) for seconds in each.seconds)
-        return Verdict(choose, "the test says so")
-
-    def candidates(auto: Auto, layout: str, weights: Any) -> list[Candidate]:
-        chosen = compressors or (LoCo(block_size=32), Dense(dtype="bfloat16"))
-        return [Candidate(f"number {at}", each, None if layout == "ddp" else Exact()) for at, each in enumerate(chosen)]
-
-    with (
-        mock.patch.object(running, "decide", decide),
-        mock.patch.object(running, "candidates", candidates),
-        mock.patch.object(running, "hopeful", return_value=list(range(tries))),
-    ):
-        yield
 
 
 def lightning_run(strategy: Any, steps: int = STEPS, **options: Any) -> tuple[Regression, Any]:
@@ -107,20 +73,6 @@ def declining(folder: Path, kind: Kind) -> Facts:
         "lines": lines,
         "counted": session.sync.step_index,
     }
-
-
-def is_hooked(model: nn.Module) -> bool:
-    """Whether anything of this package is between the framework and its communication."""
-    if isinstance(model, DistributedDataParallel):
-        return bool(model._comm_hooks)
-    for each in sharded_groups(model):
-        group = each.param_group
-        ours = [type(group._reduce_scatter_comm), type(group._all_gather_comm)]
-        if any(kind.__module__.startswith("lowbit") for kind in ours) or group._all_reduce_hook is not None:
-            return True
-        if "pre_forward" in vars(group) or group.force_sum_reduction_for_comms or group.gradient_divide_factor:
-            return True
-    return False
 
 
 @scenarios(declining, kind=("ddp", "fsdp"))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from lowbit_strategy import Auto
 from lowbit_strategy.config.section import plugin_from_section
-from tests.accelerated import Kind, make, prepared, record_of
-from tests.accelerated import train as accelerated
-from tests.integration import test_hf_trainer as hf
-from tests.integration.test_auto import STEPS, is_hooked, settled
-from tests.integration.test_fabric import launch, setup
-from tests.integration.test_fabric import train as fabric
-from tests.scenarios import Facts, scenarios
-from tests.training import dataset, fingerprint, mlp
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.accelerated import Kind, make, prepared, record_of
+from testing.training.accelerated import train as accelerated
+from testing.training.auto import STEPS, is_hooked, settled
+from testing.training.comparing import fingerprint
+from testing.training.fabric import launch, setup
+from testing.training.fabric import train as fabric
+from testing.training.hf_trainer import trainer as hf_trainer
+from testing.training.regression import dataset, mlp
 
 
 def chosen_and_declined(folder: Path, kind: Kind) -> Facts:
@@ -43,8 +43,8 @@ def test_accelerate(facts: list[Facts]) -> None:
 
 
 def under_the_trainer(folder: Path) -> Facts:
-    with settled(0, tries=1), mock.patch.object(hf, "STEPS", STEPS):
-        trained = hf.trainer(folder, "ddp", "auto")
+    with settled(0, tries=1):
+        trained = hf_trainer(folder, "ddp", "auto", max_steps=STEPS)
         trained.train()
     session: Any = trained.accelerator.lowbit.sessions[0]
     return {"phase": session.auto.phase, "name": session.auto.active.name, "bits": fingerprint(trained.model)}

@@ -33,8 +33,9 @@ from lowbit_strategy.fabric import adapt, monitor
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor
 from lowbit_strategy.telemetry.observe import Observer
 from lowbit_strategy.telemetry.run_record import read_record
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import KINDS, OUTPUTS, WIDTH, Regression, fingerprint, loader, mlp, strategy, trainer
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.comparing import fingerprint
+from testing.training.regression import KINDS, OUTPUTS, WIDTH, Regression, loader, mlp, strategy, trainer
 
 EIGHT, FOUR, TWO = (LoCo(bits=bits, block_size=32) for bits in (8, 4, 2))
 
@@ -268,7 +269,7 @@ def test_both_namespaces_have_callbacks_of_their_own() -> None:
 def fabric_loop(folder: Path, kind: str) -> Facts:
     """The same controllers in a loop of one's own: stopped at step 5, resumed by new objects."""
 
-    def run(stop: int, load: bool) -> tuple[list[float], list[dict[str, int]]]:
+    def run(stop: int, load: bool) -> Facts:
         torch.manual_seed(load)
         strategy = FabricDDP(LoCo(block_size=32)) if kind == "ddp" else FabricFSDP(LoCo(block_size=32))
         fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, loggers=[FabricCSV(folder, name=str(load))])
@@ -292,7 +293,7 @@ def fabric_loop(folder: Path, kind: str) -> Facts:
             levels.append(dict(driver.levels))
             if step == 4 and not load:
                 fabric.save(folder / "here.ckpt", {**state, "step": 5})
-        return losses, levels
+        return {"losses": losses, "levels": levels}
 
     whole, resumed = run(11, load=False), run(11, load=True)
     return {"whole": whole, "resumed": resumed, "record": read_record(folder / "record-False")}
@@ -301,6 +302,5 @@ def fabric_loop(folder: Path, kind: str) -> Facts:
 @scenarios(fabric_loop, kind=KINDS)
 def test_under_fabric(facts: list[Facts]) -> None:
     for fact in facts:
-        for whole, resumed in zip(fact["whole"], fact["resumed"], strict=True):
-            assert resumed == whole[5:]
+        assert fact["resumed"] == {name: values[5:] for name, values in fact["whole"].items()}
     assert [line["step"] for line in facts[0]["record"] if line["kind"] == "observation"] == [0, 4, 8]

@@ -6,6 +6,7 @@ import os
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,18 +14,24 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lowbit_strategy.collectives.comm import GroupComm
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 BACKENDS = (None, "gloo", "cpu:gloo")
 
 
-def _gather(rank: int, world_size: int, folder: Path, backend: str | None) -> tuple[str, list[list[int]], int]:
+class Gathered(NamedTuple):
+    backend: str
+    rows: list[list[int]]
+    nbytes: int
+
+
+def _gather(rank: int, world_size: int, folder: Path, backend: str | None) -> Gathered:
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
     comm = GroupComm()
     rows = torch.empty(world_size, 5, dtype=torch.uint8)
     comm.all_gather(rows, torch.full((5,), rank + 1, dtype=torch.uint8)).wait()
-    return dist.get_backend(), rows.tolist(), comm.sent_nbytes
+    return Gathered(dist.get_backend(), rows.tolist(), comm.sent_nbytes)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -32,11 +39,11 @@ def test_all_gather_by_the_backend_of_the_tensors_device(backend: str | None, tm
     """A group made without a backend, or with one per device, calls itself something else than ``gloo``."""
     assert os.environ.get("WORLD_SIZE") is None
     results = run_ranks(_gather, 2, tmp_path, backend, process_group=None)
-    for _, rows, nbytes in results:
-        assert rows == [[1] * 5, [2] * 5]
-        assert nbytes == 5
+    for rank in results:
+        assert rank.rows == [[1] * 5, [2] * 5]
+        assert rank.nbytes == 5
     if backend is None:
-        assert results[0][0] != "gloo"
+        assert results[0].backend != "gloo"
 
 
 def test_no_collective_that_torch_deprecates() -> None:

@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from benchmarks.peak_memory.allocations import allocated, build, peak, reset_peak
 from lowbit_strategy import LoCo
 from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricStrategy
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
-from tests.distributed import run_ranks
-from tests.scenarios import Facts, scenarios
-from tests.training import Regression, trainer
+from testing.counting.allocations import allocated, build, peak, reset_peak
+from testing.processes.ranks import run_ranks
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.regression import Regression, trainer
 
 WIDE, BLOCKS = 768, 48
 NUMEL = BLOCKS * WIDE * (WIDE + 1)
@@ -63,7 +63,7 @@ class Peak(Callback):
 
 def built(rank: int, world_size: int, framework: str, way: Way) -> dict[str, Any]:
     """Bytes at most while the model is made and sharded, in models of float32."""
-    from tests.training import loader
+    from testing.training.regression import loader
 
     begin = functools.partial(trainer, LowBitFSDPStrategy(LoCo(), min_shard_numel=1), max_steps=1)
     begin().fit(Regression(), loader())  # what is imported and opened on the way

@@ -20,12 +20,12 @@ from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.fabric import LowBitDDPStrategy
 from lowbit_strategy.model.digest import ParameterDigest
-from tests.accelerated import make, prepared
-from tests.accelerated import train as train_job
-from tests.ddp_loop import Loop
-from tests.integration.test_hf_trainer import trainer as hf_trainer
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import BATCH, WIDTH, Regression, dataset, fit, loader, mlp, strategy, trainer
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.accelerated import make, prepared
+from testing.training.accelerated import train as train_job
+from testing.training.ddp_loop import Loop
+from testing.training.hf_trainer import trainer as hf_trainer
+from testing.training.regression import BATCH, WIDTH, Regression, dataset, fit, loader, mlp, strategy, trainer
 
 CPU = torch.device("cpu")
 

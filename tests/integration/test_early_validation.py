@@ -11,11 +11,12 @@ from transformers import TrainerCallback
 from lowbit_strategy import DiLoCo, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDPStrategy
-from tests import accelerated
-from tests.integration.test_fabric import batches, launch, setup, train
-from tests.integration.test_hf_trainer import trainer as hf_trainer
-from tests.scenarios import Facts, scenarios
-from tests.training import dataset, listen, mlp
+from testing.log import listen
+from testing.processes.scenarios import Facts, scenarios
+from testing.training import accelerated
+from testing.training.fabric import batches, launch, setup, train
+from testing.training.hf_trainer import trainer as hf_trainer
+from testing.training.regression import dataset, mlp
 
 
 class Evaluates(TrainerCallback):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +16,10 @@ from lowbit_strategy.ranks.membership import Membership
 
 pytest.importorskip("torchft", reason="the extra elastic is not installed")
 
-from tests.distributed import free_port, run_ranks
-from tests.elastic_training import EVERY, train, train_without
-from tests.replicas import Replicas
-from tests.scripts import REPOSITORY
+from testing.processes.ranks import free_port, run_ranks
+from testing.processes.replicas import Replicas
+from testing.processes.scripts import REPOSITORY
+from testing.training.elastic import EVERY, TrainedReplica, train, train_without
 
 
 def turns_taken(folder: Path, name: str) -> int:
@@ -28,13 +27,13 @@ def turns_taken(folder: Path, name: str) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def check_agreement(results: dict[str, Any]) -> None:
+def check_agreement(results: dict[str, TrainedReplica]) -> None:
     """Whoever has the same history has the same anchors, and all end with the same."""
     digests: dict[int, int] = {}
     for result in results.values():
-        for turn in result["turns"]:
-            assert digests.setdefault(turn["history"], turn["digest"]) == turn["digest"]
-    assert len({result["digest"] for result in results.values()}) == 1
+        for turn in result.turns:
+            assert digests.setdefault(turn.history, turn.digest) == turn.digest
+    assert len({result.digest for result in results.values()}) == 1
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -47,9 +46,9 @@ def test_members_that_stay_are_ranks_that_stay(tmp_path: Path, fragments: int) -
         results = run.results(*"abc")
     check_agreement(results)
     for rank, name in enumerate("abc"):
-        assert results[name]["losses"] == without[rank]["losses"]
-        assert results[name]["sent"] == without[rank]["sent"]
-        assert all(map(torch.equal, results[name]["weights"], without[rank]["weights"]))
+        assert results[name].losses == without[rank].losses
+        assert results[name].sent == without[rank].sent
+        assert all(map(torch.equal, results[name].weights, without[rank].weights))
 
 
 MOMENTS = ("before", "exchange", "received", "confirming", "committed")
@@ -72,8 +71,8 @@ def test_one_that_is_killed_is_lost_and_the_others_go_on(tmp_path: Path, moment:
         assert run.processes[lost].exitcode == -signal.SIGKILL
     check_agreement(results)
     for result in results.values():
-        assert result["turns"][-1]["members"] == others
-        assert result["steps"] == 24
+        assert result.turns[-1].members == others
+        assert result.steps == 24
 
 
 @pytest.mark.parametrize("moment", ["connecting", "helping", "healing"])
@@ -92,7 +91,7 @@ def test_one_that_is_killed_while_another_comes(tmp_path: Path, moment: str) -> 
         assert run.processes[lost].exitcode == -signal.SIGKILL
     check_agreement(results)
     for result in results.values():
-        assert result["turns"][-1]["members"] == others
+        assert result.turns[-1].members == others
 
 
 def test_two_that_are_killed_at_once(tmp_path: Path) -> None:
@@ -102,7 +101,7 @@ def test_two_that_are_killed_at_once(tmp_path: Path) -> None:
             run.start(name, train, tmp_path, 24, 0.02, fault, start_with=4)
         results = run.results("b", "d")
     check_agreement(results)
-    assert results["b"]["turns"][-1]["members"] == ["b", "d"]
+    assert results["b"].turns[-1].members == ["b", "d"]
 
 
 @pytest.mark.parametrize("moment", ["before", "exchange", "confirming"])
@@ -119,9 +118,9 @@ def test_one_that_has_stopped_for_a_while_joins_again(tmp_path: Path, moment: st
         run.send("b", signal.SIGCONT)
         results = run.results(*"abc")
     check_agreement(results)
-    assert any(turn["members"] == ["a", "c"] for turn in results["a"]["turns"])
+    assert any(turn.members == ["a", "c"] for turn in results["a"].turns)
     assert (tmp_path / "b.healed").exists()
-    assert results["a"]["turns"][-1]["members"] == ["a", "b", "c"]
+    assert results["a"].turns[-1].members == ["a", "b", "c"]
 
 
 def test_a_lighthouse_that_is_lost_can_be_started_again(tmp_path: Path) -> None:
@@ -136,7 +135,7 @@ def test_a_lighthouse_that_is_lost_can_be_started_again(tmp_path: Path) -> None:
         (tmp_path / "started again").touch()
         results = run.results("a", "b")
     check_agreement(results)
-    assert results["a"]["steps"] >= 24
+    assert results["a"].steps >= 24
 
 
 def test_one_that_does_not_fit_is_refused_and_the_others_do_not_notice(tmp_path: Path) -> None:
@@ -152,8 +151,8 @@ def test_one_that_does_not_fit_is_refused_and_the_others_do_not_notice(tmp_path:
     assert "this replica, c, does not fit" in error
     assert "model: larger instead of small" in error
     check_agreement(results)
-    assert all(turn["members"] == ["a", "b"] for turn in results["a"]["turns"])
-    assert results["a"]["healed"] == 0
+    assert all(turn.members == ["a", "b"] for turn in results["a"].turns)
+    assert results["a"].healed == 0
 
 
 def test_rounds_of_seconds_count_what_each_has_trained(tmp_path: Path) -> None:
@@ -164,22 +163,22 @@ def test_rounds_of_seconds_count_what_each_has_trained(tmp_path: Path) -> None:
         results = run.results("a", "b")
     check_agreement(results)
     faster, slower = results["a"], results["b"]
-    assert len(faster["losses"]) > len(slower["losses"])
-    weights = [turn["weights"] for turn in faster["turns"]]
-    assert weights == [turn["weights"] for turn in slower["turns"]]
+    assert len(faster.losses) > len(slower.losses)
+    weights = [turn.weights for turn in faster.turns]
+    assert weights == [turn.weights for turn in slower.turns]
     assert all(sum(each) == pytest.approx(2) for each in weights)
     assert any(first > second for first, second in weights)
 
 
 def test_a_sequence_of_losses_and_joins_gives_the_same_bits_twice(tmp_path: Path) -> None:
-    def once(folder: Path) -> dict[str, Any]:
+    def once(folder: Path) -> dict[str, TrainedReplica]:
         with Replicas(folder) as run:
             for name in "abc":
                 run.start(name, train, folder, 32, 0.02, ("exchange", 3) if name == "c" else None, start_with=3)
             return run.results("a", "b")
 
     first, second = once(tmp_path / "1"), once(tmp_path / "2")
-    assert [turn["digest"] for turn in first["a"]["turns"]] == [turn["digest"] for turn in second["a"]["turns"]]
+    assert [turn.digest for turn in first["a"].turns] == [turn.digest for turn in second["a"].turns]
 
 
 def test_one_that_comes_later_gets_what_the_others_share(tmp_path: Path) -> None:
@@ -191,9 +190,9 @@ def test_one_that_comes_later_gets_what_the_others_share(tmp_path: Path) -> None
         run.release("c")
         results = run.results(*"abc")
     check_agreement(results)
-    assert results["c"]["healed"] == 1
-    assert results["c"]["turns"][-1]["members"] == ["a", "b", "c"]
-    assert len(results["c"]["losses"]) < len(results["a"]["losses"])
+    assert results["c"].healed == 1
+    assert results["c"].turns[-1].members == ["a", "b", "c"]
+    assert len(results["c"].losses) < len(results["a"].losses)
 
 
 def test_the_command_is_a_lighthouse_until_it_is_interrupted(tmp_path: Path) -> None:

@@ -25,11 +25,12 @@ from lowbit_strategy import DiLoCo, Elastic, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.fabric import LowBitDDPStrategy
 from lowbit_strategy.transformers import attach
-from tests.accelerated import fresh_state
-from tests.distributed import run_ranks
-from tests.replicas import Replicas
-from tests.scripts import REPOSITORY, run_script
-from tests.training import dataset, fingerprint, mlp
+from testing.processes.ranks import run_ranks
+from testing.processes.replicas import Replicas
+from testing.processes.scripts import REPOSITORY, run_script
+from testing.training.accelerated import fresh_state
+from testing.training.comparing import fingerprint
+from testing.training.regression import dataset, mlp
 
 RULE = DiLoCo(every=5, momentum=0.5)
 

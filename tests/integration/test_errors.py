@@ -12,8 +12,9 @@ from torch import nn
 
 from lowbit_strategy import LoCo, from_options, preset
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import KINDS, Kind, Regression, fingerprint, fit, loader, mlp, strategy, trainer
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.comparing import fingerprint
+from testing.training.regression import KINDS, Kind, Regression, fit, loader, mlp, strategy, trainer
 
 
 def _rank() -> int:

@@ -9,25 +9,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from lowbit_strategy import LoCo, TopK
 from lowbit_strategy.fabric import LowBitDDPStrategy, LowBitFSDPStrategy
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import (
-    KINDS,
-    MIN_SHARD_NUMEL,
-    Kind,
-    count_exchanges,
-    dataset,
-    fingerprint,
-    full_parameters,
-    listen,
-    mlp,
-)
-
-Batches = list[tuple[Tensor, Tensor]]
+from testing.counting.traffic import count_exchanges
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.fabric import Batches, batches, launch, setup, train
+from testing.training.regression import KINDS, MIN_SHARD_NUMEL, Kind, mlp
 
 
 def fabric(kind: Kind, precision: Any = "32-true", **options: Any) -> L.Fabric:
@@ -35,32 +27,6 @@ def fabric(kind: Kind, precision: Any = "32-true", **options: Any) -> L.Fabric:
         return launch(LowBitDDPStrategy(LoCo(block_size=32), bucket_cap_mb=0.01, **options), precision=precision)
     strategy = LowBitFSDPStrategy(LoCo(block_size=32), min_shard_numel=MIN_SHARD_NUMEL, **options)
     return launch(strategy, precision=precision)
-
-
-def launch(strategy: Any, **options: Any) -> L.Fabric:
-    made = L.Fabric(accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=strategy, **options)
-    made.launch()
-    return made
-
-
-def batches(rank: int, start: int = 0, stop: int = 8) -> Batches:
-    data = dataset()
-    return [data[(2 * i + rank) * 4 : (2 * i + rank + 1) * 4] for i in range(start, stop)]
-
-
-def setup(made: L.Fabric, net: nn.Module, lr: float = 1e-2) -> tuple[Any, Any]:
-    return made.setup(net, torch.optim.Adam(net.parameters(), lr=lr))
-
-
-def train(made: L.Fabric, model: Any, optimizer: Any, data: Batches) -> list[float]:
-    losses = []
-    for x, y in data:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        made.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def by_name(folder: Path, kind: Kind) -> Facts:
@@ -82,23 +48,24 @@ def test_by_name(facts: list[Facts]) -> None:
 
 
 def apart(folder: Path, kind: Kind) -> Facts:
-    results = []
-    for together in (True, False):
+    facts: Facts = {}
+    for how in ("together", "apart"):
         torch.manual_seed(0)
         made = fabric(kind)
         net = mlp()
-        if together:
+        if how == "together":
             model, optimizer = setup(made, net)
         else:
             model = made.setup_module(net)
             optimizer = made.setup_optimizers(torch.optim.Adam(model.parameters(), lr=1e-2))
-        results.append((train(made, model, optimizer, batches(made.global_rank)), fingerprint(net)))
-    return {"together": results[0], "apart": results[1]}
+        losses = train(made, model, optimizer, batches(made.global_rank))
+        facts[how] = {"losses": losses, "print": fingerprint(net)}
+    return facts
 
 
 @scenarios(apart, kind=KINDS)
 def test_model_and_optimizer_set_up_together_or_apart(facts: list[Facts]) -> None:
-    assert facts[0]["together"][1] == facts[1]["together"][1]
+    assert facts[0]["together"]["print"] == facts[1]["together"]["print"]
     for rank in facts:
         assert rank["together"] == rank["apart"]
 

@@ -21,8 +21,9 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.transports.far_comm import FarComm
 from lowbit_strategy.telemetry.startup_report import build_report
-from tests.scenarios import Facts, scenarios
-from tests.training import Kind, Regression, checksum, fingerprint, loader, strategy, trainer
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.comparing import checksum, fingerprint
+from testing.training.regression import Kind, Regression, loader, strategy, trainer
 
 SETTINGS: dict[str, tuple[Kind, Any, dict[str, Any]]] = {
     "ddp": ("ddp", LoCo(block_size=32), {}),

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from lowbit_strategy import LoCo, PostLocalSGD
 from lowbit_strategy.lightning import LowBitDDPStrategy
-from tests.scenarios import Facts, scenarios
-from tests.training import Regression, fingerprint, listen, loader, trainer
+from testing.log import listen
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.comparing import fingerprint
+from testing.training.regression import Regression, loader, trainer
 
 
 class FreezesLater(Regression):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from lowbit_strategy.codecs.chunk import ChunkTopK
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.eden import EdenCodec
 from lowbit_strategy.functional import Bounded
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 SIZE = 3
 EXACT = DenseCodec("float32")
@@ -102,39 +102,47 @@ def gathered(codec: functional.Code, backward: functional.Code) -> dict[str, Ten
     }
 
 
-def differentiable(rank: int, world_size: int) -> list[tuple[str, float, float]]:
+class Errors(NamedTuple):
+    """At most, of a result and of the gradient that comes back."""
+
+    forward: float
+    backward: float
+
+
+def differentiable(rank: int, world_size: int) -> dict[str, Errors]:
     codes: dict[str, tuple[functional.Code, functional.Code]] = {
         "exact": (EXACT, EXACT),
         "bounded": (Bounded(1e-3), Bounded(1e-2)),
         "bits": (8, 4),
         "bits forward": (4, EXACT),
     }
-    found = []
+    found = {}
     for name, pair in codes.items():
         for function in (exchanged, gathered):
             result = function(*pair)
-            found.append((f"{name} {function.__name__}", float(result["forward"]), float(result["backward"])))
+            found[f"{name} {function.__name__}"] = Errors(float(result["forward"]), float(result["backward"]))
     return found
 
 
 def test_gradients_go_back_compressed_as_well() -> None:
     limits = {
-        "exact exchanged": (0.0, 0.0),
-        "exact gathered": (0.0, 1e-6),
-        "bounded exchanged": (1e-3, 1e-2),
-        "bounded gathered": (1e-3, 1e-2),
-        "bits exchanged": (0.05, 0.5),
-        "bits gathered": (0.05, 1.5),
-        "bits forward exchanged": (0.5, 0.0),
-        "bits forward gathered": (0.5, 1e-6),
+        "exact exchanged": Errors(0.0, 0.0),
+        "exact gathered": Errors(0.0, 1e-6),
+        "bounded exchanged": Errors(1e-3, 1e-2),
+        "bounded gathered": Errors(1e-3, 1e-2),
+        "bits exchanged": Errors(0.05, 0.5),
+        "bits gathered": Errors(0.05, 1.5),
+        "bits forward exchanged": Errors(0.5, 0.0),
+        "bits forward gathered": Errors(0.5, 1e-6),
     }
     for found in run_ranks(differentiable, SIZE):
-        for name, forward, backward in found:
-            assert forward <= limits[name][0] + 1e-6 * (limits[name][0] > 0), name
-            assert backward <= limits[name][1] + 1e-6 * (limits[name][1] > 0), name
-        lossy = {name: (forward, backward) for name, forward, backward in found if "exact" not in name}
-        assert all(forward > 1e-5 for forward, _ in lossy.values())
-        assert lossy["bits exchanged"][1] > 1e-3 < lossy["bounded gathered"][1]
+        assert found.keys() == limits.keys()
+        for name, errors in found.items():
+            forward, backward = limits[name]
+            assert errors.forward <= forward + 1e-6 * (forward > 0), name
+            assert errors.backward <= backward + 1e-6 * (backward > 0), name
+        assert all(errors.forward > 1e-5 for name, errors in found.items() if "exact" not in name)
+        assert found["bits exchanged"].backward > 1e-3 < found["bounded gathered"].backward
 
 
 def any_codec(rank: int, world_size: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import psutil
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.scripts import REPOSITORY, run_script
+from testing.processes.scripts import REPOSITORY, run_script
 
 RUN = REPOSITORY / "benchmarks" / "gpu_acceptance" / "run.py"
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_a_part_passes_and_writes_its_page(part: str, only: str, tmp_path: Path)
 
 def failed(check: Any) -> str:
     """Why a check failed, as the run reports it."""
-    from gpu_acceptance.checks import run_checks
+    from benchmarks.gpu_acceptance.checks import run_checks
 
     (outcome,) = run_checks([check])
     assert outcome.status == "failed", outcome
@@ -57,7 +57,7 @@ def failed(check: Any) -> str:
 
 
 def test_a_wrong_byte_is_reported() -> None:
-    from gpu_acceptance import kernels
+    from benchmarks.gpu_acceptance import kernels
     from lowbit_strategy.collectives.comm import GroupComm
 
     original = GroupComm.all_to_all
@@ -75,7 +75,7 @@ def test_a_wrong_byte_is_reported() -> None:
 
 def test_a_look_at_the_device_is_reported() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from gpu_acceptance import two_ranks
+    from benchmarks.gpu_acceptance import two_ranks
     from lowbit_strategy.collectives.step_flags import StepFlags
 
     (check,) = (each for each in two_ranks.CHECKS if "host wait" in each.name)
@@ -84,9 +84,9 @@ def test_a_look_at_the_device_is_reported() -> None:
 
 
 def test_kernels_and_steps_that_are_too_slow_are_reported() -> None:
-    from gpu_acceptance.checks import Check
-    from gpu_acceptance.ranks import compared
-    from gpu_acceptance.speed import fast_enough
+    from benchmarks.gpu_acceptance.checks import Check
+    from benchmarks.gpu_acceptance.ranks import compared
+    from benchmarks.gpu_acceptance.speed import fast_enough
 
     figures = {"copy_gb_per_s": 3000.0, "rows": [{"name": "loco uniform4 float32", "share_of_copy": 0.41}]}
     assert "0.41" in failed(Check(name="speed", run=lambda device: fast_enough(figures)))
@@ -98,8 +98,8 @@ def test_kernels_and_steps_that_are_too_slow_are_reported() -> None:
 
 
 def test_more_memory_than_announced_is_reported() -> None:
-    from gpu_acceptance.checks import Check
-    from gpu_acceptance.memory import no_more_than_announced
+    from benchmarks.gpu_acceptance.checks import Check
+    from benchmarks.gpu_acceptance.memory import no_more_than_announced
 
     def run(device: torch.device) -> dict[str, Any]:
         no_more_than_announced("fsdp", {"peak_gb": 12.0, "announced_gb": 1.0}, {"peak_gb": 9.0})
@@ -110,7 +110,7 @@ def test_more_memory_than_announced_is_reported() -> None:
 
 PART = """
 import subprocess, sys, time
-from gpu_acceptance.checks import Check, LeftOut
+from benchmarks.gpu_acceptance.checks import Check, LeftOut
 
 def fine(device):
     return {"ms": 1.23456}
@@ -134,7 +134,15 @@ NAMES = {"fine": fine, "leaks": leaks, "hangs": hangs, "fails": fails, "cannot":
 """
 
 
-def run_part(folder: Path, *names: str, arguments: tuple[str, ...] = ()) -> tuple[int, dict[str, dict[str, Any]], str]:
+class Part(NamedTuple):
+    """What the command came to."""
+
+    status: int
+    checks: dict[str, dict[str, Any]]
+    output: str
+
+
+def run_part(folder: Path, *names: str, arguments: tuple[str, ...] = ()) -> Part:
     """A part with these checks, by the real command."""
     checks = ", ".join(f"Check(name={name!r}, run=NAMES[{name!r}])" for name in names)
     (folder / "made_up.py").write_text(f"{PART}\nCHECKS = ({checks},)\n")
@@ -146,7 +154,8 @@ def run_part(folder: Path, *names: str, arguments: tuple[str, ...] = ()) -> tupl
         timeout=300,
     )
     found = json.loads((folder / "results.json").read_text())
-    return done.returncode, {each["name"]: each for each in found["parts"]["9_made_up"]["checks"]}, done.stdout
+    checks = {each["name"]: each for each in found["parts"]["9_made_up"]["checks"]}
+    return Part(done.returncode, checks, done.stdout)
 
 
 def is_gone(folder: Path) -> bool:
@@ -166,12 +175,12 @@ def test_a_failure_hides_no_other_check_and_a_missing_tool_is_no_fault(tmp_path:
     assert "ranks differ" in page
     assert "ms 1.235" in page
     assert output.strip().splitlines()[-1].startswith("| ")  # the row for docs/benchmarks.md
-    assert run_part(tmp_path, "fine", "cannot")[0] == 0
+    assert run_part(tmp_path, "fine", "cannot").status == 0
 
 
 def test_the_page_has_a_line_for_each_row_and_wraps_what_is_long(tmp_path: Path) -> None:
     """As it was looked at in a browser: no Python in it, nothing that leaves the page."""
-    from gpu_acceptance.record import Record, write_page
+    from benchmarks.gpu_acceptance.record import Record, write_page
 
     record = Record(tmp_path, "2_speed", fresh=True)
     rows = [{"name": "loco", "share_of_copy": 0.71234}, {"name": "decode", "share_of_copy": 0.9}]
@@ -209,7 +218,7 @@ def test_a_part_that_hangs_loses_nothing_and_is_continued(tmp_path: Path) -> Non
 
 
 def test_a_driver_that_is_not_used_is_an_error(tmp_path: Path) -> None:
-    from gpu_acceptance import machine
+    from benchmarks.gpu_acceptance import machine
 
     if torch.cuda.is_available():
         pytest.skip("this machine's driver is used")
@@ -225,7 +234,7 @@ def test_a_driver_that_is_not_used_is_an_error(tmp_path: Path) -> None:
 
 
 def test_operations_inside_of_another_are_no_launches_of_their_own() -> None:
-    from gpu_acceptance.profiling import operations
+    from benchmarks.gpu_acceptance.profiling import operations
 
     def operation(name: str, thread: int, start: float, duration: float) -> dict[str, object]:
         return {"cat": "cpu_op", "name": name, "ts": start, "dur": duration, "tid": thread}
@@ -241,7 +250,7 @@ def test_operations_inside_of_another_are_no_launches_of_their_own() -> None:
 
 
 def test_overlap_is_the_share_of_the_other_streams_time_beside_the_busiest() -> None:
-    from gpu_acceptance.profiling import overlap
+    from benchmarks.gpu_acceptance.profiling import overlap
 
     def kernel(stream: int, start: float, duration: float) -> dict[str, object]:
         return {"cat": "kernel", "name": "k", "ts": start, "dur": duration, "args": {"stream": stream}}

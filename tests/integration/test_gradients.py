@@ -24,8 +24,9 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
-from tests.scenarios import Facts, scenarios
-from tests.training import KINDS, MIN_SHARD_NUMEL, WIDTH, Kind, full, full_parameters, mlp
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.comparing import full, full_parameters
+from testing.training.regression import KINDS, MIN_SHARD_NUMEL, WIDTH, Kind, mlp
 
 Grads = dict[str, Tensor]
 CPU = torch.device("cpu")

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback
 
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions, binding_of
@@ -20,53 +19,12 @@ from lowbit_strategy.control import Accordion, AccordionBatch, Controller, Phase
 from lowbit_strategy.telemetry.metric_format import is_of_group
 from lowbit_strategy.telemetry.run_record import read_record
 from lowbit_strategy.transformers import attach
-from tests.accelerated import Kind, fresh_state, record_of
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import fingerprint
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.accelerated import Kind, record_of
+from testing.training.comparing import fingerprint
+from testing.training.hf_trainer import STEPS, losses, sequences, trainer
 
 KINDS = ("ddp", "fsdp")
-STEPS = 8
-
-
-def sequences() -> list[dict[str, torch.Tensor]]:
-    """Counting in threes, from anywhere."""
-    starts = torch.randint(0, 128, (64, 1), generator=torch.Generator().manual_seed(1))
-    rows = (starts + 3 * torch.arange(32)) % 128
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def trainer(folder: Path, kind: Kind, plugin: Any = None, **options: Any) -> Trainer:
-    fresh_state()
-    set_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    )
-    if kind == "fsdp" and plugin is not None:
-        options |= {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
-    defaults: dict[str, Any] = {"per_device_train_batch_size": 4, "report_to": "none"}
-    args = TrainingArguments(
-        str(folder),
-        max_steps=STEPS,
-        use_cpu=True,
-        logging_steps=1,
-        save_steps=4,
-        learning_rate=1e-3,
-        disable_tqdm=True,
-        **(defaults | options),
-    )
-    made = Trainer(LlamaForCausalLM(config), args, train_dataset=sequences())
-    if plugin is not None:
-        attach(made, plugin)
-    return made
-
-
-def losses(trained: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
 
 
 def facts_of(trained: Trainer) -> dict[str, Any]:
@@ -167,42 +125,38 @@ class Levels(TrainerCallback):
 def adapting(folder: Path, kind: Kind, controller: str) -> Facts:
     """Uninterrupted, then from its checkpoint, which is in the middle of a phase (at the end of the first epoch)."""
     plugin = LowBitPlugin(controller=CONTROLLERS[controller], monitor=MonitorOptions(every_n_steps=3))
-    runs, levels = [], []
-    for number in range(2):
-        options = {"report_to": "tensorboard", "per_device_train_batch_size": 8}
-        runs.append(trainer(folder / str(number), kind, plugin, **options))
-        levels.append(Levels(runs[-1]))
-        runs[-1].add_callback(levels[-1])
-        runs[-1].train(resume_from_checkpoint=str(folder / "0/checkpoint-4") if number else None)
-    facts = {
-        "levels": [each.seen for each in levels],
-        "losses": [losses(each) for each in runs],
-        "bits": [fingerprint(each.model) for each in runs],
-        "logged": [entry for entry in runs[0].state.log_history if "lowbit/relative_error" in entry],
-        "shares": [entry["step"] for entry in runs[0].state.log_history if "lowbit/share/level_0" in entry],
-    }
-    if runs[0].accelerator.is_main_process:
-        facts |= {"records": [read_record(folder / str(number)) for number in range(2)]}
-        facts["board"] = [path.name for path in folder.rglob("events*")]
-    return facts
+    facts: Facts = {}
+    for name, start in {"whole": None, "resumed": str(folder / "whole/checkpoint-4")}.items():
+        run = trainer(folder / name, kind, plugin, report_to="tensorboard", per_device_train_batch_size=8)
+        levels = Levels(run)
+        run.add_callback(levels)
+        run.train(resume_from_checkpoint=start)
+        facts[name] = {
+            "levels": levels.seen,
+            "losses": losses(run),
+            "bits": fingerprint(run.model),
+            "logged": [entry for entry in run.state.log_history if "lowbit/relative_error" in entry],
+            "shares": [entry["step"] for entry in run.state.log_history if "lowbit/share/level_0" in entry],
+            "record": read_record(folder / name) if run.accelerator.is_main_process else [],
+        }
+    return facts | {"board": [path.name for path in folder.rglob("events*")]}
 
 
 @scenarios(adapting, kind=KINDS, controller=tuple(CONTROLLERS))
 def test_controllers_and_the_monitor(facts: list[Facts], request: pytest.FixtureRequest) -> None:
     expected = {"steps": [0] * 6 + [1] * 2, "epochs": [0] * 4 + [1] * 4, "fraction": [0] * 6 + [1] * 2}
     for rank in facts:
-        whole, resumed = rank["levels"]
-        assert whole == expected[request.node.callspec.id.rpartition("-")[2]]
-        assert resumed == whole[4:]
-        assert rank["losses"][0] == rank["losses"][1]  # the log comes back with the checkpoint
-        assert rank["bits"][0] == rank["bits"][1]
-        assert [entry["step"] for entry in rank["logged"]] == [0, 3, 6]
-        assert len(rank["shares"]) >= 2
+        whole, resumed = rank["whole"], rank["resumed"]
+        assert whole["levels"] == expected[request.node.callspec.id.rpartition("-")[2]]
+        assert resumed["levels"] == whole["levels"][4:]
+        assert resumed["losses"] == whole["losses"]  # the log comes back with the checkpoint
+        assert resumed["bits"] == whole["bits"] == facts[0]["whole"]["bits"]
+        assert [entry["step"] for entry in whole["logged"]] == [0, 3, 6]
+        assert len(whole["shares"]) >= 2
         # The console shows what is in the Trainer's history: totals, and not dozens of figures of groups.
-        assert not [name for entry in rank["logged"] for name in entry if "/" in name and is_of_group(name)]
-    assert facts[0]["bits"] == facts[1]["bits"]
+        assert not [name for entry in whole["logged"] for name in entry if "/" in name and is_of_group(name)]
     assert facts[0]["board"]
-    record, again = facts[0]["records"]
+    record, again = facts[0]["whole"]["record"], facts[0]["resumed"]["record"]
     assert [line["step"] for line in record if line["kind"] == "observation"] == [0, 3, 6]
     assert (again[0]["kind"], again[0]["step"], again[0]["num_steps"]) == ("start", 4, STEPS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import lightning as L
@@ -28,22 +28,21 @@ from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.ranks.topology import hybrid_mesh
-from tests.accelerated import fresh_state, fsdp_plugin, prepared, train
-from tests.integration.test_hf_trainer import losses as hf_losses
-from tests.integration.test_hf_trainer import trainer as hf_trainer
-from tests.nodes import nodes_of
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import (
+from testing.counting.traffic import count_exchanges
+from testing.log import listen
+from testing.processes.node_size import nodes_of
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.accelerated import fresh_state, fsdp_plugin, prepared, train
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.hf_trainer import losses as hf_losses
+from testing.training.hf_trainer import trainer as hf_trainer
+from testing.training.regression import (
     MIN_SHARD_NUMEL,
     OUTPUTS,
     WIDTH,
     ByStep,
     Regression,
-    count_exchanges,
     dataset,
-    fingerprint,
-    full_parameters,
-    listen,
     loader,
     mlp,
     trainer,
@@ -69,7 +68,8 @@ def by_name(folder: Path) -> Facts:
     return {
         **runs,
         "print": fingerprint(model),
-        "world": (sync.ranks.peers.world_size, sync.ranks.world_size),
+        "peers": sync.ranks.peers.world_size,
+        "world_size": sync.ranks.world_size,
         "sent": sync.ranks.peers.sent_nbytes,
         "accounted": 20 * sum(sync.state.sent_nbytes(name) for name in sync.specs),
         "numel": sum(spec.numel for spec in sync.specs.values()),
@@ -82,7 +82,7 @@ def by_name(folder: Path) -> Facts:
 def test_by_name(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["print"] == facts[0]["print"]
-        assert rank["world"] == (2, 4)
+        assert (rank["peers"], rank["world_size"]) == (2, 4)
         assert rank["steps"] == 20
         assert rank["batches"] == 6  # of 24: every rank has its own
         assert rank["loco_hsdp"]["losses"][-1] < 0.8 * rank["loco_hsdp"]["losses"][0]
@@ -188,27 +188,41 @@ def test_accelerate(facts: list[Facts]) -> None:
         assert rank["resumed"] == rank["accelerate"]["losses"][4:]
 
 
-def with_trainer(folder: Path) -> Facts:
+class Run(NamedTuple):
+    """What a rank has come to, and among how many others that get compressed messages of it, out of how many."""
+
+    losses: list[float]
+    bits: int
+    steps: int
+    peers: int
+    world_size: int
+
+    @classmethod
+    def of(cls, losses: list[float], model: nn.Module, sync: Any) -> Run:
+        return cls(losses, fingerprint(model), sync.step_index, sync.ranks.peers.world_size, sync.ranks.world_size)
+
+
+def with_trainer(folder: Path) -> dict[str, Run]:
     """The HF Trainer: accumulation, and a checkpoint in the middle."""
-    facts: Facts = {}
+    runs = {}
     with nodes_of(2):
         for name, start in (("whole", None), ("resumed", str(folder / "checkpoint-4"))):
             made = hf_trainer(folder, "fsdp", LowBitPlugin(LoCo(), shard_size="node"), gradient_accumulation_steps=2)
             made.train(resume_from_checkpoint=start)
-            facts[name] = hf_losses(made)
-            facts[f"{name} print"] = fingerprint(made.model)
-        sync = binding_of(made.accelerator).sync  # type: ignore[union-attr]
-        facts["world"] = (sync.ranks.peers.world_size, sync.ranks.world_size, sync.step_index)  # type: ignore[union-attr]
-    return facts
+            binding = binding_of(made.accelerator)
+            assert binding is not None
+            runs[name] = Run.of(hf_losses(made), made.model, binding.sync)
+    return runs
 
 
 @scenarios(with_trainer, world_size=4)
-def test_hf_trainer(facts: list[Facts]) -> None:
+def test_hf_trainer(facts: list[dict[str, Run]]) -> None:
     for rank in facts:
-        assert rank["whole"] == rank["resumed"]
-        assert rank["whole print"] == rank["resumed print"] == facts[0]["whole print"]
-        assert rank["world"] == (2, 4, 8)
-        assert rank["whole"][-1] < rank["whole"][0] - 0.3
+        whole = rank["whole"]
+        assert whole == rank["resumed"]
+        assert whole.bits == facts[0]["whole"].bits
+        assert (whole.peers, whole.world_size, whole.steps) == (2, 4, 8)
+        assert whole.losses[-1] < whole.losses[0] - 0.3
 
 
 class SometimesIdle(Regression):
@@ -239,7 +253,7 @@ def in_step(folder: Path) -> Facts:
             made.fit(model, loader())
         sync = made.strategy.sync
         facts = {"at_once": list(at_once), "print": fingerprint(model), "log": lines, "steps": sync.step_index}
-        facts["inside"] = (sync.ranks.intra_node.sent_nbytes, sync.plan().intra_node_nbytes)
+        facts |= {"sent": sync.ranks.intra_node.sent_nbytes, "planned": sync.plan().intra_node_nbytes}
         torch.manual_seed(dist.get_rank() // 2)  # every replica begins with weights of its own
         net = sharded_on_meta()
         facts["begins"] = fingerprint(net)
@@ -268,8 +282,7 @@ def test_overlap_unused_parameters_and_replicas_that_differ(facts: list[Facts]) 
         assert rank["print"] == facts[0]["print"]
         assert rank["begins"] == facts[0]["begins"]
         assert rank["steps"] == 4
-        sent, promised = rank["inside"]
-        assert sent == 4 * promised > 0
+        assert rank["sent"] == 4 * rank["planned"] > 0
         assert "no longer hold the same parameters" in rank["differs"]
     log = "\n".join(facts[0]["log"])
     assert "over 2 groups of 2 ranks, exact inside a group" in log
@@ -292,22 +305,18 @@ def with_fabric(folder: Path) -> Facts:
                 made.clip_gradients(model, optimizer, max_norm=1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-        sync = made.strategy.sessions[0].sync
-    return {
-        "losses": [loss.item() for loss in losses],
-        "print": fingerprint(net),
-        "world": (sync.ranks.peers.world_size, sync.ranks.world_size, sync.step_index),
-        "samples": made.strategy.distributed_sampler_kwargs,
-    }
+        run = Run.of([loss.item() for loss in losses], net, made.strategy.sessions[0].sync)
+    return {"run": run, "samples": made.strategy.distributed_sampler_kwargs}
 
 
 @scenarios(with_fabric, world_size=4)
 def test_fabric(facts: list[Facts]) -> None:
     for number, rank in enumerate(facts):
-        assert rank["print"] == facts[0]["print"]
-        assert rank["world"] == (2, 4, 12)
+        run = rank["run"]
+        assert run.bits == facts[0]["run"].bits
+        assert (run.peers, run.world_size, run.steps) == (2, 4, 12)
         assert rank["samples"] == {"num_replicas": 4, "rank": number}
-        assert sum(rank["losses"][-4:]) < 0.9 * sum(rank["losses"][:4])
+        assert sum(run.losses[-4:]) < 0.9 * sum(run.losses[:4])
 
 
 def refused(folder: Path) -> Facts:
@@ -370,14 +379,12 @@ def local_steps(folder: Path) -> Facts:
         named = trainer("diloco_hsdp", max_steps=31)
         named.fit(Regression(), loader())
         refused = raised(lambda: trainer(LowBitFSDPStrategy(outer="diloco"), max_steps=1).fit(Regression(), loader()))
-    sync, thirty = made.strategy.sync, named.strategy.sync
+    thirty = named.strategy.sync
     numel = sum(param.numel() for param in whole.parameters())
     return {
-        "losses": whole.losses,
+        "whole": Run.of(whole.losses, whole, made.strategy.sync),
         "again": again.losses,
-        "prints": (fingerprint(whole), fingerprint(again)),
-        "steps": sync.step_index,
-        "world": (sync.ranks.peers.world_size, sync.ranks.world_size),
+        "again bits": fingerprint(again),
         "between": thirty.ranks.peers.sent_nbytes / 31,
         "ring": 4 * 2 * 3 / 4 * numel,
         "refused": refused,
@@ -386,12 +393,11 @@ def local_steps(folder: Path) -> Facts:
 
 @scenarios(local_steps, world_size=4)
 def test_local_steps_between_nodes(facts: list[Facts]) -> None:
-    assert len({rank["prints"] for rank in facts}) == 1
     for rank in facts:
-        assert rank["prints"][0] == rank["prints"][1]
-        assert rank["again"] == rank["losses"][6:]
-        assert rank["world"] == (2, 4)
-        assert rank["steps"] == 11
+        whole = rank["whole"]
+        assert rank["again bits"] == whole.bits == facts[0]["whole"].bits
+        assert rank["again"] == whole.losses[6:]
+        assert (whole.peers, whole.world_size, whole.steps) == (2, 4, 11)
         assert "shard_size" in rank["refused"]
 
 

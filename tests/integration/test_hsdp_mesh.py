@@ -13,8 +13,8 @@ from lowbit_strategy import LoCo, WeightCode
 from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
-from tests.nodes import nodes_of
-from tests.scenarios import Facts, scenarios
+from testing.processes.node_size import nodes_of
+from testing.processes.scenarios import Facts, scenarios
 
 
 def gathers(folder: Path, dims: int) -> Facts:

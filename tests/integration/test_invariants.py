@@ -1,7 +1,7 @@
 """The invariants of every registered compressor, under DDP's and FSDP2's layout, on 1, 2, 3 and 5 real processes.
 
 One launch of processes per world size and layout serves all its selected tests. What is checked is in
-`tests/invariants`; methods declare which laws they keep by `residual_gain`, `conserving`, `approaches_mean` and
+`testing/invariants`; methods declare which laws they keep by `residual_gain`, `conserving`, `approaches_mean` and
 `fixed_size`. A case that does not apply to a configuration is not collected for it.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import run_ranks
-from tests.invariants.harness import CONFIGURATIONS, LAYOUTS, LayoutName, Subject
-from tests.invariants.run import CASES, Job, Report, run_jobs
+from testing.invariants.harness import CONFIGURATIONS, LAYOUTS, LayoutName, Subject
+from testing.invariants.run import CASES, Job, Report, run_jobs
+from testing.processes.ranks import run_ranks
 
 WORLD_SIZES = (1, 2, 3, 5)  # one, even, odd with an empty shard, and more ranks than most tensors have rows
 _reports: dict[tuple[int, LayoutName], Report | AssertionError] = {}

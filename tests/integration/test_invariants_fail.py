@@ -16,10 +16,10 @@ from torch import Tensor
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.method_state import MethodState
-from tests.distributed import run_ranks
-from tests.invariants import run
-from tests.invariants.harness import LAYOUTS, Grads, InvariantHarness, LayoutName, Subject
-from tests.invariants.run import CASES, Job, Report
+from testing.invariants import run
+from testing.invariants.harness import LAYOUTS, Grads, InvariantHarness, LayoutName, Subject
+from testing.invariants.run import CASES, Job, Report
+from testing.processes.ranks import run_ranks
 
 PRESET = "loco"
 

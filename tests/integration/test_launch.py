@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from lowbit_strategy.telemetry.run_record import read_record
-from tests.scripts import REPOSITORY, run_script
+from testing.processes.scripts import REPOSITORY, run_script
 
 LOWBIT = ["-c", "from lowbit_strategy.cli import main; main()"]
 LAUNCH = [*LOWBIT, "launch"]
@@ -126,23 +126,22 @@ ADAPTIVE: dict[str, Any] = {
 @pytest.mark.slow  # without death and a new launch: test_accelerate_adaptive.py
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_decisions_after_a_rank_was_killed_in_the_middle_of_a_phase(kind: str, tmp_path: Path) -> None:
-    def run(folder: Path, *kill_at: str) -> tuple[int, str]:
+    def run(folder: Path, *kill_at: str) -> subprocess.CompletedProcess[str]:
         folder.mkdir(exist_ok=True)
         job = config(folder, kind, lowbit_config={**ADAPTIVE, "record": str(folder)})
-        done = run_script([*LAUNCH, "--config_file", job, RESTARTABLE, folder, *kill_at], timeout=280, check=False)
-        return done.returncode, done.stdout
+        return run_script([*LAUNCH, "--config_file", job, RESTARTABLE, folder, *kill_at], timeout=280, check=False)
 
     def losses(folder: Path, rank: int) -> dict[str, str]:
         return dict(line.split() for line in (folder / f"losses-{rank}.txt").read_text().splitlines())
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    status, expected = run(whole)
-    assert status == 0
-    assert run(broken, "8")[0] == 128 + signal.SIGKILL
-    status, resumed = run(broken)
-    assert status == 0
-    assert "from 6" in resumed
-    assert expected.strip() in resumed  # the weights at the end
+    expected = run(whole)
+    assert expected.returncode == 0
+    assert run(broken, "8").returncode == 128 + signal.SIGKILL
+    resumed = run(broken)
+    assert resumed.returncode == 0
+    assert "from 6" in resumed.stdout
+    assert expected.stdout.strip() in resumed.stdout  # the weights at the end
     for rank in range(2):
         assert losses(broken, rank) == losses(whole, rank)
         assert len(losses(whole, rank)) == 10

@@ -15,21 +15,12 @@ from torch import Tensor
 
 from lowbit_strategy import LoCo, TopK
 from lowbit_strategy.telemetry.startup_report import build_report
-from tests.scenarios import Facts, raised, scenarios
-from tests.scripts import run_script
-from tests.training import (
-    KINDS,
-    Kind,
-    Regression,
-    count_exchanges,
-    fingerprint,
-    fit,
-    full_parameters,
-    listen,
-    loader,
-    strategy,
-    trainer,
-)
+from testing.counting.traffic import count_exchanges
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.processes.scripts import run_script
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.regression import KINDS, Kind, Regression, fit, loader, strategy, trainer
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -83,7 +74,8 @@ def dense(folder: Path, kind: Kind) -> Facts:
         torch.manual_seed(0)
         model = Regression()
         trainer(name).fit(model, loader())
-        runs[name] = (model.losses, {name: value.tolist() for name, value in full_parameters(model).items()})
+        weights = {parameter: value.tolist() for parameter, value in full_parameters(model).items()}
+        runs[name] = {"losses": model.losses, "weights": weights}
     return {"stock": runs["ddp"], "dense": runs[f"dense_{kind}"]}
 
 
@@ -193,21 +185,23 @@ class _Around(L.Callback):
     """Parameters and residuals before and after every step."""
 
     def __init__(self) -> None:
-        self.unchanged: list[tuple[bool, bool]] = []
+        self.unchanged: list[dict[str, bool]] = []
 
-    def _state(self, trainer: L.Trainer, module: L.LightningModule) -> tuple[list[Tensor], list[Tensor]]:
-        params = [param.detach().clone() for param in module.parameters()]
-        return params, [tensor.clone() for tensor in trainer.strategy.sync.state.all_tensors()]
+    def _state(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, list[Tensor]]:
+        return {
+            "parameters": [param.detach().clone() for param in module.parameters()],
+            "residuals": [tensor.clone() for tensor in trainer.strategy.sync.state.all_tensors()],
+        }
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         self.before = self._state(trainer, module)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        same = [
-            all(bool((a == b).all()) for a, b in zip(before, after, strict=True))
-            for before, after in zip(self.before, self._state(trainer, module), strict=True)
-        ]
-        self.unchanged.append((same[0], same[1]))
+        same = {
+            name: all(bool((a == b).all()) for a, b in zip(self.before[name], after, strict=True))
+            for name, after in self._state(trainer, module).items()
+        }
+        self.unchanged.append(same)
 
 
 def mixed_16(folder: Path, kind: Kind) -> Facts:
@@ -219,7 +213,8 @@ def mixed_16(folder: Path, kind: Kind) -> Facts:
         "print": fingerprint(model),
         "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
         "unchanged": around.unchanged,
-        "scales": (sync.loss_scale, scaler.get_scale()),
+        "scale": sync.loss_scale,
+        "scaler's": scaler.get_scale(),
         "skipped": sync.num_skipped,
         "steps": sync.step_index,
     }
@@ -231,9 +226,9 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(facts: list[Facts])
     assert facts[0]["finite"]
     assert facts[0]["skipped"] == 1
     assert facts[0]["steps"] == 6
-    assert facts[0]["unchanged"] == [(batch == 3, batch == 3) for batch in range(7)]
+    assert facts[0]["unchanged"] == [dict.fromkeys(("parameters", "residuals"), batch == 3) for batch in range(7)]
     # 1024, doubled after two steps, halved by the overflow, doubled after two more; the last update is not used yet
-    assert facts[0]["scales"] == (2048.0, 2048.0)
+    assert facts[0]["scale"] == facts[0]["scaler's"] == 2048.0
 
 
 def clipping(folder: Path, kind: Kind, algorithm: str) -> Facts:
@@ -329,8 +324,8 @@ def tuned(folder: Path, kind: Kind) -> Facts:
     return {
         "suggested": found is not None,
         "after search": after_search,
-        "steps": (made.strategy.sync.step_index, once.strategy.sync.step_index),
-        "prints": (fingerprint(model), fingerprint(again)),
+        "tuner": {"steps": made.strategy.sync.step_index, "print": fingerprint(model)},
+        "callback": {"steps": once.strategy.sync.step_index, "print": fingerprint(again)},
         "left": [path.name for path in folder.iterdir()],
     }
 
@@ -340,22 +335,22 @@ def test_a_learning_rate_finder_and_then_a_fit(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["suggested"]
     assert facts[0]["after search"] == 0
-    assert facts[0]["steps"] == (4, 4)
+    assert facts[0]["tuner"]["steps"] == facts[0]["callback"]["steps"] == 4
     assert not [name for name in facts[0]["left"] if "lr_find" in name]
 
 
 def one_rank(folder: Path, kind: Kind) -> Facts:
     losses = {}
     with listen() as logged:
-        for name in ("ddp", f"loco2_{kind}"):
+        for what, name in {"stock": "ddp", "compressed": f"loco2_{kind}"}.items():
             torch.manual_seed(0)
             model = Regression()
             made = trainer(name, max_steps=6)
             made.fit(model, loader())
-            losses[name] = model.losses
+            losses[what] = model.losses
     sync = made.strategy.sync
     return {
-        "losses": list(losses.values()),
+        "losses": losses,
         "logged": logged,
         "residuals": sync.state.nbytes,
         "sent": sync.ranks.peers.sent_nbytes,
@@ -366,7 +361,7 @@ def one_rank(folder: Path, kind: Kind) -> Facts:
 @scenarios(one_rank, world_size=1, kind=KINDS)
 def test_one_rank_compresses_nothing_and_that_is_logged_once(facts: list[Facts]) -> None:
     (alone,) = facts
-    assert alone["losses"][0] == alone["losses"][1]
+    assert alone["losses"]["stock"] == alone["losses"]["compressed"]
     assert alone["logged"] == ["lowbit_strategy: one rank: gradients are not sent to anybody, so nothing is compressed"]
     assert (alone["residuals"], alone["sent"], alone["steps"]) == (0, 0, 6)
 

@@ -13,20 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from lowbit_strategy import DiLoCo, LoCo, SparseLoCo
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
-from tests.distributed import run_ranks
-from tests.nodes import nodes_of
-from tests.scenarios import Facts, scenarios
-from tests.training import (
-    MIN_SHARD_NUMEL,
-    ByStep,
-    Regression,
-    fingerprint,
-    full,
-    listen,
-    loader,
-    mlp,
-    trainer,
-)
+from testing.log import listen
+from testing.processes.node_size import nodes_of
+from testing.processes.ranks import run_ranks
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.comparing import fingerprint, full
+from testing.training.regression import MIN_SHARD_NUMEL, ByStep, Regression, loader, mlp, trainer
 
 STREAMING = DiLoCo(every=6, momentum=0.5, fragments=3, delay=1, mix=0.5)
 RULES = {"diloco": DiLoCo(every=4, momentum=0.5), "streaming": STREAMING, "sparseloco": SparseLoCo(every=4)}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed import free_port
-from tests.pages import blocks, commands, files
-from tests.scripts import REPOSITORY, run_script
+from testing.pages import blocks, commands, files
+from testing.processes.ranks import free_port
+from testing.processes.scripts import REPOSITORY, run_script
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the commands are made small for CPU")
 

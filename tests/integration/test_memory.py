@@ -19,7 +19,7 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.telemetry.observe import Observer
 from lowbit_strategy.telemetry.startup_report import build_report
-from tests.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, scenarios
 
 WIDTH, NUM_MODULES = 96, 6
 

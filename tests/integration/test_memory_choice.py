@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from lowbit_strategy import LoCo, WeightCode
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
 from lowbit_strategy.plan.fitting import Setup, choices
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import WIDTH, Regression, fingerprint, listen, loader, trainer
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.comparing import fingerprint
+from testing.training.regression import WIDTH, Regression, loader, trainer
 
 HIDDEN = 256
 BLOCKS = 40

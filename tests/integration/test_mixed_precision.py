@@ -14,8 +14,11 @@ from torch.nn import functional as F
 from lowbit_strategy import Exact, LoCo, WeightCode
 from lowbit_strategy.fabric import LowBitFSDPStrategy
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
-from tests.scenarios import Facts, scenarios
-from tests.training import WIDTH, Regression, count_exchanges, dataset, fingerprint, fit, full_parameters, listen, mlp
+from testing.counting.traffic import count_exchanges
+from testing.log import listen
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.regression import WIDTH, Regression, dataset, fit, mlp
 
 
 class Watched(Regression):

@@ -18,9 +18,10 @@ from lowbit_strategy.fabric import adapt, monitor
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor
 from lowbit_strategy.report.run import read_run
 from lowbit_strategy.telemetry.run_record import read_record
-from tests.accelerated import make, prepared, train
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import KINDS, WIDTH, Regression, listen, loader, mlp, strategy, trainer
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.accelerated import make, prepared, train
+from testing.training.regression import KINDS, WIDTH, Regression, loader, mlp, strategy, trainer
 
 EIGHT, TWO = (LoCo(bits=bits, block_size=32) for bits in (8, 2))
 ACCORDION = Accordion(light=EIGHT, heavy=TWO, interval=3, unit="steps", eta=0.2)

@@ -12,21 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lowbit_strategy import LoCo
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import (
-    KINDS,
-    Kind,
-    Regression,
-    count_exchanges,
-    fingerprint,
-    fit,
-    full_parameters,
-    listen,
-    loader,
-    mlp,
-    strategy,
-    trainer,
-)
+from testing.counting.traffic import count_exchanges
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.regression import KINDS, Kind, Regression, fit, loader, mlp, strategy, trainer
 
 
 def _unused_options(kind: Kind) -> dict[str, Any]:
@@ -92,8 +82,8 @@ class Adversaries(L.LightningModule):
 
 
 def two_optimizers(folder: Path, kind: Kind) -> Facts:
-    runs = []
-    for compressor in (LoCo(bits=8, block_size=32), None):
+    changes = {}
+    for compressor in (None, LoCo(bits=8, block_size=32)):
         torch.manual_seed(0)
         model = Adversaries()
         before = [value.clone() for value in model.parameters()]
@@ -102,9 +92,9 @@ def two_optimizers(folder: Path, kind: Kind) -> Facts:
         )
         made = trainer(chosen, max_steps=10)
         made.fit(model, loader())
-        change = torch.cat([(a - b).flatten() for a, b in zip(full_parameters(model).values(), before, strict=True)])
-        runs.append((made, model, change))
-    (made, model, change), (_, _, stock) = runs
+        moved = [(a - b).flatten() for a, b in zip(full_parameters(model).values(), before, strict=True)]
+        changes["ours" if compressor else "stock"] = torch.cat(moved)
+    change, stock = changes["ours"], changes["stock"]
     return {
         "print": fingerprint(model),
         "steps": made.strategy.sync.step_index,
@@ -208,7 +198,8 @@ def unfreezing(folder: Path, kind: Kind) -> Facts:
         before = model.net[0].weight.clone()
         made = fit(kind, model, max_steps=8, callbacks=callbacks)
         sync, moved = made.strategy.sync, not torch.equal(full_parameters(model)["net.0.weight"], before)
-        seen["thawed" if callbacks else "frozen"] = (moved, "net.0.weight" in sync.specs, sync.step_index)
+        known = "net.0.weight" in sync.specs
+        seen["thawed" if callbacks else "frozen"] = {"moved": moved, "known": known, "steps": sync.step_index}
     seen["residual"] = all(bool(sync.state.residual(name).any()) for name in ("net.0.weight", "net.2.weight"))
     return seen | {"print": fingerprint(model)}
 
@@ -217,8 +208,8 @@ def unfreezing(folder: Path, kind: Kind) -> Facts:
 def test_parameters_frozen_at_first_are_synchronised_once_they_are_trained(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["print"] == facts[0]["print"]
-        assert rank["frozen"] == (False, False, 8)
-        assert rank["thawed"] == (True, True, 8)
+        assert rank["frozen"] == {"moved": False, "known": False, "steps": 8}
+        assert rank["thawed"] == {"moved": True, "known": True, "steps": 8}
         assert rank["residual"]
 
 
@@ -240,22 +231,23 @@ _COMPILED = {"submodule": _compiled_submodule, "inner": Compiled}
 
 
 def compiled(folder: Path, kind: Kind, what: str) -> Facts:
-    runs = []
-    for build in (_COMPILED[what], Regression):
+    facts: Facts = {}
+    for name, build in {"compiled": _COMPILED[what], "eager": Regression}.items():
         torch.manual_seed(0)
         model = build()
         with count_exchanges() as sizes:
             made = trainer(f"loco_{kind}", max_steps=3)
             made.fit(model, loader())
-        runs.append((fingerprint(model), len(sizes), sorted(made.strategy.sync.specs)))
-    return {"compiled": runs[0], "eager": runs[1]}
+        names = sorted(made.strategy.sync.specs)
+        facts[name] = {"print": fingerprint(model), "exchanges": len(sizes), "names": names}
+    return facts
 
 
 @scenarios(compiled, kind=KINDS, what=("submodule", "inner"))
 def test_compiled_parts_give_the_same_bits_under_the_same_names(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["compiled"] == rank["eager"] == facts[0]["eager"]
-        assert rank["compiled"][1] >= 3
+        assert rank["compiled"]["exchanges"] >= 3
 
 
 def compiled_whole(folder: Path) -> Facts:

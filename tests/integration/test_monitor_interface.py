@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slow_links.hosts import run_on_hosts
-from slow_links.namespaces import SlowNetwork
+from testing.hosts.namespaces import SlowNetwork
+from testing.hosts.torchrun import run_on_hosts
 
 SCRIPT = Path(__file__).parent / "scripts" / "monitored.py"
 COMPRESSORS = ("dense", "loco", "topk", "powersgd")

@@ -10,11 +10,11 @@ import pytest
 
 from lowbit_strategy import LoCo, extend, preset
 from lowbit_strategy.register import strategy_names
-from tests.distributed import run_ranks
-from tests.invariants.harness import CONFIGURATIONS, LAYOUTS, Subject
-from tests.invariants.run import CASES, Job, Report, run_jobs
-from tests.pages import files
-from tests.scripts import run_script
+from testing.invariants.harness import CONFIGURATIONS, LAYOUTS, Subject
+from testing.invariants.run import CASES, Job, Report, run_jobs
+from testing.pages import files
+from testing.processes.ranks import run_ranks
+from testing.processes.scripts import run_script
 
 PAGE = "new-compressor.md"
 

@@ -14,8 +14,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lowbit_strategy import DiLoCo, LocalSGD, LoCo
 from lowbit_strategy.attach.order_checks import MANY_PASSES
 from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, attach_fsdp, prepare
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import WIDTH, listen, mlp
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.regression import WIDTH, mlp
 
 
 def wrong_orders(folder: Path) -> Facts:

@@ -31,11 +31,13 @@ from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, prepare
 from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDPStrategy
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
 from lowbit_strategy.telemetry.run_record import read_record
-from tests import accelerated
-from tests.integration.test_fabric import batches, launch, setup, train
-from tests.integration.test_hf_trainer import trainer as hf_trainer
-from tests.scenarios import Facts, scenarios
-from tests.training import ByStep, Regression, dataset, fingerprint, full_parameters, listen, loader, mlp, trainer
+from testing.log import listen
+from testing.processes.scenarios import Facts, scenarios
+from testing.training import accelerated
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.fabric import batches, launch, setup, train
+from testing.training.hf_trainer import trainer as hf_trainer
+from testing.training.regression import ByStep, Regression, dataset, loader, mlp, trainer
 
 STREAMING = DiLoCo(every=6, momentum=0.5, fragments=3, delay=1, mix=0.5)
 RULES = {
@@ -101,7 +103,8 @@ def training(folder: Path, rule: str) -> Facts:
         "print": fingerprint(model),
         "seen": prints.seen,
         "saved": {name: value.sum().item() for name, value in saved.items()},
-        "steps": (sync.step_index, made.global_step),
+        "steps": sync.step_index,
+        "global steps": made.global_step,
         "sent": sync.ranks.peers.sent_nbytes,
         "logged": logged,
     }
@@ -113,8 +116,8 @@ def test_ranks_train_by_themselves_and_end_with_the_same_weights(facts: list[Fac
     assert first["print"] == second["print"]
     assert first["seen"]["validation"] == second["seen"]["validation"]
     assert first["seen"]["step"][2] != second["seen"]["step"][2]
-    assert first["steps"] == second["steps"] == (22, 22)
     for rank in facts:
+        assert rank["steps"] == rank["global steps"] == 22
         assert rank["losses"][-1] < 0.8 * rank["losses"][0]
 
 
@@ -128,14 +131,14 @@ def resume(folder: Path, rule: str) -> Facts:
         model = ByStep()
         source = folder / f"step={step}.ckpt"
         trainer(outer_strategy(RULES[rule]), max_steps=14).fit(model, loader(), ckpt_path=source)
-        same.append((fingerprint(whole) == fingerprint(model), model.losses == whole.losses[step:]))
+        same.append({"bits": fingerprint(whole) == fingerprint(model), "losses": model.losses == whole.losses[step:]})
     return {"same": same}
 
 
 @scenarios(resume, rule=tuple(RULES))
 def test_resume_in_the_middle_of_a_round_is_as_if_never_stopped(facts: list[Facts]) -> None:
     for rank in facts:
-        assert rank["same"] == [(True, True)] * 3
+        assert rank["same"] == [{"bits": True, "losses": True}] * 3
 
 
 def by_name(folder: Path, name: str) -> Facts:
@@ -210,7 +213,7 @@ def user_options(folder: Path) -> Facts:
         )
         made.fit(model, loader())
         sync = made.strategy.sync
-        facts |= {f"{name} print": fingerprint(model), f"{name} steps": (sync.step_index, made.global_step)}
+        facts[name] = {"print": fingerprint(model), "steps": sync.step_index, "global steps": made.global_step}
         made.test(model, loader(), verbose=False)
     average = averaging._average_model
     facts["average"] = fingerprint(average.module)
@@ -220,7 +223,7 @@ def user_options(folder: Path) -> Facts:
 @scenarios(user_options)
 def test_what_users_switch_on(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
-    assert facts[0]["ema steps"] == (18, 18)
+    assert facts[0]["ema"]["steps"] == facts[0]["ema"]["global steps"] == 18
 
 
 class TwoOptimizers(Regression):
@@ -340,15 +343,15 @@ def test_parameters_that_are_unfrozen(facts: list[Facts]) -> None:
 
 
 def through_fabric(folder: Path) -> Facts:
-    prints = []
-    for again in (False, True):
+    facts: Facts = {}
+    for name in ("whole", "again"):
         torch.manual_seed(0)
         made = launch(FabricDDPStrategy(LoCo(block_size=32), outer=STREAMING))
         net = mlp()
         model, optimizer = setup(made, net)
         state = {"model": model, "optimizer": optimizer}
         path = folder / "fabric.ckpt"
-        if again:
+        if name == "again":
             made.load(path, state)
         else:
             train(made, model, optimizer, batches(made.global_rank, 0, 5))
@@ -356,18 +359,17 @@ def through_fabric(folder: Path) -> Facts:
         train(made, model, optimizer, batches(made.global_rank, 5, 11))
         session = made.strategy.sessions[0]
         with session.shared_weights():
-            prints.append(fingerprint(net))
+            shared = fingerprint(net)
         session.finish()
-        prints.append(fingerprint(net))
+        facts[name] = {"shared": shared, "end": fingerprint(net)}
     saved = torch.load(path, weights_only=True)["model"]
-    return {"prints": prints, "saved": float(sum(value.sum() for value in saved.values()))}
+    return facts | {"saved": float(sum(value.sum() for value in saved.values()))}
 
 
 @scenarios(through_fabric)
 def test_fabric_saves_the_anchors_and_goes_on_to_the_bit(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
-    first, second = facts[0]["prints"][:2], facts[0]["prints"][2:]
-    assert first == second
+    assert facts[0]["whole"] == facts[0]["again"]
 
 
 def through_accelerate(folder: Path) -> Facts:
@@ -380,13 +382,14 @@ def through_accelerate(folder: Path) -> Facts:
     again = accelerated.prepared(accelerated.make("ddp", plugin, accumulate=2), lr=1e-2)
     again.accelerator.load_state(str(folder))
     accelerated.train(again, 14, skip=8, clip=1.0)
-    prints = [fingerprint(whole.model), fingerprint(again.model)]
+    before, resumed = fingerprint(whole.model), fingerprint(again.model)
     shared = whole.accelerator.get_state_dict(whole.model)
     own = fingerprint(whole.model)
     whole.accelerator.end_training()
     return {
-        "own": prints,
-        "kept": own == prints[0],
+        "own": before,
+        "resumed": resumed,
+        "kept": own == before,
         "shared": float(sum(value.double().sum() for value in shared.values())),
         "end": fingerprint(whole.model),
         "steps": whole.sync.step_index,
@@ -396,7 +399,7 @@ def through_accelerate(folder: Path) -> Facts:
 @scenarios(through_accelerate)
 def test_accelerate_goes_on_to_the_bit(facts: list[Facts]) -> None:
     first, second = facts
-    assert first["own"][0] == first["own"][1] != second["own"][0] == second["own"][1]
+    assert first["own"] == first["resumed"] != second["own"] == second["resumed"]
     assert first["kept"]
     assert first["shared"] == second["shared"]
     assert first["end"] == second["end"]
@@ -461,13 +464,13 @@ def through_the_hf_trainer(folder: Path) -> Facts:
     again = hf_trainer(folder / "b", "ddp", plugin)
     again.train(resume_from_checkpoint=str(folder / "a" / "checkpoint-4"))
     evaluated = [entry["eval_loss"] for entry in whole.state.log_history if "eval_loss" in entry]
-    return {"prints": (fingerprint(whole.model), fingerprint(again.model)), "evaluated": evaluated}
+    return {"whole": fingerprint(whole.model), "again": fingerprint(again.model), "evaluated": evaluated}
 
 
 @scenarios(through_the_hf_trainer)
 def test_the_hf_trainer_goes_on_to_the_bit(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
-    assert facts[0]["prints"][0] == facts[0]["prints"][1]
+    assert facts[0]["whole"] == facts[0]["again"]
     assert len(facts[0]["evaluated"]) == 1
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pages import blocks, commands, files
-from tests.scripts import REPOSITORY, run_script
+from testing.pages import blocks, commands, files
+from testing.processes.scripts import REPOSITORY, run_script
 
 ON_CPU = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
 

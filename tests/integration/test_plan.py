@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,9 +17,9 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.plan.messages import Unit, step_nbytes
 from lowbit_strategy.ranks.topology import hybrid_mesh
-from tests.nodes import nodes_of
-from tests.scenarios import Facts, scenarios
-from tests.traffic import count_traffic
+from testing.counting.traffic import count_traffic
+from testing.processes.node_size import nodes_of
+from testing.processes.scenarios import Facts, scenarios
 
 WIDTH, CPU = 64, torch.device("cpu")
 STEPS = 3
@@ -30,10 +30,16 @@ def net() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def planned(units: tuple[Unit, ...]) -> tuple[int, int]:
-    """Bytes and collectives of a step."""
+class Calls(NamedTuple):
+    """Of `torch.distributed`, in a step or a round."""
+
+    nbytes: int
+    collectives: int
+
+
+def planned(units: tuple[Unit, ...]) -> Calls:
     messages = [(unit.repeats, message) for unit in units for message in unit.messages]
-    return (
+    return Calls(
         sum(repeats * message.total_nbytes for repeats, message in messages),
         sum(repeats * message.in_series for repeats, message in messages),
     )
@@ -52,16 +58,17 @@ def measure(session: Any, step: Any, steps: int = 1) -> Facts:
     ours = plan.gradients + plan.rounds
     if plan.coding != Exact():  # FSDP2 gathers exact weights by itself: its hook counts them
         ours += plan.weights
-    nbytes, collectives = planned(ours)
     facts = {
-        "counted": (traffic.nbytes, sum(traffic.calls.values())),
-        "planned": (nbytes, collectives),
+        "counted": Calls(traffic.nbytes, sum(traffic.calls.values())),
+        "planned": planned(ours),
         "peers": sync.ranks.peers.sent_nbytes - peers,
         "promised": plan.sent_nbytes,
         "series": plan.in_series,
         "buckets": len(plan.gradients),
-        "weights": None if sync.weights is None else (sync.weights.nbytes, step_nbytes(plan.weights)),
-        "residuals": (sync.state.nbytes, plan.memory.residuals),
+        "weights": None if sync.weights is None else sync.weights.nbytes,
+        "planned weights": step_nbytes(plan.weights),
+        "residuals": sync.state.nbytes,
+        "planned residuals": plan.memory.residuals,
     }
     session.close()
     return facts
@@ -95,14 +102,14 @@ def ddp(folder: Path, name: str, nodes: int) -> Facts:
 def test_ddp_sends_what_is_planned(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["counted"] == rank["planned"]
-        assert rank["residuals"][0] == rank["residuals"][1]
+        assert rank["residuals"] == rank["planned residuals"]
 
 
 @scenarios(ddp, world_size=4, name=("loco",), nodes=(1,))
 def test_loco_waits_for_two_messages(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["series"] == 2
-        assert rank["counted"][1] == 2 * rank["buckets"]
+        assert rank["counted"].collectives == 2 * rank["buckets"]
 
 
 def fsdp(folder: Path, weights: str, nodes: int) -> Facts:
@@ -121,9 +128,9 @@ def fsdp(folder: Path, weights: str, nodes: int) -> Facts:
 def test_fsdp_sends_what_is_planned(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["counted"] == rank["planned"]
-        assert rank["residuals"][0] == rank["residuals"][1]
-        sent, promised = rank["weights"]
-        assert promised <= sent < promised * 1.1 + 2048  # headers and padding
+        assert rank["residuals"] == rank["planned residuals"]
+        promised = rank["planned weights"]
+        assert promised <= rank["weights"] < promised * 1.1 + 2048  # headers and padding
 
 
 def hsdp(folder: Path, weights: str, outer: bool) -> Facts:

@@ -21,7 +21,7 @@ from lowbit_strategy.hooks.fsdp import install
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 STEPS = 20
 START = 2  # PyTorch's hook wants its first two steps uncompressed
@@ -172,20 +172,20 @@ def _losses(model: Any, rank: int, sync: GradientSync) -> list[float]:
     return losses
 
 
-def _both(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _many_buckets(rank, world_size), _sharded(rank, world_size)
+def _both(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    return {"ddp": _many_buckets(rank, world_size), "fsdp": _sharded(rank, world_size)}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_many_buckets_on_gloo_and_fsdp2(world_size: int) -> None:
     results = run_ranks(_both, world_size)
-    assert results[0][0]["num_buckets"] > 2
-    for layout in (0, 1):
-        assert all(result[layout]["sum"] == results[0][layout]["sum"] for result in results)
-        losses = results[0][layout]["losses"]
-        assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    first = results[0]
+    assert first["ddp"]["num_buckets"] > 2
+    for layout, facts in first.items():
+        assert all(result[layout]["sum"] == facts["sum"] for result in results)
+        assert sum(facts["losses"][-5:]) < 0.6 * sum(facts["losses"][:5])
     # The same gradients, the same factors, the same sums: only how rows are cut differs.
-    assert results[0][0]["losses"] == pytest.approx(results[0][1]["losses"], rel=1e-3)
+    assert first["ddp"]["losses"] == pytest.approx(first["fsdp"]["losses"], rel=1e-3)
 
 
 def _inside_autocast(rank: int, world_size: int) -> dict[bool, list[float]]:

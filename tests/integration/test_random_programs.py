@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from lowbit_strategy import Dense, Exact, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.custom_loop import SyncOptions, attach_fsdp, prepare
-from tests.ddp_loop import CPU
-from tests.distributed import join_group, run_ranks
-from tests.nodes import nodes_of
-from tests.training import close
+from testing.processes.node_size import nodes_of
+from testing.processes.ranks import join_group, run_ranks
+from testing.training.comparing import close
+from testing.training.ddp_loop import CPU
 
 WIDTH = 48
 LENGTH = 12

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import Dense, LocalSGD, LoCo
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, prepare
-from tests.ddp_loop import CPU
-from tests.distributed import join_group, run_ranks
-from tests.training import close
+from testing.processes.ranks import join_group, run_ranks
+from testing.training.comparing import close
+from testing.training.ddp_loop import CPU
 
 WIDTH = 48
 LENGTH = 12

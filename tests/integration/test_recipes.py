@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.scripts import REPOSITORY, run_script
+from testing.processes.scripts import REPOSITORY, run_script
 
 ON_CPU = {"ACCELERATE_USE_CPU": "true", "WANDB_MODE": "offline"}
 CLM = "recipes/run_clm.py --output_dir runs/clm --max_steps 6 --max_eval_samples 16 --n_layer 2"

@@ -30,10 +30,11 @@ from lowbit_strategy import (
 from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy, LowBitFSDPStrategy
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
-from tests.ddp_loop import CPU
-from tests.distributed import join_group, run_ranks
-from tests.nodes import nodes_of
-from tests.training import ByStep, checksum, dataset, full, full_parameters, loader, mlp, trainer
+from testing.processes.node_size import nodes_of
+from testing.processes.ranks import join_group, run_ranks
+from testing.training.comparing import checksum, full, full_parameters
+from testing.training.ddp_loop import CPU
+from testing.training.regression import ByStep, dataset, loader, mlp, trainer
 
 STEPS = 20
 COMPRESSOR = LoCo(block_size=32)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowbit_strategy import PRESETS, LoCo
-from tests.scripts import run_script
+from testing.processes.scripts import run_script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MODULES = {  # framework: our module with its strategies, optimizer steps that the script takes there

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -19,9 +19,10 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 import lowbit_strategy
 from lowbit_strategy import DiLoCo, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
-from tests import accelerated
-from tests.distributed import run_ranks
-from tests.training import ByStep, Kind, fingerprint, loader, strategy, trainer
+from testing.processes.ranks import run_ranks
+from testing.training import accelerated
+from testing.training.comparing import fingerprint
+from testing.training.regression import ByStep, Kind, loader, strategy, trainer
 
 LIMIT_S = 30.0
 STEPS = 60
@@ -65,10 +66,23 @@ def _environment(folder: Path, rank: int, world_size: int) -> dict[str, str]:
     }
 
 
+class Terminated(NamedTuple):
+    """How a run ended, how long that took, and the weights to which its last checkpoint goes on."""
+
+    ended: str
+    seconds: float
+    bits: int
+
+
+class Requeued(NamedTuple):
+    same: bool  # the job that follows ends with the same weights
+    saved: list[str]
+    resumed: bool  # and goes on from there
+
+
 def _terminated(
     rank: int, world_size: int, folder: Path, kind: Kind, ranks: tuple[int, ...], number: int, local: bool = False
-) -> Any:
-    """Of each run: how it ended, how long that took, and whether its last checkpoint goes on to the same weights."""
+) -> list[Terminated]:
     options = {"outer": DiLoCo(every=4)} if local else {}
     found = []
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what comes when the run has ended for the other rank's signal
@@ -86,14 +100,13 @@ def _terminated(
         again = ByStep()
         dist.barrier()
         trainer(strategy(kind, **options), max_steps=step + 1).fit(again, loader(), ckpt_path=own / f"step={step}.ckpt")
-        found.append((ended, took, fingerprint(again)))
+        found.append(Terminated(ended, took, fingerprint(again)))
     return found
 
 
 def _requeued(
     rank: int, world_size: int, folder: Path, kind: Kind, ranks: tuple[int, ...], number: int, local: bool = False
-) -> Any:
-    """Of each run: whether it was requeued once, and whether the job that follows ends with the same weights."""
+) -> list[Requeued]:
     os.environ.update(_environment(folder, rank, world_size))
     dist.barrier()
     options = {"outer": DiLoCo(every=4)} if local else {}
@@ -116,7 +129,7 @@ def _requeued(
             prints.append(fingerprint(model))
             dist.barrier()
         saved = sorted(each.name for each in (folder / str(seed)).glob("hpc_ckpt_*.ckpt"))
-        found.append((prints[0] == prints[1], saved, len(model.losses) < STEPS))
+        found.append(Requeued(prints[0] == prints[1], saved, len(model.losses) < STEPS))
     return found
 
 
@@ -131,9 +144,9 @@ def _cases(quick: tuple[Kind, tuple[int, ...]]) -> list[Any]:
 def test_sigterm_ends_the_run_on_all_ranks(tmp_path: Path, kind: Kind, ranks: tuple[int, ...], number: int) -> None:
     found = run_ranks(_terminated, 2, tmp_path, kind, ranks, number, timeout=LIMIT_S * 2 + 16 * number)
     for first, second in zip(*found, strict=True):
-        assert first[0] == second[0] == "SIGTERMException"
-        assert max(first[1], second[1]) < LIMIT_S
-        assert first[2] == second[2]
+        assert first.ended == second.ended == "SIGTERMException"
+        assert max(first.seconds, second.seconds) < LIMIT_S
+        assert first.bits == second.bits
 
 
 @pytest.mark.parametrize(("kind", "ranks", "number"), _cases(("ddp", (1,))))
@@ -142,10 +155,7 @@ def test_slurm_requeues_with_a_whole_checkpoint(
 ) -> None:
     found = run_ranks(_requeued, 2, tmp_path, kind, ranks, number, timeout=LIMIT_S * 2 + 16 * number)
     for facts in found:
-        for same, saved, resumed in facts:
-            assert same
-            assert saved == ["hpc_ckpt_1.ckpt"]
-            assert resumed
+        assert facts == [Requeued(same=True, saved=["hpc_ckpt_1.ckpt"], resumed=True)] * number
     assert len((tmp_path / "requeued").read_text().splitlines()) == number
 
 

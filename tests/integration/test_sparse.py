@@ -35,7 +35,7 @@ from lowbit_strategy.methods.sparsification.sidco import SIDCo
 from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 _CPU = torch.device("cpu")
 _ALL = {"exempt": (), "high_precision": ()}
@@ -64,14 +64,15 @@ TRAINED_STEPS = 30
 
 
 class Trained(NamedTuple):
-    losses: tuple[float, float]
+    first: float  # the mean loss of five steps
+    last: float
     weights: int
     nbytes: int
     numel: int
 
 
 def _train(compressor: Compressor, layout: str, comm: Comm) -> Trained:
-    """Steps of a small network on a linear target; the mean loss of the first and last five."""
+    """Steps of a small network on a linear target."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(64, 130), nn.ReLU(), nn.Linear(130, 10))
     specs = describe_parameters(model)
@@ -102,7 +103,7 @@ def _train(compressor: Compressor, layout: str, comm: Comm) -> Trained:
     if layout == "ddp":
         hook.close()
     return Trained(
-        (sum(losses[:5]) / 5, sum(losses[-5:]) / 5), zlib.crc32(bits), comm.sent_nbytes, sum(s.numel for s in specs)
+        sum(losses[:5]) / 5, sum(losses[-5:]) / 5, zlib.crc32(bits), comm.sent_nbytes, sum(s.numel for s in specs)
     )
 
 
@@ -123,8 +124,7 @@ def trained() -> list[dict[tuple[str, str], Trained]]:
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_falls_and_ranks_agree(name: str, layout: str) -> None:
     ranks = [results[name, layout] for results in trained()]
-    before, after = (sum(r.losses[i] for r in ranks) for i in (0, 1))
-    assert after < 0.6 * before
+    assert sum(r.last for r in ranks) < 0.6 * sum(r.first for r in ranks)
     assert len({r.weights for r in ranks}) == 1
     assert all(r.nbytes < 0.5 * TRAINED_STEPS * 4 * r.numel for r in ranks)
 
@@ -140,8 +140,15 @@ def _gradient(name: str, rank: int, step: int) -> Tensor:
     return torch.randn(torch.Size(SHAPES[name]).numel(), generator=generator)
 
 
-def _reduce_all(compressor: Compressor, comm: Comm) -> tuple[list[dict[str, np.ndarray]], int]:
-    """Means of `NUM_STEPS` steps of gradients under DDP's layout, and the bytes of one step."""
+class Reduced(NamedTuple):
+    """Means of `NUM_STEPS` steps of gradients, by parameter, and the bytes of the last step."""
+
+    means: list[dict[str, np.ndarray]]
+    nbytes: int
+
+
+def _reduce_all(compressor: Compressor, comm: Comm) -> Reduced:
+    """Under DDP's layout."""
     sync = GradientSync(
         compressor, [TensorSpec(n, s) for n, s in SHAPES.items()], Ranks.flat(comm), _CPU, scatter=False, seed=5
     )
@@ -160,7 +167,7 @@ def _reduce_all(compressor: Compressor, comm: Comm) -> tuple[list[dict[str, np.n
             pending.wait()
         sync.end_step()
         means.append({e.name: x[e.offset : e.offset + grads[e.name].numel()].numpy() for e in entries})
-    return means, comm.sent_nbytes - before
+    return Reduced(means, comm.sent_nbytes - before)
 
 
 DEFINED: dict[str, Compressor] = {
@@ -174,12 +181,12 @@ DEFINED: dict[str, Compressor] = {
 }
 
 
-def _reduce_defined(rank: int, world_size: int) -> dict[str, tuple[list[dict[str, np.ndarray]], int]]:
+def _reduce_defined(rank: int, world_size: int) -> dict[str, Reduced]:
     return {name: _reduce_all(compressor, GroupComm(dist.new_group())) for name, compressor in DEFINED.items()}
 
 
 @functools.cache
-def reduced(world_size: int) -> list[dict[str, tuple[list[dict[str, np.ndarray]], int]]]:
+def reduced(world_size: int) -> list[dict[str, Reduced]]:
     return run_ranks(_reduce_defined, world_size)
 
 
@@ -237,7 +244,7 @@ def _numpy_dgc(world_size: int, *, nesterov: bool) -> list[dict[str, np.ndarray]
 def test_topk_is_its_numpy_transcription(world_size: int) -> None:
     wanted = _numpy_topk(world_size)
     for rank in reduced(world_size):
-        means, nbytes = rank["topk"]
+        means, nbytes = rank["topk"].means, rank["topk"].nbytes
         for step in range(NUM_STEPS):
             for name in SHAPES:
                 np.testing.assert_array_equal(means[step][name], wanted[step][name])
@@ -251,7 +258,7 @@ def test_topk_is_its_numpy_transcription(world_size: int) -> None:
 def test_dgc_is_its_numpy_transcription(world_size: int, name: str) -> None:
     wanted = _numpy_dgc(world_size, nesterov=name == "dgc_nesterov")
     for rank in reduced(world_size):
-        for step, mean in enumerate(rank[name][0]):
+        for step, mean in enumerate(rank[name].means):
             for parameter in SHAPES:
                 np.testing.assert_allclose(mean[parameter], wanted[step][parameter], rtol=1e-5, atol=1e-6)
 
@@ -289,7 +296,7 @@ def test_randomk_is_its_numpy_transcription(world_size: int, scale: bool) -> Non
                     h[position] = 0
                 residuals[name, rank] = h
             for rank in ranks:
-                mean = rank["randomk_scaled" if scale else "randomk"][0][step][name]
+                mean = rank["randomk_scaled" if scale else "randomk"].means[step][name]
                 np.testing.assert_array_equal(mean, total * np.float32(1 / world_size))
 
 
@@ -313,7 +320,7 @@ def test_scalecom_is_its_numpy_transcription(world_size: int, name: str) -> None
                 total += sent
                 memory[parameter, rank] = memory[parameter, rank] + np.float32(beta) * (g[rank] - sent)
             for rank in ranks:
-                np.testing.assert_allclose(rank[name][0][step][parameter], total / world_size, rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(rank[name].means[step][parameter], total / world_size, rtol=1e-5, atol=1e-6)
 
 
 # -- ExDyna ---------------------------------------------------------------------------------------------------------

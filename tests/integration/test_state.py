@@ -15,8 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.checkpoint import residual_files
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import KINDS, ByStep, Kind, Regression, fingerprint, fit, listen, loader, strategy, trainer
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.comparing import fingerprint
+from testing.training.regression import KINDS, ByStep, Kind, Regression, fit, loader, strategy, trainer
 
 
 def _files(folder: Path) -> list[str]:
@@ -48,7 +50,8 @@ def resume(folder: Path, kind: Kind, distributed: bool) -> Facts:
         "resumed": model.losses,
         "without": again.losses,
         "same": fingerprint(whole) == fingerprint(model) != fingerprint(again),
-        "steps": (made.strategy.sync.step_index, without.strategy.sync.step_index),
+        "steps": made.strategy.sync.step_index,
+        "steps without": without.strategy.sync.step_index,
     }
 
 
@@ -59,7 +62,7 @@ def test_resume_is_as_if_never_stopped(facts: list[Facts]) -> None:
         assert rank["same"]
         assert rank["without"][0] == rank["resumed"][0]  # the same parameters
         assert rank["without"] != rank["resumed"]  # residuals matter
-        assert rank["steps"] == (9, 9)
+        assert rank["steps"] == rank["steps without"] == 9
 
 
 def top_k(folder: Path, kind: Kind) -> Facts:
@@ -123,7 +126,8 @@ def single_file(folder: Path, kind: Kind) -> Facts:
     stamp = torch.load(path, weights_only=True)["lowbit_strategy"]
     again = Regression.load_from_checkpoint(path, weights_only=True)
     return {
-        "print": (fingerprint(model), fingerprint(again)),
+        "saved": fingerprint(model),
+        "loaded": fingerprint(again),
         "stamp": {key: stamp[key] for key in ("step_index", "world_size")},
         "residuals": sorted(torch.load(residuals, weights_only=True)),
     }
@@ -132,7 +136,7 @@ def single_file(folder: Path, kind: Kind) -> Facts:
 @scenarios(single_file, kind=KINDS)
 def test_checkpoints_load_anywhere_with_weights_only(facts: list[Facts]) -> None:
     for rank in facts:
-        assert rank["print"][0] == rank["print"][1]
+        assert rank["saved"] == rank["loaded"]
         assert rank["stamp"] == {"step_index": 3, "world_size": 2}
         assert "parameters" in rank["residuals"]
 

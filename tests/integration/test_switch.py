@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -14,15 +14,23 @@ from torch._dynamo.utils import counters
 from lowbit_strategy import LoCo, PowerSGD, TopK
 from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.control import Phase, Schedule
-from lowbit_strategy.engine.bucket import Bucket
+from lowbit_strategy.engine.bucket import Bucket, BucketLayout
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.lightning import AdaptiveCompression
-from tests.scenarios import Facts, scenarios
-from tests.training import KINDS, Regression, loader, mlp, strategy, trainer
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.regression import KINDS, Regression, loader, mlp, strategy, trainer
 
 STEPS = 12  # DDP orders its buckets anew once, after the first of them
 PHASES = (LoCo(bits=8, block_size=32), LoCo(bits=2, block_size=64), PowerSGD(rank=1, start_step=0), TopK(density=0.05))
 PHASE_STEPS = 3
+
+
+class Seen(NamedTuple):
+    """A bucket on its way to the engine; `where`: its address, 0 under FSDP2."""
+
+    layout: BucketLayout
+    numel: int
+    where: int
 
 
 class Buckets(L.Callback):
@@ -35,7 +43,7 @@ class Buckets(L.Callback):
 
     def __init__(self, adaptive: AdaptiveCompression) -> None:
         self.adaptive = adaptive
-        self.steps: list[list[tuple[Any, ...]]] = []
+        self.steps: list[list[Seen]] = []
         self.graphs: list[int] = []
         self.begun: list[bool] = []
 
@@ -58,7 +66,7 @@ class Buckets(L.Callback):
         self, bucket: Bucket, x: Tensor, out: Tensor, stages: Iterator[Pending | None]
     ) -> Iterator[Pending | None]:
         where = x.data_ptr() if not self.sync.scatter else 0  # FSDP2 takes fresh memory for every bucket
-        self.steps[-1].append((bucket.layout, x.numel(), where))
+        self.steps[-1].append(Seen(bucket.layout, x.numel(), where))
         yield from stages
 
 

@@ -21,10 +21,11 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.transformers import attach
-from tests.accelerated import fresh_state
-from tests.scenarios import Facts, scenarios
-from tests.script_layouts import OFF, ON, STOCK, Layout, check_close, distances
-from tests.training import dataset, full_parameters, mlp
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.accelerated import fresh_state
+from testing.training.comparing import full_parameters
+from testing.training.regression import dataset, mlp
+from testing.training.script_layouts import OFF, ON, STOCK, Layout, check_close, distances
 
 
 class Pairs(Dataset[Any]):

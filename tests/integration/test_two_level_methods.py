@@ -13,9 +13,9 @@ import torch
 from lowbit_strategy.checkpoint.capture import capture, restore
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.ranks.ranks import Ranks
-from tests.invariants.harness import CONFIGURATIONS, SPECS, everything, fingerprint, gradient
-from tests.worlds.nodes import Kind, NodesWorld
-from tests.worlds.simulated import SimulatedWorld
+from testing.invariants.harness import CONFIGURATIONS, SPECS, everything, fingerprint, gradient
+from testing.worlds.simulated import SimulatedWorld
+from testing.worlds.two_level import Kind, NodesWorld
 
 KINDS: tuple[Kind, ...] = ("ddp", "fsdp", "hsdp")
 # One of each kind: codecs with and without feedback, a common scale, sparse ones that choose alone, by rank, together

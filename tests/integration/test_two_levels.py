@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -15,19 +15,18 @@ from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.control import GraVAC
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor, LowBitFSDPStrategy
 from lowbit_strategy.telemetry.run_record import read_record
-from tests.accelerated import make, prepared, train
-from tests.nodes import nodes_of
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import (
+from testing.log import listen
+from testing.processes.node_size import nodes_of
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.accelerated import make, prepared, train
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.regression import (
     ByStep,
     Kind,
     Regression,
     SteadyTime,
     dataset,
-    fingerprint,
     fit,
-    full_parameters,
-    listen,
     loader,
     mlp,
     strategy,
@@ -54,10 +53,12 @@ def by_name(folder: Path, kind: Kind) -> Facts:
         "losses": runs[f"loco_{kind}"]["losses"],
         "print": fingerprint(model),
         "gathering": None if sync.weights is None else type(sync.weights.comm).__name__,
-        "world": (sync.ranks.peers.world_size, sync.ranks.world_size),
+        "peers": sync.ranks.peers.world_size,
+        "world_size": sync.ranks.world_size,
         "sent": sync.ranks.peers.sent_nbytes,
         "accounted": 20 * sum(sync.state.sent_nbytes(name) for name in sync.specs),
-        "inside": (sync.ranks.intra_node.sent_nbytes, 20 * sync.plan().intra_node_nbytes),
+        "sent_inside": sync.ranks.intra_node.sent_nbytes,
+        "planned_inside": 20 * sync.plan().intra_node_nbytes,
         "residual": sync.state.nbytes,
         "numel": sum(spec.numel for spec in sync.state.wholes.values()),
         "log": lines,
@@ -68,23 +69,42 @@ def by_name(folder: Path, kind: Kind) -> Facts:
 def test_by_name(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["print"] == facts[0]["print"]
-        assert rank["world"] == (2, 4)
+        assert (rank["peers"], rank["world_size"]) == (2, 4)
         assert rank["gathering"] in (None, "NodeGathering")  # weights travel to the other node once
         assert rank["losses"][-1] < 0.8 * rank["losses"][0]
         for name, values in rank["stock"]["values"].items():
             torch.testing.assert_close(torch.tensor(rank["dense"]["values"][name]), torch.tensor(values))
         headers_and_padding = 20 * 2 * 3 * (16 + 6 * 15)
         assert rank["accounted"] < rank["sent"] <= rank["accounted"] + headers_and_padding
-        assert rank["inside"][0] == rank["inside"][1] > 0
+        assert rank["sent_inside"] == rank["planned_inside"] > 0
         assert rank["residual"] < 1.2 * rank["numel"]  # an int8 per element, a half of it, and the downlink's half
     log = "\n".join(facts[0]["log"])
     assert "over 2 groups of 2 ranks, exact inside a group" in log
     assert "between nodes" in log
 
 
-def resume(folder: Path, kind: Kind) -> Facts:
+class Run(NamedTuple):
+    """What a run has come to; `decided`: the controller's levels, by parameter."""
+
+    losses: list[float]
+    bits: int
+    decided: dict[str, int]
+
+
+class Resumed(NamedTuple):
+    """A run, the same from a checkpoint in its middle, and one that goes on from there on one level."""
+
+    whole: Run
+    again: Run
+    flat: Run
+    flat_peers: int
+    log: str
+    observed: list[dict[str, Any]]
+
+
+def resume(folder: Path, kind: Kind) -> Resumed:
     """With a monitor and a controller, whose decisions all ranks share; then on one level, residuals folded."""
-    losses, prints, decided = [], [], []
+    runs = []
     controller = {"window": 2, "epsilon": 0.2, "settle": 0, "omega": 0.0}
     with nodes_of(2):
         for start in (None, folder / "step=4.ckpt"):
@@ -96,21 +116,18 @@ def resume(folder: Path, kind: Kind) -> Facts:
             model = ByStep()
             made = trainer(strategy(kind), max_steps=9, enable_checkpointing=True, callbacks=callbacks)
             made.fit(model, loader(), ckpt_path=start)
-            losses.append(model.losses)
-            prints.append(fingerprint(model))
-            decided.append(dict(adaptive.driver.levels))
+            runs.append(Run(model.losses, fingerprint(model), dict(adaptive.driver.levels)))
         flat = ByStep()
         with listen() as lines:
             one = fit_from(folder / "step=4.ckpt", kind, flat, two_level=False, on_world_size_change="fold")
     records = read_record(folder / "True") if made.global_rank == 0 else []
-    return {
-        "losses": losses,
-        "prints": prints,
-        "decided": decided,
-        "flat": (fingerprint(flat), one.strategy.sync.ranks.peers.world_size, flat.losses[0]),
-        "log": lines,
-        "observed": [line for line in records if line["kind"] == "observation"],
-    }
+    return Resumed(
+        *runs,
+        flat=Run(flat.losses, fingerprint(flat), {}),
+        flat_peers=one.strategy.sync.ranks.peers.world_size,
+        log="\n".join(lines),
+        observed=[line for line in records if line["kind"] == "observation"],
+    )
 
 
 def fit_from(path: Path, kind: Kind, model: ByStep, **options: Any) -> Any:
@@ -120,19 +137,17 @@ def fit_from(path: Path, kind: Kind, model: ByStep, **options: Any) -> Any:
 
 
 @scenarios(resume, world_size=4, kind=BOTH)
-def test_resume_with_a_monitor_and_a_controller(facts: list[Facts]) -> None:
+def test_resume_with_a_monitor_and_a_controller(facts: list[Resumed]) -> None:
     for rank in facts:
-        whole, resumed = rank["losses"]
-        assert resumed == whole[4:]
-        assert set(rank["prints"]) == {facts[0]["prints"][0]}
-        assert rank["decided"] == facts[0]["decided"]
-        assert rank["decided"][0] == rank["decided"][1]
-        assert rank["flat"][:2] == (facts[0]["flat"][0], 4)
-        assert rank["flat"][2] == whole[4]
-    log = "\n".join(facts[0]["log"])
-    assert "grouped into nodes or replicas otherwise: compression residuals are averaged" in log
-    assert "one level, because two_level=False" in log
-    for line in facts[0]["observed"]:
+        assert rank.again.losses == rank.whole.losses[4:]
+        assert rank.again.bits == rank.whole.bits == facts[0].whole.bits
+        assert rank.again.decided == rank.whole.decided == facts[0].whole.decided
+        assert rank.flat.bits == facts[0].flat.bits
+        assert rank.flat_peers == 4
+        assert rank.flat.losses[0] == rank.whole.losses[4]
+    assert "grouped into nodes or replicas otherwise: compression residuals are averaged" in facts[0].log
+    assert "one level, because two_level=False" in facts[0].log
+    for line in facts[0].observed:
         assert line["between_nbytes"] == line["sent_nbytes"] > 0
         assert line["inside_nbytes"] > line["between_nbytes"]
 
@@ -154,7 +169,12 @@ def refused(folder: Path) -> Facts:
     return facts
 
 
-def with_fabric() -> Any:
+class Trained(NamedTuple):
+    bits: int
+    peers: int
+
+
+def with_fabric() -> Trained:
     made = L.Fabric(accelerator="cpu", devices=4, strategy="loco2_ddp")
     made.launch()
     net = mlp()
@@ -164,13 +184,13 @@ def with_fabric() -> Any:
         made.backward(F.mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
-    return fingerprint(net), made.strategy.sessions[0].sync.ranks.peers.world_size
+    return Trained(fingerprint(net), made.strategy.sessions[0].sync.ranks.peers.world_size)
 
 
-def with_accelerate() -> Any:
+def with_accelerate() -> Trained:
     job = prepared(make("ddp", LowBitPlugin("topk")))
     train(job, 3, clip=1.0)
-    return fingerprint(job.model), job.sync.ranks.peers.world_size
+    return Trained(fingerprint(job.model), job.sync.ranks.peers.world_size)
 
 
 @scenarios(refused, world_size=4)
@@ -179,6 +199,6 @@ def test_what_cannot_have_two_levels_and_other_frameworks(facts: list[Facts]) ->
         assert "two_level=True is not possible, because all ranks are on one node" in rank["one node"]
         assert "two_level must not be given with shard_size" in rank["both"]
         assert "rank 1 differs from rank 0 in two_level: False instead of None" in rank["differs"]
-        assert rank["fabric"] == (facts[0]["fabric"][0], 2)
-        assert rank["accelerate"] == (facts[0]["accelerate"][0], 2)
+        assert rank["fabric"] == Trained(facts[0]["fabric"].bits, peers=2)
+        assert rank["accelerate"] == Trained(facts[0]["accelerate"].bits, peers=2)
     assert "one level, because nodes have different numbers of ranks (3, 1)" in facts[0]["uneven"]

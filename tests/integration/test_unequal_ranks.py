@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import DiLoCo, LoCo
 from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, prepare
-from tests.ddp_loop import CPU
-from tests.distributed import free_port, join_group, run_ranks
-from tests.training import Kind, Regression, loader, mlp, strategy, trainer
+from testing.processes.ranks import free_port, join_group, run_ranks
+from testing.training.ddp_loop import CPU
+from testing.training.regression import Kind, Regression, loader, mlp, strategy, trainer
 
 TIMEOUT_S = 5
 

@@ -14,7 +14,7 @@ from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.model import fsdp_sharding
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 
 class Sometimes(nn.Module):

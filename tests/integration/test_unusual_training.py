@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lowbit_strategy import Dense, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.custom_loop import SyncOptions, attach_fsdp, prepare
-from tests.ddp_loop import CPU
-from tests.scenarios import Facts, scenarios
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.ddp_loop import CPU
 
 WIDTH, STEPS = 48, 6
 FAMILIES = {
@@ -113,10 +113,23 @@ class Net(nn.Module):
         return out
 
 
+class Trained(NamedTuple):
+    """Losses of all steps, and the sums of what this rank owns of each parameter in the end."""
+
+    losses: list[float]
+    sums: list[float]
+
+
+class Compared(NamedTuple):
+    """One training for each way to keep weights, and one with exact weights."""
+
+    runs: list[Trained]
+    exact: Trained
+
+
 def train(
     weights: Any, make: Callable[[list[Tensor]], SixSteps], *, recompute: bool | None = None, compiles: bool = False
-) -> list[float]:
-    """Losses of all steps, and the sums of what this rank owns in the end."""
+) -> Trained:
     torch.manual_seed(0)
     model = Net(recompute)
     prepared = prepare(model, LoCo(block_size=32), SyncOptions(weights=weights), scatter=True)
@@ -129,11 +142,11 @@ def train(
     session = attach_fsdp(model, prepared, device=CPU)
     optimizer = make(list(model.parameters()))
     generator = torch.Generator().manual_seed(dist.get_rank())
-    seen = []
+    losses = []
     for _ in range(STEPS):
         x = torch.randn(4, WIDTH, generator=generator)
         loss = (model(x) - x.roll(1, 1)).square().mean()
-        seen.append(loss.item())
+        losses.append(loss.item())
         session.begin_step()
         loss.backward()
         optimizer.step()
@@ -141,26 +154,27 @@ def train(
             param.grad = None
         session.end_step()
     session.close()
-    return [*seen, *(float(shard(param).double().sum()) for param in model.parameters())]
+    return Trained(losses, [float(shard(param).double().sum()) for param in model.parameters()])
 
 
-def kept(folder: Path, family: str, optimizer: str) -> Facts:
+def kept(folder: Path, family: str, optimizer: str) -> Compared:
     runs = [train(weights, OPTIMIZERS[optimizer]) for weights in FAMILIES[family]]
-    return {"runs": runs, "exact": train("exact", OPTIMIZERS[optimizer])}
+    return Compared(runs, train("exact", OPTIMIZERS[optimizer]))
 
 
-def check(facts: list[Facts]) -> None:
+def check(facts: list[Compared]) -> None:
     for rank in facts:
-        assert all(run == rank["runs"][0] for run in rank["runs"])
-        first, last = (sum(each["exact"][at] for each in facts) for at in (0, STEPS - 1))
-        coded = sum(each["runs"][0][STEPS - 1] for each in facts)
-        assert last < first
-        assert abs(coded - last) < 0.2 * (first - last)  # it trains as with exact weights
-        assert rank["runs"][0] != rank["exact"]  # and its weights were coded
+        coded, *others = rank.runs
+        assert all(run == coded for run in others)
+        assert coded != rank.exact  # its weights were coded
+    first, last = (sum(rank.exact.losses[at] for rank in facts) for at in (0, -1))
+    assert last < first
+    end = sum(rank.runs[0].losses[-1] for rank in facts)
+    assert abs(end - last) < 0.2 * (first - last)  # it trains as with exact weights
 
 
 @scenarios(kept, family=tuple(FAMILIES), optimizer=tuple(OPTIMIZERS))
-def test_any_optimizer(facts: list[Facts]) -> None:
+def test_any_optimizer(facts: list[Compared]) -> None:
     check(facts)
 
 
@@ -177,8 +191,7 @@ def run_otherwise(folder: Path, family: str, how: str) -> Facts:
     runs = [train(weights, OPTIMIZERS["foreach"], **ways[how]) for weights in FAMILIES[family]]
     return {
         "compiled": how.startswith("compiled") == (counters["stats"]["unique_graphs"] > 0),
-        "runs": runs,
-        "exact": train("exact", OPTIMIZERS["foreach"], **ways[how]),
+        "compared": Compared(runs, train("exact", OPTIMIZERS["foreach"], **ways[how])),
         "plain": train(FAMILIES[family][0], OPTIMIZERS["foreach"]),
     }
 
@@ -187,10 +200,10 @@ def run_otherwise(folder: Path, family: str, how: str) -> Facts:
     run_otherwise, family=tuple(FAMILIES), how=("reentrant", "recomputed", "compiled", "compiled and recomputed")
 )
 def test_blocks_that_are_recomputed_or_compiled(facts: list[Facts]) -> None:
-    check(facts)
+    check([rank["compared"] for rank in facts])
     for rank in facts:
         assert rank["compiled"]  # where it was asked for, and only there
-        assert rank["runs"][0] == rank["plain"]
+        assert rank["compared"].runs[0] == rank["plain"]
 
 
 def penalised(weights: Any, *, keeps: bool) -> list[float] | str:

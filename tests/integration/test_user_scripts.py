@@ -25,8 +25,9 @@ from torch.nn import functional as F
 
 from lowbit_strategy import Dense, LocalSGD
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
-from tests.scenarios import Facts, scenarios
-from tests.training import MIN_SHARD_NUMEL, Regression, full, full_parameters, loader, mlp, trainer
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.comparing import full, full_parameters
+from testing.training.regression import MIN_SHARD_NUMEL, Regression, loader, mlp, trainer
 
 Make = Callable[..., Any]
 TOLERANCE = 1e-6

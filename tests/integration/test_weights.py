@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from lowbit_strategy import Exact, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_fsdp, prepare
 from lowbit_strategy.methods.weights.base import WeightCoding
-from tests.ddp_loop import CPU, Loop
-from tests.scenarios import Facts, raised, scenarios
-from tests.training import ByStep, Regression, fingerprint, fit, full_parameters, listen, loader, mlp, strategy, trainer
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.comparing import fingerprint, full_parameters
+from testing.training.ddp_loop import CPU, Loop
+from testing.training.regression import ByStep, Regression, fit, loader, mlp, strategy, trainer
 
 WIDTH = 48
 
@@ -269,28 +271,27 @@ def sees(folder: Path, coding: WeightCoding, dtype: torch.dtype | None) -> Facts
     run = Run(coding, dtype=dtype)
     seen: list[Tensor] = []
     run.model.blocks[0][0].register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
-    gaps = []
+    gaps = {}
     for _ in range(3):
         run.backward()
         run.step()
     exact = full_parameters(run.model)["blocks.0.0.weight"].to(dtype or torch.float32)
-    for training in (True, False, True):
-        run.model.train(training)
+    for when in ("trained", "evaluated", "trained again"):
+        run.model.train(when != "evaluated")
         with torch.no_grad():
             run.loss()
-        gaps.append(float((seen[-1].float() - exact.float()).abs().max()))
+        gaps[when] = float((seen[-1].float() - exact.float()).abs().max())
     others = [torch.empty_like(seen[-1]) for _ in range(dist.get_world_size())]
     dist.all_gather(others, seen[-1])
     agree = all(torch.equal(other, others[0]) for other in others)
-    return {"gaps": gaps, "agree": agree, "dtype": seen[-1].dtype}
+    return {**gaps, "agree": agree, "dtype": seen[-1].dtype}
 
 
 @scenarios(sees, coding=(WeightCode(), WeightDelta()), dtype=(None, torch.bfloat16))
 def test_training_sees_decoded_weights_and_evaluation_exact_ones(facts: list[Facts]) -> None:
     for rank in facts:
-        first, evaluated, again = rank["gaps"]
-        assert 0 < first == again < 0.02
-        assert evaluated == 0
+        assert 0 < rank["trained"] == rank["trained again"] < 0.02
+        assert rank["evaluated"] == 0
         assert rank["agree"]
 
 

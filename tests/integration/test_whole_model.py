@@ -9,8 +9,9 @@ from torch import nn
 
 from lowbit_strategy import DGC, ExDyna, MiCRO
 from lowbit_strategy.lightning import LowBitDDPStrategy
-from tests.scenarios import Facts, scenarios
-from tests.training import WIDTH, Regression, fingerprint, loader, trainer
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.comparing import fingerprint
+from testing.training.regression import WIDTH, Regression, loader, trainer
 
 COMPRESSORS = {
     "micro": MiCRO(exempt=("@vector",)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import wire_bytes
+from benchmarks import wire_bytes
 from lowbit_strategy.methods.registry import PRESETS
 
 WORLD_SIZE = 2

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit_strategy import LoCo
-from tests.distributed import run_ranks
-from tests.training import KINDS, ByStep, Kind, fingerprint, listen, loader, strategy, trainer
+from testing.log import listen
+from testing.processes.ranks import run_ranks
+from testing.training.comparing import fingerprint
+from testing.training.regression import KINDS, ByStep, Kind, loader, strategy, trainer
 
 POLICIES = ("reset", "fold")
 NAMES = ("net.0.weight", "net.2.weight")

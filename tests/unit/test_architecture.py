@@ -94,3 +94,20 @@ def _is_engine(node: ast.expr) -> bool:
     return (isinstance(node, ast.Name) and node.id == "sync") or (
         isinstance(node, ast.Attribute) and node.attr in ("sync", "_sync")
     )
+
+
+def test_unit_tests_lie_where_their_sources_lie() -> None:
+    unit, repository = ROOT.parent / "tests" / "unit", ROOT.parent
+    folders = {path.parent.relative_to(unit) for path in unit.rglob("test_*.py")}
+    assert [str(each) for each in folders if not (ROOT / each).is_dir() and not (repository / each).is_dir()] == []
+
+
+def test_nothing_imports_a_test() -> None:
+    """What two of them need is in ``testing/``."""
+    found = []
+    for path in (path for room in ("tests", "testing", "benchmarks") for path in (ROOT.parent / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{path.name} imports {name}" for name in names if name.split(".")[0] == "tests"]
+    assert found == []

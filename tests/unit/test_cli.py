@@ -17,7 +17,7 @@ from lowbit_strategy.cli import app
 from lowbit_strategy.launch import doctor
 from lowbit_strategy.launch.arguments import launch_parser
 from lowbit_strategy.version import __version__
-from tests.scripts import REPOSITORY
+from testing.processes.scripts import REPOSITORY
 
 
 def run(*arguments: str) -> tuple[int, str]:

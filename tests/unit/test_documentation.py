@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import blocks
-from tests.scripts import REPOSITORY
+from testing.pages import blocks
+from testing.processes.scripts import REPOSITORY
 
 PACKAGE = REPOSITORY / "lowbit_strategy"
 PAGES = sorted(path.name for path in (REPOSITORY / "docs").glob("*.md"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import REPOSITORY, run_script
+from testing.processes.scripts import REPOSITORY, run_script
 
 pytestmark = pytest.mark.slow
 

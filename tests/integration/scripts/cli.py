@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 
-from tests.training import Regression, loader
+from testing.training.regression import Regression, loader
 
 
 class Model(Regression):

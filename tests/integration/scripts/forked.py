@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lowbit_strategy.lightning import LowBitDDPStrategy
-from tests.training import ByStep, loader
+from testing.training.regression import ByStep, loader
 
 QUIET = {
     "logger": False,

@@ -18,9 +18,9 @@ from torch import nn
 
 from lowbit_strategy.lightning import CompressionMonitor
 from lowbit_strategy.methods.registry import preset
-from slow_links import counters
-from tests.traffic import Traffic, count_traffic
-from tests.training import OUTPUTS, WIDTH, Regression, loader, strategy, trainer
+from testing.counting import interface as counters
+from testing.counting.traffic import Traffic, count_traffic
+from testing.training.regression import OUTPUTS, WIDTH, Regression, loader, strategy, trainer
 
 WARMUP_STEPS, STEPS = 2, 10
 

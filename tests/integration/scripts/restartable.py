@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import set_seed
+from lm import CONTEXT, VOCABULARY, Model, weights  # beside this file
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-
-from tests.integration.scripts.lm import CONTEXT, VOCABULARY, Model, weights
 
 FOLDER, KILL_AT = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None
 STEPS, EVERY, EPOCH = 10, 3, 5

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import gpu_kernels
+from benchmarks import gpu_kernels
 
 
 def test_parts_of_the_sweep_are_disjoint_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:

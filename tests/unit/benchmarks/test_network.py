@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import network
-from slow_links import namespaces
-from slow_links.namespaces import INTERFACE, SlowNetwork
-from tests.scripts import REPOSITORY, run_script
+from benchmarks import network
+from testing.hosts import namespaces
+from testing.hosts.namespaces import INTERFACE, SlowNetwork
+from testing.processes.scripts import REPOSITORY, run_script
 
 SCRIPT = REPOSITORY / "benchmarks" / "network.py"
 

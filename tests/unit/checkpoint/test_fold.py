@@ -15,7 +15,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.ranks.ranks import Ranks
-from tests.worlds.simulated import SimulatedWorld
+from testing.worlds.simulated import SimulatedWorld
 
 SPECS = [TensorSpec("first", (24, 40)), TensorSpec("second", (50, 30))]
 LAYOUT = BucketLayout((Entry("first", 0), Entry("second", 960)))

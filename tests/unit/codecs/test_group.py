@@ -12,7 +12,7 @@ from lowbit_strategy.codecs.group import GROUPS, GroupTop
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods.sparsification.topk import TopK
-from tests.worlds.one_tensor import OneTensor, gaussian
+from testing.worlds.one_tensor import OneTensor, gaussian
 
 
 def _largest(x: Tensor, group: int) -> Tensor:

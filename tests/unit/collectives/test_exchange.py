@@ -22,7 +22,7 @@ from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
-from tests.worlds.simulated import SimulatedWorld
+from testing.worlds.simulated import SimulatedWorld
 
 CPU = torch.device("cpu")
 EXACT = PlainCodec(DenseCodec("float32"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.scripts import run_script
+from testing.processes.scripts import run_script
 
 ENDING = """
 import sys, threading, time

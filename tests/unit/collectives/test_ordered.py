@@ -8,7 +8,7 @@ import torch
 from lowbit_strategy.collectives import ordered
 from lowbit_strategy.collectives.comm import Pending, wait_for_all
 from lowbit_strategy.collectives.ordered import add_rows_, sum_ordered, sum_rows
-from tests.worlds.echo import EchoComm, Operations
+from testing.worlds.echo import EchoComm, Operations
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -12,8 +12,8 @@ from lowbit_strategy.collectives.step_flags import StepFlags
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.unit.engine.cuda_host_code import CUDA, on_cuda
-from tests.worlds.echo import Operations
+from testing.cuda.host_code import CUDA, on_cuda
+from testing.worlds.echo import Operations
 
 
 class _LateEvent:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lowbit_strategy.cli import app
 from lowbit_strategy.config import wizard
-from tests.scripts import REPOSITORY
+from testing.processes.scripts import REPOSITORY
 
 BASE = "# ours\ndistributed_type: MULTI_GPU\nnum_processes: 2  # both\n"
 

@@ -11,7 +11,7 @@ from lowbit_strategy.control.critical import CriticalRegimes
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import preset
-from tests.unit.control.simulate import matrices, run
+from testing.controllers import matrices, run
 
 LIGHT, HEAVY = LoCo(bits=8), LoCo(bits=2)
 INTERVAL = 10

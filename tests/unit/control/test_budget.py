@@ -13,7 +13,7 @@ from lowbit_strategy.control.budget import cheapest
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.quantization.qsgd import QSGD
-from tests.unit.control.simulate import matrices, run
+from testing.controllers import matrices, run
 
 CHOICES = tuple(LoCo(bits=bits) for bits in (8, 4, 2))
 ERRORS = {8: 1e-5, 4: 4e-3, 2: 0.1}  # squared, relative

@@ -9,7 +9,7 @@ import pytest
 
 from lowbit_strategy.control import Decision, Energy, GraVAC, Progress
 from lowbit_strategy.methods.quantization.loco import LoCo
-from tests.unit.control.simulate import matrices, run
+from testing.controllers import matrices, run
 
 TURN = 15 + 25  # steps: settling, window
 CANDIDATES = tuple(LoCo(bits=bits) for bits in (8, 6, 4, 3, 2))

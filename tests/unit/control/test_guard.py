@@ -24,7 +24,7 @@ from lowbit_strategy.control import (
 from lowbit_strategy.control.adaqs import mean_to_deviation
 from lowbit_strategy.control.guard import Reading
 from lowbit_strategy.methods.quantization.loco import LoCo
-from tests.unit.control.simulate import matrices, run
+from testing.controllers import matrices, run
 
 TWO, FOUR, EIGHT = LoCo(bits=2), LoCo(bits=4), LoCo(bits=8)
 

@@ -7,7 +7,7 @@ import pytest
 from lowbit_strategy.control import Phase, Progress, Schedule
 from lowbit_strategy.control.base import describe_switches
 from lowbit_strategy.methods.quantization.loco import LoCo
-from tests.unit.control.simulate import matrices, run
+from testing.controllers import matrices, run
 
 EIGHT, FOUR = LoCo(bits=8), LoCo(bits=4)
 

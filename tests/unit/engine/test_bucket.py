@@ -21,7 +21,7 @@ from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.wrappers.partition import Partition
-from tests.worlds.single import engine, gradients, reduce_step
+from testing.worlds.single import engine, gradients, reduce_step
 
 SPECS = (TensorSpec("a", (48, 64)), TensorSpec("b", (30, 40)), TensorSpec("c", (33, 21)), TensorSpec("bias", (37,)))
 EXACT = LoCo(bits=4, beta=0.0, residual="float32", reset_steps=None)

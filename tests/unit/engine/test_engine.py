@@ -16,8 +16,8 @@ from lowbit_strategy.methods.quantization.qsgd import QSGD
 from lowbit_strategy.methods.sparsification.exdyna import ExDyna
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
 from lowbit_strategy.ranks.ranks import Ranks
-from tests.worlds.simulated import SimulatedWorld
-from tests.worlds.single import SPECS, engine, gradients, reduce_step
+from testing.worlds.simulated import SimulatedWorld
+from testing.worlds.single import SPECS, engine, gradients, reduce_step
 
 EXACT = LoCo(bits=4, block_size=64, beta=0.0, residual="float32", reset_steps=None)
 W0, W1 = "blocks.0.weight", "blocks.1.weight"

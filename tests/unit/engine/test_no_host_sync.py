@@ -8,39 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import wait_for_all
-from lowbit_strategy.collectives.layout import dim0_cut
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.ranks.ranks import Ranks
-from tests.worlds.echo import EchoComm, Operations
+from testing.worlds.echo import EchoComm, Operations
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.unit.engine.cuda_host_code import CUDA, HostWaits, NoHostSync, on_cuda
-
-WORLD_SIZE = 8
-SPECS = [TensorSpec(f"layer.{i}.weight", (256, 192)) for i in range(6)]
-SPECS += [TensorSpec(f"layer.{i}.bias", (256,)) for i in range(8)]
-
-
-def bucket(*, scatter: bool) -> tuple[BucketLayout, int]:
-    entries, at = [], 0
-    for spec in SPECS:
-        entries.append(Entry(spec.name, at))
-        at += dim0_cut(spec.shape, WORLD_SIZE).row_numel if scatter else spec.numel
-    return BucketLayout(tuple(entries), at if scatter else None), at
-
-
-def step(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
-    sync.begin_step()
-    sync.begin_step()
-    wait_for_all(sync.reduce(layout, x, out))
-    sync.end_step()
+from testing.cuda.host_code import CUDA, HostWaits, NoHostSync, on_cuda
+from testing.cuda.steps import SPECS, bucket, check_no_step_waits, step
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,18 +29,7 @@ def step(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor) -> No
     ids=["loco", "fitted", "ternary", "reset", "dense"],
 )
 def test_no_step_waits_for_the_device(compressor: Compressor, scatter: bool, dtype: torch.dtype) -> None:
-    layout, numel = bucket(scatter=scatter)
-    with on_cuda() as launched:
-        sync = GradientSync(compressor, SPECS, Ranks.flat(EchoComm(WORLD_SIZE)), CUDA, scatter=scatter)
-        x = torch.empty(numel * WORLD_SIZE if scatter else numel, dtype=dtype, device=CUDA)
-        out = torch.empty(numel, dtype=dtype, device=CUDA) if scatter else x
-        step(sync, layout, x, out)  # makes tables and copies them to the device, once
-        launched.clear()
-        with NoHostSync():
-            for _ in range(3):
-                step(sync, layout, x, out)
-    kinds = 1 if isinstance(compressor, Dense) else 2
-    assert len(launched) == 3 * kinds * (2 if scatter else 4)
+    check_no_step_waits(compressor, dtype, scatter=scatter)
 
 
 def test_a_step_on_cuda_takes_few_operations() -> None:

@@ -15,7 +15,7 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.ranks.ranks import Ranks
-from tests.worlds.echo import EchoComm, Operations
+from testing.worlds.echo import EchoComm, Operations
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="counts the calls of the C kernels")
 

@@ -11,7 +11,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
-from tests.worlds.single import SPECS, engine, gradients, reduce_step
+from testing.worlds.single import SPECS, engine, gradients, reduce_step
 
 TWO = LoCo(bits=2, block_size=64, beta=0.0, residual="float32", reset_steps=None)
 FOUR = LoCo(bits=4, block_size=128, beta=0.5, residual="float32", reset_steps=None)

@@ -19,7 +19,7 @@ from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods._base.method import MethodStore
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
-from tests.worlds.single import SPECS, engine, gradients, reduce_step
+from testing.worlds.single import SPECS, engine, gradients, reduce_step
 
 WEIGHTS = ("blocks.0.weight", "blocks.1.weight")
 TWO_PHASES = WarmUp(compressor=LoCo(bits=2, block_size=64), first=LoCo(block_size=64), steps=1)

@@ -20,7 +20,7 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.plan.weights import ModuleLayout
-from tests.worlds.simulated import SimulatedWorld
+from testing.worlds.simulated import SimulatedWorld
 
 CPU = torch.device("cpu")
 SPECS = (TensorSpec("net.weight", (37, 50)), TensorSpec("net.bias", (37,)), TensorSpec("table", (40, 33), "embedding"))

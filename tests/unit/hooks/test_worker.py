@@ -24,7 +24,7 @@ from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 LIMIT_S = 30.0  # a worker that hangs fails its test instead of stopping all of them
 

@@ -12,7 +12,7 @@ from lowbit_strategy.kernels.dense import decode_sum_, encode_
 from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.reference import dense as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
-from tests.kernel_cases import check_dense, dense_case
+from testing.kernels.cases import check_dense, dense_case
 
 ISAS = ("avx512", "avx2", "portable")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -20,7 +20,7 @@ from lowbit_strategy.plan.cost import ANY_RATE
 from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.telemetry import links
 from lowbit_strategy.telemetry.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import run_script
+from testing.processes.scripts import run_script
 
 SECTION = "{compressor: loco, bits: 4}"
 RUN = ["-m", "lowbit_strategy.run"]

@@ -27,7 +27,7 @@ from lowbit_strategy.methods.wrappers.ef21 import EF21
 from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
 from lowbit_strategy.methods.wrappers.partition import Partition
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
-from tests.worlds.one_tensor import OneTensor
+from testing.worlds.one_tensor import OneTensor
 
 WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (QSGD, {"bits": 1}, "bits must be an integer from 2 to 8, got 1"),

@@ -11,7 +11,7 @@ import torch
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.wrappers.ef21 import EF21
-from tests.worlds.one_tensor import OneTensor, gaussian
+from testing.worlds.one_tensor import OneTensor, gaussian
 
 SHAPE = (64, 96)
 MORE: dict[str, Compressor] = {"EF21 with momentum": EF21(momentum=0.9)}

@@ -14,7 +14,7 @@ from lowbit_strategy.methods._base.chances import chances
 from lowbit_strategy.methods.quantization.threelc import code_runs, decode_runs
 from lowbit_strategy.methods.sparsification.deft import deal, pieces_of
 from lowbit_strategy.methods.sparsification.sketchedsgd import CountSketch
-from tests.worlds.one_tensor import OneTensor
+from testing.worlds.one_tensor import OneTensor
 
 CPU = torch.device("cpu")
 SHAPE = (64, 128)

@@ -25,7 +25,7 @@ from lowbit_strategy.metrics import (
     energy,
     wire,
 )
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 PAIRS = (CompressionRelativeError, CompressionCosineSimilarity, CompressionGain)
 

@@ -16,7 +16,7 @@ from lowbit_strategy.methods.quantization.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.wrappers.partition import Partition
 from lowbit_strategy.model.handshake import facts, handshake, plain
-from tests.distributed import run_ranks
+from testing.processes.ranks import run_ranks
 
 
 def is_wide(spec: TensorSpec) -> bool:

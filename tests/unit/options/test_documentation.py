@@ -14,7 +14,7 @@ from lowbit_strategy import fabric, lightning, lightning_fabric, pytorch_lightni
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.custom_loop import SyncOptions
 from lowbit_strategy.options.documentation import arguments, documented_options
-from tests.scripts import REPOSITORY
+from testing.processes.scripts import REPOSITORY
 
 NAMESPACES = (lightning, pytorch_lightning, fabric, lightning_fabric)
 STRATEGIES = [cls for each in NAMESPACES for cls in (each.LowBitDDPStrategy, each.LowBitFSDPStrategy)]

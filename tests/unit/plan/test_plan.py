@@ -23,9 +23,9 @@ from lowbit_strategy.ranks.ranks import Ranks, share_of
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.rounds.outer import OuterSync
-from tests.invariants.harness import CONFIGURATIONS, LAST_STEP, SPECS, InvariantHarness, everything
-from tests.worlds.single import engine
-from tests.worlds.threaded import ThreadedWorld
+from testing.invariants.harness import CONFIGURATIONS, LAST_STEP, SPECS, InvariantHarness, everything
+from testing.worlds.single import engine
+from testing.worlds.threaded import ThreadedWorld
 
 LLAMA_70B = {
     "self_attn.q_proj.weight": (8192, 8192),

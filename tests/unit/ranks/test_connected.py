@@ -8,11 +8,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lowbit_strategy.ranks.ranks import make_ranks
 from lowbit_strategy.ranks.topology import Topology
-from tests.worlds.echo import Operations
+from testing.worlds.echo import Operations
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.unit.engine.cuda_host_code import CUDA, on_cuda
+from testing.cuda.host_code import CUDA, on_cuda
 
 
 @pytest.mark.parametrize(

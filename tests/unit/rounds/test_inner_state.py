@@ -20,7 +20,7 @@ from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.plan.messages import step_nbytes
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.rounds.outer import OuterSync
-from tests.worlds.threaded import ThreadedWorld
+from testing.worlds.threaded import ThreadedWorld
 
 CPU = torch.device("cpu")
 ADAM = {"exp_avg": 1, "exp_avg_sq": 2}

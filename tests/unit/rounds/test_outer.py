@@ -47,7 +47,7 @@ from lowbit_strategy.rounds.fragment import Fragment
 from lowbit_strategy.rounds.outer import OuterSync
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from recipes.gpt import GPT
-from tests.worlds.threaded import ThreadedWorld
+from testing.worlds.threaded import ThreadedWorld
 
 CPU = torch.device("cpu")
 

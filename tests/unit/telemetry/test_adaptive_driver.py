@@ -32,7 +32,7 @@ from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.telemetry import adaptive_driver
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
-from tests.worlds.single import engine, gradients, reduce_step
+from testing.worlds.single import engine, gradients, reduce_step
 
 EIGHT, FOUR, TWO = (LoCo(bits=bits, block_size=64, reset_steps=None) for bits in (8, 4, 2))
 WEIGHTS = ("blocks.0.weight", "blocks.1.weight")

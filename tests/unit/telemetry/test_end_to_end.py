@@ -12,7 +12,7 @@ from lowbit_strategy.engine.sampling import spread_sample
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.telemetry.end_to_end import MeanSample
-from tests.worlds.threaded import ThreadedWorld
+from testing.worlds.threaded import ThreadedWorld
 
 CPU = torch.device("cpu")
 

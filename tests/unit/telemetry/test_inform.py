@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from lowbit_strategy.telemetry.inform import inform
-from tests.scripts import run_script
+from testing.processes.scripts import run_script
 
 IMPORT = """
 import logging

@@ -13,7 +13,7 @@ from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.telemetry.measure import sum_over_ranks, try_level
-from tests.worlds.single import SPECS, gradients
+from testing.worlds.single import SPECS, gradients
 
 BY_NAME = {spec.name: spec for spec in SPECS}
 

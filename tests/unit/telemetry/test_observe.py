@@ -12,8 +12,8 @@ from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.telemetry import observe
 from lowbit_strategy.telemetry.end_to_end import MeanSample
 from lowbit_strategy.telemetry.observe import Observer
-from tests.worlds.echo import EchoComm
-from tests.worlds.single import engine, gradients, reduce_step
+from testing.worlds.echo import EchoComm
+from testing.worlds.single import engine, gradients, reduce_step
 
 COMPRESSOR = LoCo(bits=2, block_size=64, residual="float32", beta=0.0, reset_steps=None)
 WEIGHTS = ("blocks.0.weight", "blocks.1.weight")

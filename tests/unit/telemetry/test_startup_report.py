@@ -13,7 +13,7 @@ from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.wrappers.warmup import WarmUp
 from lowbit_strategy.telemetry.startup_report import report_of
-from tests.worlds.single import engine
+from testing.worlds.single import engine
 
 WARMED_UP = WarmUp(compressor=LoCo(bits=1, codebook="fitted"), first=LoCo(), steps=64)
 

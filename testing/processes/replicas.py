@@ -1,0 +1,173 @@
+"""Replicas that come and go, in a test: a real lighthouse, a real process for each, faults at chosen moments.
+
+with Replicas(folder) as run:
+    run.start("a", train, 40)                # a plain function of a module, called with an `Elastic` first
+    run.start("b", train, 40)
+    run.send("b", signal.SIGKILL)
+    results = run.results("a")               # {"a": what train has returned}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit_strategy import Elastic
+from lowbit_strategy.ranks.membership import import_torchft
+from testing.processes.ranks import START_LIMIT_S, fork_server, free_port, redirect_output
+from testing.processes.scripts import describe_exit
+
+import_torchft()  # once, in the server that replicas are forked from
+
+TIMEOUT_S = 6.0  # of a message, in faults
+HEARTBEAT_S = 1.5
+
+
+class Replicas:
+    """The processes of one run.
+
+    Args:
+        folder: Of results, errors and output.
+        timeout: Seconds in which a run must end, once its processes have started.
+        min_replicas: Of every replica.
+    """
+
+    def __init__(self, folder: Path, *, timeout: float = 90, min_replicas: int = 2) -> None:
+        self.folder = folder
+        self.timeout = timeout
+        self.min_replicas = min_replicas
+        self.port = free_port()
+        self.processes: dict[str, BaseProcess] = {}
+        self._lighthouse: BaseProcess | None = None
+
+    def __enter__(self) -> Replicas:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.light()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.darken()
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                if process.pid is not None and process.exitcode is None:
+                    os.kill(process.pid, signal.SIGKILL)
+            process.join()
+
+    def light(self) -> None:
+        """Start the lighthouse, where it was before."""
+        self._lighthouse = fork_server().Process(target=_lighthouse, args=(self.port, str(self.folder)))
+        self._lighthouse.start()
+
+    def darken(self) -> None:
+        """The lighthouse is lost."""
+        if self._lighthouse is not None:
+            self._lighthouse.kill()
+            self._lighthouse.join()
+            self._lighthouse = None
+
+    def elastic(self, name: str, **options: Any) -> Elastic:
+        given = {"timeout": TIMEOUT_S, "connect_timeout": 5.0, "patience": 60.0, "min_replicas": self.min_replicas}
+        return Elastic(lighthouse=f"http://127.0.0.1:{self.port}", name=name, **(given | options))
+
+    def start(self, name: str, fn: Callable[..., Any], *args: Any, held: bool = False, **options: Any) -> None:
+        """Run ``fn(elastic, *args)`` in a process; `options` are of `Elastic` or of `fn`. `held`: until `release`."""
+        for kind in ("result", "error", "ready", "go"):
+            (self.folder / f"{name}.{kind}").unlink(missing_ok=True)
+        known = {field.name for field in dataclasses.fields(Elastic)}
+        of_fn = {key: options.pop(key) for key in list(options) if key not in known}
+        job = pickle.dumps((functools.partial(fn, **of_fn), (self.elastic(name, **options), *args)))
+        process = fork_server().Process(target=_main, args=(name, str(self.folder), job, self.timeout, held))
+        process.start()
+        self.processes[name] = process
+
+    def release(self, *names: str) -> None:
+        """Those that are held go on, once all of them are there."""
+        for name in names:
+            self.wait_for((self.folder / f"{name}.ready").exists, f"{name} has started", START_LIMIT_S)
+        for name in names:
+            (self.folder / f"{name}.go").touch()
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        pid = self.processes[name].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def wait_for(self, condition: Callable[[], bool], what: str, timeout: float | None = None) -> None:
+        """Until it holds; fails after `timeout`."""
+        deadline = time.monotonic() + (timeout or self.timeout)
+        while not condition():
+            assert time.monotonic() < deadline, f"not in time: {what}\n{self.output()}"
+            time.sleep(0.02)
+
+    def results(self, *names: str) -> dict[str, Any]:
+        """What these have returned; fails if one has raised, died or hangs."""
+        deadline = time.monotonic() + START_LIMIT_S + self.timeout
+        for name in names:
+            self.processes[name].join(max(0.1, deadline - time.monotonic()))
+            if self.processes[name].exitcode is None:
+                self.send(name, signal.SIGUSR1)
+                time.sleep(0.5)
+                raise AssertionError(f"replica {name} hangs\n{self.output()}")
+            how = describe_exit(self.processes[name].exitcode or 0)
+            assert self.processes[name].exitcode == 0, f"replica {name} {how}\n{self.output()}"
+        return {name: pickle.loads((self.folder / f"{name}.result").read_bytes()) for name in names}
+
+    def error(self, name: str) -> str:
+        """What a replica has raised."""
+        self.processes[name].join(START_LIMIT_S + self.timeout)
+        path = self.folder / f"{name}.error"
+        assert path.exists(), f"replica {name} has not raised\n{self.output()}"
+        return path.read_text()
+
+    def output(self) -> str:
+        return "\n".join(
+            f"--- {path.name} ---\n{path.read_text(errors='replace')[-6000:]}"
+            for kind in ("error", "output", "stacks")
+            for path in sorted(self.folder.glob(f"*.{kind}"))
+        )
+
+
+def _lighthouse(port: int, folder: str) -> None:
+    redirect_output(Path(folder) / "lighthouse.output")
+    os.environ["RUST_LOG"] = "info"
+    server = import_torchft().coordination.LighthouseServer(
+        bind=f"127.0.0.1:{port}",
+        min_replicas=1,
+        join_timeout_ms=20_000,
+        heartbeat_timeout_ms=round(1000 * HEARTBEAT_S),
+    )
+    time.sleep(3600)
+    server.shutdown()
+
+
+def _main(name: str, folder_name: str, job: bytes, timeout: float, held: bool) -> None:
+    folder = Path(folder_name)
+    redirect_output(folder / f"{name}.output")
+    stacks = (folder / f"{name}.stacks").open("w")
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    faulthandler.dump_traceback_later(timeout + START_LIMIT_S, exit=True, file=stacks)
+    os.environ.update({"OMP_NUM_THREADS": "1", "WORLD_SIZE": "1"})
+    torch.set_num_threads(1)
+    try:
+        fn, args = pickle.loads(job)
+        (folder / f"{name}.ready").touch()
+        while held and not (folder / f"{name}.go").exists():
+            time.sleep(0.01)
+        (folder / f"{name}.result").write_bytes(pickle.dumps(fn(*args)))
+    except BaseException:
+        (folder / f"{name}.error").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)

@@ -1,0 +1,54 @@
+"""What `Auto` decides, decided by the test; and whether anything of this package is in the framework's way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy import Auto, Dense, LoCo
+from lowbit_strategy.attach import auto as running
+from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.model.fsdp_sharding import sharded_groups
+from lowbit_strategy.plan.trial import Candidate, Timed, Verdict
+
+STEPS = 24  # 8 of the framework's own, 5 of each of two candidates, one to empty residuals, more
+
+
+@contextlib.contextmanager
+def settled(choose: int | None, *, tries: int = 2, compressors: Sequence[Any] | None = None) -> Iterator[None]:
+    """Measured times do not decide: `tries` candidates are tried, and number `choose` of them is taken."""
+
+    def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
+        assert len(tried) == tries
+        assert all(seconds > 0 for each in (own, *tried) for seconds in each.seconds)
+        return Verdict(choose, "the test says so")
+
+    def candidates(auto: Auto, layout: str, weights: Any) -> list[Candidate]:
+        chosen = compressors or (LoCo(block_size=32), Dense(dtype="bfloat16"))
+        return [Candidate(f"number {at}", each, None if layout == "ddp" else Exact()) for at, each in enumerate(chosen)]
+
+    with (
+        mock.patch.object(running, "decide", decide),
+        mock.patch.object(running, "candidates", candidates),
+        mock.patch.object(running, "hopeful", return_value=list(range(tries))),
+    ):
+        yield
+
+
+def is_hooked(model: nn.Module) -> bool:
+    """Whether anything of this package is between the framework and its communication."""
+    if isinstance(model, DistributedDataParallel):
+        return bool(model._comm_hooks)
+    for each in sharded_groups(model):
+        group = each.param_group
+        ours = [type(group._reduce_scatter_comm), type(group._all_gather_comm)]
+        if any(kind.__module__.startswith("lowbit") for kind in ours) or group._all_reduce_hook is not None:
+            return True
+        if "pre_forward" in vars(group) or group.force_sum_reduction_for_comms or group.gradient_divide_factor:
+            return True
+    return False

@@ -1,0 +1,39 @@
+"""What is compared of models that have trained: whole weights, their bits, losses."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor, also of a sharded one; on all ranks together."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def full_parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {name: full(param) for name, param in module.named_parameters()}
+
+
+def fingerprint(module: nn.Module) -> int:
+    """Of the bits of all parameters and buffers."""
+    return checksum((*full_parameters(module).values(), *(full(buffer) for buffer in module.buffers())))
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Of their bits."""
+    crc = 0
+    for tensor in tensors:
+        crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
+    return crc
+
+
+def close(run: list[float], other: list[float], tolerance: float) -> bool:
+    """Relative to the largest: sums of weights may cancel."""
+    pairs = list(zip(run, other, strict=True))
+    return max(abs(one - two) for one, two in pairs) <= tolerance * max(abs(value) for value in other)

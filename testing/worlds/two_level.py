@@ -1,0 +1,184 @@
+"""Nodes of several ranks in one process, each rank in a thread: the real engines and hooks' stages over two levels.
+
+A bucket is reduced as under DDP (`all_reduce`), under FSDP2 sharded over all ranks (`scatter`), or under HSDP
+(`replicas`), from what every rank has of it to what every rank gets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm, wait_for_all
+from lowbit_strategy.collectives.layout import Share, dim0_cut
+from lowbit_strategy.collectives.ordered import sum_rows
+from lowbit_strategy.engine.bucket import BucketLayout, Entry
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.two_levels import TwoLevelBuckets, scatter_over_two_levels
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.ranks.ranks import Ranks
+from testing.worlds.threaded import ThreadedWorld
+
+Kind = Literal["ddp", "fsdp", "hsdp"]
+Grads = Mapping[str, Tensor]  # flat, by parameter
+
+
+class NodesWorld:
+    """`num_nodes` times `per_node` ranks.
+
+    Args:
+        kind: What the model is wrapped in; for ``hsdp`` a node has one replica.
+        compressor: Between nodes.
+        specs: Parameters.
+        options: Of every engine.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        compressor: Compressor,
+        specs: Sequence[TensorSpec],
+        num_nodes: int,
+        per_node: int,
+        **options: Any,
+    ) -> None:
+        self.kind, self.specs, self.num_nodes, self.per_node = kind, list(specs), num_nodes, per_node
+        self.size = num_nodes * per_node
+        world = ThreadedWorld(self.size)
+        intra_node = [ThreadedWorld(per_node) for _ in range(num_nodes)]
+        peers = [ThreadedWorld(num_nodes) for _ in range(per_node)]
+        self.worlds = [world, *intra_node, *peers]
+        self.intra_node: list[Comm] = [intra_node[r // per_node].comms[r % per_node] for r in range(self.size)]
+        self.syncs = [
+            GradientSync(
+                compressor,
+                specs,
+                Ranks(
+                    world=world.comms[r],
+                    peers=peers[r % per_node].comms[r // per_node],
+                    intra_node=self.intra_node[r],
+                    share=Share(r % per_node, per_node, num_nodes if kind == "fsdp" else None),
+                ),
+                torch.device("cpu"),
+                scatter=kind == "fsdp",
+                **options,
+            )
+            for r in range(self.size)
+        ]
+        self._buckets = [TwoLevelBuckets(sync) for sync in self.syncs]
+        self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="rank")
+
+    def __enter__(self) -> NodesWorld:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown()
+        for world in self.worlds:
+            world.close()
+
+    def on_all(self, run: Callable[[int], Any]) -> list[Any]:
+        """``run(rank)`` in every rank's thread."""
+
+        def guarded(rank: int) -> Any:
+            try:
+                return run(rank)
+            except BaseException:
+                for world in self.worlds:
+                    world.abort()
+                raise
+
+        futures = [self._threads.submit(guarded, rank) for rank in range(self.size)]
+        errors = [future.exception() for future in futures]
+        first = [error for error in errors if error is not None and not isinstance(error, threading.BrokenBarrierError)]
+        if first or any(errors):
+            raise (first or [error for error in errors if error])[0]
+        return [future.result() for future in futures]
+
+    def step(self, grads: Sequence[Grads]) -> list[dict[str, Tensor]]:
+        """One optimizer step in one bucket: every rank's means, of whole parameters (DDP) or of its own rows."""
+
+        def run(rank: int) -> dict[str, Tensor]:
+            means = getattr(self, f"_{self.kind}")(rank, grads[rank])
+            self.syncs[rank].end_step()
+            return means
+
+        return self.on_all(run)
+
+    def whole(self, means: Sequence[Grads]) -> dict[str, Tensor]:
+        """Whole means from what the ranks of one node (FSDP2: of all) hold."""
+        if self.kind == "ddp":
+            return dict(means[0])
+        rows = means if self.kind == "fsdp" else means[: self.per_node]
+        return {spec.name: torch.cat([row[spec.name] for row in rows]) for spec in self.specs}
+
+    def unsent(self) -> dict[str, Tensor]:
+        """What the results so far lack of the true mean, of whole parameters."""
+        total = {spec.name: torch.zeros(spec.numel) for spec in self.specs}
+        for sync in self.syncs:
+            for name, spec in sync.specs.items():
+                part, own, at = spec.part, sync.state.export_unsent(name), 0
+                if part is None or own is None:
+                    continue
+                for start, length in part.ranges:
+                    total[name][start : start + length] += own[at : at + length] / self.num_nodes
+                    at += length
+        return total
+
+    def _ddp(self, rank: int, grads: Grads) -> dict[str, Tensor]:
+        entries, parts = _entries((spec.name, grads[spec.name]) for spec in self.specs if spec.numel)
+        x = torch.cat(parts)
+        self.syncs[rank].begin_step()
+        _run(self._buckets[rank].reduce(BucketLayout(entries), x))
+        means = {entry.name: x[entry.offset : entry.offset + grads[entry.name].numel()] for entry in entries}
+        return {spec.name: means.get(spec.name, torch.empty(0)) for spec in self.specs}
+
+    def _fsdp(self, rank: int, grads: Grads) -> dict[str, Tensor]:
+        x_WN, entries, cuts = self._rows(grads, self.size)
+        out = torch.full((x_WN.shape[1],), 3.0)
+        layout = BucketLayout(entries, x_WN.shape[1])
+        self.syncs[rank].begin_step()
+        _run(scatter_over_two_levels(self.syncs[rank], layout, x_WN.view(-1), out))
+        out /= self.size
+        return {e.name: out[e.offset : e.offset + cuts[e.name].row_length(rank)] for e in entries}
+
+    def _hsdp(self, rank: int, grads: Grads) -> dict[str, Tensor]:
+        x_WN, entries, cuts = self._rows(grads, self.per_node)
+        out = torch.empty(x_WN.shape[1])
+        rows = x_WN.view(self.per_node, 1, -1)
+        _run(sum_rows(rows, out.view(1, -1), self.intra_node[rank], alpha=1.0 / self.per_node))
+        sync, index = self.syncs[rank], rank % self.per_node
+        own = tuple(entry for entry in entries if sync.specs[entry.name].numel)
+        sync.begin_step()
+        _run(sync.reduce(BucketLayout(own, alone=True, key=entries), out, out))
+        return {e.name: out[e.offset : e.offset + cuts[e.name].row_length(index)] for e in entries}
+
+    def _rows(self, grads: Grads, num_rows: int) -> tuple[Tensor, tuple[Entry, ...], dict[str, Any]]:
+        cuts = {spec.name: dim0_cut(spec.shape, num_rows) for spec in self.specs}
+        rows = {
+            name: torch.nn.functional.pad(grads[name], (0, cut.row_numel * num_rows - cut.numel)).view(num_rows, -1)
+            for name, cut in cuts.items()
+        }
+        entries, at = [], 0
+        for name, cut in cuts.items():
+            entries.append(Entry(name, at))
+            at += cut.row_numel
+        return torch.cat(list(rows.values()), 1), tuple(entries), cuts
+
+
+def _entries(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[Entry, ...], list[Tensor]]:
+    entries, parts, at = [], [], 0
+    for name, values in named:
+        entries.append(Entry(name, at))
+        parts.append(values)
+        at += values.numel()
+    return tuple(entries), parts
+
+
+def _run(stages: Iterable[Any]) -> None:
+    wait_for_all(stages)
