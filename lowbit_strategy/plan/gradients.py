@@ -170,7 +170,7 @@ def intra_node_numel(specs: Mapping[str, TensorSpec], names: Sequence[str], shap
 def working_nbytes(
     methods: Mapping[str, Method],
     specs: Mapping[str, TensorSpec],
-    reduced: Iterable[Reduced],
+    at_once: Iterable[Sequence[str]],
     world_size: int,
     *,
     scatter: bool,
@@ -190,7 +190,7 @@ def working_nbytes(
             row_numel = specs[name].cut(world_size, method.block_size, scatter=scatter).row_numel
             longest = max(longest, row_numel, min(run, world_size * row_numel))
     return longest * _WORKING_NBYTES + max(
-        (round(_reducing_nbytes(methods, specs, each.names)) for each in reduced), default=0
+        (round(_reducing_nbytes(methods, specs, names)) for names in at_once), default=0
     )
 
 

@@ -202,7 +202,13 @@ def make_plan(
             weights=kept,
             messages=_messages_nbytes(gradients, units, rounds, state, shape, layout, unsharded),
             working=working_nbytes(
-                methods, by_name, reduced, shape.num_peers, scatter=layout == "fsdp", device_type=device_type
+                methods,
+                by_name,
+                # DDP's first step has one bucket
+                [list(by_name)] if layout == "ddp" else [each.names for each in reduced],
+                shape.num_peers,
+                scatter=layout == "fsdp",
+                device_type=device_type,
             )
             + (share_nbytes(outer, by_name) if local and outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if local and outer is not None else 0,

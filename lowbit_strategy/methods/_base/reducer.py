@@ -69,12 +69,15 @@ class Reducer(Method):
     """
 
     fixed_size: ClassVar[bool] = False  # bytes never depend on values: `wire_nbytes` is exact
-    # for a moment, of each element that is reduced at once, beside state and messages; measured: benchmarks/LOG.md
-    temporary_nbytes: ClassVar[float] = 0.0
 
     @property
     def label(self) -> str:
         return type(self).__name__.removesuffix("Reducer").lower()
+
+    @property
+    def temporary_nbytes(self) -> float:
+        """Memory for a moment, of each element that is reduced at once, beside state; measured: benchmarks/LOG.md."""
+        return 0.0
 
     def nearest(self) -> Reducer:
         """As `Codec.nearest`: the least error instead of no bias, for use with feedback."""

@@ -34,6 +34,8 @@ class ACPSGDReducer(LowRankReducer):
     rank: int
     epsilon: float
 
+    temporary_nbytes: ClassVar[float] = 1.7
+
     @property
     def label(self) -> str:
         return f"rank {self.rank}, factors in turns"

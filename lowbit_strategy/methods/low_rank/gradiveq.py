@@ -31,6 +31,8 @@ class GradiVeQReducer(Reducer):
     kept: int
     period: int
 
+    temporary_nbytes: ClassVar[float] = 3.6
+
     @property
     def label(self) -> str:
         return f"{self.kept} of {self.slice_size} principal components"

@@ -40,6 +40,7 @@ class PowerSGDReducer(LowRankReducer):
     epsilon: float
 
     fixed_size: ClassVar[bool] = True
+    temporary_nbytes: ClassVar[float] = 2.9
 
     @property
     def label(self) -> str:

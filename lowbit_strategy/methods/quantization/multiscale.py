@@ -33,6 +33,7 @@ class MultiScaleReducer(Reducer):
     rounding: Rounding = "stochastic"
 
     fixed_size: ClassVar[bool] = True
+    temporary_nbytes: ClassVar[float] = 33.0
 
     @property
     def label(self) -> str:

@@ -41,6 +41,7 @@ class SharedScaleReducer(Reducer):
     title: str = "shared scale"
 
     fixed_size: ClassVar[bool] = True
+    temporary_nbytes: ClassVar[float] = 26.0
 
     @property
     def label(self) -> str:

@@ -50,6 +50,8 @@ class ThreeLCReducer(ResidualReducer):
 
     sparsity: float
 
+    temporary_nbytes: ClassVar[float] = 2.3
+
     @property
     def label(self) -> str:
         return f"3lc, sparsity {self.sparsity:g}"

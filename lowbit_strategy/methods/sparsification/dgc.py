@@ -58,6 +58,10 @@ class DGCReducer(SparseReducer):
         return f"dgc {self.density:g}, {self.codec.label}"
 
     @property
+    def temporary_nbytes(self) -> float:
+        return 43.0 * self.density  # much of it in the warm-up
+
+    @property
     def residual_gain(self) -> float | None:
         return 1.0 if self.momentum == 0.0 else None
 

@@ -31,6 +31,8 @@ class GSparReducer(SparseReducer):
     density: float
     codec: Codec
 
+    temporary_nbytes: ClassVar[float] = 3.7
+
     @property
     def label(self) -> str:
         return f"unbiased {self.density:g}"

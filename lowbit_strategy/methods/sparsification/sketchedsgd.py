@@ -73,6 +73,8 @@ class SketchReducer(CommonPositionsReducer):
     rows: int
     columns_per_entry: int
 
+    temporary_nbytes: ClassVar[float] = 62.0
+
     @property
     def label(self) -> str:
         return f"sketched {self.density:g}"
