@@ -30,7 +30,7 @@ def collect_conservation(harness: InvariantHarness) -> Evidence:
         before = harness.comm.sent_nbytes
         with count_traffic() as counted:
             means = harness.run(sync, grads)
-        traffic.append(Step(harness.comm.sent_nbytes - before, counted.nbytes, _account(sync)))
+        traffic.append(SentStep(harness.comm.sent_nbytes - before, counted.nbytes, _account(sync)))
         prints.append(fingerprint(means))
         add(total_in, grads)
         add(total_out, means)
@@ -58,7 +58,7 @@ class Account(NamedTuple):
     exact: bool
 
 
-class Step(NamedTuple):
+class SentStep(NamedTuple):
     """What a rank sent in a step: by its communicator's count, as `torch.distributed` got it, and by the methods."""
 
     claimed: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,6 +44,11 @@ CONTROLLERS: dict[str, Controller] = {
 NUM_STEPS, EPOCH = 12, 4  # steps in all and in an epoch
 
 
+class Logged(NamedTuple):
+    step: int | None
+    values: dict[str, Any]
+
+
 class Kept(GeneralTracker):
     """Keeps what is logged."""
 
@@ -52,18 +57,18 @@ class Kept(GeneralTracker):
 
     def __init__(self) -> None:
         super().__init__()
-        self.logged: list[tuple[int | None, dict[str, Any]]] = []
+        self.logged: list[Logged] = []
         self.configuration: dict[str, Any] = {}
 
     @property
-    def tracker(self) -> list[tuple[int | None, dict[str, Any]]]:
+    def tracker(self) -> list[Logged]:
         return self.logged
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.configuration |= values
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.logged.append((step, dict(values)))
+        self.logged.append(Logged(step, dict(values)))
 
 
 def job_of(
@@ -129,7 +134,7 @@ def test_controllers_decide_alike_and_tell(facts: list[Facts]) -> None:
     assert all(sum(share.values()) == pytest.approx(1) for share in shares)
     logged = facts[0]["logged"]
     assert len(logged) == len(shares)
-    assert "lowbit/share/level_0" in logged[0][1]
+    assert "lowbit/share/level_0" in logged[0].values
     assert facts[0]["configuration"].keys() == {"lowbit/controller", "lowbit/levels"}
     assert facts[0]["configuration"]["lowbit/levels"] == ", ".join(record[0]["levels"])
 
@@ -258,8 +263,8 @@ def test_figures_reach_every_tracker_and_the_record(facts: list[Facts]) -> None:
         assert rank["losses"] == rank["plain losses"]  # to be watched changes nothing
         assert rank["sent"] > rank["plain"]  # what the ranks send each other for it is counted
     lead = facts[0]
-    assert [step for step, _ in lead["logged"]] == [0, 4, 8]
-    figures = lead["logged"][-1][1]
+    assert [entry.step for entry in lead["logged"]] == [0, 4, 8]
+    figures = lead["logged"][-1].values
     assert 0.01 < figures["lowbit/relative_error"] < 0.5
     assert figures["lowbit/wire_nbytes"] == pytest.approx(lead["account"], rel=0.02)  # headers
     assert any("blocks.N" in name for name in figures)

@@ -55,47 +55,77 @@ def hsdp(compressor: Any = None, **options: Any) -> LowBitFSDPStrategy:
     return LowBitFSDPStrategy(compressor, **options)
 
 
-def by_name(folder: Path) -> Facts:
-    runs: dict[str, Any] = {}
+class Run(NamedTuple):
+    """What a rank has come to, and among how many others that get compressed messages of it, out of how many."""
+
+    losses: list[float]
+    bits: int
+    steps: int
+    peers: int
+    world_size: int
+
+    @classmethod
+    def of(cls, losses: list[float], model: nn.Module, sync: Any) -> Run:
+        return cls(losses, fingerprint(model), sync.step_index, sync.ranks.peers.world_size, sync.ranks.world_size)
+
+
+class ByName(NamedTuple):
+    """Whole weights after DDP and without compression; a compressed run, its bytes and the elements of this rank."""
+
+    stock: dict[str, Tensor]
+    dense: dict[str, Tensor]
+    run: Run
+    sent: int
+    accounted: int
+    numel: int
+    batches: int
+
+
+def by_name(folder: Path) -> ByName:
+    weights = {}
     with nodes_of(2):
         for name in ("ddp", "dense_hsdp", "loco_hsdp"):
             torch.manual_seed(0)
             model = Regression()
             made = trainer(name, max_steps=20)
             made.fit(model, loader())
-            runs[name] = {"losses": model.losses, "values": {k: v.tolist() for k, v in full_parameters(model).items()}}
+            weights[name] = full_parameters(model)
     sync = made.strategy.sync
-    return {
-        **runs,
-        "print": fingerprint(model),
-        "peers": sync.ranks.peers.world_size,
-        "world_size": sync.ranks.world_size,
-        "sent": sync.ranks.peers.sent_nbytes,
-        "accounted": 20 * sum(sync.state.sent_nbytes(name) for name in sync.specs),
-        "numel": sum(spec.numel for spec in sync.specs.values()),
-        "steps": sync.step_index,
-        "batches": len(made.train_dataloader),
-    }
-
-
-@scenarios(by_name, world_size=4)
-def test_by_name(facts: list[Facts]) -> None:
-    for rank in facts:
-        assert rank["print"] == facts[0]["print"]
-        assert (rank["peers"], rank["world_size"]) == (2, 4)
-        assert rank["steps"] == 20
-        assert rank["batches"] == 6  # of 24: every rank has its own
-        assert rank["loco_hsdp"]["losses"][-1] < 0.8 * rank["loco_hsdp"]["losses"][0]
-        for name, values in rank["ddp"]["values"].items():
-            torch.testing.assert_close(torch.tensor(rank["dense_hsdp"]["values"][name]), torch.tensor(values))
-        headers_and_padding = 20 * 2 * 3 * (16 + 6 * 15)
-        assert rank["accounted"] < rank["sent"] <= rank["accounted"] + headers_and_padding
-    assert sum(rank["numel"] for rank in facts) == 2 * sum(
-        torch.tensor(v).numel() for v in facts[0]["ddp"]["values"].values()
+    return ByName(
+        stock=weights["ddp"],
+        dense=weights["dense_hsdp"],
+        run=Run.of(model.losses, model, sync),
+        sent=sync.ranks.peers.sent_nbytes,
+        accounted=20 * sum(sync.state.sent_nbytes(name) for name in sync.specs),
+        numel=sum(spec.numel for spec in sync.specs.values()),
+        batches=len(made.train_dataloader),
     )
 
 
-def resume(folder: Path, distributed: bool) -> Facts:
+@scenarios(by_name, world_size=4)
+def test_by_name(facts: list[ByName]) -> None:
+    for rank in facts:
+        assert rank.run.bits == facts[0].run.bits
+        assert (rank.run.peers, rank.run.world_size, rank.run.steps) == (2, 4, 20)
+        assert rank.batches == 6  # of 24: every rank has its own
+        assert rank.run.losses[-1] < 0.8 * rank.run.losses[0]
+        torch.testing.assert_close(rank.dense, rank.stock)
+        headers_and_padding = 20 * 2 * 3 * (16 + 6 * 15)
+        assert rank.accounted < rank.sent <= rank.accounted + headers_and_padding
+    assert sum(rank.numel for rank in facts) == 2 * sum(value.numel() for value in facts[0].stock.values())
+
+
+class Resumed(NamedTuple):
+    """A run, the same from a checkpoint in its middle, and one from there with a replica on every rank."""
+
+    whole: Run
+    again: Run
+    four: Run
+    exchanges: int
+    log: str
+
+
+def resume(folder: Path, distributed: bool) -> Resumed:
     """Accumulation, clipping and another number of replicas on the way."""
     given: dict[str, Any] = {"max_steps": 6, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     with nodes_of(2):
@@ -107,40 +137,32 @@ def resume(folder: Path, distributed: bool) -> Facts:
         with count_exchanges() as sizes:
             made.fit(whole, loader())
         model, other = ByStep(), ByStep()
-        trainer(hsdp(save_distributed_checkpoint=distributed), **given).fit(
-            model, loader(), ckpt_path=folder / "step=3.ckpt"
-        )
+        resumed = trainer(hsdp(save_distributed_checkpoint=distributed), **given)
+        resumed.fit(model, loader(), ckpt_path=folder / "step=3.ckpt")
         with listen() as lines:
             four = trainer(
                 hsdp(shard_size=1, on_world_size_change="fold", save_distributed_checkpoint=distributed), **given
             )
             four.fit(other, loader(), ckpt_path=folder / "step=3.ckpt")
-    return {
-        "after the checkpoint": whole.losses[6:],
-        "resumed": model.losses,
-        "same": fingerprint(whole) == fingerprint(model),
-        "print": fingerprint(whole),
-        "exchanges": len(sizes),
-        "four replicas": {
-            "print": fingerprint(other),
-            "losses": other.losses,
-            "steps": four.strategy.sync.step_index,
-        },
-        "log": lines,
-    }
+    return Resumed(
+        whole=Run.of(whole.losses, whole, made.strategy.sync),
+        again=Run.of(model.losses, model, resumed.strategy.sync),
+        four=Run.of(other.losses, other, four.strategy.sync),
+        exchanges=len(sizes),
+        log="\n".join(lines),
+    )
 
 
 @scenarios(resume, world_size=4, distributed=(False, True))
-def test_resume_is_as_if_never_stopped(facts: list[Facts]) -> None:
+def test_resume_is_as_if_never_stopped(facts: list[Resumed]) -> None:
     for rank in facts:
-        assert rank["resumed"] == rank["after the checkpoint"]
-        assert rank["same"]
-        assert rank["print"] == facts[0]["print"]
-        assert rank["exchanges"] == facts[0]["exchanges"]
-        assert rank["four replicas"]["print"] == facts[0]["four replicas"]["print"]
-        assert rank["four replicas"]["losses"][0] == rank["resumed"][0]
-        assert rank["four replicas"]["steps"] == 6
-    assert "grouped into nodes or replicas otherwise: compression residuals are averaged" in "\n".join(facts[0]["log"])
+        assert rank.again.losses == rank.whole.losses[6:]
+        assert rank.again.bits == rank.whole.bits == facts[0].whole.bits
+        assert rank.exchanges == facts[0].exchanges
+        assert rank.four.bits == facts[0].four.bits
+        assert rank.four.losses[0] == rank.again.losses[0]
+        assert (rank.four.peers, rank.four.steps) == (4, 6)
+    assert "grouped into nodes or replicas otherwise: compression residuals are averaged" in facts[0].log
 
 
 def accelerator(*, own: bool, shard_size: Any = "node") -> Accelerator:
@@ -156,50 +178,39 @@ def accelerator(*, own: bool, shard_size: Any = "node") -> Accelerator:
     return made
 
 
-def with_accelerate(folder: Path) -> Facts:
-    """Accelerate's own HSDP; the plugin's `shard_size` is the same."""
-    runs: dict[str, Any] = {}
+class Accelerated(NamedTuple):
+    """Under Accelerate's own HSDP, by the plugin's `shard_size`, and the first from a checkpoint after four steps."""
+
+    own: Run
+    plugin: Run
+    again: Run
+    batches: dict[str, int]
+
+
+def with_accelerate(folder: Path) -> Accelerated:
+    runs, batches = {}, {}
     with nodes_of(2):
-        for own in (True, False):
-            job = prepared(accelerator(own=own))
+        for name in ("own", "plugin"):
+            job = prepared(accelerator(own=name == "own"))
             train(job, 4, clip=1.0)
-            job.accelerator.save_state(str(folder / str(own)))
+            job.accelerator.save_state(str(folder / name))
             train(job, 6, skip=4)
-            runs["accelerate" if own else "plugin"] = {
-                "losses": job.losses,
-                "print": fingerprint(job.model),
-                "replicas": job.sync.ranks.peers.world_size,
-                "steps": job.sync.step_index,
-                "samples": len(job.batches),
-            }
-        again = prepared(accelerator(own=True))
-        again.accelerator.load_state(str(folder / "True"))
-        train(again, 6, skip=4)
-    return runs | {"resumed": again.losses, "resumed_print": fingerprint(again.model)}
+            runs[name] = Run.of(job.losses, job.model, job.sync)
+            batches[name] = len(job.batches)
+        job = prepared(accelerator(own=True))
+        job.accelerator.load_state(str(folder / "own"))
+        train(job, 6, skip=4)
+    return Accelerated(**runs, again=Run.of(job.losses, job.model, job.sync), batches=batches)
 
 
 @scenarios(with_accelerate, world_size=4)
-def test_accelerate(facts: list[Facts]) -> None:
+def test_accelerate(facts: list[Accelerated]) -> None:
     for rank in facts:
-        assert rank["accelerate"] == rank["plugin"]
-        assert rank["accelerate"]["replicas"] == 2
-        assert rank["accelerate"]["steps"] == 6
-        assert rank["accelerate"]["print"] == facts[0]["accelerate"]["print"] == rank["resumed_print"]
-        assert rank["resumed"] == rank["accelerate"]["losses"][4:]
-
-
-class Run(NamedTuple):
-    """What a rank has come to, and among how many others that get compressed messages of it, out of how many."""
-
-    losses: list[float]
-    bits: int
-    steps: int
-    peers: int
-    world_size: int
-
-    @classmethod
-    def of(cls, losses: list[float], model: nn.Module, sync: Any) -> Run:
-        return cls(losses, fingerprint(model), sync.step_index, sync.ranks.peers.world_size, sync.ranks.world_size)
+        assert rank.own == rank.plugin
+        assert rank.batches["own"] == rank.batches["plugin"]
+        assert (rank.own.peers, rank.own.steps) == (2, 6)
+        assert rank.own.bits == facts[0].own.bits == rank.again.bits
+        assert rank.again.losses == rank.own.losses[4:]
 
 
 def with_trainer(folder: Path) -> dict[str, Run]:
@@ -236,32 +247,43 @@ class SometimesIdle(Regression):
         return self.net(x) + (self.extra(x) if self.global_step % 2 else 0.0)
 
 
-def in_step(folder: Path) -> Facts:
+class InStep(NamedTuple):
+    """A run of which `at_once` says what the worker was given, its bytes inside a node, and what replicas agree on."""
+
+    at_once: list[bool]
+    run: Run
+    sent: int
+    planned: int
+    first_bits: int
+    differs: str
+    log: str
+
+
+def in_step(folder: Path) -> InStep:
     """What travels when: the worker has all modules of a backward pass at once; replicas are compared."""
     at_once: list[bool] = []
-    run = BackwardSide.run
+    original = BackwardSide.run
 
     def noted(self: BackwardSide, stages: Any, result: Tensor, **options: bool) -> None:
         at_once.append(options["at_once"])
-        run(self, stages, result, **options)
+        original(self, stages, result, **options)
 
-    errors = {}
     with nodes_of(2), mock.patch.object(BackwardSide, "run", noted):
         with listen() as lines:
             made = trainer(hsdp(), max_steps=4)
             model = SometimesIdle()
             made.fit(model, loader())
         sync = made.strategy.sync
-        facts = {"at_once": list(at_once), "print": fingerprint(model), "log": lines, "steps": sync.step_index}
-        facts |= {"sent": sync.ranks.intra_node.sent_nbytes, "planned": sync.plan().intra_node_nbytes}
+        sent, planned = sync.ranks.intra_node.sent_nbytes, sync.plan().intra_node_nbytes
         torch.manual_seed(dist.get_rank() // 2)  # every replica begins with weights of its own
         net = sharded_on_meta()
-        facts["begins"] = fingerprint(net)
+        first_bits = fingerprint(net)
         local = next(net.parameters()).detach().to_local()
         digest = ParameterDigest({"weight": next(net.parameters())}, GroupComm(), torch.device("cpu"))
         local += dist.get_rank()
-        errors["differs"] = raised(lambda: digest.compare(3))
-    return facts | errors
+        differs = raised(lambda: digest.compare(3))
+    run = Run.of(model.losses, model, sync)
+    return InStep(list(at_once), run, sent, planned, first_bits, differs, "\n".join(lines))
 
 
 def sharded_on_meta() -> nn.Module:
@@ -276,20 +298,24 @@ def sharded_on_meta() -> nn.Module:
 
 
 @scenarios(in_step, world_size=4)
-def test_overlap_unused_parameters_and_replicas_that_differ(facts: list[Facts]) -> None:
+def test_overlap_unused_parameters_and_replicas_that_differ(facts: list[InStep]) -> None:
     for rank in facts:
-        assert not any(rank["at_once"])
-        assert rank["print"] == facts[0]["print"]
-        assert rank["begins"] == facts[0]["begins"]
-        assert rank["steps"] == 4
-        assert rank["sent"] == 4 * rank["planned"] > 0
-        assert "no longer hold the same parameters" in rank["differs"]
-    log = "\n".join(facts[0]["log"])
-    assert "over 2 groups of 2 ranks, exact inside a group" in log
-    assert "between nodes" in log
+        assert not any(rank.at_once)
+        assert rank.run.bits == facts[0].run.bits
+        assert rank.first_bits == facts[0].first_bits
+        assert rank.run.steps == 4
+        assert rank.sent == 4 * rank.planned > 0
+        assert "no longer hold the same parameters" in rank.differs
+    assert "over 2 groups of 2 ranks, exact inside a group" in facts[0].log
+    assert "between nodes" in facts[0].log
 
 
-def with_fabric(folder: Path) -> Facts:
+class InFabric(NamedTuple):
+    run: Run
+    sampler: dict[str, int]
+
+
+def with_fabric(folder: Path) -> InFabric:
     with nodes_of(2):
         made = L.Fabric(accelerator="cpu", devices=4, strategy="loco_hsdp")
         made.launch()
@@ -306,16 +332,16 @@ def with_fabric(folder: Path) -> Facts:
                 optimizer.step()
                 optimizer.zero_grad()
         run = Run.of([loss.item() for loss in losses], net, made.strategy.sessions[0].sync)
-    return {"run": run, "samples": made.strategy.distributed_sampler_kwargs}
+    return InFabric(run, made.strategy.distributed_sampler_kwargs)
 
 
 @scenarios(with_fabric, world_size=4)
-def test_fabric(facts: list[Facts]) -> None:
+def test_fabric(facts: list[InFabric]) -> None:
     for number, rank in enumerate(facts):
-        run = rank["run"]
-        assert run.bits == facts[0]["run"].bits
+        run = rank.run
+        assert run.bits == facts[0].run.bits
         assert (run.peers, run.world_size, run.steps) == (2, 4, 12)
-        assert rank["samples"] == {"num_replicas": 4, "rank": number}
+        assert rank.sampler == {"num_replicas": 4, "rank": number}
         assert sum(run.losses[-4:]) < 0.9 * sum(run.losses[:4])
 
 
@@ -367,7 +393,17 @@ def test_bad_input(facts: list[Facts]) -> None:
 OUTER = DiLoCo(every=4, momentum=0.5, average_state={"exp_avg": 1, "exp_avg_sq": 2}, synchronous_end=2, num_steps=11)
 
 
-def local_steps(folder: Path) -> Facts:
+class LocalSteps(NamedTuple):
+    """Bytes are per step and rank: with local steps, and of a ring in float32 that has all gradients in every step."""
+
+    whole: Run
+    again: Run
+    nbytes: float
+    ring_nbytes: float
+    refused: str
+
+
+def local_steps(folder: Path) -> LocalSteps:
     """Two nodes of two ranks: sharded inside, local steps between."""
     saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     with nodes_of(2):
@@ -375,30 +411,28 @@ def local_steps(folder: Path) -> Facts:
         made = trainer(hsdp(outer=OUTER), max_steps=11, callbacks=[saver], enable_checkpointing=True)
         made.fit(whole, loader())
         again = ByStep()
-        trainer(hsdp(outer=OUTER), max_steps=11).fit(again, loader(), ckpt_path=folder / "step=6.ckpt")
+        resumed = trainer(hsdp(outer=OUTER), max_steps=11)
+        resumed.fit(again, loader(), ckpt_path=folder / "step=6.ckpt")
         named = trainer("diloco_hsdp", max_steps=31)
         named.fit(Regression(), loader())
         refused = raised(lambda: trainer(LowBitFSDPStrategy(outer="diloco"), max_steps=1).fit(Regression(), loader()))
-    thirty = named.strategy.sync
-    numel = sum(param.numel() for param in whole.parameters())
-    return {
-        "whole": Run.of(whole.losses, whole, made.strategy.sync),
-        "again": again.losses,
-        "again bits": fingerprint(again),
-        "between": thirty.ranks.peers.sent_nbytes / 31,
-        "ring": 4 * 2 * 3 / 4 * numel,
-        "refused": refused,
-    }
+    return LocalSteps(
+        whole=Run.of(whole.losses, whole, made.strategy.sync),
+        again=Run.of(again.losses, again, resumed.strategy.sync),
+        nbytes=named.strategy.sync.ranks.peers.sent_nbytes / 31,
+        ring_nbytes=4 * 2 * 3 / 4 * sum(param.numel() for param in whole.parameters()),
+        refused=refused,
+    )
 
 
 @scenarios(local_steps, world_size=4)
-def test_local_steps_between_nodes(facts: list[Facts]) -> None:
+def test_local_steps_between_nodes(facts: list[LocalSteps]) -> None:
     for rank in facts:
-        whole = rank["whole"]
-        assert rank["again bits"] == whole.bits == facts[0]["whole"].bits
-        assert rank["again"] == whole.losses[6:]
-        assert (whole.peers, whole.world_size, whole.steps) == (2, 4, 11)
-        assert "shard_size" in rank["refused"]
+        assert rank.again.bits == rank.whole.bits == facts[0].whole.bits
+        assert rank.again.losses == rank.whole.losses[6:]
+        assert (rank.whole.peers, rank.whole.world_size, rank.whole.steps) == (2, 4, 11)
+        assert rank.nbytes < 0.01 * rank.ring_nbytes, (rank.nbytes, rank.ring_nbytes)
+        assert "shard_size" in rank.refused
 
 
 # -- validation of local steps ----------------------------------------------------------------------------------------

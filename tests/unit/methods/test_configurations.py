@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lowbit_strategy
+from lowbit_strategy import ACPSGD, ATOMO, DEFT, GradiVeQ, SketchedSGD, ThreeLC
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -98,6 +99,12 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
         "return_bits must be an integer from 1 to 4 with return_co",
     ),
     (LoCo, {"return_bits": 3}, "return_bits must be at least bits, 4, got 3"),
+    (GradiVeQ, {"slice_size": 60}, "slice_size must be a multiple of ratio"),
+    (SketchedSGD, {"rows": 0}, "rows must be a positive integer"),
+    (DEFT, {"density": 0.0}, "density must be in"),
+    (ACPSGD, {"rank": 0}, "rank must be a positive integer"),
+    (ATOMO, {"min_compression_rate": 0.0}, "min_compression_rate must be positive"),
+    (ThreeLC, {"sparsity": 2.0}, "sparsity must be in"),
 ]
 
 
