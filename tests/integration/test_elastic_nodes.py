@@ -1,0 +1,249 @@
+"""Replicas of several ranks that share one model, each a Lightning run of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("torchft", reason="the extra elastic is not installed")
+
+from lowbit_strategy import DiLoCo, Elastic, LoCo
+from lowbit_strategy.lightning import LowBitFSDPStrategy
+from tests.distributed import run_ranks
+from tests.elastic_training import arm
+from tests.replicas import Replicas, ranks_of
+from tests.training import MIN_SHARD_NUMEL, ByStep, Regression, dataset, fingerprint, trainer
+
+RULE = DiLoCo(every=5, momentum=0.5)
+NUM_RANKS = 2
+
+
+def strategy(elastic: Elastic | None, **options: Any) -> LowBitFSDPStrategy:
+    compressor = LoCo(block_size=32, beta=0.0, reset_steps=None)
+    given: dict[str, Any] = {"shard_size": NUM_RANKS, "outer": RULE, "min_shard_numel": MIN_SHARD_NUMEL}
+    return LowBitFSDPStrategy(compressor, elastic=elastic, **(given | options))
+
+
+class ByPlace(ByStep):
+    """Its data depends on the step and on the rank's place among all, as if replicas were in one world."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.place = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        at = (self.global_step * 2 * NUM_RANKS + self.place) * 4 % 96
+        return Regression.training_step(self, dataset()[at : at + 4], batch_idx)
+
+
+def fit(elastic: Elastic | None, first_rank: int, steps: int) -> dict[str, Any]:
+    torch.manual_seed(0 if elastic is None else first_rank)
+    model = ByPlace(first_rank + int(os.environ["RANK"]))
+    made = trainer(strategy(elastic), max_steps=steps)
+    made.fit(model, DataLoader(dataset(), batch_size=4))
+    assert made.strategy.sync is not None
+    sent = made.strategy.sync.ranks.peers.sent_nbytes
+    kind = type(made.strategy.sync.compressor).__name__
+    return {"losses": model.losses, "print": fingerprint(model), "sent": sent, "compressor": kind}
+
+
+def fit_as_rank(rank: int, world_size: int, steps: int) -> dict[str, Any]:
+    return fit(None, 0, steps)
+
+
+def test_nodes_that_stay_train_as_nodes_of_one_world(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        run.start("a", fit, 0, 22, num_ranks=NUM_RANKS)
+        run.start("b", fit, NUM_RANKS, 22, num_ranks=NUM_RANKS)
+        names = [*ranks_of("a", NUM_RANKS), *ranks_of("b", NUM_RANKS)]
+        replicas = run.results(*names)
+    without = run_ranks(fit_as_rank, 2 * NUM_RANKS, 22, process_group=None)
+    assert [replicas[name] for name in names] == without
+    assert replicas["a"]["compressor"] == "LoCo"
+
+
+class Watched(Callback):
+    """What a rank sees of the turns, and when it dies.
+
+    Args:
+        folder: Where the ranks leave what others wait for.
+        key: Of this rank.
+        start_with: Replicas that there must be at the beginning.
+        fault: A moment of a turn and how many turns have been before it, or "step" and the number of one.
+    """
+
+    def __init__(self, folder: Path, key: str, start_with: int, fault: tuple[str, int] | None) -> None:
+        self.path = folder / f"{key}.turns"
+        self.steps = folder / f"{key}.steps"
+        self.turns: list[dict[str, Any]] = []
+        self.start_with, self.fault = start_with, fault
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.outer = trainer.strategy.session.replica
+        self.membership = self.outer.membership
+        self.options = self.membership.options
+        self.membership.options = dataclasses.replace(self.options, min_replicas=self.start_with)
+        self.outer.on_turn = self.note
+        if self.fault is not None and self.fault[0] != "step":
+            arm(
+                SimpleNamespace(outer=self.outer, membership=self.membership, turns=self.turns, log=self.path),
+                *self.fault,
+            )
+
+    def note(self) -> None:
+        facts = {"members": list(self.outer.members), "weights": list(self.outer.weights)}
+        self.turns.append(facts | {"history": self.outer._history, "digest": self.outer._digest()})
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.membership.options = self.options
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.steps.write_text(str(trainer.global_step))
+        time.sleep(0.03)
+        if self.fault == ("step", trainer.global_step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Indexed(Regression):
+    """It keeps the indices of its samples."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y, index = batch
+        self.seen += index.tolist()
+        return super().training_step((x, y), batch_idx)
+
+
+def indexed() -> TensorDataset:
+    x, y = dataset(4800).tensors
+    return TensorDataset(x, y, torch.arange(4800))
+
+
+def fit_and_watch(
+    elastic: Elastic,
+    folder: Path,
+    steps: int = 30,
+    start_with: int = 2,
+    fault: tuple[str, int] | None = None,
+    checkpoint: str | None = None,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> dict[str, Any]:
+    """Train. `fault`: of the last rank. `options` are of the strategy."""
+    assert elastic.name is not None
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.manual_seed(ord(elastic.name))
+    rank = int(os.environ["RANK"])
+    key = ranks_of(elastic.name, NUM_RANKS)[rank]
+    watched = Watched(folder, key, start_with, fault if rank == NUM_RANKS - 1 else None)
+    model = Indexed(optimizer="adam")
+    made = trainer(
+        strategy(elastic, **options),
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=[watched, *callbacks],
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+    )
+    made.fit(model, DataLoader(indexed(), batch_size=4, shuffle=True), ckpt_path=checkpoint)
+    return {
+        "print": fingerprint(model),
+        "turns": watched.turns,
+        "seen": model.seen,
+        "losses": model.losses,
+        "steps": made.global_step,
+        "healed": watched.outer.num_heals,
+        "inner": [int(state["step"]) for state in made.optimizers[0].state.values()],
+    }
+
+
+def steps_of(folder: Path, key: str) -> int:
+    path = folder / f"{key}.steps"
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+def nodes(names: str) -> list[str]:
+    return [key for name in names for key in ranks_of(name, NUM_RANKS)]
+
+
+def check_agreement(results: dict[str, Any]) -> None:
+    """Ranks of the same index that have the same history have the same anchors; all end with the same model."""
+    digests: dict[tuple[bool, int], int] = {}
+    for key, result in results.items():
+        for turn in result["turns"]:
+            assert digests.setdefault((len(key) > 1, turn["history"]), turn["digest"]) == turn["digest"]
+    assert len({result["print"] for result in results.values()}) == 1
+
+
+@pytest.mark.parametrize("fault", [("step", 12), ("exchange", 2), ("confirming", 2)])
+def test_a_node_is_lost_with_one_of_its_ranks_and_the_others_go_on(tmp_path: Path, fault: tuple[str, int]) -> None:
+    with Replicas(tmp_path) as run:
+        for name in "abc":
+            chosen = fault if name == "b" else None
+            run.start(name, fit_and_watch, tmp_path, start_with=3, fault=chosen, num_ranks=NUM_RANKS)
+        results = run.results(*nodes("ac"))
+        assert run.error("b")
+        assert run.processes["b1"].exitcode == -signal.SIGKILL
+    check_agreement(results)
+    for key, result in results.items():
+        assert result["turns"][0]["members"] == ["a", "b", "c"]
+        assert result["turns"][-1]["members"] == ["a", "c"]
+        assert result["steps"] == 30
+        assert result["healed"] == int(key[0] == "c")  # at the beginning, when all get the first one's weights
+
+
+def test_a_node_that_comes_later_gets_what_the_others_share(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        for name in "abc":
+            options = {"num_ranks": NUM_RANKS, "held": True, "inherit_optimizer": True}
+            run.start(name, fit_and_watch, tmp_path, 50, **options)
+        run.release(*nodes("ab"))
+        run.wait_for(lambda: steps_of(tmp_path, "b1") >= 9, "nine steps")
+        run.release(*nodes("c"))
+        results = run.results(*nodes("abc"))
+    check_agreement(results)
+    for key in nodes("c"):
+        assert results[key]["healed"] == 1
+        assert results[key]["steps"] == 50
+        assert len(results[key]["losses"]) < 50
+        assert set(results[key]["inner"]) == {50}
+        turns = [turn["weights"] for turn in results["a"]["turns"] if turn["members"] == ["a", "b", "c"]]
+        assert turns[0] == [1.5, 1.5, 0.0]  # it has nothing to give yet
+        assert turns[1] == [1.0, 1.0, 1.0]
+    together = [set(result["seen"][-4 * len(results["c"]["losses"]) :]) for result in results.values()]
+    assert len(set().union(*together)) == sum(map(len, together))
+
+
+def test_a_node_of_another_size_is_refused_and_the_others_do_not_notice(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        for name in "ab":
+            run.start(name, fit_and_watch, tmp_path, num_ranks=NUM_RANKS, held=True, shard_size="node")
+        run.start("c", fit_of_any_size, num_ranks=3, held=True)
+        run.release(*nodes("ab"))
+        run.wait_for(lambda: steps_of(tmp_path, "a") >= 6, "a turn")
+        run.release(*ranks_of("c", 3))
+        errors = [run.error(key) for key in ranks_of("c", 3)]
+        results = run.results(*nodes("ab"))
+    for error in errors:
+        assert "this replica, c, does not fit" in error
+        assert "shard_size: 3 instead of 2" in error
+    check_agreement(results)
+    assert all(turn["members"] == ["a", "b"] for turn in results["a"]["turns"])
+
+
+def fit_of_any_size(elastic: Elastic) -> None:
+    trainer(strategy(elastic, shard_size="node"), max_steps=5).fit(Regression(), DataLoader(dataset(), batch_size=4))
