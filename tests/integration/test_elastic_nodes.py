@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,25 +139,26 @@ def fit_and_watch(
     steps: int = 30,
     start_with: int = 2,
     fault: tuple[str, int] | None = None,
-    checkpoint: str | None = None,
-    callbacks: Sequence[Callback] = (),
+    at_rank: int = NUM_RANKS - 1,
+    checkpoint: Path | None = None,
+    saves: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train. `fault`: of the last rank. `options` are of the strategy."""
+    """Train. `fault`: of one rank. `saves`: every ten steps. `options` are of the strategy."""
     assert elastic.name is not None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.manual_seed(ord(elastic.name))
     rank = int(os.environ["RANK"])
     key = ranks_of(elastic.name, NUM_RANKS)[rank]
-    watched = Watched(folder, key, start_with, fault if rank == NUM_RANKS - 1 else None)
+    watched = Watched(folder, key, start_with, fault if rank == at_rank else None)
     model = Indexed(optimizer="adam")
-    made = trainer(
-        strategy(elastic, **options),
-        max_steps=steps,
-        max_epochs=-1,
-        callbacks=[watched, *callbacks],
-        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
-    )
+    callbacks: list[Callback] = [watched]
+    if saves:
+        callbacks.append(
+            ModelCheckpoint(folder / "checkpoints", every_n_train_steps=10, save_top_k=-1, filename="{step}")
+        )
+    given: dict[str, Any] = {"max_steps": steps, "max_epochs": -1, "enable_checkpointing": saves}
+    made = trainer(strategy(elastic, **options), callbacks=callbacks, **given)
     made.fit(model, DataLoader(indexed(), batch_size=4, shuffle=True), ckpt_path=checkpoint)
     return {
         "print": fingerprint(model),
@@ -189,15 +189,29 @@ def check_agreement(results: dict[str, Any]) -> None:
     assert len({result["print"] for result in results.values()}) == 1
 
 
-@pytest.mark.parametrize("fault", [("step", 12), ("exchange", 2), ("confirming", 2)])
-def test_a_node_is_lost_with_one_of_its_ranks_and_the_others_go_on(tmp_path: Path, fault: tuple[str, int]) -> None:
+MOMENTS = [("step", 12), ("exchange", 2), ("confirming", 2)]
+MORE_MOMENTS = [("before", 2), ("received", 2), ("committed", 2)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "at_rank"),
+    [
+        *((fault, 1) for fault in MOMENTS),
+        (("exchange", 2), 0),
+        *(pytest.param(fault, rank, marks=pytest.mark.slow) for fault in MORE_MOMENTS for rank in (0, 1)),
+    ],
+)
+def test_a_node_is_lost_with_one_of_its_ranks_and_the_others_go_on(
+    tmp_path: Path, fault: tuple[str, int], at_rank: int
+) -> None:
     with Replicas(tmp_path) as run:
         for name in "abc":
-            chosen = fault if name == "b" else None
-            run.start(name, fit_and_watch, tmp_path, start_with=3, fault=chosen, num_ranks=NUM_RANKS)
+            options = {"fault": fault if name == "b" else None, "at_rank": at_rank}
+            run.start(name, fit_and_watch, tmp_path, start_with=3, num_ranks=NUM_RANKS, **options)
         results = run.results(*nodes("ac"))
-        assert run.error("b")
-        assert run.processes["b1"].exitcode == -signal.SIGKILL
+        killed, other = nodes("b")[at_rank], nodes("b")[1 - at_rank]
+        assert "LostRankError" in run.error(other) or "Connection" in run.error(other)
+        assert run.processes[killed].exitcode == -signal.SIGKILL
     check_agreement(results)
     for key, result in results.items():
         assert result["turns"][0]["members"] == ["a", "b", "c"]
@@ -226,6 +240,61 @@ def test_a_node_that_comes_later_gets_what_the_others_share(tmp_path: Path) -> N
         assert turns[1] == [1.0, 1.0, 1.0]
     together = [set(result["seen"][-4 * len(results["c"]["losses"]) :]) for result in results.values()]
     assert len(set().union(*together)) == sum(map(len, together))
+
+
+@pytest.mark.parametrize("moment", ["connecting", "helping", "healing"])
+@pytest.mark.parametrize("at_rank", [0, 1])
+@pytest.mark.slow
+def test_a_node_is_lost_while_another_comes(tmp_path: Path, moment: str, at_rank: int) -> None:
+    lost = "d" if moment == "healing" else "a"
+    with Replicas(tmp_path) as run:
+        for name in "abcd":
+            fault = (moment, 0 if lost == "d" else 2) if name == lost else None
+            given: dict[str, Any] = {"start_with": 2, "fault": fault, "at_rank": at_rank, "num_ranks": NUM_RANKS}
+            run.start(name, fit_and_watch, tmp_path, 60, held=True, **given)
+        run.release(*nodes("abc"))
+        run.wait_for(lambda: steps_of(tmp_path, "b") >= 12, "two turns")
+        run.release(*nodes("d"))
+        others = [name for name in "abcd" if name != lost]
+        results = run.results(*nodes("".join(others)))
+        assert run.processes[nodes(lost)[at_rank]].exitcode == -signal.SIGKILL
+    check_agreement(results)
+    for result in results.values():
+        assert result["turns"][-1]["members"] == others
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_nodes_that_have_all_been_lost_resume_from_the_lowest_ones_checkpoint(
+    tmp_path: Path, distributed: bool
+) -> None:
+    options: dict[str, Any] = {"num_ranks": NUM_RANKS, "save_distributed_checkpoint": distributed}
+    with Replicas(tmp_path) as run:
+        for name in "ab":
+            run.start(name, fit_and_watch, tmp_path, 30, saves=True, **options)
+        whole = run.results(*nodes("ab"))
+    with Replicas(tmp_path) as run:
+        for name in "ab":
+            saved = tmp_path / "checkpoints" / "step=20.ckpt"
+            run.start(name, fit_and_watch, tmp_path, 30, checkpoint=saved, **options)
+        results = run.results(*nodes("ab"))
+    check_agreement(results)
+    for key, result in results.items():
+        assert result["healed"] == 0
+        assert len(result["losses"]) == 10
+        assert result["seen"] == whole[key]["seen"][-40:]
+
+
+def test_rounds_of_seconds_are_decided_once_per_node(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        for name in "ab":
+            rule = DiLoCo(every="0.3s", momentum=0.5)
+            run.start(name, fit_and_watch, tmp_path, 40, outer=rule, num_ranks=NUM_RANKS)
+        results = run.results(*nodes("ab"))
+    check_agreement(results)
+    assert results["a"]["losses"] != results["a1"]["losses"]
+    for name in "ab":
+        assert len({len(results[key]["turns"]) for key in ranks_of(name, NUM_RANKS)}) == 1
+    assert len(results["a"]["turns"]) >= 3
 
 
 def test_a_node_of_another_size_is_refused_and_the_others_do_not_notice(tmp_path: Path) -> None:
