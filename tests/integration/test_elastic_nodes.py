@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -13,17 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("torchft", reason="the extra elastic is not installed")
 
 from lowbit_strategy import DiLoCo, Elastic, LoCo
+from lowbit_strategy.fabric import LowBitFSDPStrategy as LowBitFabricFSDPStrategy
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from tests.distributed import run_ranks
 from tests.elastic_training import arm
 from tests.replicas import Replicas, ranks_of
-from tests.training import MIN_SHARD_NUMEL, ByStep, Regression, dataset, fingerprint, trainer
+from tests.training import MIN_SHARD_NUMEL, ByStep, Regression, dataset, fingerprint, mlp, trainer
 
 RULE = DiLoCo(every=5, momentum=0.5)
 NUM_RANKS = 2
@@ -71,6 +76,43 @@ def test_nodes_that_stay_train_as_nodes_of_one_world(tmp_path: Path) -> None:
     without = run_ranks(fit_as_rank, 2 * NUM_RANKS, 22, process_group=None)
     assert [replicas[name] for name in names] == without
     assert replicas["a"]["compressor"] == "LoCo"
+
+
+def fit_in_fabric(elastic: Elastic, seed: int) -> dict[str, Any]:
+    """Nothing but Fabric's own calls; replicas begin with weights that differ, and meet in the first forward pass."""
+    torch.manual_seed(seed)
+    compressor = LoCo(block_size=32, beta=0.0, reset_steps=None)
+    options: dict[str, Any] = {"outer": RULE, "elastic": elastic, "min_shard_numel": MIN_SHARD_NUMEL}
+    made = LowBitFabricFSDPStrategy(compressor, shard_size="node", **options)
+    fabric = Fabric(accelerator="cpu", devices=NUM_RANKS, strategy=made)
+    fabric.launch()
+    net = mlp()
+    model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters(), lr=1e-2))
+    assert made.sessions[0].replica is not None
+    losses = []
+    for step in range(15):
+        at = 8 * step % 96 + 4 * fabric.global_rank
+        x, y = dataset()[at : at + 4]
+        loss = F.mse_loss(model(x), y)
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"print": fingerprint(net), "losses": losses, "members": made.sessions[0].replica.members}
+
+
+def test_fabric_s_nodes_meet_before_the_first_forward_pass(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        for seed, name in enumerate("ab"):
+            run.start(name, fit_in_fabric, seed, num_ranks=NUM_RANKS)
+        results = run.results(*nodes("ab"))
+    assert len({result["print"] for result in results.values()}) == 1  # at the end of a round
+    assert {result["members"] for result in results.values()} == {("a", "b")}
+    torch.manual_seed(0)
+    x, y = dataset()[:4]
+    first = F.mse_loss(mlp()(x), y).item()
+    assert results["a"]["losses"][0] == pytest.approx(first)
+    assert results["b"]["losses"][0] == pytest.approx(first)  # with the other one's weights
 
 
 class Watched(Callback):
@@ -159,7 +201,8 @@ def fit_and_watch(
         )
     given: dict[str, Any] = {"max_steps": steps, "max_epochs": -1, "enable_checkpointing": saves}
     made = trainer(strategy(elastic, **options), callbacks=callbacks, **given)
-    made.fit(model, DataLoader(indexed(), batch_size=4, shuffle=True), ckpt_path=checkpoint)
+    with contextlib.suppress(SIGTERMException):
+        made.fit(model, DataLoader(indexed(), batch_size=4, shuffle=True), ckpt_path=checkpoint)
     return {
         "print": fingerprint(model),
         "turns": watched.turns,
@@ -218,6 +261,20 @@ def test_a_node_is_lost_with_one_of_its_ranks_and_the_others_go_on(
         assert result["turns"][-1]["members"] == ["a", "c"]
         assert result["steps"] == 30
         assert result["healed"] == int(key[0] == "c")  # at the beginning, when all get the first one's weights
+
+
+def test_a_node_of_which_one_rank_is_terminated_leaves_and_the_others_go_on(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        for name in "abc":
+            run.start(name, fit_and_watch, tmp_path, 40, start_with=3, num_ranks=NUM_RANKS)
+        run.wait_for(lambda: steps_of(tmp_path, "b") >= 9, "nine steps", 120)
+        run.send("b1", signal.SIGTERM)
+        results = run.results(*nodes("abc"))
+    left = [results.pop(key)["steps"] for key in nodes("b")]
+    assert left[0] == left[1] < 40
+    check_agreement(results)
+    assert all(result["steps"] == 40 for result in results.values())
+    assert results["a"]["turns"][-1]["members"] == ["a", "c"]
 
 
 def test_a_node_that_comes_later_gets_what_the_others_share(tmp_path: Path) -> None:
@@ -312,6 +369,18 @@ def test_a_node_of_another_size_is_refused_and_the_others_do_not_notice(tmp_path
         assert "shard_size: 3 instead of 2" in error
     check_agreement(results)
     assert all(turn["members"] == ["a", "b"] for turn in results["a"]["turns"])
+
+
+def test_a_run_whose_ranks_have_several_models_is_refused() -> None:
+    errors = run_ranks(_refused, 2, process_group=None)
+    assert all("elastic serves nodes that share one model, and this one has 2 ranks" in error for error in errors)
+
+
+def _refused(rank: int, world_size: int) -> str:
+    elastic = Elastic(lighthouse="http://127.0.0.1:1")
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        trainer(strategy(elastic, shard_size=1)).fit(Regression(), DataLoader(dataset()))
+    return str(error.value)
 
 
 def fit_of_any_size(elastic: Elastic) -> None:
