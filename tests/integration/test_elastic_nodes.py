@@ -24,7 +24,8 @@ pytest.importorskip("torchft", reason="the extra elastic is not installed")
 
 from lowbit_strategy import DiLoCo, Elastic, LoCo
 from lowbit_strategy.fabric import LowBitFSDPStrategy as LowBitFabricFSDPStrategy
-from lowbit_strategy.lightning import LowBitFSDPStrategy
+from lowbit_strategy.lightning import CompressionMonitor, LowBitFSDPStrategy
+from lowbit_strategy.telemetry.run_record import read_record
 from tests.distributed import run_ranks
 from tests.elastic_training import arm
 from tests.replicas import Replicas, ranks_of
@@ -123,9 +124,11 @@ class Watched(Callback):
         key: Of this rank.
         start_with: Replicas that there must be at the beginning.
         fault: A moment of a turn and how many turns have been before it, or "step" and the number of one.
+        stops: It does not die, and only stops.
     """
 
-    def __init__(self, folder: Path, key: str, start_with: int, fault: tuple[str, int] | None) -> None:
+    def __init__(self, folder: Path, key: str, start_with: int, fault: tuple[str, int] | None, *, stops: bool) -> None:
+        self.end = signal.SIGSTOP if stops else signal.SIGKILL
         self.path = folder / f"{key}.turns"
         self.steps = folder / f"{key}.steps"
         self.turns: list[dict[str, Any]] = []
@@ -138,10 +141,8 @@ class Watched(Callback):
         self.membership.options = dataclasses.replace(self.options, min_replicas=self.start_with)
         self.outer.on_turn = self.note
         if self.fault is not None and self.fault[0] != "step":
-            arm(
-                SimpleNamespace(outer=self.outer, membership=self.membership, turns=self.turns, log=self.path),
-                *self.fault,
-            )
+            seen = SimpleNamespace(outer=self.outer, membership=self.membership, turns=self.turns, log=self.path)
+            arm(seen, *self.fault, end=self.strike)
 
     def note(self) -> None:
         facts = {"members": list(self.outer.members), "weights": list(self.outer.weights)}
@@ -154,7 +155,10 @@ class Watched(Callback):
         self.steps.write_text(str(trainer.global_step))
         time.sleep(0.03)
         if self.fault == ("step", trainer.global_step):
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.strike()
+
+    def strike(self) -> None:
+        os.kill(os.getpid(), self.end)
 
 
 class Indexed(Regression):
@@ -182,19 +186,21 @@ def fit_and_watch(
     start_with: int = 2,
     fault: tuple[str, int] | None = None,
     at_rank: int = NUM_RANKS - 1,
+    stops: bool = False,
     checkpoint: Path | None = None,
     saves: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train. `fault`: of one rank. `saves`: every ten steps. `options` are of the strategy."""
+    """Train. `fault`: of one rank, which dies or `stops`. `saves`: every ten steps. `options` are of the strategy."""
     assert elastic.name is not None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.manual_seed(ord(elastic.name))
     rank = int(os.environ["RANK"])
     key = ranks_of(elastic.name, NUM_RANKS)[rank]
-    watched = Watched(folder, key, start_with, fault if rank == at_rank else None)
+    watched = Watched(folder, key, start_with, fault if rank == at_rank else None, stops=stops)
     model = Indexed(optimizer="adam")
-    callbacks: list[Callback] = [watched]
+    record = folder / "records" / elastic.name
+    callbacks: list[Callback] = [watched, CompressionMonitor(every_n_steps=5, record=record)]
     if saves:
         callbacks.append(
             ModelCheckpoint(folder / "checkpoints", every_n_train_steps=10, save_top_k=-1, filename="{step}")
@@ -261,6 +267,27 @@ def test_a_node_is_lost_with_one_of_its_ranks_and_the_others_go_on(
         assert result["turns"][-1]["members"] == ["a", "c"]
         assert result["steps"] == 30
         assert result["healed"] == int(key[0] == "c")  # at the beginning, when all get the first one's weights
+    lines = read_record(tmp_path / "records" / "a")
+    changes = [(line["joined"], line["lost"]) for line in lines if line["kind"] == "members"]
+    assert changes == [(["a", "b", "c"], []), ([], ["b"])]
+    assert sum(line["kind"] == "observation" for line in lines) >= 4
+
+
+@pytest.mark.slow
+def test_a_node_of_which_one_rank_has_stopped_for_a_while_joins_again(tmp_path: Path) -> None:
+    """The others go on once they have waited for it as long as the lighthouse does, in every round."""
+    with Replicas(tmp_path, timeout=240) as run:
+        for name in "abc":
+            given: dict[str, Any] = {"start_with": 3, "num_ranks": NUM_RANKS, "stops": True}
+            run.start(name, fit_and_watch, tmp_path, 60, fault=("exchange", 2) if name == "b" else None, **given)
+        run.wait_for((tmp_path / "b1.struck").exists, "b has stopped", 120)
+        seen = steps_of(tmp_path, "a")
+        run.wait_for(lambda: steps_of(tmp_path, "a") >= seen + 6, "the others have gone on")
+        run.send("b1", signal.SIGCONT)
+        results = run.results(*nodes("abc"))
+    check_agreement(results)
+    assert any(turn["members"] == ["a", "c"] for turn in results["a"]["turns"])
+    assert results["a"]["turns"][-1]["members"] == ["a", "b", "c"]
 
 
 def test_a_node_of_which_one_rank_is_terminated_leaves_and_the_others_go_on(tmp_path: Path) -> None:
