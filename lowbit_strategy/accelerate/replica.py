@@ -99,6 +99,16 @@ def make_own_group() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+def refuse_shards() -> None:
+    """Raises:
+    ValueError: Always: several ranks would have to share a replica's samples.
+    """
+    raise ValueError(
+        "elastic serves replicas of one process each under Accelerate: give num_processes: 1, or use Lightning or"
+        ' Fabric for nodes that share one model (shard_size="node")'
+    )
+
+
 def _log_steps(steps: int) -> None:
     _log.warning(
         "lowbit_strategy: this replica goes on where the others are, after optimizer step %d: let your loop go by"

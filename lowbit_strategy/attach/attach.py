@@ -23,6 +23,7 @@ from lowbit_strategy.attach.order_checks import check_ddp, check_fsdp
 from lowbit_strategy.attach.prepare import Prepared, settings_of
 from lowbit_strategy.attach.replica import join_before_forward, membership_of, one_replica
 from lowbit_strategy.attach.session import Hook, Session
+from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook
@@ -147,8 +148,8 @@ def attach_replica(
     device = _device_of(module) if device is None else device
     options, rule = prepared.options, prepared.options.outer
     assert rule is not None
-    membership = membership_of(prepared.compressor, options, module, settings_of(options), group)
-    ranks = Ranks.coming_and_going()
+    membership = membership_of(prepared.compressor, options, module, settings_of(options), group, scatter=False)
+    ranks = Ranks.flat(LocalComm()).coming_and_going()
     prepared = fitted(prepared, None, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     local = local_steps(module, sync, rule, check_digest=False, ddp=ddp, membership=membership)
@@ -221,11 +222,25 @@ def _attach_hsdp(
     group: dist.ProcessGroup | None,
     has_scaler: bool,
 ) -> Session:
-    """Sharded over `shard_size` ranks, the engine between the replicas; the first replica's weights for all."""
-    far = prepared.options.far_links
+    """Sharded over `shard_size` ranks, the engine between the replicas; the first replica's weights for all.
+
+    Where replicas come and go all ranks have one model together, and are one of them.
+    """
+    options, far = prepared.options, prepared.options.far_links
     ranks = make_ranks(group, prepared.topology, shard_size, device, scatter=False, far=far)
-    assert ranks.intra_node is not None
-    check_process_groups(module, ranks.intra_node.group, replicated=True)
+    inside = ranks.intra_node
+    assert inside is not None
+    check_process_groups(module, inside.group, replicated=True)
+    membership = None
+    if options.elastic is not None:
+        if ranks.peers.world_size > 1:
+            raise ValueError(
+                f"elastic serves nodes that share one model, and this one has {ranks.world_size} ranks with"
+                f' shard_size={shard_size}: give shard_size="node", and start each node as a run of its own'
+            )
+        settings = settings_of(options) | {"shard_size": shard_size}
+        membership = membership_of(prepared.compressor, options, module, settings, group, scatter=True)
+        ranks = ranks.coming_and_going()
     same = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if not ParameterDigest(same, ranks.peers, device).agree():
         broadcast_shards(module, ranks.peers.group)
@@ -237,18 +252,18 @@ def _attach_hsdp(
         choice = choose_for_fsdp(module, prepared, sync, lambda: ranks.gathering(sharded_inside=True), group, side=side)
     else:
         take_over_replication(module)
-        fsdp.install_replicas(module, sync, ranks.intra_node, side)
+        fsdp.install_replicas(module, sync, inside, side)
         install_weights(module, weight_coding(prepared), sync, ranks.gathering(sharded_inside=True))
-    compares = prepared.options.check_digest and not ranks.alone
+    compares = options.check_digest and not ranks.alone and membership is None
     shards = {canonical_name(name): param for name, param in module.named_parameters()}
     digest = ParameterDigest(shards, ranks.peers, device) if compares else None
-    rule = prepared.options.outer if not ranks.alone else None
-    local = None if rule is None else local_steps(module, sync, rule, check_digest=compares)
+    rule = options.outer if not ranks.alone else None
+    local = None if rule is None else local_steps(module, sync, rule, check_digest=compares, membership=membership)
     _report(sync)
-    return Session(
+    session = Session(
         sync,
         module,
-        prepared.options,
+        options,
         group=group,
         hook=side,
         ranks=ranks,
@@ -257,6 +272,9 @@ def _attach_hsdp(
         shards=True,
         auto=choice,
     )
+    if membership is not None:
+        join_before_forward(session, module)
+    return session
 
 
 def weight_coding(prepared: Prepared) -> WeightCoding:
@@ -286,7 +304,7 @@ def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_s
     """The engine of a prepared model, before anything calls it."""
     options = prepared.options
     sync = GradientSync(
-        prepared.compressor if ranks.replica is not None else used_compressor(prepared, ranks.shape),
+        prepared.compressor if ranks.comes_and_goes else used_compressor(prepared, ranks.shape),
         prepared.specs,
         ranks,
         _with_index(device),
@@ -294,7 +312,7 @@ def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_s
         seed=options.seed,
         rollback=has_scaler if options.rollback is None else options.rollback,
     )
-    if ranks.replica is not None:
+    if ranks.comes_and_goes:
         return sync
     if ranks.world_size == 1:
         warn_of_one_rank()

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -22,7 +21,7 @@ from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
 from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
-from lowbit_strategy.rounds.fragment import local_part
+from lowbit_strategy.rounds.fragment import local_part, sharded_like
 from lowbit_strategy.rounds.outer import AsyncReducer, OuterSync
 from lowbit_strategy.telemetry.inform import inform
 
@@ -122,7 +121,7 @@ class LocalSteps:
         state = {name: part.state_dict() for name, part in parts.items()}
         shared = from_first_rank(state, self.sync.ranks.peers, self.sync.device)
         for name, part in parts.items():
-            part.load_state_dict(_sharded(part, shared[name]))
+            part.load_state_dict(sharded_like(part, shared[name]))
         self._train_together()
 
     def _train_together(self) -> None:
@@ -334,7 +333,7 @@ class LocalSteps:
             parts = self.own()
             for name, saved in state["own"].items():
                 if name in parts:
-                    parts[name].load_state_dict(_sharded(parts[name], saved))
+                    parts[name].load_state_dict(sharded_like(parts[name], saved))
             self._stepped = {id(parts[name]) for name in state.get("stepped", ()) if name in parts}
 
     def adopt(self, earlier: LocalSteps) -> None:
@@ -375,26 +374,3 @@ def reducer_for(rule: OuterRule, device: torch.device) -> AsyncReducer | None:
     if rule.delay_of(rule.shortest_turn) == 0:
         return None
     return BucketWorker() if device.type == "cpu" else SideStream(device)
-
-
-def _sharded(part: Stateful, saved: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as it was saved, its tensors sharded again where their parameters are."""
-    groups = getattr(part, "param_groups", None)
-    if groups is None:
-        return saved
-    params = [param for group in groups for param in group["params"]]
-    state = {at: {key: _like(params[at], value) for key, value in kept.items()} for at, kept in saved["state"].items()}
-    return saved | {"state": state}
-
-
-def _like(param: Tensor, value: Any) -> Any:
-    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or value.shape != param.to_local().shape:
-        return value
-    return DTensor.from_local(
-        value.to(param.device),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )

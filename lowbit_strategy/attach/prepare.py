@@ -98,7 +98,7 @@ def checked_specs(
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
     refuse_sparse_gradients(module)
     check_outer(options.outer, two_level=options.two_level, scatter=scatter, shard_size=options.shard_size)
-    check_elastic(options.elastic, options.outer, scatter=scatter)
+    check_elastic(options.elastic, options.outer)
     if isinstance(compressor, Auto) and options.outer is not None:
         raise ValueError("Auto chooses what every step sends, and outer= sends in some steps only: give a compressor")
     if options.outer is not None:

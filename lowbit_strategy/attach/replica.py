@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from torch import nn
 
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.handshake import facts, plain
 from lowbit_strategy.ranks.membership import Membership
+
+_PATIENCE = timedelta(days=30)
 
 
 def membership_of(
@@ -22,31 +26,40 @@ def membership_of(
     module: nn.Module,
     settings: Mapping[str, object],
     group: dist.ProcessGroup | None,
+    *,
+    scatter: bool,
 ) -> Membership:
-    """How this replica finds the others, whom it meets in `Session.resume`.
+    """How this replica finds the others, whom it meets in `Session.resume`; call on all of its ranks.
 
     Args:
         compressor: The same on all replicas.
         options: Those of the run, with ``elastic``.
-        module: The model, not wrapped.
+        module: The model.
         settings: The options as plain values.
         group: The ranks of this replica.
+        scatter: They share one model.
 
     Raises:
-        ValueError: There are several.
+        ValueError: There are several, and each has a whole model.
         ConnectionError: Nobody answers at the lighthouse's address.
     """
     assert options.elastic is not None
-    if (num_ranks := dist.get_world_size(group)) > 1:
+    if (num_ranks := dist.get_world_size(group)) > 1 and not scatter:
         raise ValueError(
-            f"elastic serves replicas of one process each, and this one has {num_ranks}: start each with devices=1,"
-            " num_nodes=1"
+            f"elastic serves replicas of one process each under DDP, and this one has {num_ranks}: start each with"
+            ' devices=1, num_nodes=1, or let its ranks share one model with LowBitFSDPStrategy(shard_size="node")'
         )
     own = {"elastic", "memory"}  # may differ between replicas
-    everything = facts(compressor, module, scatter=False, settings=settings)
+    everything = facts(compressor, module, scatter=scatter, settings=settings)
     same = {name: value for name, value in everything.items() if name not in own}
     same |= plain("outer", options.outer) | {"inherit_optimizer": options.elastic.inherit_optimizer}
-    return Membership(options.elastic, same)
+    return Membership(options.elastic, same, _agreeing(group) if num_ranks > 1 else None)
+
+
+def _agreeing(group: dist.ProcessGroup | None) -> GroupComm:
+    """The ranks of a replica, on the CPU: while the first one waits for other replicas, they wait for it."""
+    members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    return GroupComm(dist.new_group(members, timeout=_PATIENCE, backend="gloo"))
 
 
 def join_before_forward(session: Session, module: nn.Module) -> None:
@@ -61,7 +74,8 @@ def join_before_forward(session: Session, module: nn.Module) -> None:
         if module.training and torch.is_grad_enabled():
             session.resume()
 
-    session.replica.on_join = module.register_forward_pre_hook(join).remove
+    hook = module.register_forward_pre_hook(join, prepend=True)  # FSDP2 gathers weights in one of its own
+    session.replica.on_join = hook.remove
 
 
 def one_replica(options: SyncOptions) -> str:

@@ -282,7 +282,7 @@ class Session:
         self.sync.acknowledge_step()  # torch steps an optimizer to make the state that it loads into
         if self.local is not None:
             self.local.resume()
-        if self.replica is not None:
+        if self.replica is not None and self.sync.ranks.world.rank == 0:
             inform("%s", build_report(self.sync).render())  # only now it is known how many there are
 
     def finish(self) -> None:

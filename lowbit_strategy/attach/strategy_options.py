@@ -102,7 +102,7 @@ class DDPConstructor(_Options):
         super().__init__(**kwargs)
         rule = None if outer is None else as_outer(outer)
         check_outer(rule, two_level=two_level, scatter=False)
-        check_elastic(elastic, rule, scatter=False)
+        check_elastic(elastic, rule)
         self.compressor = _compressor(compressor, rule)
         self.options = SyncOptions(
             seed=seed,
@@ -165,7 +165,7 @@ class FSDPConstructor(_Options):
         self.accumulate = _accumulate(accumulate)
         rule = None if outer is None else as_outer(outer)
         check_outer(rule, two_level=two_level, scatter=True, shard_size=shard_size)
-        check_elastic(elastic, rule, scatter=True)
+        check_elastic(elastic, rule)
         self.compressor = _compressor(compressor, rule)
         self.options = SyncOptions(
             seed=seed,

@@ -88,7 +88,7 @@ def check_outer(
         )
 
 
-def check_elastic(elastic: Elastic | None, rule: OuterRule | None, *, scatter: bool) -> None:
+def check_elastic(elastic: Elastic | None, rule: OuterRule | None) -> None:
     """Raises:
     ValueError: Replicas that come and go do not go together with these options.
     """
@@ -100,8 +100,6 @@ def check_elastic(elastic: Elastic | None, rule: OuterRule | None, *, scatter: b
         return
     if rule is None:
         raise ValueError("elastic needs local steps: give an outer rule as well, such as outer=DiLoCo(every=50)")
-    if scatter:
-        raise ValueError("elastic serves replicas of one process each so far: use DDP, with devices=1 in each replica")
     unsuitable = {
         "delay": bool(rule.delay),
         "synchronous": bool(rule.synchronous),

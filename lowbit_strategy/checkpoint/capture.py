@@ -34,8 +34,8 @@ def capture(sync: GradientSync) -> Saved:
     sync.follow_phase()  # a new phase begins with the next step, and that is where a restored engine begins
     return {
         "format": FORMAT,
-        "world_size": sync.ranks.lasting.world_size,
-        "rank": sync.ranks.lasting.rank,
+        "world_size": sync.ranks.world.world_size,
+        "rank": sync.ranks.world.rank,
         "topology": _topology(sync),
         "step_index": sync.step_index,
         "num_skipped": sync.num_skipped,
@@ -48,12 +48,12 @@ def capture(sync: GradientSync) -> Saved:
 
 
 def _topology(sync: GradientSync) -> list[int]:
-    """Ranks in all; how many reduce the same part together; how many parts there are, and of which kind. Of ranks that
-    come and go each is by itself.
+    """Ranks in all; how many reduce the same part together; how many parts there are, and of which kind. Of replicas
+    that come and go each is by itself.
     """
     share, ranks = sync.ranks.share, sync.ranks
     parts = [1, 0] if share is None else [share.count, int(share.num_nodes is not None)]
-    return [ranks.lasting.world_size, 1 if ranks.replica is not None else ranks.peers.world_size, *parts]
+    return [ranks.world.world_size, 1 if ranks.comes_and_goes else ranks.peers.world_size, *parts]
 
 
 def _reduced(sync: GradientSync) -> str:
@@ -214,7 +214,7 @@ def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
 def _change_world_size(
     sync: GradientSync, saved: Saved, load_rank: Callable[[int], Saved], policy: OnWorldSizeChange
 ) -> None:
-    (old, num_together, *_), new = saved["topology"], sync.ranks.world_size
+    (old, num_together, *_), new = saved["topology"], sync.ranks.world.world_size
     if sync.ranks.rank == 0:
         what = "start from zero" if policy == "reset" else "are averaged over the old ranks"
         if old != new:

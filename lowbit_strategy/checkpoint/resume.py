@@ -76,12 +76,12 @@ def _restore(sync: GradientSync, path: Any, stamp: Stamp, policy: OnWorldSizeCha
         return residual_files.load(path, place_of(stamp, rank))
 
     try:
-        mine = load_rank(sync.ranks.lasting.rank % old_world)
+        mine = load_rank(sync.ranks.world.rank % old_world)
         capture.restore(sync, mine, load_rank=load_rank, on_world_size_change=policy)
     except (ResidualFileError, ValueError) as error:
         return error
     except Exception as error:  # a file of another structure fails in any way
-        place = place_of(stamp, sync.ranks.lasting.rank % old_world)
+        place = place_of(stamp, sync.ranks.world.rank % old_world)
         name, cause = residual_files.path_of(path, place), f"{type(error).__name__}: {error}"
         wrapped = ResidualFileError(f"the checkpoint's residual file {name} cannot be restored ({cause}): {ADVICE}")
         wrapped.__cause__ = error
@@ -107,7 +107,7 @@ def _start_from_zero(
     sync.restore_progress(
         step_index=stamp["step_index"], num_skipped=shared[0].num_skipped, loss_scale=shared[0].loss_scale
     )
-    if sync.ranks.lasting.rank not in sources:
+    if sync.ranks.world.rank not in sources:
         for name, part in sync.extra_state.items():
             part.load_state_dict(shared[0].extra[name])
     for rank_part in sync.rank_state.values():

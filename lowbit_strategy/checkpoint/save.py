@@ -56,7 +56,7 @@ def save_residuals(sync: GradientSync, path: Any, *, group: dist.ProcessGroup | 
         raise residual_files.ResidualFileError(message)
     stamp = {
         "step_index": sync.step_index,
-        "world_size": sync.ranks.lasting.world_size,
+        "world_size": sync.ranks.world.world_size,
         "parameters": list(sync.specs),
         "checksums": [text for text, _ in outcomes],
     }

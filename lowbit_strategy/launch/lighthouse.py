@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from lowbit_strategy.ranks.membership import import_torchft
+from lowbit_strategy.ranks.quorum import import_torchft
 
 
 def lighthouse(

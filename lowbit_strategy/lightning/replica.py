@@ -46,13 +46,14 @@ def _catch_up(trainer: Any, steps: int) -> None:
 
 
 def with_own_samples(dataloader: Any, trainer: Any) -> Any:
-    """Lightning's sampler for one rank would give every replica the same samples."""
+    """Lightning's sampler for the ranks of one replica would give every replica the same samples."""
     sampler: Any = getattr(dataloader, "sampler", None)
-    if not isinstance(dataloader, DataLoader) or type(sampler) is not DistributedSampler or sampler.num_replicas > 1:
+    if not isinstance(dataloader, DataLoader) or type(sampler) is not DistributedSampler:
         return dataloader
     namespace = type(trainer).__module__.partition(".trainer")[0]
     update = import_module(f"{namespace}.utilities.data")._update_dataloader
-    return update(dataloader, ElasticSampler(sampler.dataset, shuffle=sampler.shuffle, seed=sampler.seed))
+    place = {"rank": sampler.rank, "num_ranks": sampler.num_replicas}
+    return update(dataloader, ElasticSampler(sampler.dataset, shuffle=sampler.shuffle, seed=sampler.seed, **place))
 
 
 def batch_size(batch: Any) -> int:

@@ -14,8 +14,8 @@ LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
 class Elastic:
     """Replicas that come and go while a model is trained in local steps; torchft finds out who is there.
 
-    A replica is one process of its own, with a world of its own as far as its framework knows. Who takes part is agreed
-    at the beginning of each exchange and nowhere else:
+    A replica is one process, or a node of ranks that share one model, with a world of its own as far as its framework
+    knows. Who takes part is agreed at the beginning of each exchange and nowhere else:
 
     1. every replica asks the lighthouse, which answers when all replicas that live have asked
     2. if they are others than before, they connect; what has not been sent yet stays with each
@@ -28,7 +28,7 @@ class Elastic:
             variable TORCHFT_LIGHTHOUSE.
         min_replicas: With fewer nobody goes on: those who are there wait.
         name: Of this replica, in messages and reports; replicas are ordered by their names. None: the host's and the
-            process's.
+            process's, of its first rank.
         address: Of this machine, as the other replicas reach it. None: the one from which it reaches the lighthouse.
         timeout: Seconds that a message may take; after that a replica that has stopped counts as lost.
         connect_timeout: Seconds in which replicas have to connect to each other.

@@ -1,34 +1,30 @@
-"""Which replicas are there: torchft's lighthouse is asked, and those who are connect to each other."""
+"""Which replicas are there: the lighthouse is asked, and those who are connect to each other."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
 import os
 import socket
-import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
-from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm
 from lowbit_strategy.ranks.elastic import Elastic
+from lowbit_strategy.ranks.quorum import Patience, Quorum, Registration, address_towards, import_torchft
 
-_HEARTBEAT = timedelta(milliseconds=100)
-_ASK = timedelta(seconds=300)  # of one question to the lighthouse, which takes as long as a round does
-_RETRY_S = 0.2
-_PROBE_S = 5.0
-_NUM_PROBES = 3  # in a row, before the lighthouse counts as lost
-_REMIND_S = 30.0
 _FACTS = "lowbit_strategy/facts"
 
 _log = logging.getLogger("lowbit_strategy")
@@ -37,6 +33,11 @@ T = TypeVar("T")
 
 class RefusedError(RuntimeError):
     """This replica does not fit those that are training."""
+
+
+_SHARED_ERRORS: dict[str, type[Exception]] = {
+    each.__name__: each for each in (RefusedError, ConnectionError, ImportError, ValueError)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Members:
 
     Args:
         replicas: In the order of ranks.
-        comm: Among them.
+        comm: Among them, those of their ranks that have the same index inside of their replica as this one.
     """
 
     replicas: tuple[Identity, ...]
@@ -85,55 +86,37 @@ class Members:
     def names(self) -> list[str]:
         return [replica.name for replica in self.replicas]
 
+    @property
+    def digest(self) -> int:
+        """Of who they are, in the order of ranks: an integer that fits 63 bits and is not 0."""
+        return int.from_bytes(hashlib.sha256("\n".join(map(str, self.replicas)).encode()).digest()[:7], "big") + 1
+
 
 class Membership:
-    """This replica's place among the others. Everything may take as long as others need.
+    """This replica's place among the others. Everything may take as long as others need, and is called on all ranks of
+    the replica: the first one asks the lighthouse, and all do what it has found out.
 
     Args:
         options: As the user has given them.
         facts: What must be the same on all replicas, as plain values by the names that a user knows.
+        replica: The ranks of this replica, on the CPU; nothing else uses their group, whose patience has no end.
 
     Raises:
         ImportError: torchft is not installed.
         ConnectionError: Nobody answers at the lighthouse's address.
     """
 
-    def __init__(self, options: Elastic, facts: Mapping[str, object]) -> None:
-        torchft = import_torchft()
+    def __init__(self, options: Elastic, facts: Mapping[str, object], replica: Comm | None = None) -> None:
         self.options = options
+        self.replica = LocalComm() if replica is None else replica
         self._facts = {name: str(value) for name, value in facts.items()}
-        lighthouse = options.lighthouse_address
-        address = options.address or _address_towards(lighthouse)
-        self._store = dist.TCPStore(address, 0, None, True, wait_for_workers=False)
-        self._store.set(_FACTS, json.dumps(self._facts))
-        self.identity = Identity(
-            options.name or f"{socket.gethostname()}-{os.getpid()}",
-            f"{address}:{self._store.port}",
-            hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()[:16],
-            uuid.uuid4().hex[:8],
-        )
-        self._server = self._answered(
-            lambda: torchft.coordination.ManagerServer(
-                replica_id=str(self.identity),
-                lighthouse_addr=lighthouse,
-                hostname=address,
-                bind=f"{address}:0",
-                store_addr=self.identity.store,
-                world_size=1,
-                heartbeat_interval=_HEARTBEAT,
-                connect_timeout=timedelta(seconds=options.connect_timeout),
-                quorum_retries=0,
-            ),
-            options.connect_timeout,
-        )
-        self._client = torchft.coordination.ManagerClient(
-            self._server.address(), connect_timeout=timedelta(seconds=options.connect_timeout)
-        )
-        self._group = torchft.process_group.ProcessGroupGloo(timedelta(seconds=options.connect_timeout))
-        self._present: tuple[int, tuple[str, ...]] | None = None  # who is connected
+        self._registration: Registration | None = None  # the first rank's
+        self.identity = Identity.parse(self._by_first(self._register))
+        self._group = import_torchft().process_group.ProcessGroupGloo(timedelta(seconds=options.connect_timeout))
+        self._present: tuple[int, list[str]] | None = None  # who is connected
         self._members: Members | None = None
         self._num_failures = 0  # exchanges, since one has succeeded
-        self._inside = False  # others have been met, who fit
+        self._has_met = False  # others, who fit
 
     def meet(self, round_index: int) -> Members:
         """Wait until all who live are there, and connect to them if they are others than before.
@@ -145,27 +128,45 @@ class Membership:
             RefusedError: This replica does not fit the others.
             ConnectionError: The lighthouse does not answer, or there are too few replicas, for `Elastic.patience`.
         """
-        deadline = _Patience(self.options.patience)
         while True:
-            quorum = self._ask(round_index, deadline)
-            replicas = self._fitting(quorum)
-            if len(replicas) < self.options.min_replicas:
-                deadline.wait(
-                    f"{len(replicas)} of at least {self.options.min_replicas} replicas are there"
-                    f" ({', '.join(each.name for each in replicas)}): waiting for more"
-                )
-                continue
-            present = (quorum.quorum_id, tuple(map(str, replicas)))
+            quorum = Quorum(**self._by_first(lambda: asdict(self._found(round_index))))
+            present = (quorum.number, quorum.replicas)
             if self._members is not None and present == self._present:
                 return self._members
             try:
-                self._connect(quorum, replicas)
-            except RuntimeError as error:
+                self._members = self.together(functools.partial(self._connected, quorum))
+            except ExchangeFailedError as error:
                 self.fail(error)
                 continue
-            self._present = present
-            assert self._members is not None
+            self._present, self._has_met = present, True
             return self._members
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` returns, which exchanges something with the other replicas, once all ranks of this one have
+        done it.
+
+        Raises:
+            ExchangeFailedError: On all of them, if it has failed on one.
+        """
+        error, results = None, []
+        try:
+            results.append(work())
+        except ExchangeFailedError as caught:
+            error = caught
+            self._abort()
+        done = torch.tensor([len(results)], dtype=torch.int32)
+        self.replica.all_reduce(done, dist.ReduceOp.MIN).wait()
+        if error is not None:
+            raise error
+        if not done:
+            raise ExchangeFailedError("another rank of this replica has lost its peers")
+        return results[0]
+
+    def decide(self, answer: bool) -> bool:
+        """That of the replica's first rank, on all of them."""
+        decided = torch.tensor([int(answer)], dtype=torch.int32)
+        self.replica.broadcast(decided, 0).wait()
+        return bool(decided)
 
     def fail(self, error: Exception) -> None:
         """An exchange has failed, or connecting has: everybody connects anew, once they have met."""
@@ -182,71 +183,91 @@ class Membership:
     def leave(self) -> None:
         """Nobody waits for this replica any more."""
         self._abort()
-        with contextlib.suppress(RuntimeError):
-            self._server.shutdown()
+        if self._registration is not None:
+            self._registration.end()
+        if isinstance(self.replica.group, dist.ProcessGroup):
+            group = self.replica.group
+            self.replica.release([group])
+            with contextlib.suppress(ValueError):  # the framework has destroyed all groups already
+                dist.destroy_process_group(group)
 
-    # -- the lighthouse -------------------------------------------------------------------------------------------
+    # -- inside of the replica ------------------------------------------------------------------------------------
 
-    def _ask(self, round_index: int, deadline: _Patience) -> Any:
-        missing = (
-            f"the lighthouse at {self.options.lighthouse_address} does not answer: training waits. Start it again at"
-            " that address: lowbit lighthouse"
-        )
-        while True:
-            while not self._lighthouse_listens():
-                deadline.wait(missing)
+    def _by_first(self, find: Callable[[], Any]) -> Any:
+        """What the replica's first rank finds, plain data, on all of its ranks; so is what it raises."""
+        answer: dict[str, Any] = {}
+        error: Exception | None = None
+        if self.replica.rank == 0:
             try:
-                return _interruptible(
-                    lambda: self._client._quorum(
-                        group_rank=0,
-                        step=round_index,
-                        checkpoint_metadata="",
-                        shrink_only=False,
-                        timeout=_ASK,
-                        commit_failures=self._num_failures,
-                        init_sync=False,
-                    ),
-                    self._lighthouse_listens,
-                )
-            except TimeoutError:
-                _log.info("replica %s: still waiting for the others", self.identity.name)
-            except RuntimeError:  # torchft's client, which gives up at once or not at all
-                deadline.wait(missing)
+                answer = {"found": find()}
+            except tuple(_SHARED_ERRORS.values()) as caught:
+                error = caught
+                kind = next(name for name, each in _SHARED_ERRORS.items() if isinstance(caught, each))
+                answer = {"raised": kind, "text": str(caught)}
+        answer = self._from_first(answer)
+        if error is not None:
+            raise error
+        if "raised" in answer:
+            raise _SHARED_ERRORS[answer["raised"]](answer["text"])
+        return answer["found"]
 
-    def _lighthouse_listens(self) -> bool:
-        url = urlparse(self.options.lighthouse_address)
-        try:
-            with socket.create_connection((url.hostname or "", url.port or 0), timeout=_PROBE_S):
-                return True
-        except OSError:
-            return False
+    def _from_first(self, value: Any) -> Any:
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor([text.numel()])
+        self.replica.broadcast(length, 0).wait()
+        wire: Tensor = text if self.replica.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+        self.replica.broadcast(wire, 0).wait()
+        return json.loads(bytes(wire.tolist()))
 
-    @staticmethod
-    def _answered(make: Callable[[], T], timeout: float) -> T:
-        try:
-            return make()
-        except RuntimeError as error:
-            raise ConnectionError(
-                f"the lighthouse has not answered within {timeout:g} s ({str(error).splitlines()[0][:200]}): start one"
-                " with lowbit lighthouse, and check address, port and firewall"
-            ) from error
+    # -- the lighthouse, on the first rank ------------------------------------------------------------------------
 
-    def _fitting(self, quorum: Any) -> tuple[Identity, ...]:
+    def _register(self) -> str:
+        options = self.options
+        lighthouse = options.lighthouse_address
+        address = options.address or address_towards(lighthouse)
+        self._store = dist.TCPStore(address, 0, None, True, wait_for_workers=False)
+        self._store.set(_FACTS, json.dumps(self._facts))
+        identity = Identity(
+            options.name or f"{socket.gethostname()}-{os.getpid()}",
+            f"{address}:{self._store.port}",
+            hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()[:16],
+            uuid.uuid4().hex[:8],
+        )
+        self._registration = Registration(
+            options, name=identity.name, identity=str(identity), store=identity.store, address=address
+        )
+        return str(identity)
+
+    def _found(self, round_index: int) -> Quorum:
+        """Those who train the same as this replica, of whom there are enough."""
+        assert self._registration is not None
+        deadline = Patience(self.options.patience)
+        while True:
+            quorum = self._registration.ask(round_index, self._num_failures, deadline)
+            replicas = self._fitting(quorum)
+            if len(replicas) >= self.options.min_replicas:
+                return replace(quorum, replicas=list(map(str, replicas)))
+            deadline.wait(
+                f"{len(replicas)} of at least {self.options.min_replicas} replicas are there"
+                f" ({', '.join(each.name for each in replicas)}): waiting for more"
+            )
+
+    def _fitting(self, quorum: Quorum) -> list[Identity]:
         """Those who train the same as the replica that has met others most often, in the order of ranks.
 
         Raises:
             RefusedError: This replica is none of them, and has never been.
         """
-        replicas = [Identity.parse(text) for text in quorum.replica_ids]
+        replicas = [Identity.parse(text) for text in quorum.replicas]
         fits = self.identity.fits
-        if not self._inside:
-            reference = next((each for each in replicas if each.store == quorum.store_address), self.identity)
+        if not self._has_met:
+            reference = next((each for each in replicas if each.store == quorum.store), self.identity)
             if reference.fits != fits:
                 raise RefusedError(self._why_refused(reference))
         refused = [each.name for each in replicas if each.fits != fits]
         if refused:
             _log.warning("replica %s: refused, because they do not fit: %s", self.identity.name, ", ".join(refused))
-        return tuple(each for each in replicas if each.fits == fits)
+        return [each for each in replicas if each.fits == fits]
 
     def _why_refused(self, reference: Identity) -> str:
         try:
@@ -262,31 +283,37 @@ class Membership:
             " replicas must have the same model, options and versions; another run needs a lighthouse of its own"
         )
 
-    # -- connections ----------------------------------------------------------------------------------------------
-
     def _client_of(self, address: str) -> dist.TCPStore:
         host, _, port = address.rpartition(":")
         timeout = timedelta(seconds=self.options.connect_timeout)
         return dist.TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
 
-    def _connect(self, quorum: Any, replicas: tuple[Identity, ...]) -> None:
+    # -- connections ----------------------------------------------------------------------------------------------
+
+    def _connected(self, quorum: Quorum) -> Members:
+        try:
+            return self._connect(quorum)
+        except RuntimeError as error:
+            raise ExchangeFailedError(str(error).splitlines()[0]) from error
+
+    def _connect(self, quorum: Quorum) -> Members:
+        """This rank, and those of the same index in the other replicas."""
         self._abort()
-        rank = replicas.index(self.identity)
+        replicas = tuple(map(Identity.parse, quorum.replicas))
         # a lighthouse that was started again counts from the beginning, and the store keeps old keys
-        place = f"lowbit/{quorum.quorum_id}/{quorum.max_step}"
+        place = f"lowbit/{quorum.number}/{quorum.round_index}/{self.replica.rank}"
         self._group.configure(
-            f"{quorum.store_address}/{place}",
+            f"{quorum.store}/{place}",
             self.identity.name,
-            rank,
+            replicas.index(self.identity),
             len(replicas),
-            quorum.quorum_id,
-            0,
-            1,
+            quorum.number,
+            self.replica.rank,
+            self.replica.world_size,
             None,
         )
         self._backend.set_timeout(timedelta(seconds=self.options.timeout))
-        self._members = Members(replicas, MemberComm(self._group.parent))
-        self._inside = True
+        return Members(replicas, MemberComm(self._group.parent))
 
     @property
     def _backend(self) -> Any:
@@ -300,85 +327,9 @@ class Membership:
             self._group.abort(errored=False)
 
 
-class _Patience:
-    """Waiting that ends some day, and says now and then what for."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._start: float | None = None
-        self._logged = -_REMIND_S
-
-    def wait(self, what: str) -> None:
-        """Raises:
-        ConnectionError: It has taken too long.
-        """
-        now = time.monotonic()
-        self._start = now if self._start is None else self._start
-        if now - self._start > self._seconds:
-            raise ConnectionError(f"{what}. Given up after {self._seconds:g} s (Elastic(patience=...))")
-        if now - self._start - self._logged >= _REMIND_S:
-            self._logged = now - self._start
-            _log.warning("%s", what)
-        time.sleep(_RETRY_S)
-
-
-def _interruptible(call: Callable[[], T], is_possible: Callable[[], bool]) -> T:
-    """The result of a call that may take long, during which this thread still answers signals.
-
-    Raises:
-        RuntimeError: It has become impossible.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name="lowbit_strategy members")
-    thread.start()
-    num_failures = 0
-    while thread.is_alive() and num_failures < _NUM_PROBES:
-        thread.join(1.0)
-        num_failures = 0 if not thread.is_alive() or is_possible() else num_failures + 1
-    if thread.is_alive():
-        raise RuntimeError("there is nobody who could answer")
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
-def _address_towards(lighthouse: str) -> str:
-    """The address from which this machine reaches the lighthouse; nothing is sent."""
-    url = urlparse(lighthouse)
-    assert url.hostname is not None
-    family, kind, protocol, _, target = socket.getaddrinfo(url.hostname, url.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        address: str = probe.getsockname()[0]
-        return address
-
-
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 200 else text[:200] + " ..."
-
-
-def import_torchft() -> Any:
-    """Raises:
-    ImportError: It is not installed.
-    """
-    os.environ.setdefault("RUST_LOG", "error")  # torchft's own words about every round
-    try:
-        import torchft.coordination
-        import torchft.process_group
-    except ImportError as error:
-        raise ImportError(
-            f"elastic needs torchft, which cannot be imported ({error}): pip install 'lowbit-strategy[elastic]'"
-        ) from error
-    return torchft
 
 
 __all__ = ["ExchangeFailedError", "Identity", "Members", "Membership", "RefusedError"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +32,7 @@ class Ranks:
 
     Args:
         world: All ranks that train the model, for agreements between steps; nothing else may use its group while
-            buckets are under way on CPU.
+            buckets are under way on CPU. Where replicas come and go: those of this one's replica, which last.
         peers: The ranks that reduce the same part of every parameter as this one: compressed messages travel among
             them. With one level these are all ranks, near and far; with two they are on different nodes; under HSDP
             they have the same shard.
@@ -40,7 +40,7 @@ class Ranks:
         share: Which part of every parameter this rank reduces; None: all of it.
         topology: Which ranks share a node, as far as it is known.
         own: Groups that were made for this value alone, which `destroy` ends.
-        replica: The ranks that have one model together, where replicas come and go; None: all ranks stay.
+        comes_and_goes: `world` is a replica among others that come and go, of each of which `peers` has one rank.
     """
 
     world: Comm
@@ -49,47 +49,42 @@ class Ranks:
     share: Share | None = None
     topology: Topology | None = None
     own: tuple[dist.ProcessGroup, ...] = ()
-    replica: Comm | None = None
+    comes_and_goes: bool = False
 
     @classmethod
     def flat(cls, comm: Comm, topology: Topology | None = None) -> Ranks:
         """One level: all ranks of `comm` reduce whole parameters with each other."""
         return cls(comm, comm, topology=topology)
 
-    @classmethod
-    def coming_and_going(cls) -> Ranks:
-        """A replica of one rank that has not met the others yet."""
-        alone = LocalComm()
-        return cls(alone, alone, replica=alone)
+    def coming_and_going(self) -> Ranks:
+        """These ranks as a replica that has not met the others yet."""
+        return replace(self, peers=LocalComm(), topology=None, comes_and_goes=True)
 
     @property
     def rank(self) -> int:
-        """This one's, among all."""
-        return self.world.rank
+        """This one's, among all; those of a replica follow each other."""
+        if not self.comes_and_goes:
+            return self.world.rank
+        return self.peers.rank * self.world.world_size + self.world.rank
 
     @property
     def world_size(self) -> int:
-        return self.world.world_size
+        return self.world.world_size * (self.peers.world_size if self.comes_and_goes else 1)
 
     @property
     def shape(self) -> Shape:
         """The same as numbers."""
-        return Shape(self.world.world_size, self.world.rank, self.share, self.topology, self.peers.is_far)
+        return Shape(self.world_size, self.rank, self.share, self.topology, self.peers.is_far)
 
     @property
     def alone(self) -> bool:
         """Whether nothing is compressed, because no other rank reduces the same and none will."""
-        return self.peers.world_size == 1 and self.replica is None
+        return self.peers.world_size == 1 and not self.comes_and_goes
 
     @property
     def reduces_meanwhile(self) -> bool:
         """Whether FSDP2's messages travel while backward goes on, all at once: ranks are far apart, on one level."""
         return self.peers.is_far and self.intra_node is None
-
-    @property
-    def lasting(self) -> Comm:
-        """The ranks that last as long as this one: sums for reports, outside of an exchange, are over them."""
-        return self.world if self.replica is None else self.replica
 
     def gathering(self, *, sharded_inside: bool) -> Gathering:
         """How weights travel to the ranks that share them, counted by itself: to each other node once.

@@ -8,8 +8,9 @@ members meet again, whoever has committed tells the others by its history.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from lowbit_strategy.kernels.reference.rng import hash32
 
@@ -71,6 +72,21 @@ class Agreement:
     steps: int
     position: int
     exchanges: bool
+
+
+def of_replica(standings: Sequence[Standing]) -> Standing:
+    """What a replica says.
+
+    Args:
+        standings: Of its ranks, in their order, which differ in what each has of the model and of the samples.
+    """
+    digests = ",".join(str(each.digest) for each in standings)
+    return replace(
+        standings[0],
+        digest=int.from_bytes(hashlib.sha256(digests.encode()).digest()[:7], "big"),
+        trained=sum(each.trained for each in standings),
+        position=max(each.position for each in standings),
+    )
 
 
 def agree(standings: Sequence[Standing]) -> Agreement:

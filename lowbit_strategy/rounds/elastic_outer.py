@@ -4,56 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods.outer.interval import Seconds
 from lowbit_strategy.ranks.membership import Members, Membership
-from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.rounds.agreement import NO_HISTORY, Agreement, Standing, agree, history_after, weights_of
+from lowbit_strategy.rounds.agreement import (
+    NO_HISTORY,
+    Agreement,
+    Standing,
+    agree,
+    history_after,
+    of_replica,
+    weights_of,
+)
 from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
-from lowbit_strategy.rounds.in_flight import InFlight
+from lowbit_strategy.rounds.fragment import sharded_like
+from lowbit_strategy.rounds.in_flight import InFlight, Prepared
 from lowbit_strategy.rounds.members_change import MembersChange
 from lowbit_strategy.rounds.outer import OuterSync
-from lowbit_strategy.rounds.plain_state import packed, unpacked
+from lowbit_strategy.rounds.plain_state import receive, send
 
 _KEPT_CHANGES = 1000
 
 _log = logging.getLogger("lowbit_strategy")
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A turn that this replica has received as a whole, and of which it does not know whether all have.
-
-    Args:
-        in_flight: The turn.
-        history: What the history becomes if it counts.
-        before: Turn, steps since the last one and length of the round, if it does not.
-        done: This replica trains no more.
-    """
-
-    in_flight: InFlight
-    history: int
-    before: tuple[int, int, int]
-    done: bool
-
-    @property
-    def ends(self) -> bool:
-        """Whether nobody who takes part trains any more."""
-        return self.done and self.in_flight.header.num_done == self.in_flight.header.world_size
 
 
 class ElasticOuterSync(OuterSync):
@@ -66,6 +51,9 @@ class ElasticOuterSync(OuterSync):
     3. the exchange, into buffers. If it fails nothing has happened, and it is repeated from 1 with those who are left
     4. they confirm that all have everything: then it is applied. Whoever does not learn of that, because somebody is
        lost at this moment, learns it in 1 of the next turn
+
+    A replica of several ranks does all of this as one (`Membership.together`): each rank exchanges its own shards, and
+    what has failed on one of them has failed.
 
     Attributes:
         membership: Finds the others.
@@ -92,27 +80,27 @@ class ElasticOuterSync(OuterSync):
         self.changes: deque[MembersChange] = deque(maxlen=_KEPT_CHANGES)
         self.num_joins = self.num_losses = self.num_heals = 0
         self._turn_began = time.monotonic()
+        self._goes_on = True  # where rounds are of so many seconds
         self._clock = 0
         self._history = NO_HISTORY
         self._group = 0
         self._trained = self._counted = 0
         self._marks = [0] * len(self.fragments)  # of what has been trained, at the last turn of each
-        self._prepared: _Prepared | None = None
+        self._prepared: Prepared | None = None
         self._comm: MemberComm | None = None
         self._names: list[str] = []
 
     @property
     def turn_length(self) -> int:
         """As `OuterSync`; where rounds are of so many seconds, whether they are over: the steps taken, or one more."""
-        every = self.rule.every
-        if not isinstance(every, Seconds):
-            return super().turn_length
-        goes_on = time.monotonic() - self._turn_began < every.seconds / len(self.fragments)
-        return max(1, self._since + goes_on)
+        return max(1, self._since + self._goes_on) if isinstance(self.rule.every, Seconds) else super().turn_length
 
     def after_step(self, learning_rate: float | None = None) -> bool:
         self._trained += self._counted or 1
         self._counted = 0
+        if isinstance(self.rule.every, Seconds):
+            left = self.rule.every.seconds / len(self.fragments) - (time.monotonic() - self._turn_began)
+            self._goes_on = self.membership.decide(left > 0)
         before, since = self.num_turns, self._since + 1
         moved = super().after_step(learning_rate)
         if self.num_turns > before:
@@ -179,13 +167,12 @@ class ElasticOuterSync(OuterSync):
         assert self._comm is not None
         before = (self._turn, self._since, self._every)
         try:
-            in_flight = super()._launch(learning_rate, done=done)
-            in_flight.wait()
+            in_flight = self.membership.together(lambda: self._exchanged(learning_rate, done=done))
         except ExchangeFailedError as error:
             self._undo(before)
             self.membership.fail(error)
             return None
-        self._prepared = _Prepared(in_flight, history_after(self._history, self._clock), before, done)
+        self._prepared = Prepared(in_flight, history_after(self._history, self._clock), before, done)
         try:
             self._confirm(self._comm)
         except ExchangeFailedError as error:
@@ -195,6 +182,11 @@ class ElasticOuterSync(OuterSync):
         self.membership.succeed()
         return self._commit()
 
+    def _exchanged(self, learning_rate: float | None, *, done: bool) -> InFlight:
+        in_flight = super()._launch(learning_rate, done=done)
+        in_flight.wait()
+        return in_flight
+
     def _confirm(self, comm: MemberComm) -> None:
         """Every member has received everything.
 
@@ -203,7 +195,7 @@ class ElasticOuterSync(OuterSync):
         """
         everyone = torch.empty(comm.world_size, 1, dtype=torch.uint8)
         comm = copy.copy(comm)  # counts bytes of its own
-        comm.all_gather(everyone, torch.ones(1, dtype=torch.uint8)).wait()
+        self.membership.together(lambda: comm.all_gather(everyone, torch.ones(1, dtype=torch.uint8)).wait())
 
     def _commit(self) -> InFlight:
         prepared, self._prepared = self._prepared, None
@@ -232,20 +224,17 @@ class ElasticOuterSync(OuterSync):
                 continue
             if not agreement.to_heal and not agreement.to_commit:
                 break
-        self._place(members, afresh=any(each.group != _digest_of(members) for each in standings))
+        self._place(members, afresh=any(each.group != members.digest for each in standings))
         self._count_from(agreement.steps)
         self.weights = weights_of([each.trained for each in standings])
         if self.data is not None:
-            self.data.go_on(agreement.position, members.comm.rank, members.comm.world_size)
+            self.data.go_on(agreement.position, self.sync.ranks.rank, self.sync.ranks.world_size)
         self._log_changes(members, time.perf_counter() - start)
         return agreement.exchanges
 
     def _agree(self, members: Members, *, due: bool) -> tuple[Agreement, list[Standing]]:
-        comm = copy.copy(members.comm)
-        mine = torch.tensor(self._standing(due=due).numbers(), dtype=torch.int64)
-        everyone = torch.empty(comm.world_size, mine.numel(), dtype=torch.int64)
-        comm.all_gather(everyone, mine).wait()
-        standings = [Standing(*row) for row in everyone.tolist()]
+        mine = of_replica(_gathered(self.membership.replica, self._standing(due=due)))
+        standings = self.membership.together(lambda: _gathered(copy.copy(members.comm), mine))
         return agree(standings), standings
 
     def _standing(self, *, due: bool) -> Standing:
@@ -258,8 +247,12 @@ class ElasticOuterSync(OuterSync):
             trained=self._trained - self._marks[self._turn],
             due=int(due),
             group=self._group,
-            position=0 if self.data is None else self.data.position,
+            position=self._position,
         )
+
+    @property
+    def _position(self) -> int:
+        return 0 if self.data is None else self.data.position
 
     def _digest(self) -> int:
         """Of all that members share."""
@@ -280,12 +273,10 @@ class ElasticOuterSync(OuterSync):
             self.apply(final=prepared.done, average=prepared.ends)
         elif self._prepared is not None:
             self._undo(self._prepared.before)
-        if comm.rank == agreement.helper:
-            for rank in agreement.to_heal:
-                _log.info("replica %s gets the state of %s", members.names[rank], members.names[comm.rank])
-                self._send_state(comm, rank)
-        elif comm.rank in agreement.to_heal:
-            self._take_state(self._receive_state(comm, agreement.helper), agreement)
+        if agreement.to_heal:
+            state = self.membership.together(lambda: self._hand_over(members, comm, agreement))
+            if state is not None:
+                self._take_state(state, agreement)
         if comm.rank in agreement.diverged:
             _log.warning(
                 "replica %s had other anchors than %s after the same turns, and goes on with those: look for code that"
@@ -301,8 +292,8 @@ class ElasticOuterSync(OuterSync):
             self._comm = members.comm
             comm = copy.copy(members.comm)
             comm.sent_nbytes = self.sync.ranks.peers.sent_nbytes
-            self.sync.renew(Ranks(comm, comm, replica=LocalComm()), afresh=afresh)
-            self._group = _digest_of(members)
+            self.sync.renew(replace(self.sync.ranks, peers=comm), afresh=afresh)
+            self._group = members.digest
 
     def _count_from(self, steps: int) -> None:
         self.sync.restore_progress(step_index=steps, num_skipped=self.sync.num_skipped, loss_scale=None)
@@ -322,13 +313,14 @@ class ElasticOuterSync(OuterSync):
         if before:
             self.num_joins, self.num_losses = self.num_joins + len(change.joined), self.num_losses + len(change.lost)
         self.changes.append(change)
-        self.on_change(str(change))
+        if self.membership.replica.rank == 0:
+            self.on_change(str(change))
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         known = {"name": self.membership.identity.name, "clock": self._clock, "history": self._history}
-        trained = {"trained": self._trained, "marks": self._marks, "position": self._standing(due=False).position}
+        trained = {"trained": self._trained, "marks": self._marks, "position": self._position}
         return super().state_dict() | {"elastic": known | trained}
 
     def owns(self, state: Mapping[str, Any]) -> bool:
@@ -342,27 +334,25 @@ class ElasticOuterSync(OuterSync):
             return
         self._clock, self._history = saved["clock"], saved["history"]
         if self.data is not None:
-            self.data.go_on(saved["position"], 0, 1)
+            self.data.go_on(saved["position"], self.sync.ranks.world.rank, self.sync.ranks.world.world_size)
         if own:
             self._trained, self._marks = saved["trained"], list(saved["marks"])
 
     # -- state that travels -----------------------------------------------------------------------------------------
 
+    def _hand_over(self, members: Members, comm: MemberComm, agreement: Agreement) -> dict[str, Any] | None:
+        """From the helper to those who are new; what this one has received."""
+        if comm.rank == agreement.helper:
+            for rank in agreement.to_heal:
+                _log.info("replica %s gets the state of %s", members.names[rank], members.names[comm.rank])
+                self._send_state(comm, rank)
+        return self._receive_state(comm, agreement.helper) if comm.rank in agreement.to_heal else None
+
     def _send_state(self, comm: MemberComm, rank: int) -> None:
-        description, data = packed(self._shared_state())
-        comm.send(torch.tensor([description.numel(), data.numel()]), rank).wait()
-        comm.send(description, rank).wait()
-        if data.numel():
-            comm.send(data, rank).wait()
+        send(self._shared_state(), comm, rank)
 
     def _receive_state(self, comm: MemberComm, rank: int) -> dict[str, Any]:
-        sizes = torch.empty(2, dtype=torch.int64)
-        comm.receive(sizes, rank).wait()
-        description, data = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
-        comm.receive(description, rank).wait()
-        if data.numel():
-            comm.receive(data, rank).wait()
-        return dict(unpacked(description, data))
+        return dict(receive(comm, rank))
 
     def _shared_state(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -388,13 +378,17 @@ class ElasticOuterSync(OuterSync):
         own = self.inner()
         for name, saved in state["inner"].items():
             if name in own:  # JSON has made texts of the parameters' numbers
-                own[name].load_state_dict(saved | {"state": {int(at): kept for at, kept in saved["state"].items()}})
+                kept = {int(at): each for at, each in saved["state"].items()}
+                own[name].load_state_dict(sharded_like(own[name], saved | {"state": kept}))
         self.sync.forget()
         self._count_from(state["step_index"])
         self.num_heals += 1
         self.on_healed()
 
 
-def _digest_of(members: Members) -> int:
-    """Of who they are, in the order of ranks: an integer that fits 63 bits and is not 0."""
-    return int.from_bytes(hashlib.sha256("\n".join(map(str, members.replicas)).encode()).digest()[:7], "big") + 1
+def _gathered(comm: Comm, mine: Standing) -> list[Standing]:
+    """Of all ranks of `comm`."""
+    numbers = torch.tensor(mine.numbers(), dtype=torch.int64)
+    everyone = torch.empty(comm.world_size, numbers.numel(), dtype=torch.int64)
+    comm.all_gather(everyone, numbers).wait()
+    return [Standing(*row) for row in everyone.tolist()]

@@ -11,35 +11,39 @@ from torch.utils.data import Dataset, DistributedSampler
 class ElasticSampler(DistributedSampler[int]):
     """Gives the replicas of an elastic run different samples of one stream: permutation after permutation of a dataset.
 
-    All replicas know how far the stream has been used when they meet. From there replica r of W takes every W-th
+    All replicas know how far the stream has been used when they meet. From there rank r of W takes every W-th
     sample, beginning with number r, until they meet again; then the stream goes on behind the farthest one. Nothing is
     repeated. What a slower replica has left out of a round, and what one had when it was lost, is not made up for.
 
     It is a `DistributedSampler`, so that frameworks leave it in its place. An epoch of each replica has as many samples
     as the dataset, whoever is there: what a framework plans by the length of an epoch holds. The stream goes on across
-    epochs.
+    epochs. Ranks that are one replica together share its samples, and its epoch.
 
     Args:
         dataset: Of a known length, the same on all replicas.
         shuffle: Permute it, otherwise as it is.
         seed: Of the permutations; the same on all replicas.
+        rank: This one's inside of its replica.
+        num_ranks: Of the replica.
 
     Attributes:
         on_begin: Called before the first sample of an epoch is drawn.
     """
 
-    def __init__(self, dataset: Dataset[int], *, shuffle: bool = True, seed: int = 0) -> None:
-        super().__init__(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed)
+    def __init__(
+        self, dataset: Dataset[int], *, shuffle: bool = True, seed: int = 0, rank: int = 0, num_ranks: int = 1
+    ) -> None:
+        super().__init__(dataset, num_replicas=num_ranks, rank=rank, shuffle=shuffle, seed=seed)
         assert isinstance(dataset, Sized)
         self._size = len(dataset)
         self.on_begin: Callable[[], object] = lambda: None
-        self._rank, self._world_size = 0, 1
+        self._rank, self._world_size = rank, num_ranks
         self._start = 0  # of the stream, when members last met
         self._drawn = 0  # by this replica, since
         self._permutation: tuple[int, list[int]] = (-1, [])
 
     def __len__(self) -> int:
-        return self._size
+        return -(-self._size // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
         self.on_begin()
@@ -58,8 +62,8 @@ class ElasticSampler(DistributedSampler[int]):
 
         Args:
             start: How far the stream has been used.
-            rank: Of this replica.
-            world_size: Replicas.
+            rank: This one's, among all of all replicas.
+            world_size: How many those are.
         """
         self._start, self._drawn, self._rank, self._world_size = start, 0, rank, world_size
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,6 +97,29 @@ def _buckets(specs: Sequence[TensorSpec]) -> list[tuple[BucketLayout, slice]]:
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def sharded_like(part: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as it was saved, its tensors sharded again where their parameters are."""
+    groups = getattr(part, "param_groups", None)
+    if groups is None:  # a gradient scaler
+        return dict(saved)
+    params = [param for group in groups for param in group["params"]]
+    state = {at: {key: _like(params[at], value) for key, value in kept.items()} for at, kept in saved["state"].items()}
+    return {**saved, "state": state}
+
+
+def _like(param: Tensor, value: Any) -> Any:
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or value.shape != param.to_local().shape:
+        return value
+    return DTensor.from_local(
+        value.to(param.device),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
 
 
 def _shaped(part_N: Tensor, spec: TensorSpec) -> Tensor:

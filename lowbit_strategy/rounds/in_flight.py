@@ -92,3 +92,25 @@ class InFlight:
                     view.copy_(saved["means"][name])
                 return cls(at, x_N, TurnHeader.from_state(saved["header"], device), (), saved["delay"], saved["age"])
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A turn that this replica has received as a whole, and of which it does not know whether all have.
+
+    Args:
+        in_flight: The turn.
+        history: What the history becomes if it counts.
+        before: Turn, steps since the last one and length of the round, if it does not.
+        done: This replica trains no more.
+    """
+
+    in_flight: InFlight
+    history: int
+    before: tuple[int, int, int]
+    done: bool
+
+    @property
+    def ends(self) -> bool:
+        """Whether nobody who takes part trains any more."""
+        return self.done and self.in_flight.header.num_done == self.in_flight.header.world_size

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.transports.member_comm import MemberComm
+from lowbit_strategy.rounds.fragment import local_part
+
 _TENSOR = "tensor"
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -24,6 +27,34 @@ def packed(state: Any) -> tuple[Tensor, Tensor]:
     text = json.dumps(_described(state, parts))
     data = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), data
+
+
+def send(state: Any, comm: MemberComm, rank: int) -> None:
+    """To one member, which receives it.
+
+    Raises:
+        ExchangeFailedError: It is lost.
+    """
+    description, data = packed(state)
+    comm.send(torch.tensor([description.numel(), data.numel()]), rank).wait()
+    comm.send(description, rank).wait()
+    if data.numel():
+        comm.send(data, rank).wait()
+
+
+def receive(comm: MemberComm, rank: int) -> Any:
+    """What one member sends; tensors are on the CPU.
+
+    Raises:
+        ExchangeFailedError: It is lost.
+    """
+    sizes = torch.empty(2, dtype=torch.int64)
+    comm.receive(sizes, rank).wait()
+    description, data = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
+    comm.receive(description, rank).wait()
+    if data.numel():
+        comm.receive(data, rank).wait()
+    return unpacked(description, data)
 
 
 def unpacked(description: Tensor, data: Tensor) -> Any:
@@ -58,9 +89,9 @@ def unpacked(description: Tensor, data: Tensor) -> Any:
 
 def _described(value: Any, parts: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
+        flat = local_part(value.detach()).cpu().contiguous().reshape(-1)
         parts.append(flat.view(torch.uint8))
-        return [_TENSOR, str(value.dtype), list(value.shape)]
+        return [_TENSOR, str(value.dtype), list(local_part(value).shape)]
     if isinstance(value, Mapping):
         return {str(key): _described(each, parts) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

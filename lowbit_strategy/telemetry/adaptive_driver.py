@@ -100,7 +100,7 @@ class AdaptiveDriver:
         Raises:
             ValueError: The controller cannot serve this model.
         """
-        if sync.ranks.replica is not None:
+        if sync.ranks.comes_and_goes:
             raise ValueError(
                 f"{type(self.controller).__name__} does not go with elastic: a replica that joins would not know what"
                 " has been decided. Leave one of them out"

@@ -168,7 +168,7 @@ class ModelControl:
         self._reported, self._stepped, self._fresh = False, False, None
         self._record = None
         self.take_effect()
-        if self.folder is not None and self.sync.ranks.lasting.rank == 0:  # of each replica, where they come and go
+        if self.folder is not None and self.sync.ranks.world.rank == 0:  # of each replica, where they come and go
             self._record = RunRecord(Path(self.folder) / FILE_NAME)
             progress = self.clock(self.sync.step_index)
             every = self.options.every_n_steps if self.options is not None else 0

@@ -235,7 +235,7 @@ class Observer:
     # -- summing up ---------------------------------------------------------------------------------------------
 
     def _summarize(self, seconds: float | None) -> Observation:
-        sync, everyone = self.sync, self.sync.ranks.lasting
+        sync, everyone = self.sync, self.sync.ranks.world
         names, device = list(sync.specs), sync.device
         sent_by_name = {name: torch.tensor([sync.state.sent_nbytes(name)], device=device) for name in names}
         parts = ((self._energies, NUM_ENERGIES), (self._residuals, 1), (self._end_to_end, NUM_SUMS), (sent_by_name, 1))
@@ -281,7 +281,7 @@ class Observer:
         chosen = torch.stack([sums[name] for name in compressed or names]).sum(dim=0).tolist()
         h, sent, error, product, residual, end_to_end, mean, _ = chosen
         numel = sum(sync.specs[name].whole.numel for name in names)
-        nbytes = sum(float(sums[name][-1]) for name in names) / sync.ranks.world_size
+        nbytes = sum(float(sums[name][-1]) for name in names) / sync.ranks.world.world_size
         traffic = self._hops() * numel
         methods = dict.fromkeys(sync.state.assignments[name].method.label for name in names)
         return Figures(

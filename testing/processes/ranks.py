@@ -122,7 +122,7 @@ class _Run:
         job = pickle.dumps((fn, args))
         port = str(free_port())
         for rank in range(self.world_size):
-            variables = _rank_variables(rank, self.world_size, port) | dict(env or {})
+            variables = rank_variables(rank, self.world_size, port) | dict(env or {})
             process = context.Process(
                 target=_rank_main,
                 args=(rank, self.world_size, str(self.folder), job, variables, process_group, self.timeout),
@@ -235,7 +235,7 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def _rank_variables(rank: int, world_size: int, port: str) -> dict[str, str | None]:
+def rank_variables(rank: int, world_size: int, port: str) -> dict[str, str | None]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -265,7 +265,7 @@ def _rank_main(
     # If the launcher itself is killed nobody else ends this process.
     faulthandler.dump_traceback_later(timeout + START_LIMIT_S, exit=True, file=stacks)
     set_environment(variables)
-    _tell_lightning(rank)
+    tell_lightning(rank)
     torch.set_num_threads(1)
     try:
         result = _call(rank, world_size, folder, job, process_group, timeout)
@@ -309,7 +309,7 @@ def redirect_output(path: Path) -> None:
     os.close(file)
 
 
-def _tell_lightning(rank: int) -> None:
+def tell_lightning(rank: int) -> None:
     """Lightning reads RANK when it is imported, which in a forked rank was before RANK was set."""
     module = sys.modules.get("lightning_utilities.core.rank_zero")
     if module is not None:

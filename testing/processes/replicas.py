@@ -5,6 +5,8 @@ with Replicas(folder) as run:
     run.start("b", train, 40)
     run.send("b", signal.SIGKILL)
     results = run.results("a")               # {"a": what train has returned}
+
+A replica of several ranks is as many processes, of the names "a", "a1", "a2".
 """
 
 from __future__ import annotations
@@ -26,9 +28,16 @@ from typing import Any
 import torch
 
 from lowbit_strategy import Elastic
-from lowbit_strategy.ranks.membership import import_torchft
-from testing.processes.ranks import START_LIMIT_S, fork_server, free_port, redirect_output
-from testing.processes.scripts import describe_exit
+from lowbit_strategy.ranks.quorum import import_torchft
+from testing.processes.ranks import (
+    START_LIMIT_S,
+    fork_server,
+    free_port,
+    rank_variables,
+    redirect_output,
+    tell_lightning,
+)
+from testing.processes.scripts import describe_exit, set_environment
 
 import_torchft()  # once, in the server that replicas are forked from
 
@@ -82,16 +91,30 @@ class Replicas:
         given = {"timeout": TIMEOUT_S, "connect_timeout": 5.0, "patience": 60.0, "min_replicas": self.min_replicas}
         return Elastic(lighthouse=f"http://127.0.0.1:{self.port}", name=name, **(given | options))
 
-    def start(self, name: str, fn: Callable[..., Any], *args: Any, held: bool = False, **options: Any) -> None:
-        """Run ``fn(elastic, *args)`` in a process; `options` are of `Elastic` or of `fn`. `held`: until `release`."""
-        for kind in ("result", "error", "ready", "go"):
-            (self.folder / f"{name}.{kind}").unlink(missing_ok=True)
+    def start(
+        self, name: str, fn: Callable[..., Any], *args: Any, held: bool = False, num_ranks: int = 1, **options: Any
+    ) -> None:
+        """Run ``fn(elastic, *args)`` in a process, or in one for each rank of a replica.
+
+        Args:
+            name: Of the replica.
+            fn: A function of a module.
+            args: After the `Elastic`.
+            held: Until `release`.
+            num_ranks: Of the replica; each has the variables of a launcher.
+            options: Of `Elastic` or of `fn`.
+        """
         known = {field.name for field in dataclasses.fields(Elastic)}
         of_fn = {key: options.pop(key) for key in list(options) if key not in known}
         job = pickle.dumps((functools.partial(fn, **of_fn), (self.elastic(name, **options), *args)))
-        process = fork_server().Process(target=_main, args=(name, str(self.folder), job, self.timeout, held))
-        process.start()
-        self.processes[name] = process
+        port = str(free_port()) if num_ranks > 1 else ""
+        for rank, key in enumerate(ranks_of(name, num_ranks)):
+            for kind in ("result", "error", "ready", "go"):
+                (self.folder / f"{key}.{kind}").unlink(missing_ok=True)
+            variables = rank_variables(rank, num_ranks, port) if num_ranks > 1 else {"WORLD_SIZE": "1"}
+            given = (key, str(self.folder), job, self.timeout, held, rank, variables)
+            self.processes[key] = fork_server().Process(target=_main, args=given)
+            self.processes[key].start()
 
     def release(self, *names: str) -> None:
         """Those that are held go on, once all of them are there."""
@@ -153,13 +176,27 @@ def _lighthouse(port: int, folder: str) -> None:
     server.shutdown()
 
 
-def _main(name: str, folder_name: str, job: bytes, timeout: float, held: bool) -> None:
+def ranks_of(name: str, num_ranks: int) -> list[str]:
+    """The processes of a replica."""
+    return [name + (str(rank) if rank else "") for rank in range(num_ranks)]
+
+
+def _main(
+    name: str,
+    folder_name: str,
+    job: bytes,
+    timeout: float,
+    held: bool,
+    rank: int,
+    variables: dict[str, str | None],
+) -> None:
     folder = Path(folder_name)
     redirect_output(folder / f"{name}.output")
     stacks = (folder / f"{name}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     faulthandler.dump_traceback_later(timeout + START_LIMIT_S, exit=True, file=stacks)
-    os.environ.update({"OMP_NUM_THREADS": "1", "WORLD_SIZE": "1"})
+    set_environment({"OMP_NUM_THREADS": "1", **variables})
+    tell_lightning(rank)
     torch.set_num_threads(1)
     try:
         fn, args = pickle.loads(job)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -99,8 +99,7 @@ class Replica:
             with torch.no_grad():
                 next(self.model.parameters()).add_(1.0)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        alone = LocalComm()
-        ranks = Ranks(alone, alone, replica=alone)
+        ranks = Ranks.flat(LocalComm()).coming_and_going()
         self.sync = GradientSync(compressor, describe_parameters(self.model), ranks, torch.device("cpu"), scatter=False)
         self.membership = Membership(elastic, {"model": "small", "rule": rule, **facts})
         self.outer = ElasticOuterSync(
@@ -214,7 +213,16 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def arm(replica: Replica, moment: str, turn: int, end: Callable[[], None] = _die) -> None:
+class Strikable(Protocol):
+    """What `arm` needs: a `Replica`, or something else that has one of its own."""
+
+    outer: ElasticOuterSync
+    membership: Membership
+    turns: list[Any]
+    log: Path | None
+
+
+def arm(replica: Strikable, moment: str, turn: int, end: Callable[[], None] = _die) -> None:
     """At `moment`, the first time that it comes after `turn` turns of this replica, call `end`, once."""
     outer, membership = replica.outer, replica.membership
     armed = [True]
@@ -280,12 +288,16 @@ def _in_confirmation(outer: ElasticOuterSync, strike: Callable[[], None]) -> Non
     confirm = outer._confirm
 
     def struck(comm: Any) -> None:
-        everyone = torch.empty(comm.world_size, 1, dtype=torch.uint8)
         if not outer._prepared or outer.num_turns < 1:
             confirm(comm)
             return
-        pending = comm.all_gather(everyone, torch.ones(1, dtype=torch.uint8))
-        strike()
-        pending.wait()
+
+        def confirmed() -> None:
+            everyone = torch.empty(comm.world_size, 1, dtype=torch.uint8)
+            pending = comm.all_gather(everyone, torch.ones(1, dtype=torch.uint8))
+            strike()
+            pending.wait()
+
+        outer.membership.together(confirmed)
 
     outer._confirm = struck  # type: ignore[method-assign]

@@ -28,7 +28,7 @@ from lowbit_strategy.transformers import attach
 from testing.processes.ranks import run_ranks
 from testing.processes.replicas import Replicas
 from testing.processes.scripts import REPOSITORY, run_script
-from testing.training.accelerated import fresh_state
+from testing.training.accelerated import fresh_state, make, prepared
 from testing.training.comparing import fingerprint
 from testing.training.regression import dataset, mlp
 
@@ -131,6 +131,19 @@ def test_fabric_s_replicas_meet_before_the_first_forward_pass(tmp_path: Path) ->
             run.start(name, train_in_fabric, seed)
         results = run.results("a", "b")
     assert results["a"] == results["b"]  # at the end of a round
+
+
+def _refused(rank: int, world_size: int) -> str:
+    fresh_state()
+    options = LowBitPlugin(shard_size="node", outer=RULE, elastic=Elastic(lighthouse="http://127.0.0.1:1"))
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        prepared(make("fsdp", options))
+    return str(error.value)
+
+
+def test_accelerate_refuses_nodes_of_several_ranks() -> None:
+    errors = run_ranks(_refused, 2, process_group=None)
+    assert all("elastic serves replicas of one process each under Accelerate" in error for error in errors)
 
 
 class StepsNoted(TrainerCallback):

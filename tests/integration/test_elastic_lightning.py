@@ -230,7 +230,7 @@ def test_a_run_that_has_lost_all_its_members_resumes(tmp_path: Path) -> None:
 
 def test_a_replica_of_several_ranks_is_refused() -> None:
     errors = run_ranks(_refused, 2, process_group=None)
-    assert all("elastic serves replicas of one process each, and this one has 2" in error for error in errors)
+    assert all("elastic serves replicas of one process each under DDP, and this one has 2" in error for error in errors)
 
 
 def _refused(rank: int, world_size: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit_strategy.rounds.agreement import NO_HISTORY, Standing, agree, history_after, weights_of
+from lowbit_strategy.rounds.agreement import NO_HISTORY, Standing, agree, history_after, of_replica, weights_of
 
 SETTLED = Standing(clock=5, history=77, prepared=NO_HISTORY, digest=1, steps=20, trained=8, due=1, group=3, position=96)
 NEW = Standing(
@@ -48,6 +48,15 @@ def test_one_who_has_committed_what_the_others_gave_up_gets_their_state() -> Non
     """It was cut off; the others have met since without it and agreed to repeat the turn."""
     agreement = agree([replace(SETTLED, clock=6), COMMITTED, PREPARED])
     assert (agreement.helper, agreement.to_heal, agreement.to_commit) == (0, (1,), ())
+
+
+def test_a_replica_of_several_ranks_is_one_with_the_samples_of_all() -> None:
+    ranks = [replace(SETTLED, digest=1, trained=3, position=90), replace(SETTLED, digest=2, trained=5, position=96)]
+    mine = of_replica(ranks)
+    assert (mine.trained, mine.position, mine.clock, mine.history) == (8, 96, SETTLED.clock, SETTLED.history)
+    assert mine == of_replica(ranks)
+    for other in ([ranks[1], ranks[0]], [ranks[0], replace(ranks[1], digest=3)]):
+        assert mine.digest != of_replica(other).digest
 
 
 def test_other_anchors_after_the_same_turns_are_noticed() -> None:

@@ -55,3 +55,13 @@ def test_an_epoch_is_as_long_whoever_is_there() -> None:
     sampler.go_on(0, 1, 2)
     assert len(sampler) == 50
     assert sum(len(batch[0]) for batch in DataLoader(DATA, batch_size=4, sampler=sampler)) == 50
+
+
+def test_ranks_of_one_replica_share_its_epoch() -> None:
+    samplers = [ElasticSampler(DATA, shuffle=False, rank=rank, num_ranks=3) for rank in range(3)]
+    drawn = [list(sampler) for sampler in samplers]
+    assert [len(each) for each in drawn] == [17, 17, 17]
+    assert sorted(index for each in drawn for index in each) == sorted([*range(50), 0])
+    for rank, sampler in enumerate(samplers):
+        sampler.go_on(51, 3 + rank, 6)  # the second of two replicas
+    assert [next(iter(sampler)) for sampler in samplers] == [4, 5, 6]

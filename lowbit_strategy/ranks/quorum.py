@@ -1,0 +1,210 @@
+"""The conversation with torchft's lighthouse, which knows which replicas are there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import urlparse
+
+from lowbit_strategy.ranks.elastic import Elastic
+
+_HEARTBEAT = timedelta(milliseconds=100)
+_ASK = timedelta(seconds=300)  # of one question to the lighthouse, which takes as long as a round does
+_RETRY_S = 0.2
+_PROBE_S = 5.0
+_NUM_PROBES = 3  # in a row, before the lighthouse counts as lost
+_REMIND_S = 30.0
+
+_log = logging.getLogger("lowbit_strategy")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """What the lighthouse has answered.
+
+    Args:
+        number: Of this set of replicas.
+        round_index: How often the replica that has met others most often has met them.
+        store: Address of that one's store, where all connect.
+        replicas: What each tells of itself, in the order of ranks.
+    """
+
+    number: int
+    round_index: int
+    store: str
+    replicas: list[str]
+
+
+class Registration:
+    """This replica at the lighthouse, as long as its process lives: one per replica, whatever the number of its ranks.
+
+    Args:
+        options: As the user has given them.
+        name: Of this replica, in messages.
+        identity: What it tells of itself.
+        store: Address of its store.
+        address: Of this machine, as the others reach it.
+
+    Raises:
+        ImportError: torchft is not installed.
+        ConnectionError: Nobody answers at the lighthouse's address.
+    """
+
+    def __init__(self, options: Elastic, *, name: str, identity: str, store: str, address: str) -> None:
+        torchft = import_torchft()
+        self._lighthouse, self._name = options.lighthouse_address, name
+        timeout = timedelta(seconds=options.connect_timeout)
+        try:
+            self._server = torchft.coordination.ManagerServer(
+                replica_id=identity,
+                lighthouse_addr=self._lighthouse,
+                hostname=address,
+                bind=f"{address}:0",
+                store_addr=store,
+                world_size=1,
+                heartbeat_interval=_HEARTBEAT,
+                connect_timeout=timeout,
+                quorum_retries=0,
+            )
+        except RuntimeError as error:
+            raise ConnectionError(
+                f"the lighthouse has not answered within {options.connect_timeout:g} s"
+                f" ({str(error).splitlines()[0][:200]}): start one with lowbit lighthouse, and check address, port and"
+                " firewall"
+            ) from error
+        self._client = torchft.coordination.ManagerClient(self._server.address(), connect_timeout=timeout)
+
+    def ask(self, round_index: int, num_failures: int, deadline: Patience) -> Quorum:
+        """Wait until all who live have asked.
+
+        Args:
+            round_index: How often this replica has met others.
+            num_failures: Exchanges that have failed since one has succeeded.
+            deadline: Of the wait for a lighthouse that does not answer.
+
+        Raises:
+            ConnectionError: It does not, for longer than that.
+        """
+        missing = (
+            f"the lighthouse at {self._lighthouse} does not answer: training waits. Start it again at that address:"
+            " lowbit lighthouse"
+        )
+        while True:
+            while not self._lighthouse_listens():
+                deadline.wait(missing)
+            try:
+                found = _interruptible(
+                    lambda: self._client._quorum(
+                        group_rank=0,
+                        step=round_index,
+                        checkpoint_metadata="",
+                        shrink_only=False,
+                        timeout=_ASK,
+                        commit_failures=num_failures,
+                        init_sync=False,
+                    ),
+                    self._lighthouse_listens,
+                )
+                return Quorum(found.quorum_id, found.max_step, found.store_address, list(found.replica_ids))
+            except TimeoutError:
+                _log.info("replica %s: still waiting for the others", self._name)
+            except RuntimeError:  # torchft's client, which gives up at once or not at all
+                deadline.wait(missing)
+
+    def end(self) -> None:
+        """Nobody waits for this replica any more."""
+        with contextlib.suppress(RuntimeError):
+            self._server.shutdown()
+
+    def _lighthouse_listens(self) -> bool:
+        url = urlparse(self._lighthouse)
+        try:
+            with socket.create_connection((url.hostname or "", url.port or 0), timeout=_PROBE_S):
+                return True
+        except OSError:
+            return False
+
+
+class Patience:
+    """Waiting that ends some day, and says now and then what for."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._start: float | None = None
+        self._logged = -_REMIND_S
+
+    def wait(self, what: str) -> None:
+        """Raises:
+        ConnectionError: It has taken too long.
+        """
+        now = time.monotonic()
+        self._start = now if self._start is None else self._start
+        if now - self._start > self._seconds:
+            raise ConnectionError(f"{what}. Given up after {self._seconds:g} s (Elastic(patience=...))")
+        if now - self._start - self._logged >= _REMIND_S:
+            self._logged = now - self._start
+            _log.warning("%s", what)
+        time.sleep(_RETRY_S)
+
+
+def _interruptible(call: Callable[[], T], is_possible: Callable[[], bool]) -> T:
+    """The result of a call that may take long, during which this thread still answers signals.
+
+    Raises:
+        RuntimeError: It has become impossible.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="lowbit_strategy members")
+    thread.start()
+    num_failures = 0
+    while thread.is_alive() and num_failures < _NUM_PROBES:
+        thread.join(1.0)
+        num_failures = 0 if not thread.is_alive() or is_possible() else num_failures + 1
+    if thread.is_alive():
+        raise RuntimeError("there is nobody who could answer")
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def address_towards(lighthouse: str) -> str:
+    """The address from which this machine reaches the lighthouse; nothing is sent."""
+    url = urlparse(lighthouse)
+    assert url.hostname is not None
+    family, kind, protocol, _, target = socket.getaddrinfo(url.hostname, url.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def import_torchft() -> Any:
+    """Raises:
+    ImportError: It is not installed.
+    """
+    os.environ.setdefault("RUST_LOG", "error")  # torchft's own words about every round
+    try:
+        import torchft.coordination
+        import torchft.process_group
+    except ImportError as error:
+        raise ImportError(
+            f"elastic needs torchft, which cannot be imported ({error}): pip install 'lowbit-strategy[elastic]'"
+        ) from error
+    return torchft
