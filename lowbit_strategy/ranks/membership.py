@@ -22,6 +22,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm
+from lowbit_strategy.ranks.connecting import connect_while_alive
 from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.ranks.quorum import Patience, Quorum, Registration, address_towards, import_torchft
 
@@ -112,7 +113,7 @@ class Membership:
         self._facts = {name: str(value) for name, value in facts.items()}
         self._registration: Registration | None = None  # the first rank's
         self.identity = Identity.parse(self._by_first(self._register))
-        self._group = import_torchft().process_group.ProcessGroupGloo(timedelta(seconds=options.connect_timeout))
+        self._group: Any = None  # torchft's, of those who are connected
         self._present: tuple[int, list[str]] | None = None  # who is connected
         self._members: Members | None = None
         self._num_failures = 0  # exchanges, since one has succeeded
@@ -302,7 +303,9 @@ class Membership:
         replicas = tuple(map(Identity.parse, quorum.replicas))
         # a lighthouse that was started again counts from the beginning, and the store keeps old keys
         place = f"lowbit/{quorum.number}/{quorum.round_index}/{self.replica.rank}"
-        self._group.configure(
+        group = import_torchft().process_group.ProcessGroupGloo(timedelta(seconds=self.options.connect_timeout))
+        connect = functools.partial(
+            group.configure,
             f"{quorum.store}/{place}",
             self.identity.name,
             replicas.index(self.identity),
@@ -312,6 +315,8 @@ class Membership:
             self.replica.world_size,
             None,
         )
+        connect_while_alive(connect, (each.store for each in replicas if each != self.identity))
+        self._group = group
         self._backend.set_timeout(timedelta(seconds=self.options.timeout))
         return Members(replicas, MemberComm(self._group.parent))
 
@@ -321,10 +326,11 @@ class Membership:
 
     def _abort(self) -> None:
         """Close all connections, so that whoever waits for this replica learns of it at once."""
-        if self._group._pg is not None:
+        if self._group is not None:
             with contextlib.suppress(RuntimeError):
                 self._backend.abort()
             self._group.abort(errored=False)
+            self._group = None
 
 
 def _short(value: object) -> str:
