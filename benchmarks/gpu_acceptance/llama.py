@@ -80,7 +80,8 @@ class Llama(L.LightningModule):
         if self.mesh_of is None or self.sharded:
             return
         world_size = torch.distributed.get_world_size()
-        mesh = init_device_mesh(self.device.type, (world_size // self.mesh_of, self.mesh_of))
+        shape = (world_size // self.mesh_of, self.mesh_of)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
         policy: MixedPrecisionPolicy = policy_of(str(self.trainer.precision))
         self.to(self.device)
         for block in self.blocks:

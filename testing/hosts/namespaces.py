@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -26,6 +27,7 @@ INTERFACE = "eth0"  # in every host
 _PREFIX = "lowbit"
 _NAME = re.compile(rf"{_PREFIX}-(\d+)-\w+")
 # A burst must hold the largest packet the kernel hands over at once (64 kB); the queue drops nothing that gloo sends.
+_CLONE_NEWNET = 0x40000000  # of sched.h
 _SHAPING = ("burst", "256kb", "latency", "100ms")
 
 
@@ -163,6 +165,25 @@ class SlowNetwork:
                     _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
         return {}
 
+    def cut(self, first: int, second: int | None = None) -> None:
+        """What these two hosts send to each other is lost from now on; without `second`, all that `first` sends and
+        gets. Links must not be far.
+        """
+        if second is None:
+            _ip(self.switch, "link", "set", f"port{first}", "down")
+            return
+        for one, other in ((first, second), (second, first)):
+            nobody = ("lladdr", "02:00:00:00:00:00", "dev", INTERFACE, "nud", "permanent")
+            _ip(self.hosts[one].namespace, "neigh", "replace", self.hosts[other].address, *nobody)
+
+    def mend(self, first: int, second: int | None = None) -> None:
+        """After `cut`."""
+        if second is None:
+            _ip(self.switch, "link", "set", f"port{first}", "up")
+            return
+        for one, other in ((first, second), (second, first)):
+            _ip(self.hosts[one].namespace, "neigh", "del", self.hosts[other].address, "dev", INTERFACE)
+
     def signal_all(self, number: signal.Signals) -> None:
         """Signal every process inside, also those in sessions of their own."""
         for host in self.hosts:
@@ -177,6 +198,18 @@ class SlowNetwork:
         for name in [*(host.namespace for host in self.hosts), self.switch]:
             if name in existing:
                 _remove(name)
+
+
+def enter(namespace: str) -> None:
+    """Move this process into a host. Before it has other threads, which would stay behind.
+
+    Raises:
+        OSError: There is none, or this is not root.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{namespace}") as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
 
 
 def bits_per_second(rate: str) -> float:

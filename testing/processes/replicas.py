@@ -29,6 +29,7 @@ import torch
 
 from lowbit_strategy import Elastic
 from lowbit_strategy.ranks.quorum import import_torchft
+from testing.hosts.namespaces import INTERFACE, Host, SlowNetwork, enter
 from testing.processes.ranks import (
     START_LIMIT_S,
     fork_server,
@@ -52,13 +53,18 @@ class Replicas:
         folder: Of results, errors and output.
         timeout: Seconds in which a run must end, once its processes have started.
         min_replicas: Of every replica.
+        network: Has a host for the lighthouse, and then one for each replica in the order in which they start.
     """
 
-    def __init__(self, folder: Path, *, timeout: float = 90, min_replicas: int = 2) -> None:
+    def __init__(
+        self, folder: Path, *, timeout: float = 90, min_replicas: int = 2, network: SlowNetwork | None = None
+    ) -> None:
         self.folder = folder
         self.timeout = timeout
         self.min_replicas = min_replicas
         self.port = free_port()
+        self._hosts = iter([] if network is None else network.hosts)
+        self._first: Host | None = next(self._hosts, None)
         self.processes: dict[str, BaseProcess] = {}
         self._lighthouse: BaseProcess | None = None
 
@@ -77,8 +83,17 @@ class Replicas:
 
     def light(self) -> None:
         """Start the lighthouse, where it was before."""
-        self._lighthouse = fork_server().Process(target=_lighthouse, args=(self.port, str(self.folder)))
+        given = (self._address, self._namespace(self._first), str(self.folder))
+        self._lighthouse = fork_server().Process(target=_lighthouse, args=given)
         self._lighthouse.start()
+
+    @property
+    def _address(self) -> str:
+        return f"{'127.0.0.1' if self._first is None else self._first.address}:{self.port}"
+
+    @staticmethod
+    def _namespace(host: Host | None) -> str:
+        return "" if host is None else host.namespace
 
     def darken(self) -> None:
         """The lighthouse is lost."""
@@ -89,7 +104,7 @@ class Replicas:
 
     def elastic(self, name: str, **options: Any) -> Elastic:
         given = {"timeout": TIMEOUT_S, "connect_timeout": 5.0, "patience": 60.0, "min_replicas": self.min_replicas}
-        return Elastic(lighthouse=f"http://127.0.0.1:{self.port}", name=name, **(given | options))
+        return Elastic(lighthouse=f"http://{self._address}", name=name, **(given | options))
 
     def start(
         self, name: str, fn: Callable[..., Any], *args: Any, held: bool = False, num_ranks: int = 1, **options: Any
@@ -108,11 +123,14 @@ class Replicas:
         of_fn = {key: options.pop(key) for key in list(options) if key not in known}
         job = pickle.dumps((functools.partial(fn, **of_fn), (self.elastic(name, **options), *args)))
         port = str(free_port()) if num_ranks > 1 else ""
+        namespace = self._namespace(next(self._hosts, None))
         for rank, key in enumerate(ranks_of(name, num_ranks)):
             for kind in ("result", "error", "ready", "go"):
                 (self.folder / f"{key}.{kind}").unlink(missing_ok=True)
             variables = rank_variables(rank, num_ranks, port) if num_ranks > 1 else {"WORLD_SIZE": "1"}
-            given = (key, str(self.folder), job, self.timeout, held, rank, variables)
+            if namespace:
+                variables["GLOO_SOCKET_IFNAME"] = INTERFACE
+            given = (key, str(self.folder), job, self.timeout, held, rank, variables, namespace)
             self.processes[key] = fork_server().Process(target=_main, args=given)
             self.processes[key].start()
 
@@ -163,11 +181,13 @@ class Replicas:
         )
 
 
-def _lighthouse(port: int, folder: str) -> None:
+def _lighthouse(address: str, namespace: str, folder: str) -> None:
+    if namespace:
+        enter(namespace)
     redirect_output(Path(folder) / "lighthouse.output")
     os.environ["RUST_LOG"] = "info"
     server = import_torchft().coordination.LighthouseServer(
-        bind=f"127.0.0.1:{port}",
+        bind=address,
         min_replicas=1,
         join_timeout_ms=20_000,
         heartbeat_timeout_ms=round(1000 * HEARTBEAT_S),
@@ -189,7 +209,10 @@ def _main(
     held: bool,
     rank: int,
     variables: dict[str, str | None],
+    namespace: str,
 ) -> None:
+    if namespace:
+        enter(namespace)
     folder = Path(folder_name)
     redirect_output(folder / f"{name}.output")
     stacks = (folder / f"{name}.stacks").open("w")
