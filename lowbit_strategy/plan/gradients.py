@@ -190,15 +190,19 @@ def working_nbytes(
             row_numel = specs[name].cut(world_size, method.block_size, scatter=scatter).row_numel
             longest = max(longest, row_numel, min(run, world_size * row_numel))
     return longest * _WORKING_NBYTES + max(
-        (round(_reducing_nbytes(methods, specs, names)) for names in at_once), default=0
+        (round(_reducing_nbytes(methods, specs, names, scatter=scatter)) for names in at_once), default=0
     )
 
 
-def _reducing_nbytes(methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], names: Sequence[str]) -> float:
+def _reducing_nbytes(
+    methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], names: Sequence[str], *, scatter: bool
+) -> float:
+    copied = 4 if scatter else 0  # rows of several ranks are put together first
     found: dict[Method, float] = {}
     for name in names:
-        if isinstance(method := methods[name], Reducer):
-            found[method] = found.get(method, 0.0) + method.temporary_nbytes * specs[name].numel
+        if isinstance(method := methods[name], Reducer) and method.temporary_nbytes:
+            nbytes = (method.temporary_nbytes + copied) * specs[name].numel
+            found[method] = found.get(method, 0.0) + nbytes
     return max(found.values(), default=0.0)
 
 
@@ -213,11 +217,10 @@ def intra_node_memory(numel: int, itemsize: int, shape: Shape, layout: Layout) -
     """
     whole = shape.num_parts * numel * itemsize
     piece = min(whole, MESSAGE_NBYTES)
-    if layout == "hsdp":  # FSDP2 has the mean, and what is sent unless it is cut
-        return piece if piece == whole else 2 * piece
-    if layout == "ddp":
-        return whole + (piece if piece == whole else 2 * piece) + whole // shape.num_parts
-    return 2 * piece + whole // shape.num_parts
+    pieces = piece if piece == whole else 2 * piece  # what is sent as one lies where the framework has it
+    if layout == "hsdp":  # FSDP2 has the mean
+        return pieces
+    return pieces + whole // shape.num_parts + (whole if layout == "ddp" else 0)
 
 
 def gradient_unit(

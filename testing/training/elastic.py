@@ -90,11 +90,12 @@ class Replica:
         rule: OuterRule = RULE,
         compressor: Compressor = COMPRESSOR,
         facts: Mapping[str, object] = MappingProxyType({}),
+        model: nn.Module | None = None,
     ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
         assert elastic.name is not None
         self.name = elastic.name
-        self.model = net()
+        self.model = net() if model is None else model
         if self.name != "a":  # whoever joins has other weights
             with torch.no_grad():
                 next(self.model.parameters()).add_(1.0)
@@ -160,17 +161,21 @@ def train_without(rank: int, world_size: int, steps: int, rule: OuterRule = RULE
     """The same training by ranks that stay, as `Replica.run`."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ranks = Ranks.flat(GroupComm())
-    sync = GradientSync(COMPRESSOR, describe_parameters(model), ranks, torch.device("cpu"), scatter=False)
-    buffers = functools.partial(_buffers, model)
-    outer = OuterSync(sync, dict(model.named_parameters()), rule, buffers=buffers)
+    outer = outer_without(model, rule)
     losses = []
     for step in range(steps):
         losses.append(local_step(model, optimizer, "abc"[rank], step))
         outer.after_step(0.1)
     outer.finish()
     weights = [param.detach().clone() for param in model.parameters()]
-    return Trained(losses=losses, weights=weights, sent=ranks.peers.sent_nbytes)
+    return Trained(losses=losses, weights=weights, sent=outer.sync.ranks.peers.sent_nbytes)
+
+
+def outer_without(model: nn.Module, rule: OuterRule) -> OuterSync:
+    """Local steps of ranks that stay."""
+    ranks = Ranks.flat(GroupComm())
+    sync = GradientSync(COMPRESSOR, describe_parameters(model), ranks, torch.device("cpu"), scatter=False)
+    return OuterSync(sync, dict(model.named_parameters()), rule, buffers=functools.partial(_buffers, model))
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
