@@ -5,12 +5,13 @@ A replica that joins in the middle: with an inner optimizer of its own, or with 
     python -m benchmarks.elastic_loss --json benchmarks/results/elastic_loss.json
 
 Three replicas of a small model train with AdamW and local steps, in one process; half-way a fourth one gets the anchor
-and begins to count. Same weights, same batches, three seeds. Reported is the validation loss of the anchor over that of
-the run in which nobody joins, after the newcomer's first rounds and at the end, in per cent.
+and begins to count. Learning rates fall to zero. Same weights, same batches, three seeds. Reported is the validation
+loss of the anchor over that of the run in which nobody joins, after the newcomer's first rounds and at the end, in per
+cent.
 
-Faults: of four replicas one is lost in every second round, with what it has trained in it, and another one comes, with
-an inner optimizer of its own, and counts from its first whole round. Reported is the validation loss over that of four
-that stay and train with as many samples.
+Faults: of four replicas one is lost in every second round, with what it has trained in it, and another one comes, and
+counts from its first whole round. Reported is the validation loss over that of four that stay and train with as many
+samples.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Literal
@@ -40,13 +42,17 @@ class Worker:
 
     def __init__(self, kind: str, rank: int, seed: int) -> None:
         torch.manual_seed(seed)
+        self.kind = kind
         self.model = make_model(kind, CONTEXT)
         rate = LEARNING_RATES[kind]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
         self.order = torch.Generator().manual_seed(1000 * seed + rank)
         self.text = text_of(kind, "train")
 
-    def train(self) -> None:
+    def train(self, share_left: float) -> None:
+        """One round; the learning rate falls as a cosine to zero."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = LEARNING_RATES[self.kind] * 0.5 * (1 - math.cos(math.pi * share_left))
         for _ in range(EVERY):
             starts = torch.randint(self.text.numel() - CONTEXT - 1, (BATCH,), generator=self.order)
             self.optimizer.zero_grad()
@@ -77,25 +83,27 @@ def run(kind: str, joins: Joins, seed: int) -> tuple[float, float]:
             workers.append(Worker(kind, REPLICAS, seed))
             if joins == "inherited":
                 workers[-1].optimizer.load_state_dict(copy.deepcopy(workers[0].optimizer.state_dict()))
-        turn(anchor, outer, workers)
+        turn(anchor, outer, workers, 1 - round_index / ROUNDS)
         if round_index + 1 in (ROUNDS // 2 + FIRST, ROUNDS):
             losses.append(validation_loss(anchor, kind))
     return losses[0], losses[1]
 
 
-def with_faults(kind: str, seed: int) -> tuple[float, int]:
+def with_faults(kind: str, seed: int, *, inherits: bool) -> tuple[float, int]:
     """The validation loss, and how many rounds of one replica have counted."""
     workers = [Worker(kind, rank, seed) for rank in range(4)]
     anchor = copy.deepcopy(workers[0].model)
     outer = DiLoCo(every=EVERY).optimizer(list(anchor.parameters()))
     counted = 0
-    for round_index in range(2 * ROUNDS):
+    for round_index in range(2 * ROUNDS + 1):  # the last one has all four, as it has without faults
         lost = workers[round_index // 2 % 4] if round_index % 2 else None
         present = [worker for worker in workers if worker is not lost]
-        turn(anchor, outer, present)
+        turn(anchor, outer, present, 1 - round_index / (2 * ROUNDS + 1))
         counted += len(present)
         if lost is not None:
-            workers[workers.index(lost)] = Worker(kind, 4 + round_index, seed)
+            comes = workers[workers.index(lost)] = Worker(kind, 4 + round_index, seed)
+            if inherits:
+                comes.optimizer.load_state_dict(copy.deepcopy(present[0].optimizer.state_dict()))
     return validation_loss(anchor, kind), counted
 
 
@@ -103,16 +111,16 @@ def undisturbed(kind: str, seed: int, counted: int) -> float:
     workers = [Worker(kind, rank, seed) for rank in range(4)]
     anchor = copy.deepcopy(workers[0].model)
     outer = DiLoCo(every=EVERY).optimizer(list(anchor.parameters()))
-    for _ in range(counted // 4):
-        turn(anchor, outer, workers)
+    for round_index in range(counted // 4):
+        turn(anchor, outer, workers, 1 - round_index / (counted // 4))
     return validation_loss(anchor, kind)
 
 
-def turn(anchor: nn.Module, outer: torch.optim.Optimizer, workers: list[Worker]) -> None:
+def turn(anchor: nn.Module, outer: torch.optim.Optimizer, workers: list[Worker], share_left: float) -> None:
     """A round of local steps of each, and the outer step with their mean."""
     for worker in workers:
         worker.model.load_state_dict(anchor.state_dict())
-        worker.train()
+        worker.train(share_left)
     for shared, *own in zip(anchor.parameters(), *(worker.model.parameters() for worker in workers), strict=True):
         shared.grad = shared.detach() - torch.stack([param.detach() for param in own]).mean(0)
     outer.step()
@@ -137,11 +145,12 @@ def main() -> None:
                 ours = run(kind, joins, seed)  # type: ignore[arg-type]
                 found[joins].append((100 * (ours[0] / alone[0] - 1), 100 * (ours[1] / alone[1] - 1)))
         report[kind] = {joins: [summary(list(c)) for c in zip(*gaps, strict=True)] for joins, gaps in found.items()}
-        disturbed = []
-        for seed in range(options.seeds):
-            loss, counted = with_faults(kind, seed)
-            disturbed.append(100 * (loss / undisturbed(kind, seed, counted) - 1))
-        report[kind]["faults"] = [summary(disturbed)]
+        for inherits in (False, True):
+            disturbed = []
+            for seed in range(options.seeds):
+                loss, counted = with_faults(kind, seed, inherits=inherits)
+                disturbed.append(100 * (loss / undisturbed(kind, seed, counted) - 1))
+            report[kind]["faults, inherited" if inherits else "faults, own"] = [summary(disturbed)]
         print(kind, report[kind], flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
