@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -18,7 +19,7 @@ from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.shape import Shape
 
 SHARE_OF_DEVICE = 8  # compression may keep one part in so many of the smallest GPU's memory, unless `memory=` is given
-
+FEWEST_PEERS = 4  # among fewer, random rounding without a residual has more noise than was measured
 
 GATHERED_AGAIN = "none in loss, weights travel twice per step"
 NO_RESIDUAL = "within 0.3 % in loss where it was measured"
@@ -94,15 +95,18 @@ def choices(
         changes.append("weights are gathered again in backward instead of kept as codes")
         costs = GATHERED_AGAIN
         yield choice(compressor, weights, setup, "; ".join(changes), costs)
-    if isinstance(compressor, LoCo) and compressor.residual == "int8" and _is_measured(compressor):
+    if _loss_is_measured(compressor, setup.shape):
         changes.append("no residual is kept")
         costs = "; ".join(filter(None, (costs, NO_RESIDUAL)))
         yield choice(replace(compressor, residual="none"), weights, setup, "; ".join(changes), costs)
 
 
-def _is_measured(compressor: LoCo) -> bool:
+def _loss_is_measured(compressor: Compressor, shape: Shape) -> TypeGuard[LoCo]:
     """Whether it is known what the compressor loses without its residual: benchmarks/LOG.md."""
-    return compressor.codebook == "uniform" and compressor.bits >= 4
+    if not isinstance(compressor, LoCo) or compressor.residual != "int8":
+        return False
+    codebooks = {compressor.codebook, compressor.return_codebook or compressor.codebook}
+    return codebooks == {"uniform"} and compressor.bits >= 4 and shape.num_peers >= FEWEST_PEERS
 
 
 def choice(
@@ -140,8 +144,8 @@ def choose(found: Sequence[Choice], room_nbytes: int, limit_nbytes: int) -> Choi
     if smallest.total > limit_nbytes:
         raise ValueError(
             f"compression would keep {found[0].arithmetic()} on every rank, at least {smallest.arithmetic()}, and"
-            f" {_gb(limit_nbytes)} are allowed: use weights='exact', HSDP"
-            " (shard_size='node') or nodes of several ranks, which divide residuals, or allow more with memory="
+            f" {_gb(limit_nbytes)} are allowed: use weights='exact', HSDP (shard_size='node') or nodes of several"
+            " ranks, which divide residuals, LoCo(residual='none'), or allow more with memory="
         )
     return smallest
 

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,11 +22,12 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm
-from lowbit_strategy.ranks.connecting import connect_while_alive
 from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.ranks.quorum import Patience, Quorum, Registration, address_towards, import_torchft
+from lowbit_strategy.ranks.watched import has_ended, watched
 
 _FACTS = "lowbit_strategy/facts"
+_LOOK_S = 0.5  # whether those still live to whom this one connects
 
 _log = logging.getLogger("lowbit_strategy")
 T = TypeVar("T")
@@ -315,7 +316,8 @@ class Membership:
             self.replica.world_size,
             None,
         )
-        connect_while_alive(connect, (each.store for each in replicas if each != self.identity))
+        others = [each.store for each in replicas if each != self.identity]
+        watched(connect, functools.partial(_who_has_ended, others), every=_LOOK_S)
         self._group = group
         self._backend.set_timeout(timedelta(seconds=self.options.timeout))
         return Members(replicas, MemberComm(self._group.parent))
@@ -331,6 +333,11 @@ class Membership:
                 self._backend.abort()
             self._group.abort(errored=False)
             self._group = None
+
+
+def _who_has_ended(addresses: Sequence[str]) -> str:
+    ended = next(filter(has_ended, addresses), None)
+    return "" if ended is None else f"nobody listens at {ended} any more"
 
 
 def _short(value: object) -> str:

@@ -6,25 +6,23 @@ import contextlib
 import logging
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlparse
 
 from lowbit_strategy.ranks.elastic import Elastic
+from lowbit_strategy.ranks.watched import answers, watched
 
 _HEARTBEAT = timedelta(milliseconds=100)
 _ASK = timedelta(seconds=300)  # of one question to the lighthouse, which takes as long as a round does
 _RETRY_S = 0.2
-_PROBE_S = 5.0
+_PROBE_S = 1.0
 _NUM_PROBES = 3  # in a row, before the lighthouse counts as lost
 _REMIND_S = 30.0
 
 _log = logging.getLogger("lowbit_strategy")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ class Registration:
             while not self._lighthouse_listens():
                 deadline.wait(missing)
             try:
-                found = _interruptible(
+                found = watched(
                     lambda: self._client._quorum(
                         group_rank=0,
                         step=round_index,
@@ -112,7 +110,9 @@ class Registration:
                         commit_failures=num_failures,
                         init_sync=False,
                     ),
-                    self._lighthouse_listens,
+                    lambda: "" if self._lighthouse_listens() else missing,
+                    every=_PROBE_S,
+                    num_looks=_NUM_PROBES,
                 )
                 return Quorum(found.quorum_id, found.max_step, found.store_address, list(found.replica_ids))
             except TimeoutError:
@@ -127,11 +127,7 @@ class Registration:
 
     def _lighthouse_listens(self) -> bool:
         url = urlparse(self._lighthouse)
-        try:
-            with socket.create_connection((url.hostname or "", url.port or 0), timeout=_PROBE_S):
-                return True
-        except OSError:
-            return False
+        return answers(url.hostname or "", url.port or 0)
 
 
 class Patience:
@@ -154,34 +150,6 @@ class Patience:
             self._logged = now - self._start
             _log.warning("%s", what)
         time.sleep(_RETRY_S)
-
-
-def _interruptible(call: Callable[[], T], is_possible: Callable[[], bool]) -> T:
-    """The result of a call that may take long, during which this thread still answers signals.
-
-    Raises:
-        RuntimeError: It has become impossible.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name="lowbit_strategy members")
-    thread.start()
-    num_failures = 0
-    while thread.is_alive() and num_failures < _NUM_PROBES:
-        thread.join(1.0)
-        num_failures = 0 if not thread.is_alive() or is_possible() else num_failures + 1
-    if thread.is_alive():
-        raise RuntimeError("there is nobody who could answer")
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def address_towards(lighthouse: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,18 @@ def full(tensor: Tensor) -> Tensor:
 
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:
     return {name: full(param) for name, param in module.named_parameters()}
+
+
+def outcome(made: Any, model: Any) -> dict[str, Any]:
+    """Of a `Regression` that a Lightning trainer has fitted with one of our strategies."""
+    sync = made.strategy.sync
+    assert sync is not None
+    return {
+        "losses": model.losses,
+        "print": fingerprint(model),
+        "sent": sync.ranks.peers.sent_nbytes,
+        "compressor": type(sync.compressor).__name__,
+    }
 
 
 def fingerprint(module: nn.Module) -> int:

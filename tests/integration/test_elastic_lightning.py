@@ -22,7 +22,7 @@ from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
 from lowbit_strategy.telemetry.run_record import read_record
 from testing.processes.ranks import run_ranks
 from testing.processes.replicas import Replicas
-from testing.training.comparing import fingerprint
+from testing.training.comparing import fingerprint, outcome
 from testing.training.regression import ByStep, Regression, dataset, trainer
 
 RULE = DiLoCo(every=5, momentum=0.5)
@@ -49,10 +49,7 @@ def fit(elastic: Elastic | None, rank: int, steps: int) -> dict[str, Any]:
     model = ByName(rank)
     made = trainer(strategy(elastic), max_steps=steps)
     made.fit(model, DataLoader(dataset(), batch_size=4))
-    assert made.strategy.sync is not None
-    sent = made.strategy.sync.ranks.peers.sent_nbytes
-    kind = type(made.strategy.sync.compressor).__name__
-    return {"losses": model.losses, "print": fingerprint(model), "sent": sent, "compressor": kind}
+    return outcome(made, model)
 
 
 def fit_as_rank(rank: int, world_size: int, steps: int) -> dict[str, Any]:

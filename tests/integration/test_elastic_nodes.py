@@ -28,7 +28,7 @@ from lowbit_strategy.lightning import CompressionMonitor, LowBitFSDPStrategy
 from lowbit_strategy.telemetry.run_record import read_record
 from testing.processes.ranks import run_ranks
 from testing.processes.replicas import Replicas, ranks_of
-from testing.training.comparing import fingerprint
+from testing.training.comparing import fingerprint, outcome
 from testing.training.elastic import arm
 from testing.training.regression import MIN_SHARD_NUMEL, ByStep, Regression, dataset, mlp, trainer
 
@@ -59,10 +59,7 @@ def fit(elastic: Elastic | None, first_rank: int, steps: int) -> dict[str, Any]:
     model = ByPlace(first_rank + int(os.environ["RANK"]))
     made = trainer(strategy(elastic), max_steps=steps)
     made.fit(model, DataLoader(dataset(), batch_size=4))
-    assert made.strategy.sync is not None
-    sent = made.strategy.sync.ranks.peers.sent_nbytes
-    kind = type(made.strategy.sync.compressor).__name__
-    return {"losses": model.losses, "print": fingerprint(model), "sent": sent, "compressor": kind}
+    return outcome(made, model)
 
 
 def fit_as_rank(rank: int, world_size: int, steps: int) -> dict[str, Any]:

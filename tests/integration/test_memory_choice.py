@@ -64,7 +64,7 @@ def limited(folder: Path) -> Facts:
     return facts
 
 
-@scenarios(limited)
+@scenarios(limited, world_size=4)
 def test_less_is_kept_and_the_loss_stays(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank[None]["residual"] > 0.9

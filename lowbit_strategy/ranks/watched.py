@@ -1,0 +1,70 @@
+"""Calls that wait for others, and are given up once those can no longer answer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+_ANSWER_S = 5.0
+_REFUSAL_S = 1.0  # comes at once, if it comes
+
+T = TypeVar("T")
+
+
+def watched(call: Callable[[], T], why_not: Callable[[], str], *, every: float, num_looks: int = 1) -> T:
+    """The result of `call`, during which this thread still answers signals.
+
+    It runs in a thread of its own. What is given up goes on until its own timeout, so that nothing of it may be used
+    again.
+
+    Args:
+        call: May take long.
+        why_not: Why nobody can answer any more; empty: somebody can.
+        every: Seconds between two looks.
+        num_looks: So many in a row must find a reason.
+
+    Raises:
+        RuntimeError: Nobody can answer any more.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="lowbit_strategy members")
+    thread.start()
+    reasons: list[str] = []
+    while len(reasons) < num_looks:
+        thread.join(every)
+        if not thread.is_alive():
+            if errors:
+                raise errors[0]
+            return results[0]
+        reason = why_not()
+        reasons = [*reasons, reason] if reason else []
+    raise RuntimeError(reasons[-1])
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether somebody listens there whom this machine reaches."""
+    return _failure(host, port, _ANSWER_S) is None
+
+
+def has_ended(address: str) -> bool:
+    """Whether its system says that nobody listens at ``host:port``; one that does not answer may be slow."""
+    host, _, port = address.rpartition(":")
+    return isinstance(_failure(host, int(port), _REFUSAL_S), ConnectionRefusedError)
+
+
+def _failure(host: str, port: int, timeout: float) -> OSError | None:
+    try:
+        socket.create_connection((host, port), timeout=timeout).close()
+    except OSError as error:
+        return error
+    return None
