@@ -34,7 +34,7 @@ from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.accelerate.adaptive_binding import AdaptiveBinding
 from lowbit_strategy.accelerate.options import PluginOptions
 from lowbit_strategy.accelerate.patches import keep_fsdp_on_cpu
-from lowbit_strategy.accelerate.replica import ReplicaBinding, make_own_group, refuse_shards
+from lowbit_strategy.accelerate.replica import ReplicaBinding, make_own_group
 from lowbit_strategy.accelerate.support import check_accelerator, choose_shard_size
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, attach_replica, warn_of_one_rank
 from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optimizers
@@ -229,8 +229,6 @@ class Binding:
                 warn_of_one_rank()
             self._warned_of_one_rank = True
             return prepare_it(model)
-        if self._modules:
-            raise ValueError("elastic serves one model per Accelerator: give a second one an Accelerator of its own")
         make_own_group()
         prepared = self._agree(model, scatter=False)
         wrapped = prepare_it(model)
@@ -248,8 +246,6 @@ class Binding:
         if not models or known is not None:
             self._revive(known)
             return original(*args)
-        if self.replica is not None:
-            refuse_shards()
         prepared = self._agree(models[0], scatter=True)
         result = original(*args)
         module = _inner(next(obj for obj in result if isinstance(obj, nn.Module)))
@@ -274,6 +270,8 @@ class Binding:
             self.sessions = sorted([*self.sessions, session], key=lambda each: self._numbers[each])
 
     def _agree(self, model: nn.Module, *, scatter: bool) -> Prepared:
+        if self.replica is not None and self._modules:
+            raise ValueError("elastic serves one model per Accelerator: give a second one an Accelerator of its own")
         prepared = prepare(model, self.plugin.compressor, self._options, scatter=scatter)
         accumulation = {"gradient_accumulation_steps": self.accelerator.gradient_accumulation_steps}
         handshake(plain("controller", self.plugin.controller) | plain("monitor", self.plugin.monitor) | accumulation)

@@ -1,4 +1,4 @@
-"""An accelerator's process as one of the replicas that come and go: its own group, its samples, the others' steps."""
+"""An accelerator as one of the replicas that come and go: its group, its samples, the others' steps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ class ReplicaBinding:
         return all(session.replica is None or session.replica.leads for session in self._sessions())
 
     def with_own_samples(self, loader: Any) -> Any:
-        """In the place of a loader that is about to be prepared: if it shuffles, replicas get different samples."""
+        """In the place of a loader that is about to be prepared: if it shuffles, replicas get different samples.
+
+        Accelerate divides a replica's samples among its ranks.
+        """
         sampler = getattr(loader, "sampler", None)
         if not isinstance(loader, DataLoader) or not isinstance(sampler, RandomSampler):
             return loader
@@ -99,17 +102,9 @@ def make_own_group() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def refuse_shards() -> None:
-    """Raises:
-    ValueError: Always: several ranks would have to share a replica's samples.
-    """
-    raise ValueError(
-        "elastic serves replicas of one process each under Accelerate: give num_processes: 1, or use Lightning or"
-        ' Fabric for nodes that share one model (shard_size="node")'
-    )
-
-
 def _log_steps(steps: int) -> None:
+    if steps == 0:
+        return
     _log.warning(
         "lowbit_strategy: this replica goes on where the others are, after optimizer step %d: let your loop go by"
         " accelerator.lowbit.sync.step_index, and bring schedules there in accelerator.lowbit.replica.on_healed",

@@ -228,7 +228,7 @@ class ElasticOuterSync(OuterSync):
         self._count_from(agreement.steps)
         self.weights = weights_of([each.trained for each in standings])
         if self.data is not None:
-            self.data.go_on(agreement.position, self.sync.ranks.rank, self.sync.ranks.world_size)
+            self.data.go_on(agreement.position, members.comm.rank, members.comm.world_size)
         self._log_changes(members, time.perf_counter() - start)
         return agreement.exchanges
 
@@ -334,7 +334,7 @@ class ElasticOuterSync(OuterSync):
             return
         self._clock, self._history = saved["clock"], saved["history"]
         if self.data is not None:
-            self.data.go_on(saved["position"], self.sync.ranks.world.rank, self.sync.ranks.world.world_size)
+            self.data.go_on(saved["position"], 0, 1)
         if own:
             self._trained, self._marks = saved["trained"], list(saved["marks"])
 

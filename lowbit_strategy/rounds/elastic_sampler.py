@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, DistributedSampler
 class ElasticSampler(DistributedSampler[int]):
     """Gives the replicas of an elastic run different samples of one stream: permutation after permutation of a dataset.
 
-    All replicas know how far the stream has been used when they meet. From there rank r of W takes every W-th
+    All replicas know how far the stream has been used when they meet. From there rank r of all W takes every W-th
     sample, beginning with number r, until they meet again; then the stream goes on behind the farthest one. Nothing is
     repeated. What a slower replica has left out of a round, and what one had when it was lost, is not made up for.
 
@@ -24,7 +24,8 @@ class ElasticSampler(DistributedSampler[int]):
         shuffle: Permute it, otherwise as it is.
         seed: Of the permutations; the same on all replicas.
         rank: This one's inside of its replica.
-        num_ranks: Of the replica.
+        num_ranks: Of the replica. 1, on all of them, where somebody else divides its samples among them, as Accelerate
+            does.
 
     Attributes:
         on_begin: Called before the first sample of an epoch is drawn.
@@ -57,15 +58,16 @@ class ElasticSampler(DistributedSampler[int]):
         """How far the stream has been used, as far as this replica knows."""
         return self._start + self._drawn * self._world_size
 
-    def go_on(self, start: int, rank: int, world_size: int) -> None:
+    def go_on(self, start: int, place: int, num_members: int) -> None:
         """Members have met.
 
         Args:
             start: How far the stream has been used.
-            rank: This one's, among all of all replicas.
-            world_size: How many those are.
+            place: This replica's, among all.
+            num_members: How many replicas there are.
         """
-        self._start, self._drawn, self._rank, self._world_size = start, 0, rank, world_size
+        self._start, self._drawn = start, 0
+        self._rank, self._world_size = place * self.num_replicas + self.rank, num_members * self.num_replicas
 
     def _sample(self, at: int) -> int:
         number, place = divmod(at, self._size)

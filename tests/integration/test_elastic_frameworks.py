@@ -1,11 +1,8 @@
-"""Replicas that come and go under Accelerate, the HF Trainer and Fabric, each a world of one process."""
+"""Replicas that come and go under Accelerate and Fabric, each a world of one process."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,18 +14,16 @@ from accelerate import Accelerator
 from lightning.fabric import Fabric
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 pytest.importorskip("torchft", reason="the extra elastic is not installed")
 
 from lowbit_strategy import DiLoCo, Elastic, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.fabric import LowBitDDPStrategy
-from lowbit_strategy.transformers import attach
-from testing.processes.ranks import run_ranks
+from testing.processes.ranks import free_port, run_ranks
 from testing.processes.replicas import Replicas
 from testing.processes.scripts import REPOSITORY, run_script
-from testing.training.accelerated import fresh_state, make, prepared
+from testing.training.accelerated import fresh_state
 from testing.training.comparing import fingerprint
 from testing.training.regression import dataset, mlp
 
@@ -133,141 +128,40 @@ def test_fabric_s_replicas_meet_before_the_first_forward_pass(tmp_path: Path) ->
     assert results["a"] == results["b"]  # at the end of a round
 
 
-def _refused(rank: int, world_size: int) -> str:
-    fresh_state()
-    options = LowBitPlugin(shard_size="node", outer=RULE, elastic=Elastic(lighthouse="http://127.0.0.1:1"))
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        prepared(make("fsdp", options))
-    return str(error.value)
-
-
-def test_accelerate_refuses_nodes_of_several_ranks() -> None:
-    errors = run_ranks(_refused, 2, process_group=None)
-    assert all("elastic serves replicas of one process each under Accelerate" in error for error in errors)
-
-
-class StepsNoted(TrainerCallback):
-    """Writes down the step for the test, which kills by it."""
-
-    def __init__(self, path: Path, dies_at: int | None) -> None:
-        self.path, self.dies_at = path, dies_at
-        self.steps: list[int] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps.append(state.global_step)
-        self.path.write_text(str(state.global_step))
-        time.sleep(0.03)
-        if state.global_step == self.dies_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Noted(LlamaForCausalLM):
-    """It keeps what it has seen in training."""
-
-    def forward(self, input_ids: Any = None, labels: Any = None, **given: Any) -> Any:
-        if self.training:
-            self.seen = [*getattr(self, "seen", []), *input_ids[:, 0].tolist()]
-        return super().forward(input_ids=input_ids, labels=labels, **given)
-
-
-def fit(elastic: Elastic, folder: Path, dies_at: int | None = None, resume: str | None = None) -> dict[str, Any]:
-    assert elastic.name is not None
-    fresh_state()
-    set_seed(ord(elastic.name))
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-    )
-    rows = (torch.arange(960)[:, None] + torch.arange(8)) % 1024  # the first token is the sample's number
-    args = TrainingArguments(
-        str(folder / elastic.name),
-        max_steps=50 if resume is None else 60,
-        use_cpu=True,
-        per_device_train_batch_size=4,
-        save_steps=10,
-        logging_steps=10,
-        learning_rate=1e-2,
-        lr_scheduler_type="linear",
-        disable_tqdm=True,
-        report_to="none",
-    )
-    steps_noted = StepsNoted(folder / f"{elastic.name}.steps", dies_at)
-    model = Noted(config)
-    made = Trainer(
-        model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows], callbacks=[steps_noted]
-    )
-    attach(made, plugin(elastic))
-    made.train(resume_from_checkpoint=resume)
-    assert made.lr_scheduler is not None
-    return {
-        "print": fingerprint(model),
-        "steps": steps_noted.steps,
-        "seen": model.seen,
-        "schedule": made.lr_scheduler.last_epoch,
-        "saved": sorted(path.name for path in (folder / elastic.name).glob("checkpoint-*")),
-        "last": made.state.global_step,
-    }
-
-
-def step_of(folder: Path, name: str) -> int:
-    path = folder / f"{name}.steps"
-    return int(path.read_text() or 0) if path.exists() else 0
-
-
-def test_a_trainer_is_lost_and_another_comes_into_the_others_step(tmp_path: Path) -> None:
-    with Replicas(tmp_path) as run:
-        for name in "abc":
-            run.start(name, fit, tmp_path, 12 if name == "b" else None, held=True)
-        run.release("a", "b")
-        run.wait_for(lambda: step_of(tmp_path, "b") >= 9, "nine steps")
-        run.release("c")
-        results = run.results("a", "c")
-        a, c = results["a"], results["c"]
-        assert a["print"] == c["print"]
-        assert a["last"] == c["last"] == a["steps"][-1] == c["steps"][-1] == 50
-        assert c["steps"][0] > 9  # and not 1
-        assert a["schedule"] == c["schedule"] == 50
-        together = c["steps"][0]
-        assert not set(a["seen"][4 * together :]) & set(c["seen"])
-        assert a["saved"] == [f"checkpoint-{step}" for step in (10, 20, 30, 40, 50)]
-        assert c["saved"] == []  # the lowest one writes
-    with Replicas(tmp_path / "again") as run:
-        for name in "ac":
-            run.start(name, fit, tmp_path / "again", resume=str(tmp_path / "a" / "checkpoint-40"))
-        resumed = run.results("a", "c")
-    assert resumed["a"]["print"] == resumed["c"]["print"]
-    assert resumed["a"]["steps"][0] == 41
-    assert resumed["a"]["schedule"] == 60
-
-
 SCRIPT = REPOSITORY / "tests" / "integration" / "scripts" / "replica.py"
 LAUNCH = ["-c", "from lowbit_strategy.cli import main; main()", "launch"]
 
 
-def test_launched_with_a_section(tmp_path: Path) -> None:
+SHARDED = {
+    "distributed_type": "FSDP",
+    "num_processes": 2,
+    "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_reshard_after_forward": True},
+}
+
+
+@pytest.mark.parametrize("is_node", [False, True])
+def test_launched_with_a_section(tmp_path: Path, is_node: bool) -> None:
     """`lowbit launch` as on two machines, of a script that knows nothing of replicas."""
     with Replicas(tmp_path) as run:
 
-        def launch(name: str) -> dict[str, Any]:
+        def launch(name: str) -> list[dict[str, Any]]:
             elastic = {"lighthouse": run.elastic(name).lighthouse, "name": name, "min_replicas": 2}
             section = {"compressor": "loco", "outer": {"name": "diloco", "every": 5}, "elastic": elastic}
+            kind: dict[str, Any] = {"distributed_type": "NO", "num_processes": 1}
+            if is_node:
+                section["shard_size"] = "node"
+                kind = SHARDED | {"main_process_port": free_port()}
             job, out = tmp_path / f"{name}.yaml", tmp_path / f"{name}.json"
-            job.write_text(
-                yaml.safe_dump(
-                    {"distributed_type": "NO", "num_processes": 1, "use_cpu": True, "lowbit_config": section}
-                )
-            )
+            job.write_text(yaml.safe_dump({**kind, "use_cpu": True, "lowbit_config": section}))
             done = run_script([*LAUNCH, "--config_file", job, SCRIPT, "--out", out], timeout=200)
             assert "2 replicas (a, b)" in done.stderr
-            facts: dict[str, Any] = json.loads(out.read_text())
-            return facts
+            return [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"{name}*.json"))]
 
         with ThreadPoolExecutor() as machines:
-            a, b = machines.map(launch, "ab")
-    assert a["total"] == b["total"]
-    assert not set(a["seen"]) & set(b["seen"])
-    assert a["type"] == "Sequential"  # as Accelerate leaves it
+            ranks = [rank for machine in machines.map(launch, "ab") for rank in machine]
+    assert len(ranks) == (4 if is_node else 2)
+    a, b = (rank["total"] for rank in ranks if rank["total"] is not None)
+    assert a == b
+    seen = [index for rank in ranks for index in rank["seen"]]
+    assert len(set(seen)) == len(seen) == 96
+    assert all(rank["type"] == ("FSDPSequential" if is_node else "Sequential") for rank in ranks)

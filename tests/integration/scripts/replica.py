@@ -30,10 +30,12 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         seen += index.tolist()
-        if len(seen) == 48:
+        if accelerator.num_processes * len(seen) == 48:
             break
+    state = accelerator.get_state_dict(model)
+    total = sum(value.double().sum().item() for value in state.values()) if state else None  # under FSDP2 on one rank
+    out = out.with_stem(out.stem + str(accelerator.process_index))
     accelerator.end_training()
-    total = sum(p.detach().double().sum().item() for p in model.parameters())
     out.write_text(json.dumps({"seen": seen, "total": total, "type": type(model).__name__}))
 
 
