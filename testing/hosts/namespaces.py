@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from testing.hosts.relay import HOST_SETTINGS, SEND_BUFFER, Relay, send_buffer_nbytes
 
 INTERFACE = "eth0"  # in every host
-_PREFIX = "lowbit"
-_NAME = re.compile(rf"{_PREFIX}-(\d+)-\w+")
+PREFIX = "lowbit"
+_NAME = re.compile(rf"{PREFIX}-(\d+)-\w+")
 # A burst must hold the largest packet the kernel hands over at once (64 kB); the queue drops nothing that gloo sends.
 _CLONE_NEWNET = 0x40000000  # of sched.h
 _SHAPING = ("burst", "256kb", "latency", "100ms")
@@ -53,6 +53,8 @@ class SlowNetwork:
         ranks_per_host: Each has a connection to every other host.
     """
 
+    interface = INTERFACE
+
     def __init__(
         self,
         num_hosts: int,
@@ -69,9 +71,9 @@ class SlowNetwork:
         self._connections = max(1, num_hosts - 1) * ranks_per_host
         self._send_buffer = self._settings[SEND_BUFFER]
         self._relay: Relay | None = None
-        run = f"{_PREFIX}-{os.getpid()}"
-        self.switch = f"{run}-switch"
-        self.hosts = [Host(f"{run}-h{i}", f"10.213.0.{i + 1}") for i in range(num_hosts)]
+        prefix = f"{PREFIX}-{os.getpid()}"
+        self.switch = f"{prefix}-switch"
+        self.hosts = [Host(f"{prefix}-h{i}", f"10.213.0.{i + 1}") for i in range(num_hosts)]
 
     def __enter__(self) -> SlowNetwork:
         remove_leftovers()
@@ -93,36 +95,36 @@ class SlowNetwork:
         return bool(self.delay_s or self.loss)
 
     def _create(self) -> None:
-        _run("ip", "netns", "add", self.switch)
+        run("ip", "netns", "add", self.switch)
         if self.is_far:
             self._create_far()
             return
-        _ip(self.switch, "link", "add", "bridge", "type", "bridge")
-        _ip(self.switch, "link", "set", "bridge", "up")
+        ip(self.switch, "link", "add", "bridge", "type", "bridge")
+        ip(self.switch, "link", "set", "bridge", "up")
         for index, host in enumerate(self.hosts):
             port = f"port{index}"
-            _run("ip", "netns", "add", host.namespace)
-            _ip(self.switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", host.namespace)
-            _ip(self.switch, "link", "set", port, "master", "bridge", "up")
-            _ip(host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
-            _ip(host.namespace, "link", "set", INTERFACE, "up")
-            _ip(host.namespace, "link", "set", "lo", "up")
+            run("ip", "netns", "add", host.namespace)
+            ip(self.switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", host.namespace)
+            ip(self.switch, "link", "set", port, "master", "bridge", "up")
+            ip(host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+            ip(host.namespace, "link", "set", INTERFACE, "up")
+            ip(host.namespace, "link", "set", "lo", "up")
 
     def _create_far(self) -> None:
         names = [host.namespace for host in self.hosts]
         for name in names:
-            _run("ip", "netns", "add", name)
+            run("ip", "netns", "add", name)
         self._relay = Relay(names, INTERFACE)
         for host in self.hosts:
-            _ip(host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
-            _ip(host.namespace, "link", "set", INTERFACE, "up", "mtu", str(self._relay.mtu), "txqueuelen", "10000")
-            _ip(host.namespace, "link", "set", "lo", "up")
+            ip(host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+            ip(host.namespace, "link", "set", INTERFACE, "up", "mtu", str(self._relay.mtu), "txqueuelen", "10000")
+            ip(host.namespace, "link", "set", "lo", "up")
         self._configure(self._settings)
 
     def _configure(self, settings: Mapping[str, str]) -> None:
         written = [f"{name}={value}" for name, value in settings.items()]
         for host in self.hosts:
-            _run("ip", "netns", "exec", host.namespace, "sysctl", "-q", "-w", *written)
+            run("ip", "netns", "exec", host.namespace, "sysctl", "-q", "-w", *written)
 
     def probe(self, seconds: float = 5.0) -> dict[str, Any]:
         """What the link between two hosts gives, to one connection that has it alone: see `probe`."""
@@ -134,7 +136,7 @@ class SlowNetwork:
         )
         try:
             asking = [sys.executable, script, "ask", server.address, str(seconds)]
-            measured: dict[str, Any] = json.loads(_run("ip", "netns", "exec", client.namespace, *asking))
+            measured: dict[str, Any] = json.loads(run("ip", "netns", "exec", client.namespace, *asking))
         finally:
             serving.kill()
             serving.wait()
@@ -158,11 +160,11 @@ class SlowNetwork:
         for index, host in enumerate(self.hosts):
             for namespace, device in ((host.namespace, INTERFACE), (self.switch, f"port{index}")):
                 if rate is not None:
-                    _run(
+                    run(
                         "tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *_SHAPING
                     )
-                elif "tbf" in _run("tc", "-n", namespace, "qdisc", "show", "dev", device):
-                    _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+                elif "tbf" in run("tc", "-n", namespace, "qdisc", "show", "dev", device):
+                    run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
         return {}
 
     def cut(self, first: int, second: int | None = None) -> None:
@@ -170,19 +172,19 @@ class SlowNetwork:
         gets. Links must not be far.
         """
         if second is None:
-            _ip(self.switch, "link", "set", f"port{first}", "down")
+            ip(self.switch, "link", "set", f"port{first}", "down")
             return
         for one, other in ((first, second), (second, first)):
             nobody = ("lladdr", "02:00:00:00:00:00", "dev", INTERFACE, "nud", "permanent")
-            _ip(self.hosts[one].namespace, "neigh", "replace", self.hosts[other].address, *nobody)
+            ip(self.hosts[one].namespace, "neigh", "replace", self.hosts[other].address, *nobody)
 
     def mend(self, first: int, second: int | None = None) -> None:
         """After `cut`."""
         if second is None:
-            _ip(self.switch, "link", "set", f"port{first}", "up")
+            ip(self.switch, "link", "set", f"port{first}", "up")
             return
         for one, other in ((first, second), (second, first)):
-            _ip(self.hosts[one].namespace, "neigh", "del", self.hosts[other].address, "dev", INTERFACE)
+            ip(self.hosts[one].namespace, "neigh", "del", self.hosts[other].address, "dev", INTERFACE)
 
     def signal_all(self, number: signal.Signals) -> None:
         """Signal every process inside, also those in sessions of their own."""
@@ -197,7 +199,7 @@ class SlowNetwork:
         existing = _namespaces()
         for name in [*(host.namespace for host in self.hosts), self.switch]:
             if name in existing:
-                _remove(name)
+                remove(name)
 
 
 def enter(namespace: str) -> None:
@@ -241,7 +243,7 @@ def remove_leftovers() -> None:
     for name in _namespaces():
         match = _NAME.fullmatch(name)
         if match and not _is_alive(int(match[1])):
-            _remove(name)
+            remove(name)
 
 
 def _is_alive(pid: int) -> bool:
@@ -253,25 +255,32 @@ def _is_alive(pid: int) -> bool:
 
 
 def _namespaces() -> list[str]:
-    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line]
+    return [line.split()[0] for line in run("ip", "netns", "list").splitlines() if line]
 
 
 def _signal_inside(namespace: str, number: signal.Signals) -> None:
-    for pid in _run("ip", "netns", "pids", namespace).split():
+    for pid in run("ip", "netns", "pids", namespace).split():
         with contextlib.suppress(ProcessLookupError):  # it ended by itself
             os.kill(int(pid), number)
 
 
-def _remove(namespace: str) -> None:
+def remove(namespace: str) -> None:
+    """With all processes inside."""
     _signal_inside(namespace, signal.SIGKILL)
-    _run("ip", "netns", "del", namespace)
+    run("ip", "netns", "del", namespace)
 
 
-def _ip(namespace: str, *arguments: str) -> None:
-    _run("ip", "-n", namespace, *arguments)
+def ip(namespace: str, *arguments: str) -> None:
+    """The command inside a namespace."""
+    run("ip", "-n", namespace, *arguments)
 
 
-def _run(*command: str) -> str:
+def run(*command: str) -> str:
+    """What it prints.
+
+    Raises:
+        RuntimeError: It fails.
+    """
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")

@@ -29,7 +29,8 @@ import torch
 
 from lowbit_strategy import Elastic
 from lowbit_strategy.ranks.quorum import import_torchft
-from testing.hosts.namespaces import INTERFACE, Host, SlowNetwork, enter
+from testing.hosts.homes import Homes
+from testing.hosts.namespaces import Host, SlowNetwork, enter
 from testing.processes.ranks import (
     START_LIMIT_S,
     fork_server,
@@ -57,13 +58,14 @@ class Replicas:
     """
 
     def __init__(
-        self, folder: Path, *, timeout: float = 90, min_replicas: int = 2, network: SlowNetwork | None = None
+        self, folder: Path, *, timeout: float = 90, min_replicas: int = 2, network: SlowNetwork | Homes | None = None
     ) -> None:
         self.folder = folder
         self.timeout = timeout
         self.min_replicas = min_replicas
         self.port = free_port()
         self._hosts = iter([] if network is None else network.hosts)
+        self._interface = "" if network is None else network.interface
         self._first: Host | None = next(self._hosts, None)
         self.processes: dict[str, BaseProcess] = {}
         self._lighthouse: BaseProcess | None = None
@@ -129,7 +131,7 @@ class Replicas:
                 (self.folder / f"{key}.{kind}").unlink(missing_ok=True)
             variables = rank_variables(rank, num_ranks, port) if num_ranks > 1 else {"WORLD_SIZE": "1"}
             if namespace:
-                variables["GLOO_SOCKET_IFNAME"] = INTERFACE
+                variables["GLOO_SOCKET_IFNAME"] = self._interface
             given = (key, str(self.folder), job, self.timeout, held, rank, variables, namespace)
             self.processes[key] = fork_server().Process(target=_main, args=given)
             self.processes[key].start()

@@ -1,8 +1,9 @@
-"""Replicas whose network is cut for a while: nobody trains on apart from the others as if it were the same run."""
+"""Replicas whose network is cut for a while, who never train on apart as if they were one run; replicas in homes."""
 
 from __future__ import annotations
 
 import math
+import signal
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 pytest.importorskip("torchft", reason="the extra elastic is not installed")
 
+from testing.hosts.homes import AT_HOME, Homes
 from testing.hosts.namespaces import SlowNetwork
 from testing.processes.replicas import Replicas
 from testing.training.elastic import TrainedReplica, Turn, train
@@ -41,7 +43,7 @@ def lines(path: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def check(results: dict[str, TrainedReplica]) -> None:
+def check(results: dict[str, TrainedReplica], last: str = "abc") -> None:
     """Who has the same history has the same anchors, no turn was taken twice, and all end together."""
     digests: dict[int, int] = {}
     by_number: dict[int, int] = {}
@@ -49,7 +51,7 @@ def check(results: dict[str, TrainedReplica]) -> None:
         for turn in result.turns:
             assert digests.setdefault(turn.history, turn.digest) == turn.digest
             assert by_number.setdefault(turn.turn, turn.history) == turn.history  # two runs would count the same
-        assert result.turns[-1].members == ["a", "b", "c"]
+        assert result.turns[-1].members == list(last)
     assert len({result.digest for result in results.values()}) == 1
 
 
@@ -73,3 +75,22 @@ def test_two_that_cannot_reach_each_other_do_not_part(tmp_path: Path) -> None:
     for result in results.values():
         assert not within(result.turns, cut + 1.0, mended)
         assert within(result.turns, mended, math.inf)
+
+
+def test_replicas_in_homes_meet_in_a_private_network(tmp_path: Path) -> None:
+    """Behind routers that translate addresses; one is killed, and one comes from a home of its own."""
+    with Homes(4) as network, Replicas(tmp_path, timeout=120, network=network) as run:
+        assert not network.reaches(network.hosts[1], network.outside(2))
+        assert not network.reaches(network.hosts[0], AT_HOME)
+        assert network.reaches(network.hosts[1], network.hosts[2].address)
+        turns = {name: tmp_path / f"{name}.turns" for name in "abcd"}
+        for name in "abc":
+            run.start(name, train, tmp_path, 1, 0.02, until="stop", start_with=3)
+        run.wait_for(lambda: lines(turns["c"]) >= 3, "all take part", 60)
+        run.send("c", signal.SIGKILL)
+        run.start("d", train, tmp_path, 1, 0.02, until="stop")
+        run.wait_for(lambda: lines(turns["d"]) >= 5, "d takes part", 60)
+        (tmp_path / "stop").touch()
+        results = run.results(*"abd")
+    check(results, "abd")
+    assert results["d"].healed == 1

@@ -72,7 +72,7 @@ def _own_namespaces(network: SlowNetwork) -> set[str]:
 
 
 def _qdisc(network: SlowNetwork, host: int) -> str:
-    return namespaces._run("tc", "-n", network.hosts[host].namespace, "qdisc", "show", "dev", INTERFACE)
+    return namespaces.run("tc", "-n", network.hosts[host].namespace, "qdisc", "show", "dev", INTERFACE)
 
 
 @pytest.mark.root
@@ -110,7 +110,7 @@ def test_what_a_killed_run_left_behind_is_removed_and_what_lives_is_not() -> Non
     dead = subprocess.Popen(["true"])
     dead.wait()
     leftover = f"lowbit-{dead.pid}-h0"
-    namespaces._run("ip", "netns", "add", leftover)
+    namespaces.run("ip", "netns", "add", leftover)
     with SlowNetwork(1) as slow:
         namespaces.remove_leftovers()
         assert leftover not in namespaces._namespaces()
