@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from lowbit_strategy.ranks.quorum import import_torchft
+from lowbit_strategy.ranks.quorum import start_lighthouse
 
 
 def lighthouse(
@@ -32,11 +32,8 @@ def lighthouse(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     os.environ.setdefault("RUST_LOG", "error")
-    server = import_torchft().coordination.LighthouseServer(
-        bind=bind,
-        min_replicas=min_replicas,
-        join_timeout_ms=round(1000 * join_timeout),
-        heartbeat_timeout_ms=round(1000 * heartbeat_timeout),
+    server = start_lighthouse(
+        bind, min_replicas=min_replicas, join_timeout=join_timeout, heartbeat_timeout=heartbeat_timeout
     )
     port = server.address().rpartition(":")[2]
     typer.echo(f"lighthouse at http://{socket.gethostname()}:{port}, which has a page for browsers")

@@ -18,6 +18,7 @@ from lowbit_strategy.ranks.watched import answers, watched
 _HEARTBEAT = timedelta(milliseconds=100)
 _ASK = timedelta(seconds=300)  # of one question to the lighthouse, which takes as long as a round does
 _RETRY_S = 0.2
+_TICK_S = 0.01  # between two looks of the lighthouse whether all have asked; its own default is a tenth of a second
 _PROBE_S = 1.0
 _NUM_PROBES = 3  # in a row, before the lighthouse counts as lost
 _REMIND_S = 30.0
@@ -150,6 +151,24 @@ class Patience:
             self._logged = now - self._start
             _log.warning("%s", what)
         time.sleep(_RETRY_S)
+
+
+def start_lighthouse(bind: str, *, min_replicas: int, join_timeout: float, heartbeat_timeout: float) -> Any:
+    """torchft's, in this process; it answers who asks soon after the last one has asked.
+
+    Args:
+        bind: Address and port to listen on.
+        min_replicas: With fewer nobody goes on.
+        join_timeout: Seconds that replicas wait in a round for one that lives and is slower.
+        heartbeat_timeout: Seconds without a heartbeat after which a replica is lost.
+    """
+    return import_torchft().coordination.LighthouseServer(
+        bind=bind,
+        min_replicas=min_replicas,
+        join_timeout_ms=round(1000 * join_timeout),
+        quorum_tick_ms=round(1000 * _TICK_S),
+        heartbeat_timeout_ms=round(1000 * heartbeat_timeout),
+    )
 
 
 def address_towards(lighthouse: str) -> str:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -215,9 +216,11 @@ class ElasticOuterSync(OuterSync):
         """All members are connected and have the same state. Returns whether a turn is to be taken."""
         start = time.perf_counter()
         while True:
-            members = self.membership.meet(self._clock)
+            with ThreadPoolExecutor(1) as beside:
+                digest = beside.submit(self._digest)
+                members = self.membership.meet(self._clock)
             try:
-                agreement, standings = self._agree(members, due=due)
+                agreement, standings = self._agree(members, digest.result(), due=due)
                 self._settle(members, agreement)
             except ExchangeFailedError as error:
                 self.membership.fail(error)
@@ -232,17 +235,17 @@ class ElasticOuterSync(OuterSync):
         self._log_changes(members, time.perf_counter() - start)
         return agreement.exchanges
 
-    def _agree(self, members: Members, *, due: bool) -> tuple[Agreement, list[Standing]]:
-        mine = of_replica(_gathered(self.membership.replica, self._standing(due=due)))
+    def _agree(self, members: Members, digest: int, *, due: bool) -> tuple[Agreement, list[Standing]]:
+        mine = of_replica(_gathered(self.membership.replica, self._standing(digest, due=due)))
         standings = self.membership.together(lambda: _gathered(copy.copy(members.comm), mine))
         return agree(standings), standings
 
-    def _standing(self, *, due: bool) -> Standing:
+    def _standing(self, digest: int, *, due: bool) -> Standing:
         return Standing(
             clock=self._clock,
             history=self._history,
             prepared=NO_HISTORY if self._prepared is None else self._prepared.history,
-            digest=self._digest(),
+            digest=digest,
             steps=self.sync.step_index,
             trained=self._trained - self._marks[self._turn],
             due=int(due),

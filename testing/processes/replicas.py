@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from lowbit_strategy import Elastic
-from lowbit_strategy.ranks.quorum import import_torchft
+from lowbit_strategy.ranks.quorum import import_torchft, start_lighthouse
 from testing.hosts.homes import Homes
 from testing.hosts.namespaces import Host, SlowNetwork, enter
 from testing.processes.ranks import (
@@ -188,12 +188,7 @@ def _lighthouse(address: str, namespace: str, folder: str) -> None:
         enter(namespace)
     redirect_output(Path(folder) / "lighthouse.output")
     os.environ["RUST_LOG"] = "info"
-    server = import_torchft().coordination.LighthouseServer(
-        bind=address,
-        min_replicas=1,
-        join_timeout_ms=20_000,
-        heartbeat_timeout_ms=round(1000 * HEARTBEAT_S),
-    )
+    server = start_lighthouse(address, min_replicas=1, join_timeout=20.0, heartbeat_timeout=HEARTBEAT_S)
     time.sleep(3600)
     server.shutdown()
 
