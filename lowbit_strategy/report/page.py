@@ -171,6 +171,7 @@ def _group_rows(run: Run) -> list[dict[str, Any]]:
     for name, figures in sorted(groups.items(), key=lambda item: -item[1]["numel"]):
         share = figures["wire_nbytes"] / total
         compensated, residual = figures["compensated_norm"], figures["residual_norm"]
+        both_hops = figures["end_to_end_error"]
         rows.append(
             {
                 "name": name,
@@ -181,7 +182,7 @@ def _group_rows(run: Run) -> list[dict[str, Any]]:
                 "share": f"{share:.1%}",
                 "bar": round(90 * share),
                 "error": number(figures["relative_error"], 2),
-                "end_to_end": number(figures["end_to_end_error"], 2),
+                "end_to_end": "not known" if both_hops is None else number(both_hops, 2),
                 "cosine": number(figures["cosine"], 3),
                 "residual": number(residual / compensated if compensated and residual is not None else None, 2),
             }

@@ -31,7 +31,8 @@ class Figures:
         numel: Elements.
         relative_error: ``||h - sent|| / ||h||``: the uplink.
         end_to_end_error: ``||result - mean|| / ||mean||`` with mean the true mean of the ranks' gradients: both hops,
-            all ranks. Estimated from a sample. Feedback makes up for it in later steps.
+            all ranks. Estimated from a sample. Feedback makes up for it in later steps. None among replicas that come
+            and go, which would all have to look at the same steps.
         cosine: Of the angle between h and what was sent.
         sent_energy_ratio: ``||sent||^2 / ||h||^2``.
         residual_norm: ``||residual||`` in h.
@@ -45,7 +46,7 @@ class Figures:
 
     numel: int
     relative_error: float
-    end_to_end_error: float
+    end_to_end_error: float | None
     cosine: float
     sent_energy_ratio: float
     residual_norm: float
@@ -202,6 +203,9 @@ class Observer:
             self._residuals[slot.name] = (
                 torch.zeros(1, device=sync.device) if residual is None else squared_norm(residual).view(1)
             )
+        if sync.ranks.comes_and_goes:  # what one replica looks at needs no other
+            yield from self._timed(stages)
+            return
         sample = MeanSample(views, sync.ranks.peers, sync.step_context().shared_seed, sync.device)
         self.sampling_nbytes += sample.sent_nbytes
         yield from sample.exchange()
@@ -287,7 +291,7 @@ class Observer:
         return Figures(
             numel=numel,
             relative_error=_ratio(error, h, 0.0),
-            end_to_end_error=_ratio(end_to_end, mean, 0.0),
+            end_to_end_error=None if sync.ranks.comes_and_goes else _ratio(end_to_end, mean, 0.0),
             cosine=product / math.sqrt(h * sent) if h * sent > 0 else 1.0 + 0.0 * h,
             sent_energy_ratio=sent / h if h > 0 else 1.0 + 0.0 * h,
             residual_norm=math.sqrt(residual),
