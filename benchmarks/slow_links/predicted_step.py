@@ -16,21 +16,25 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from benchmarks.slow_links.ddp_step import NO_SYNC, StepMeter, in_rounds
 from benchmarks.slow_links.fsdp_step import STOCK, STOCK_BF16, HalfModel, ShardedModel
 from benchmarks.slow_links.fsdp_step import strategy_of as fsdp_strategy
 from benchmarks.slow_links.measuring import fit, parse_options, strategy_of
-from lowbit_strategy import OUTER_RULES, LoCo
-from lowbit_strategy.plan.bench import slowest
+from lowbit_strategy import OUTER_RULES, PRESETS
+from lowbit_strategy.plan.bench import slowest_codings
 from lowbit_strategy.plan.cost import Cluster, step_time, uncompressed
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.ranks.ranks import make_ranks
 from lowbit_strategy.ranks.topology import find_topology
-from lowbit_strategy.telemetry.links import coded_per_s, measure_levels
+from lowbit_strategy.telemetry.links import cluster_of, measure_coding, measure_network, slowest_network
 from recipes.gpt import LanguageModel
 
 _STOCK_ITEMSIZE = {"ddp": 4, STOCK: 4, STOCK_BF16: 2}
+_PRESETS = ("loco", "loco1", "dense")
+_NO_SYNC_BF16 = "no-sync-bf16"
 
 
 def measured_cluster() -> Cluster:
@@ -38,24 +42,45 @@ def measured_cluster() -> Cluster:
     device, topology = torch.device("cpu"), find_topology()
     size = topology.ranks_per_node if topology.obstacle is None else None
     ranks = make_ranks(None, topology, size, device, scatter=False)
-    mine = (*measure_levels(ranks, device), coded_per_s(LoCo(), device))
+    mine = measure_network(ranks, device), {name: measure_coding(PRESETS[name], device) for name in _PRESETS}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     ranks.destroy()
-    between, inside, coded = zip(*everyone, strict=True)
-    return Cluster(inter_node=slowest(between), intra_node=slowest(inside), encoded_per_s=min(coded))
+    networks, codings = zip(*everyone, strict=True)
+    return cluster_of(slowest_network(networks), slowest_codings(codings), is_gloo=True)
 
 
-def measured_step(variant: str, options: Any) -> tuple[list[float], Plan | None]:
+class Alone(LanguageModel):
+    """Under FSDP2 as the variants are, on a mesh of this rank alone: what FSDP2 itself does, and no communication."""
+
+    dtype_of_weights: torch.dtype | None = None
+
+    def configure_model(self) -> None:
+        if isinstance(self.gpt, FSDPModule):
+            return
+        ranks, dtype = torch.arange(dist.get_world_size()).view(-1, 1), self.dtype_of_weights
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("every", "alone"))["alone"]
+        for block in self.gpt.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, dtype))
+        fully_shard(self.gpt, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, dtype, output_dtype=torch.float32))
+
+
+class HalfAlone(Alone):
+    dtype_of_weights = torch.bfloat16
+
+
+def measured_step(variant: str, options: Any, *, sharded: bool) -> tuple[list[float], Plan | None]:
     """Seconds of each step on this rank, and the plan of a strategy of ours."""
     L.seed_everything(0, verbose=False)
     is_stock = variant in (STOCK, STOCK_BF16)
-    kind = {STOCK: ShardedModel, STOCK_BF16: HalfModel}.get(variant, LanguageModel)
+    alone = Alone if sharded else LanguageModel
+    kinds = {STOCK: ShardedModel, STOCK_BF16: HalfModel, NO_SYNC: alone, _NO_SYNC_BF16: HalfAlone}
+    kind = kinds.get(variant, LanguageModel)
     model = kind(options.width, options.depth, heads=4, context=options.context)
     rule = OUTER_RULES.get(variant.rpartition("_")[0])
     meter = StepMeter(options if rule is None else in_rounds(options, rule))
     own = options if rule is None else in_rounds(options, rule)
-    if variant == NO_SYNC:
+    if variant in (NO_SYNC, _NO_SYNC_BF16):
         fit(model, meter, own, strategy=SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)
         return meter.times_s, None
     strategy = fsdp_strategy(variant, int(os.environ["WORLD_SIZE"])) if is_stock else strategy_of(variant)
@@ -72,29 +97,44 @@ def measured_step(variant: str, options: Any) -> tuple[list[float], Plan | None]
     return meter.times_s, plans[0] if plans else None
 
 
+def _preset_of(variant: str) -> str:
+    """Whose codecs a strategy uses; DiLoCo's is the default."""
+    name = variant.rpartition("_")[0]
+    return name if name in _PRESETS else "loco"
+
+
 def main() -> None:
     options = parse_options(__doc__)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cluster = measured_cluster()
+    sharded = not any(variant.endswith("ddp") for variant in options.variants)
     times: dict[str, list[float]] = {}
     plans: dict[str, Plan] = {}
     for _ in range(options.rounds):
-        for variant in (NO_SYNC, *options.variants):
-            seconds, plan = measured_step(variant, options)
+        half = [_NO_SYNC_BF16] if STOCK_BF16 in options.variants else []
+        for variant in (NO_SYNC, *half, *options.variants):
+            seconds, plan = measured_step(variant, options, sharded=sharded)
             times.setdefault(variant, []).extend(seconds)
             if plan is not None:
                 plans[variant] = plan
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, times)
-    compute_s = statistics.median(statistics.mean(each) for each in zip(*(e[NO_SYNC] for e in everyone), strict=True))
+    by_variant = {
+        variant: [statistics.mean(each) for each in zip(*(each[variant] for each in everyone), strict=True)]
+        for variant in times
+    }
+    compute_s = statistics.median(by_variant[NO_SYNC])
     basis = next(plan for variant, plan in plans.items() if plan.outer is None)
     cells = {}
     for variant in options.variants:
-        plan = plans.get(variant) or uncompressed(basis, _STOCK_ITEMSIZE[variant])
-        by_step = [statistics.mean(each) for each in zip(*(each[variant] for each in everyone), strict=True)]
+        itemsize = _STOCK_ITEMSIZE.get(variant, 4)
+        plan = plans.get(variant) or uncompressed(basis, itemsize, itemsize)
+        by_step = by_variant[variant]
         measured = statistics.mean(by_step) if plan.outer is not None else statistics.median(by_step)
-        cells[variant] = {"measured_s": measured, "steps_s": by_step, **asdict(step_time(plan, cluster, compute_s))}
+        alone_s = statistics.median(by_variant[_NO_SYNC_BF16]) if variant == STOCK_BF16 else compute_s
+        predicted = step_time(plan, cluster.coding_as(_preset_of(variant)), alone_s)
+        cells[variant] = {"measured_s": measured, "steps_s": by_step, "compute_s": alone_s, **asdict(predicted)}
     if int(os.environ["LOCAL_RANK"]) == 0:
         options.report.write_text(json.dumps({"cluster": asdict(cluster), "compute_s": compute_s, "cells": cells}))
     dist.destroy_process_group()

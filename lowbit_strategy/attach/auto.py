@@ -15,7 +15,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -27,8 +26,8 @@ from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
-from lowbit_strategy.plan.bench import slowest
-from lowbit_strategy.plan.cost import Cluster, compute_within, step_time, uncompressed
+from lowbit_strategy.plan.bench import slowest_codings
+from lowbit_strategy.plan.cost import Cluster, Coding, compute_within, step_time, uncompressed
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.trial import (
@@ -44,7 +43,14 @@ from lowbit_strategy.plan.trial import (
     hopeful,
 )
 from lowbit_strategy.telemetry.inform import inform
-from lowbit_strategy.telemetry.links import finish, measure_links
+from lowbit_strategy.telemetry.links import (
+    Network,
+    cluster_of,
+    finish,
+    measure_coding,
+    measure_network,
+    slowest_network,
+)
 
 EXTRA_STATE_KEY = "auto"
 LOOK_EVERY = 200  # settled steps between two looks, which the ranks take together; the first comes sooner
@@ -161,7 +167,9 @@ class AutoChoice:
         """The framework's own steps have been timed: measure links, predict, begin to try."""
         self._own = self._slowest("without compression")
         began = self._timer()
-        cluster = _slowest_of(self._share(measure_links(self.sync.ranks, self.sync.device, self._all[0].compressor)))
+        device = self.sync.device
+        mine = measure_network(self.sync.ranks, device), measure_coding(self._all[0].compressor, device)
+        cluster = _slowest_of(self._share(mine), is_gloo=device.type == "cpu")
         plans = [self._plan_of(each) for each in self._all]
         plain = uncompressed(self._plan_of(Candidate("", self.auto, Exact())), 4)
         compute_s = compute_within(plain, cluster, self._own.median)
@@ -323,12 +331,8 @@ class AutoChoice:
             self._begin(1, 1)
 
 
-def _slowest_of(measured: Sequence[Cluster]) -> Cluster:
+def _slowest_of(measured: Sequence[tuple[Network, Coding]], *, is_gloo: bool) -> Cluster:
     """One set of figures from every rank's: the slowest rank is waited for."""
-    speeds = [each.encoded_per_s for each in measured if each.encoded_per_s]
-    return replace(
-        measured[0],
-        inter_node=slowest([each.inter_node for each in measured]),
-        intra_node=slowest([each.intra_node for each in measured]),
-        encoded_per_s=min(speeds) if speeds else None,
-    )
+    networks, codings = zip(*measured, strict=True)
+    coding = slowest_codings([{"": each} for each in codings])
+    return cluster_of(slowest_network(networks), coding, is_gloo=is_gloo).coding_as("")

@@ -133,19 +133,27 @@ def cluster_of(link: str | None, latency: str | None, measured: Any = None) -> A
     Raises:
         ValueError: A quantity is none.
     """
+    from dataclasses import replace
+
     from lowbit_strategy.plan.cost import Cluster, Link
 
     inside, coded = Link(_INTRA_LATENCY_S, _INTRA_NBYTES_PER_S), _ENCODED_PER_S
     far = Link(units.duration(latency or _LATENCY), units.rate(link or _LINK))
-    if measured is not None:
-        coded = measured.coded_per_s.get("loco", coded)
-        inside = measured.levels.get("intra-node", inside)
-        found = measured.levels.get("inter-node", far)
-        far = Link(
-            far.latency_s if latency is not None else found.latency_s,
-            far.nbytes_per_s if link is not None else found.nbytes_per_s,
-        )
-    return Cluster(inter_node=far, intra_node=inside, encoded_per_s=coded)
+    if measured is None:
+        return Cluster(inter_node=far, intra_node=inside, encoded_per_s=coded)
+    found = measured.levels.get("inter-node", far)
+    given = Link(
+        far.latency_s if latency is not None else found.latency_s,
+        far.nbytes_per_s if link is not None else found.nbytes_per_s,
+    )
+    cluster = measured.cluster()
+    return replace(
+        cluster,
+        inter_node=given,
+        intra_node=measured.levels.get("intra-node", inside),
+        encoded_per_s=cluster.encoded_per_s or coded,
+        rings=cluster.rings if given == found else None,  # those of other links
+    )
 
 
 def _sources(bench: Path | None, link: str | None, latency: str | None, compute: str | None) -> str:

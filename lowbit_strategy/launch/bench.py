@@ -67,29 +67,30 @@ def _device(*, cpu: bool) -> Any:
 
 def _measure(device: Any, world_size: int, progress: Progress) -> Any:
     from lowbit_strategy.methods.registry import PRESETS
-    from lowbit_strategy.plan.bench import Bench
-    from lowbit_strategy.telemetry.links import coded_per_s, memcpy_nbytes_per_s
+    from lowbit_strategy.plan.bench import Bench, slowest_codings
+    from lowbit_strategy.telemetry.links import measure_coding, memcpy_nbytes_per_s
     from lowbit_strategy.version import __version__
 
     presets = {name: each for name, each in PRESETS.items() if name not in _SLOW}
     coding = progress.add_task("codecs", total=len(presets))
     coded = {}
     for name, each in presets.items():
-        coded[name] = coded_per_s(each, device)
+        coded[name] = measure_coding(each, device)
         progress.advance(coding)
     copied = memcpy_nbytes_per_s(device)
     machine = this_machine(cpu=device.type == "cpu")
     machines, shape, backend = [machine], (1, 1), ""
     levels: dict[str, Any] = {}
     pairs: list[Any] = []
+    network: Any = None
     if world_size > 1:
         import torch.distributed as dist
 
-        levels, pairs, shape = _links(device, world_size, progress)
+        network, levels, pairs, shape = _links(device, world_size, progress)
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, (machine, coded, copied))
         machines = list(dict.fromkeys(each for each, _, _ in everyone))
-        coded = {name: min(each[name] for _, each, _ in everyone) for name in coded}
+        coded = slowest_codings([each for _, each, _ in everyone])
         copied, backend = min(each for _, _, each in everyone), str(dist.get_backend())
     return Bench(
         version=__version__,
@@ -99,35 +100,36 @@ def _measure(device: Any, world_size: int, progress: Progress) -> Any:
         backend=backend,
         levels=levels,
         pairs=tuple(pairs),
-        coded_per_s=coded,
+        rings=None if network is None else network.rings,
+        work=None if network is None else network.work,
+        codings=coded,
         memcpy_nbytes_per_s=copied,
     )
 
 
-def _links(device: Any, world_size: int, progress: Progress) -> tuple[dict[str, Any], list[Any], tuple[int, int]]:
-    """Of levels, all ranks at once; of pairs; and the shape."""
+def _links(device: Any, world_size: int, progress: Progress) -> tuple[Any, dict[str, Any], list[Any], tuple[int, int]]:
+    """All ranks at once, and the same by level; pairs; and the shape."""
     import torch.distributed as dist
 
-    from lowbit_strategy.plan.bench import slowest
     from lowbit_strategy.ranks.ranks import make_ranks
     from lowbit_strategy.ranks.topology import find_topology
-    from lowbit_strategy.telemetry.links import measure_levels
+    from lowbit_strategy.telemetry.links import measure_network, slowest_network
     from lowbit_strategy.telemetry.pairs import measure_pairs, pairs_to_measure
 
     topology = find_topology()
     size = topology.ranks_per_node if topology.obstacle is None else None
     ranks = make_ranks(None, topology, size, device, scatter=False)
     everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, measure_levels(ranks, device))
-    between, inside = (slowest(links) for links in zip(*everyone, strict=True))
+    dist.all_gather_object(everyone, measure_network(ranks, device))
+    network = slowest_network(everyone)
     ranks.destroy()
-    levels = {"inter-node": between} if topology.num_nodes != 1 else {}
+    levels = {"inter-node": network.between} if topology.num_nodes != 1 else {}
     if topology.num_nodes == 1 or size is not None:
-        levels["intra-node"] = inside
+        levels["intra-node"] = network.inside
     going = progress.add_task("pairs of ranks", total=len(pairs_to_measure(world_size)))
     pairs = measure_pairs(topology, device, lambda: progress.advance(going))
     per_node = topology.ranks_per_node or 1
-    return levels, pairs, (world_size // per_node, per_node)
+    return network, levels, pairs, (world_size // per_node, per_node)
 
 
 def _show(measured: Any) -> None:
@@ -140,6 +142,9 @@ def _show(measured: Any) -> None:
     for pair in measured.pairs[:12]:
         rates = (f"{rate / 1e6:,.0f}" for rate in (pair.nbytes_per_s, pair.streams_nbytes_per_s))
         links.add_row(f"{pair.level}, ranks {pair.first} and {pair.second}", f"{1e3 * pair.latency_s:.3g}", *rates)
+    if measured.rings is not None:
+        for what, link in (("all ranks", measured.rings.between), ("a node", measured.rings.inside)):
+            links.add_row(f"rings of {what}", f"{1e3 * link.latency_s:.3g}", f"{link.nbytes_per_s / 1e6:,.0f}", "")
     if len(measured.pairs) > 12:
         links.add_row(f"and {len(measured.pairs) - 12} more pairs, in the file")
     if measured.levels:
@@ -147,9 +152,10 @@ def _show(measured: Any) -> None:
     codecs = Table(box=box.SIMPLE, title=f"one hop, encoded and decoded, on {measured.machines[0].device}")
     codecs.add_column("preset")
     codecs.add_column("million elements/s", justify="right")
-    for name, rate in sorted(measured.coded_per_s.items(), key=lambda item: -item[1]):
-        codecs.add_row(name, f"{rate / 1e6:,.0f}")
-    codecs.add_row("memcpy, of 4 bytes each", f"{measured.memcpy_nbytes_per_s / 8e6:,.0f}")
+    codecs.add_column("ms per bucket", justify="right")
+    for name, coding in sorted(measured.codings.items(), key=lambda item: -item[1].numel_per_s):
+        codecs.add_row(name, f"{coding.numel_per_s / 1e6:,.0f}", f"{1e3 * coding.bucket_s:.2g}")
+    codecs.add_row("memcpy, of 4 bytes each", f"{measured.memcpy_nbytes_per_s / 8e6:,.0f}", "")
     console.print(codecs)
     for sentence in measured.wild_pairs():
         console.print(f"[bold]{sentence}[/bold]")

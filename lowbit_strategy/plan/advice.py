@@ -197,6 +197,8 @@ def _timed(
     ours = against is not None
     full, line = (f"{name}_{layout}", f'strategy="{name}_{layout}"') if ours else (f"{layout}, {name}", "")
     loss = worst_loss(name) if ours else None
+    if cluster is not None and ours:
+        cluster = cluster.coding_as(name)
     if cluster is None or compute_s is None:
         return Choice(full, line, plan, quality=quality, loss=loss)
     even = None if against is None else break_even(plan, against, cluster, compute_s)

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lowbit_strategy.plan.cost import ANY_RATE, Cluster, Link
+from lowbit_strategy.plan.cost import ANY_RATE, Cluster, Coding, Link, Rings, Work
 from lowbit_strategy.version import __version__
 
-FORMAT = 1
+FORMAT = 2
 _WILD = 4.0  # times slower than most of its level: somebody should look at that link
 
 
@@ -57,7 +57,9 @@ class Bench:
         backend: Of torch.distributed; empty where one rank was alone.
         levels: Links when all ranks exchange at once, by ``intra-node`` and ``inter-node``; the latter a node's.
         pairs: One by one.
-        coded_per_s: Elements of one hop that a rank encodes and decodes, by the names of presets.
+        rings: Links as gloo's own collectives find them; None: there is one rank, or they are NCCL's.
+        work: What sending takes of the processors that ranks compute on; None: there are some to spare.
+        codings: How fast a rank encodes and decodes one hop, by the names of presets.
         memcpy_nbytes_per_s: Read and written once each on this device.
     """
 
@@ -68,7 +70,9 @@ class Bench:
     backend: str
     levels: Mapping[str, Link]
     pairs: tuple[Pair, ...]
-    coded_per_s: Mapping[str, float]
+    rings: Rings | None
+    work: Work | None
+    codings: Mapping[str, Coding]
     memcpy_nbytes_per_s: float
 
     def cluster(self) -> Cluster:
@@ -78,9 +82,13 @@ class Bench:
         return Cluster(
             inter_node=self.levels.get("inter-node", inside),
             intra_node=inside,
-            encoded_per_s=self.coded_per_s.get("loco"),
             trees=self.backend != "gloo",
-        )
+            prefetches=self.backend != "gloo",
+            scatters=self.backend != "gloo",
+            work=self.work,
+            rings=self.rings,
+            codings=self.codings,
+        ).coding_as("loco")
 
     def wild_pairs(self) -> list[str]:
         """A sentence for each pair whose link is far slower than most of its level."""
@@ -142,9 +150,21 @@ def _from(content: Mapping[str, Any]) -> Bench:
     values["machines"] = tuple(Machine(**each) for each in values["machines"])
     values["levels"] = {name: Link(**each) for name, each in values["levels"].items()}
     values["pairs"] = tuple(Pair(**each) for each in values["pairs"])
+    values["codings"] = {name: Coding(**each) for name, each in values["codings"].items()}
+    if (rings := values["rings"]) is not None:
+        values["rings"] = Rings(Link(**rings["between"]), Link(**rings["inside"]))
+    values["work"] = None if values["work"] is None else Work(**values["work"])
     return Bench(**values)
 
 
 def slowest(links: Sequence[Link]) -> Link:
     """Of all ranks': the slowest is waited for."""
     return Link(max(link.latency_s for link in links), min(link.nbytes_per_s for link in links))
+
+
+def slowest_codings(codings: Sequence[Mapping[str, Coding]]) -> dict[str, Coding]:
+    """Of all ranks', which have measured the same presets."""
+    return {
+        name: Coding(min(each[name].numel_per_s for each in codings), max(each[name].bucket_s for each in codings))
+        for name in codings[0]
+    }

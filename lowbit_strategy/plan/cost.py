@@ -4,8 +4,12 @@ A message takes ``collectives in series x latency + bytes / bandwidth``; encodin
 shows in a step depends on what it can overlap:
 
 * DDP, HSDP: a bucket is sent once backward has produced it, ``T = max(compute, bucket by bucket) + last bucket``
-* FSDP2: the next module's weights are gathered while one computes; gradients follow each module's backward pass
+* FSDP2: the next module's weights are gathered while one computes; gradients follow each module's backward pass.
+  Without a device of its own that works ahead, as on CPU, a rank waits for each collective before it goes on
 * local steps: a round's messages, less what its delay hides, over the steps of the round
+
+Where messages are sent, and gradients coded, by the processors that compute (`Work`), a step takes its compute and all
+of that work at least, whatever overlaps: ``T >= compute + work``.
 
 Besides the estimate there are bounds: everything that can overlap does (`low`), or nothing does (`high`).
 
@@ -17,10 +21,10 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from lowbit_strategy.plan.messages import Level, Message, Unit
+from lowbit_strategy.plan.messages import EXACT_WEIGHTS, RING, RING_SCATTER, Level, Message, Unit
 from lowbit_strategy.plan.plan import Memory, Plan
 
 ANY_RATE = 1e12  # bytes per second: faster than any link
@@ -38,6 +42,47 @@ class Link:
     nbytes_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How fast a rank encodes or decodes while all others do, too.
+
+    Args:
+        numel_per_s: Elements per second, a hop.
+        bucket_s: Seconds for every bucket or module, a hop, however small.
+    """
+
+    numel_per_s: float
+    bucket_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What sending takes of the processors that ranks compute on, in seconds by which a step's compute grows.
+
+    Where more ranks compute than there are processors, each second of a processor's time counts as several.
+
+    Args:
+        message_s: Of every collective.
+        nbyte_s: Of every byte sent, received and added.
+    """
+
+    message_s: float
+    nbyte_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """Links as the framework's own collectives find them: in rings, which may be slower than messages to each other.
+
+    Args:
+        between: All ranks; the latency is that of one of the messages in series that a plan counts.
+        inside: The ranks of a node.
+    """
+
+    between: Link
+    inside: Link
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
     """What messages travel on.
@@ -49,6 +94,12 @@ class Cluster:
         ways: Latencies that one collective costs: 2 where the sender first waits for the receiver (gloo).
         trees: Whether uncompressed all-reduces take trees where those wait less often than rings: NCCL does.
         overlaps: Whether messages travel while a rank computes.
+        prefetches: Whether FSDP2's do: a GPU works while its host goes ahead, a CPU waits for each of them.
+        scatters: Whether an uncompressed reduce-scatter sends each element once: gloo's is an all-reduce.
+        work: What sending takes of the processors that compute; None: nothing, and coding neither.
+        rings: Of the framework's own collectives; None: the same links.
+        codings: By the names of presets, for `coding_as`.
+        bucket_s: Beside `encoded_per_s`: seconds for every bucket or module that is coded.
     """
 
     inter_node: Link
@@ -57,6 +108,17 @@ class Cluster:
     ways: int = 1
     trees: bool = True
     overlaps: bool = True
+    prefetches: bool = True
+    scatters: bool = True
+    work: Work | None = None
+    rings: Rings | None = None
+    codings: Mapping[str, Coding] = field(default_factory=dict)
+    bucket_s: float = 0.0
+
+    def coding_as(self, preset: str) -> Cluster:
+        """The same with the speed of a preset's codecs, if that was measured."""
+        coding = self.codings.get(preset)
+        return self if coding is None else replace(self, encoded_per_s=coding.numel_per_s, bucket_s=coding.bucket_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +132,53 @@ class StepTime:
 
 def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> tuple[float, float]:
     """What a message waits for latency, and how long its bytes take; all ranks of a node send theirs at once."""
-    far = message.total_nbytes * message.leaving
+    times = _times(message, cluster)
+    if cluster.rings is not None and message.what in (RING, RING_SCATTER, EXACT_WEIGHTS):
+        ring = cluster.rings.between if message.leaving else cluster.rings.inside
+        return times * message.in_series * ring.latency_s, times * message.total_nbytes / ring.nbytes_per_s
+    nbytes = times * message.total_nbytes
+    far = nbytes * message.leaving
     link = cluster.inter_node if message.leaving else cluster.intra_node
     in_series = message.in_series if message.by_tree is None or not cluster.trees else message.by_tree
-    latency = in_series * cluster.ways * link.latency_s
+    latency = times * in_series * cluster.ways * link.latency_s
     travelling = far * ranks_per_node / cluster.inter_node.nbytes_per_s
-    return latency, travelling + (message.total_nbytes - far) / cluster.intra_node.nbytes_per_s
+    return latency, travelling + (nbytes - far) / cluster.intra_node.nbytes_per_s
+
+
+def _times(message: Message, cluster: Cluster) -> int:
+    return 2 if message.what == RING_SCATTER and not cluster.scatters else 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
     latency: float
     busy: float  # encoding and bytes
+    work: float = 0.0  # of the processors that compute
 
     @property
     def seconds(self) -> float:
         return self.latency + self.busy
+
+    def __add__(self, other: _Cost) -> _Cost:
+        return _Cost(self.latency + other.latency, self.busy + other.busy, self.work + other.work)
+
+    def times(self, factor: float) -> _Cost:
+        return _Cost(factor * self.latency, factor * self.busy, factor * self.work)
 
 
 def unit_cost(unit: Unit, cluster: Cluster, ranks_per_node: int) -> _Cost:
     """Of one time that it travels."""
     parts = [message_seconds(message, cluster, ranks_per_node) for message in unit.messages]
     encoding = unit.encoded_numel / cluster.encoded_per_s if cluster.encoded_per_s else 0.0
-    return _Cost(sum(latency for latency, _ in parts), sum(busy for _, busy in parts) + encoding)
+    encoding += cluster.bucket_s if unit.encoded_numel else 0.0
+    work = 0.0
+    if cluster.work is not None:
+        work = encoding
+        for message in unit.messages:
+            times = _times(message, cluster)
+            work += times * message.in_series * cluster.work.message_s
+            work += times * message.total_nbytes * cluster.work.nbyte_s
+    return _Cost(sum(latency for latency, _ in parts), sum(busy for _, busy in parts) + encoding, work)
 
 
 def unit_costs(units: Sequence[Unit], cluster: Cluster, ranks_per_node: int) -> list[_Cost]:
@@ -118,27 +204,32 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float) -> StepTime:
     per_node = ranks_per_node(plan)
     gradients = unit_costs(plan.gradients, cluster, per_node)
     weights = unit_costs(plan.weights, cluster, per_node)
-    rounds = unit_costs(plan.rounds, cluster, per_node)
-    sent = sum(each.seconds for each in gradients)
-    sent += sum(unit.repeats * each.seconds for unit, each in zip(plan.weights, weights, strict=True))
-    busy = sum(each.busy for each in gradients)
-    busy += sum(unit.repeats * each.busy for unit, each in zip(plan.weights, weights, strict=True))
-    state = unit_costs(plan.state, cluster, per_node)
-    late = sum(each.seconds for each in rounds)
-    late += sum(unit.repeats * each.seconds for unit, each in zip(plan.state, state, strict=True))
+    step = _sum(plan.gradients, gradients) + _sum(plan.weights, weights)
+    rounds = _sum(plan.rounds, unit_costs(plan.rounds, cluster, per_node))
+    late = rounds + _sum(plan.state, unit_costs(plan.state, cluster, per_node))
     hidden = 0.0 if plan.outer is None else plan.outer.delay_of(plan.outer.shortest_turn) * compute_s
     turns = 1 if plan.outer is None else plan.outer.fragments
-    shown = max(0.0, late - turns * hidden) / plan.every
+    shown = max(late.work, late.seconds - turns * hidden) / plan.every
     last = gradients[-1].seconds if gradients else 0.0
-    low = max(compute_s, busy) + max(0.0, sum(each.busy for each in rounds) - turns * hidden) / plan.every
-    high = compute_s + sent + late / plan.every
+    low = max(compute_s + step.work, step.busy) + max(rounds.work, rounds.busy - turns * hidden) / plan.every
+    high = compute_s + step.seconds + late.seconds / plan.every
     if not cluster.overlaps:
-        return StepTime(compute_s + sent + shown, low, high)
-    if weights:
+        return StepTime(max(low, compute_s + step.seconds + shown), low, max(low, high))
+    if not weights:
+        seconds = _bucket_by_bucket(plan, gradients, compute_s)
+    elif cluster.prefetches:
         seconds = _with_prefetch(plan, gradients, weights, compute_s)
     else:
-        seconds = _bucket_by_bucket(plan, gradients, compute_s)
+        seconds = _in_turn(plan, gradients, weights, cluster, compute_s)
     return StepTime(max(low, min(high, seconds + shown)), low, max(high, low + last))
+
+
+def _sum(units: Sequence[Unit], costs: Sequence[_Cost]) -> _Cost:
+    """Of a step, or of a round."""
+    total = _Cost(0.0, 0.0)
+    for unit, cost in zip(units, costs, strict=True):
+        total += cost.times(unit.repeats)
+    return total
 
 
 def ranks_per_node(plan: Plan) -> int:
@@ -148,7 +239,10 @@ def ranks_per_node(plan: Plan) -> int:
 
 
 def _bucket_by_bucket(plan: Plan, costs: Sequence[_Cost], compute_s: float) -> float:
-    """Buckets leave in the order of backward; two are under way at a time, and all where ranks are far apart."""
+    """Buckets leave in the order of backward; two are under way at a time, and all where ranks are far apart.
+
+    What the buckets before take of the processors delays backward, and so the bucket that comes next.
+    """
     units = plan.gradients
     total = sum(unit.numel for unit in units) or 1
     ready, free, arrived = FORWARD_SHARE * compute_s, 0.0, 0.0
@@ -157,10 +251,34 @@ def _bucket_by_bucket(plan: Plan, costs: Sequence[_Cost], compute_s: float) -> f
         ready += (1 - FORWARD_SHARE) * compute_s * unit.numel / total
         alone = at == len(units) - 1
         free = max(free, ready) + cost.busy
+        ready += cost.work
         arrived = free + cost.latency
         if not plan.shape.far:
             free += cost.latency / (1 if alone else at_a_time)
-    return max(compute_s, arrived if plan.shape.far else free)
+    return max(ready, compute_s, arrived if plan.shape.far else free)
+
+
+def _in_turn(
+    plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Cost], cluster: Cluster, compute_s: float
+) -> float:
+    """FSDP2 waits for each collective; what goes on beside it are messages between replicas, and between far ranks."""
+    gathered = _sum(plan.weights, weights)
+    if plan.layout == "hsdp":
+        parts = [_split(unit, cluster, ranks_per_node(plan)) for unit in plan.gradients]
+        inside = sum(near.seconds for near, _ in parts)
+        return _bucket_by_bucket(plan, [far for _, far in parts], compute_s + gathered.seconds + inside)
+    if plan.shape.far:  # all rows leave at once, gradients while backward goes on
+        alone = max(cost.latency for cost in weights)
+        return _bucket_by_bucket(plan, gradients, compute_s + gathered.busy + alone)
+    return compute_s + gathered.seconds + _sum(plan.gradients, gradients).seconds
+
+
+def _split(unit: Unit, cluster: Cluster, ranks_per_node: int) -> tuple[_Cost, _Cost]:
+    """Of its messages inside a node, and of the others and of coding."""
+    near = tuple(message for message in unit.messages if message.level == "intra-node")
+    far = tuple(message for message in unit.messages if message.level != "intra-node")
+    inside = replace(unit, messages=near, encoded_numel=0)
+    return unit_cost(inside, cluster, ranks_per_node), unit_cost(replace(unit, messages=far), cluster, ranks_per_node)
 
 
 def _with_prefetch(plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Cost], compute_s: float) -> float:
@@ -191,7 +309,7 @@ def _with_prefetch(plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Co
 # -- without compression ----------------------------------------------------------------------------------------------
 
 
-def ring_message(nbytes: float, plan: Plan, *, hops: int) -> Message:
+def ring_message(nbytes: float, plan: Plan, *, hops: int, what: str = RING) -> Message:
     """A ring over `nbytes`, by one hop or two (all-reduce): every link between nodes carries it once a hop.
 
     A rank waits for a message per other node in each hop; those inside nodes cost less and are left out. An all-reduce
@@ -204,19 +322,26 @@ def ring_message(nbytes: float, plan: Plan, *, hops: int) -> Message:
     leaving = 1 / per_node if nodes > 1 else 0.0
     in_series = hops * max(1, nodes - 1)
     by_tree = min(in_series, 2 * math.ceil(math.log2(nodes))) if hops == 2 and nodes > 1 else None
-    return Message(level, "ring", round(sent), in_series=in_series, by_tree=by_tree, leaving=leaving)
+    return Message(level, what, round(sent), in_series=in_series, by_tree=by_tree, leaving=leaving)
 
 
-def uncompressed(plan: Plan, itemsize: int) -> Plan:
-    """What the framework sends by itself for the same model on the same ranks, all elements of `itemsize` bytes."""
+def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None) -> Plan:
+    """What the framework sends by itself for the same model on the same ranks.
+
+    Args:
+        plan: With compression.
+        itemsize: Bytes of an element of the gradients.
+        weights_itemsize: Of FSDP2's weights, where they travel in another type than the plan's.
+    """
     if plan.shape.world_size == 1:
         return plan
     hops = 2 if plan.layout == "ddp" else 1
     source = plan.gradients or plan.rounds
     if plan.layout == "hsdp":
         hops = 2  # inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
+    what = RING_SCATTER if plan.layout == "fsdp" else RING
     gradients = tuple(
-        replace(unit, messages=(ring_message(unit.numel * itemsize, plan, hops=hops),), encoded_numel=0)
+        replace(unit, messages=(ring_message(unit.numel * itemsize, plan, hops=hops, what=what),), encoded_numel=0)
         for unit in source
     )
     weights = tuple(
@@ -224,14 +349,25 @@ def uncompressed(plan: Plan, itemsize: int) -> Plan:
             unit,
             messages=unit.messages
             if plan.layout == "hsdp"
-            else (ring_message(unit.numel * plan.modules[unit.name].dtype.itemsize, plan, hops=1),),
+            else (
+                ring_message(unit.numel * (weights_itemsize or plan.modules[unit.name].dtype.itemsize), plan, hops=1),
+            ),
             repeats=plan.modules[unit.name].num_gathers,
             encoded_numel=0,
         )
         for unit in plan.weights
     )
+    shape = replace(plan.shape, far=False)  # it posts no receives ahead
     return replace(
-        plan, gradients=gradients, weights=weights, rounds=(), state=(), every=1, outer=None, memory=Memory()
+        plan,
+        shape=shape,
+        gradients=gradients,
+        weights=weights,
+        rounds=(),
+        state=(),
+        every=1,
+        outer=None,
+        memory=Memory(),
     )
 
 

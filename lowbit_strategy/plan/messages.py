@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["flat", "intra-node", "inter-node"]
+EXACT_WEIGHTS = "exact weights"
+RING, RING_SCATTER = "ring", "ring, scattered"  # the framework's own; the latter ends with a part of the sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,5 +97,5 @@ def leaving_nbytes(units: Iterable[Unit], *levels: Level) -> int:
 
 def ahead_nbytes(unit: Unit) -> int:
     """Memory of receives that are posted ahead, where peers are far apart: as much as is sent to them."""
-    own = (message for message in unit.messages if message.level != "intra-node" and message.what != "exact weights")
+    own = (message for message in unit.messages if message.level != "intra-node" and message.what != EXACT_WEIGHTS)
     return sum(message.total_nbytes for message in own)

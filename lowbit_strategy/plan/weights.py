@@ -14,7 +14,7 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.plan.gradients import Layout
-from lowbit_strategy.plan.messages import Level, Message, Unit
+from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Level, Message, Unit
 from lowbit_strategy.ranks.shape import Shape
 
 
@@ -116,7 +116,7 @@ def weight_units(
         cost = module_weights(coding, module, num_ranks)
         coded, memory = has_codes(coding, module), cost.buffer_nbytes
         row, framing = cost.gather_nbytes // (num_ranks - 1), row_framing(coding, module, num_ranks) if coded else 0
-        what = "weights" if coded else "exact weights"
+        what = "weights" if coded else EXACT_WEIGHTS
         ours = coded or coding.keep == "replica"
         if two_level and ours:
             nodes, inside = shape.num_peers, shape.num_parts

@@ -2,78 +2,222 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from lowbit_strategy.collectives.comm import Comm, wait_for_all
+from lowbit_strategy.collectives.comm import Comm, GroupComm, wait_for_all
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.cost import ANY_RATE, Cluster, Link
+from lowbit_strategy.plan.bench import slowest
+from lowbit_strategy.plan.cost import ANY_RATE, Cluster, Coding, Link, Rings, Work
 from lowbit_strategy.ranks.ranks import Ranks
 
 _SMALL_NBYTES = 64
-_SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # of what goes to each other rank
+_SIZES = (1 << 18, 1 << 20, 1 << 22)  # of what goes to each other rank, or round a ring
 _LONG_S = 0.1  # a message that takes so long tells the bandwidth well enough
+_ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.15, 12, 2  # of one measurement
 _CODED_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 25}
+_CODED_TENSORS, _SMALL_NUMEL = 8, 1 << 13
 
 
-def measure_links(ranks: Ranks, device: torch.device, compressor: Compressor) -> Cluster:
-    """Links and coding speed, as this rank finds them while all others measure too; on all ranks, between steps.
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What one rank finds while all others measure too.
 
     Args:
-        ranks: Who trains.
-        device: Of gradients.
-        compressor: Whose coding is timed.
+        between: A node's link to the other nodes.
+        inside: A rank's to the others of its node; the same with one level.
+        rings: Links as the framework's own collectives find them, on CPU.
+        work: What sending takes of the processors that compute; None: there are some to spare.
     """
-    between, inside = measure_levels(ranks, device)
-    coded = coded_per_s(compressor, device)
-    return Cluster(inter_node=between, intra_node=inside, encoded_per_s=coded, trees=device.type == "cuda")
+
+    between: Link
+    inside: Link
+    rings: Rings | None = None
+    work: Work | None = None
 
 
-def measure_levels(ranks: Ranks, device: torch.device) -> tuple[Link, Link]:
-    """A node's link to the other nodes, and a rank's to the others of its node; one and the same with one level."""
-    between = measure_link(ranks.peers, device)
-    inside = between if ranks.intra_node is None else measure_link(ranks.intra_node, device)
+def slowest_network(networks: Sequence[Network]) -> Network:
+    """Of all ranks': the slowest is waited for."""
+    rings = [each.rings for each in networks if each.rings is not None]
+    work = [each.work for each in networks if each.work is not None]
+    return Network(
+        slowest([each.between for each in networks]),
+        slowest([each.inside for each in networks]),
+        Rings(slowest([each.between for each in rings]), slowest([each.inside for each in rings])) if rings else None,
+        Work(statistics.mean(each.message_s for each in work), statistics.mean(each.nbyte_s for each in work))
+        if work
+        else None,
+    )
+
+
+def cluster_of(network: Network, codings: Mapping[str, Coding], *, is_gloo: bool) -> Cluster:
+    """What predictions need of measurements."""
+    return Cluster(
+        inter_node=network.between,
+        intra_node=network.inside,
+        trees=not is_gloo,
+        prefetches=not is_gloo,
+        scatters=not is_gloo,
+        work=network.work,
+        rings=network.rings,
+        codings=codings,
+    )
+
+
+def measure_network(ranks: Ranks, device: torch.device) -> Network:
+    """On all ranks, which all call this."""
+    turns = Turns(ranks.world, device)
+    between, work = measure_link(ranks.peers, turns)
+    inside = between if ranks.intra_node is None else measure_link(ranks.intra_node, turns)[0]
     per_node = 1 if ranks.topology is None else ranks.topology.ranks_per_node or 1
-    return Link(between.latency_s, min(ANY_RATE, between.nbytes_per_s * per_node)), inside
+    rings = None
+    if device.type == "cpu" and isinstance(ranks.world, GroupComm) and ranks.world.world_size > 1:
+        nodes = -(-ranks.world.world_size // per_node)
+        around = measure_ring(ranks.world, turns, max(1, nodes - 1))
+        rings = Rings(around, around if ranks.intra_node is None else measure_ring(ranks.intra_node, turns, 1))
+    return Network(
+        Link(between.latency_s, min(ANY_RATE, between.nbytes_per_s * per_node)),
+        inside,
+        rings,
+        work if turns.crowding > _CROWDED else None,
+    )
 
 
-def measure_link(comm: Comm, device: torch.device) -> Link:
-    """Of one rank, by all-to-alls among the ranks of `comm`, two of each size, the faster of which counts."""
+class Turns:
+    """On CPU, computation before each message that is timed, as a step has it.
+
+    Ranks that have computed are not ready at the same moment, nor does a processor turn to a message at once where
+    others wait for it: a message takes longer than one right after another does.
+
+    Attributes:
+        crowding: Seconds that a second of a processor's time takes while all ranks compute.
+    """
+
+    def __init__(self, comm: Comm, device: torch.device) -> None:
+        self.device = device
+        self.seconds = self.work_s = 0.0
+        self.crowding = 1.0
+        self._x = torch.ones(256, 256, device=device) / 256
+        self._times = 0
+        if device.type != "cpu" or comm.world_size == 1:
+            return
+        self._times = 10
+        self.take()
+        began = time.thread_time()
+        self.take()
+        fits = torch.tensor([10 * _TURN_S / max(time.thread_time() - began, 1e-6)], dtype=torch.float64)
+        counted = comm.sent_nbytes
+        comm.all_reduce_max(fits).wait()  # all compute as much, and begin together
+        comm.sent_nbytes = counted
+        self._times = max(1, round(float(fits)))
+        began, working, own = time.perf_counter(), time.process_time(), time.thread_time()
+        for _ in range(_NUM_TURNS):
+            self.take()
+        self.seconds = (time.perf_counter() - began) / _NUM_TURNS
+        self.work_s = (time.process_time() - working) / _NUM_TURNS
+        self.crowding = max(1.0, self.seconds * _NUM_TURNS / max(time.thread_time() - own, 1e-6))
+
+    def take(self) -> None:
+        """Compute for a while."""
+        for _ in range(self._times):
+            torch.mm(self._x, self._x)
+
+    def cost_of(self, comm: Comm, call: Callable[[], object]) -> tuple[float, float]:
+        """Seconds of a collective that follows a turn, and processor time; the mean over a few."""
+        call()
+        first = seconds_of(call, self.device) + self.seconds
+        longest = torch.tensor([first], dtype=torch.float64, device=self.device)
+        comm.all_reduce_max(longest).wait()  # all ranks time as many
+        times = int(min(_MOST_TIMES, max(_FEWEST_TIMES, _ENOUGH_S / float(longest))))
+        finish(self.device)
+        began, working = time.perf_counter(), time.process_time()
+        for _ in range(times):
+            self.take()
+            call()
+            finish(self.device)
+        seconds = (time.perf_counter() - began) / times - self.seconds
+        return max(seconds, 1e-7), max(0.0, (time.process_time() - working) / times - self.work_s)
+
+
+_TURN_S, _NUM_TURNS = 4e-3, 25  # of a processor's time; turns that tell how long one takes
+_CROWDED = 1.25  # below it, ranks have processors to spare
+
+
+def measure_link(comm: Comm, turns: Turns) -> tuple[Link, Work]:
+    """Of one rank, by all-to-alls among the ranks of `comm`."""
+    device, others = turns.device, comm.world_size - 1
+
+    def exchange(nbytes: int) -> Callable[[], object]:
+        x = torch.zeros((comm.world_size, nbytes), dtype=torch.uint8, device=device)
+        out = torch.empty_like(x)
+        return lambda: comm.all_to_all(out, x).wait()
+
+    return _measure(comm, turns, exchange, lambda nbytes: others * nbytes, 1)
+
+
+def measure_ring(comm: Comm, turns: Turns, in_series: int) -> Link:
+    """Of one rank, by the backend's own all-reduces, each of two hops of so many messages in series."""
+    own, size = GroupComm(comm.group), comm.world_size
+
+    def reduce(nbytes: int) -> Callable[[], object]:
+        x = torch.zeros(nbytes // 4, dtype=torch.float32, device=turns.device)
+        return lambda: own.all_reduce(x).wait()
+
+    return _measure(own, turns, reduce, lambda nbytes: 2 * (size - 1) * nbytes / size, 2 * in_series)[0]
+
+
+def _measure(
+    comm: Comm,
+    turns: Turns,
+    collective: Callable[[int], Callable[[], object]],
+    sent_nbytes: Callable[[int], float],
+    in_series: int,
+) -> tuple[Link, Work]:
     if comm.world_size == 1:
-        return Link(0.0, ANY_RATE)
+        return Link(0.0, ANY_RATE), Work(0.0, 0.0)
     counted = comm.sent_nbytes  # this is not traffic of a step
-    latency = _exchange_s(comm, _SMALL_NBYTES, device)
-    rate = ANY_RATE
+    latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES))
+    rate, nbyte_s = ANY_RATE, 0.0
     for nbytes in _SIZES:
-        seconds = _exchange_s(comm, nbytes, device)
-        rate = (comm.world_size - 1) * nbytes / max(seconds - latency, 1e-9)
-        slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
-        comm.all_reduce_max(slowest).wait()  # all ranks stop at the same size
-        if float(slowest) > _LONG_S:
+        seconds, working = turns.cost_of(comm, collective(nbytes))
+        rate = sent_nbytes(nbytes) / max(seconds - latency, 1e-9)
+        nbyte_s = max(0.0, working - waking) / sent_nbytes(nbytes)
+        longest = torch.tensor([seconds], dtype=torch.float64, device=turns.device)
+        comm.all_reduce_max(longest).wait()  # all ranks stop at the same size
+        if float(longest) > _LONG_S:
             break
     comm.sent_nbytes = counted
-    return Link(latency, min(rate, ANY_RATE))
+    work = Work(turns.crowding * waking / in_series, turns.crowding * nbyte_s)
+    return Link(latency / in_series, min(rate, ANY_RATE)), work
 
 
-def _exchange_s(comm: Comm, nbytes: int, device: torch.device) -> float:
-    x = torch.zeros((comm.world_size, nbytes), dtype=torch.uint8, device=device)
-    out = torch.empty_like(x)
-    return min(seconds_of(lambda: comm.all_to_all(out, x).wait(), device) for _ in range(2))
-
-
-def coded_per_s(compressor: Compressor, device: torch.device) -> float:
-    """Elements of one hop, encoded and decoded, per second."""
+def measure_coding(compressor: Compressor, device: torch.device) -> Coding:
+    """One hop, encoded and decoded: of several tensors as one bucket, small ones and large ones."""
     numel = _CODED_NUMEL.get(device.type, 1 << 20)
-    spec = TensorSpec("measured", (numel // 1024, 1024))
-    sync = GradientSync(compressor.phase(1 << 20), [spec], Ranks.flat(LocalComm()), device, scatter=True)
-    x = torch.randn(numel, device=device)
-    out, layout = torch.empty_like(x), BucketLayout((Entry(spec.name, 0),), row_numel=numel)
+    small = min(_SMALL_NUMEL, numel // 2)
+    bucket_s = _coding_s(compressor, small, device)
+    seconds = _coding_s(compressor, numel, device)
+    return Coding((numel - small) / max(seconds - bucket_s, 1e-9), bucket_s)
+
+
+def _coding_s(compressor: Compressor, numel: int, device: torch.device) -> float:
+    each = numel // _CODED_TENSORS
+    specs = [TensorSpec(f"measured {at}", (max(1, each // 128), min(each, 128))) for at in range(_CODED_TENSORS)]
+    sync = GradientSync(compressor.phase(1 << 20), specs, Ranks.flat(LocalComm()), device, scatter=True)
+    entries, total = [], 0
+    for spec in specs:
+        entries.append(Entry(spec.name, total))
+        total += spec.numel
+    x = torch.randn(total, device=device)
+    out, layout = torch.empty_like(x), BucketLayout(tuple(entries), row_numel=total)
 
     def once() -> None:
         sync.begin_step()
@@ -81,7 +225,13 @@ def coded_per_s(compressor: Compressor, device: torch.device) -> float:
         sync.end_step()
 
     once()  # kernels are compiled
-    return numel / min(seconds_of(once, device) for _ in range(2))
+    times = int(min(_MOST_TIMES**2, max(_FEWEST_TIMES, _ENOUGH_S / seconds_of(once, device))))
+
+    def several() -> None:
+        for _ in range(times):
+            once()
+
+    return seconds_of(several, device) / times
 
 
 def memcpy_nbytes_per_s(device: torch.device) -> float:

@@ -42,8 +42,8 @@ def test_alone_codecs_are_measured_and_advise_reads_them(tmp_path: Path, monkeyp
     assert "million elements/s" in output
     measured = read_bench(path, this_machine(cpu=True))
     assert measured.levels == {}
-    assert {"loco", "qsgd", "topk", "powersgd"} <= measured.coded_per_s.keys() <= PRESETS.keys()
-    assert all(rate > 0 for rate in measured.coded_per_s.values())
+    assert {"loco", "qsgd", "topk", "powersgd"} <= measured.codings.keys() <= PRESETS.keys()
+    assert all(coding.numel_per_s > 0 < coding.bucket_s for coding in measured.codings.values())
     code, output = invoke("advise", "--params", "1e8", "--link", "1gbit", "--cpu", "--bench", str(path))
     assert code == 0, output
     assert f"measured, in {path}" in output
@@ -83,5 +83,8 @@ def test_of_many_ranks_some_pairs_are_measured() -> None:
 
 
 def test_a_rank_alone_has_no_link() -> None:
-    assert links.measure_link(LocalComm(), torch.device("cpu")).nbytes_per_s == ANY_RATE
-    assert links.coded_per_s(LoCo(), torch.device("cpu")) > 0
+    device = torch.device("cpu")
+    link, work = links.measure_link(LocalComm(), links.Turns(LocalComm(), device))
+    assert link.nbytes_per_s == ANY_RATE
+    assert (work.message_s, work.nbyte_s) == (0, 0)
+    assert links.measure_coding(LoCo(), device).numel_per_s > 0

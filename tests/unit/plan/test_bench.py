@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowbit_strategy.plan.bench import Bench, Machine, Pair, read_bench
-from lowbit_strategy.plan.cost import Link
+from lowbit_strategy.plan.cost import Coding, Link, Rings, Work
 from lowbit_strategy.version import __version__
 
 HERE = Machine("node0", "x86_64", 8)
@@ -21,7 +21,9 @@ BENCH = Bench(
     backend="gloo",
     levels={"inter-node": Link(1e-3, 1e8), "intra-node": Link(1e-5, 1e10)},
     pairs=tuple(Pair(a, b, "inter-node", 1e-3, 1e8, 2e8) for a, b in ((0, 2), (0, 3), (1, 2), (1, 3))),
-    coded_per_s={"loco": 1e9},
+    rings=Rings(Link(2e-3, 5e7), Link(1e-5, 1e9)),
+    work=Work(1e-4, 1e-9),
+    codings={"loco": Coding(1e9, 1e-4)},
     memcpy_nbytes_per_s=1e10,
 )
 

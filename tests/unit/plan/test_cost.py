@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
@@ -10,7 +12,7 @@ from lowbit_strategy import PRESETS, LoCo
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.advice import Choice, Wanted, advised, choices, plan_for
-from lowbit_strategy.plan.cost import Cluster, Link, break_even, step_time, uncompressed
+from lowbit_strategy.plan.cost import Cluster, Link, Rings, Work, break_even, step_time, uncompressed
 from lowbit_strategy.plan.gradients import Reduced
 from lowbit_strategy.plan.models import transformer
 from lowbit_strategy.plan.plan import make_plan
@@ -63,6 +65,31 @@ def test_break_even_is_where_both_are_as_fast(layout: str) -> None:
         if at * factor < 5e11:
             link = cluster(Link(SLOW.latency_s, at * factor))
             assert (step_time(plan, link, 0.5).seconds < 0.99 * step_time(stock, link, 0.5).seconds) is faster
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("prefetches", [True, False])
+def test_more_work_never_makes_a_step_shorter(layout: str, prefetches: bool) -> None:
+    wanted = Wanted(transformer(1e9), 4, 2, itemsize=2)
+    plan = plan_for(wanted, layout, LoCo())  # type: ignore[arg-type]
+    for each in (plan, uncompressed(plan, 2)):
+        at = replace(cluster(Link(1e-4, 1e9)), encoded_per_s=1e9, prefetches=prefetches)
+        before = step_time(each, at, 0.5).seconds
+        for work in (Work(0.0, 0.0), Work(1e-4, 0.0), Work(1e-4, 1e-9), Work(1e-3, 1e-8)):
+            found = step_time(each, replace(at, work=work), 0.5)
+            assert before <= found.seconds
+            assert found.low <= found.seconds <= found.high
+            before = found.seconds
+        assert step_time(each, replace(at, bucket_s=1e-3), 0.5).seconds >= step_time(each, at, 0.5).seconds
+
+
+def test_gloo_scatters_by_an_all_reduce_and_waits_for_each_collective() -> None:
+    plan = uncompressed(plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "fsdp", LoCo()), 2)
+    link = Link(1e-3, 1e9)
+    at = replace(cluster(link), rings=Rings(link, link), prefetches=False)
+    once, twice = (step_time(plan, replace(at, scatters=scatters), 0.5).seconds for scatters in (True, False))
+    gradients = sum(m.in_series * 1e-3 + m.total_nbytes / 1e9 for unit in plan.gradients for m in unit.messages)
+    assert twice - once == pytest.approx(gradients)
 
 
 def best(found: list[Choice], wanted: Wanted, memory: float | None = None) -> str | None:
