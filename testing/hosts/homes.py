@@ -14,7 +14,7 @@ from errno import ECONNREFUSED
 from pathlib import Path
 
 from testing.hosts import tunnels
-from testing.hosts.namespaces import PREFIX, Host, ip, remove, remove_leftovers, run
+from testing.hosts.namespaces import PREFIX, Host, Network, ip, run
 
 _PROGRAM = str(Path(__file__).with_name("tunnels.py"))
 PUBLIC = "198.51.100.1"
@@ -22,15 +22,11 @@ AT_HOME = "192.168.1.2"  # of the machine in each home
 _START_S = 20.0
 
 
-class Homes:
-    """A machine with a public address and `num_homes` at home. A context manager; root only.
+class Homes(Network):
+    """A machine with a public address and `num_homes` at home; addresses and interface are the private network's.
 
     Args:
         num_homes: How many.
-
-    Attributes:
-        hosts: The public one and those at home, with their addresses in the private network.
-        interface: Of the private network, in every host.
     """
 
     interface = tunnels.INTERFACE
@@ -42,17 +38,9 @@ class Homes:
         self._routers = [f"{prefix}-r{i}" for i in range(1, num_homes + 1)]
         self._programs: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Homes:
-        remove_leftovers()
-        try:
-            self._create()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    @property
+    def _others(self) -> list[str]:
+        return [*self._routers, self._internet]
 
     def outside(self, home: int) -> str:
         """The address of a home's router, the first home being 1."""
@@ -104,10 +92,7 @@ class Homes:
         for program in self._programs:
             program.kill()
             program.wait()
-        existing = run("ip", "netns", "list")
-        for name in (*(host.namespace for host in self.hosts), *self._routers, self._internet):
-            if name in existing:
-                remove(name)
+        super().close()
 
 
 def _is_up(namespace: str) -> bool:

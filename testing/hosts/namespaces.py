@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from typing_extensions import Self
+
 from testing.hosts.relay import HOST_SETTINGS, SEND_BUFFER, Relay, send_buffer_nbytes
 
 INTERFACE = "eth0"  # in every host
@@ -38,11 +40,53 @@ class Host(NamedTuple):
     address: str
 
 
-class SlowNetwork:
-    """`num_hosts` namespaces that see each other and nothing else. A context manager; root only.
+class Network:
+    """Hosts in namespaces, removed at the end. A context manager; root only.
 
     Names carry this process's id: networks of several runs live side by side, and what a killed run has left behind
     is recognised and removed by the next.
+
+    Attributes:
+        hosts: The namespaces that programs run in.
+        interface: By which these see each other, in every host.
+    """
+
+    hosts: list[Host]
+    interface: str
+
+    def __enter__(self) -> Self:
+        remove_leftovers()
+        atexit.register(self.close)
+        try:
+            self._create()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _create(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def _others(self) -> list[str]:
+        """Namespaces beside the hosts."""
+        return []
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        existing = _namespaces()
+        for name in [*(host.namespace for host in self.hosts), *self._others]:
+            if name in existing:
+                _remove(name)
+
+
+class SlowNetwork(Network):
+    """`num_hosts` namespaces that see each other and nothing else.
 
     Args:
         num_hosts: How many.
@@ -75,20 +119,9 @@ class SlowNetwork:
         self.switch = f"{prefix}-switch"
         self.hosts = [Host(f"{prefix}-h{i}", f"10.213.0.{i + 1}") for i in range(num_hosts)]
 
-    def __enter__(self) -> SlowNetwork:
-        remove_leftovers()
-        atexit.register(self.close)
-        try:
-            self._create()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    @property
+    def _others(self) -> list[str]:
+        return [self.switch]
 
     @property
     def is_far(self) -> bool:
@@ -192,14 +225,10 @@ class SlowNetwork:
             _signal_inside(host.namespace, number)
 
     def close(self) -> None:
-        atexit.unregister(self.close)
         if self._relay is not None:
             self._relay.close()
             self._relay = None
-        existing = _namespaces()
-        for name in [*(host.namespace for host in self.hosts), self.switch]:
-            if name in existing:
-                remove(name)
+        super().close()
 
 
 def enter(namespace: str) -> None:
@@ -243,7 +272,7 @@ def remove_leftovers() -> None:
     for name in _namespaces():
         match = _NAME.fullmatch(name)
         if match and not _is_alive(int(match[1])):
-            remove(name)
+            _remove(name)
 
 
 def _is_alive(pid: int) -> bool:
@@ -264,7 +293,7 @@ def _signal_inside(namespace: str, number: signal.Signals) -> None:
             os.kill(int(pid), number)
 
 
-def remove(namespace: str) -> None:
+def _remove(namespace: str) -> None:
     """With all processes inside."""
     _signal_inside(namespace, signal.SIGKILL)
     run("ip", "netns", "del", namespace)

@@ -29,8 +29,7 @@ import torch
 
 from lowbit_strategy import Elastic
 from lowbit_strategy.ranks.quorum import import_torchft, start_lighthouse
-from testing.hosts.homes import Homes
-from testing.hosts.namespaces import Host, SlowNetwork, enter
+from testing.hosts.namespaces import Host, Network, enter
 from testing.processes.ranks import (
     START_LIMIT_S,
     fork_server,
@@ -58,7 +57,7 @@ class Replicas:
     """
 
     def __init__(
-        self, folder: Path, *, timeout: float = 90, min_replicas: int = 2, network: SlowNetwork | Homes | None = None
+        self, folder: Path, *, timeout: float = 90, min_replicas: int = 2, network: Network | None = None
     ) -> None:
         self.folder = folder
         self.timeout = timeout

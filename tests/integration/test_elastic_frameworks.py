@@ -1,8 +1,9 @@
-"""Replicas that come and go under Accelerate and Fabric, each a world of one process."""
+"""Replicas that come and go under Accelerate and Fabric, each a world of its own."""
 
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,32 +22,34 @@ from lowbit_strategy import DiLoCo, Elastic, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.fabric import LowBitDDPStrategy
 from testing.processes.ranks import free_port, run_ranks
-from testing.processes.replicas import Replicas
+from testing.processes.replicas import Replicas, ranks_of
 from testing.processes.scripts import REPOSITORY, run_script
-from testing.training.accelerated import fresh_state
+from testing.training.accelerated import fsdp_plugin, make
 from testing.training.comparing import fingerprint
 from testing.training.regression import dataset, mlp
 
 RULE = DiLoCo(every=5, momentum=0.5)
 
 
-def plugin(elastic: Elastic | None) -> LowBitPlugin:
-    return LowBitPlugin(LoCo(block_size=32, beta=0.0, reset_steps=None), outer=RULE, elastic=elastic)
+def accelerator_of(elastic: Elastic | None, num_ranks: int) -> Accelerator:
+    """Compressed; `num_ranks` share one model."""
+    compressor = LoCo(block_size=32, beta=0.0, reset_steps=None)
+    if num_ranks > 1:
+        plugin = LowBitPlugin(compressor, outer=RULE, elastic=elastic, shard_size=num_ranks)
+        return make("fsdp", plugin, fsdp_plugin=fsdp_plugin(by_block=False))
+    return make("ddp", LowBitPlugin(compressor, outer=RULE, elastic=elastic))
 
 
-def train(elastic: Elastic | None, rank: int, steps: int) -> dict[str, Any]:
-    """A loop whose data depends on the step and on the replica, as if replicas were ranks of one world."""
-    fresh_state()
-    accelerator = Accelerator(cpu=True)
-    plugin(elastic).attach(accelerator)
-    torch.manual_seed(0 if elastic is None else rank)
-    model = mlp()
-    if elastic is None:
-        torch.manual_seed(0)
-    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-2))
+def train(elastic: Elastic | None, first_rank: int, num_ranks: int, steps: int) -> dict[str, Any]:
+    """A loop whose data depends on the step and on the rank, as if replicas were in one world."""
+    accelerator = accelerator_of(elastic, num_ranks)
+    torch.manual_seed(0 if elastic is None else first_rank)
+    net = mlp()
+    model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=1e-2))
+    rank = first_rank + int(os.environ.get("RANK", "0"))
     losses = []
     for step in range(steps):
-        at = (step * 2 + rank) * 4 % 96
+        at = (step * 2 * num_ranks + rank) * 4 % 96
         x, y = dataset()[at : at + 4]
         loss = F.mse_loss(model(x), y)
         losses.append(loss.item())
@@ -57,37 +60,42 @@ def train(elastic: Elastic | None, rank: int, steps: int) -> dict[str, Any]:
     assert binding is not None
     assert binding.sync is not None
     sent = binding.sync.ranks.peers.sent_nbytes
+    binding.finish()
+    facts = {"losses": losses, "print": fingerprint(accelerator.unwrap_model(model)), "sent": sent}
     accelerator.end_training()
-    return {"losses": losses, "print": fingerprint(accelerator.unwrap_model(model)), "sent": sent}
+    return facts
 
 
-def train_as_rank(rank: int, world_size: int, steps: int) -> dict[str, Any]:
-    return train(None, rank, steps)
+def train_as_rank(rank: int, world_size: int, num_ranks: int, steps: int) -> dict[str, Any]:
+    return train(None, 0, num_ranks, steps)
 
 
-def test_members_that_stay_train_as_ranks_of_one_world(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_members_that_stay_train_as_ranks_of_one_world(tmp_path: Path, num_ranks: int) -> None:
+    names = [*ranks_of("a", num_ranks), *ranks_of("b", num_ranks)]
     with Replicas(tmp_path) as run:
-        run.start("a", train, 0, 22)
-        run.start("b", train, 1, 22)
-        without = run_ranks(train_as_rank, 2, 22, process_group=None)
-        replicas = run.results("a", "b")
-    assert [replicas["a"], replicas["b"]] == without
+        run.start("a", train, 0, num_ranks, 22, num_ranks=num_ranks)
+        run.start("b", train, num_ranks, num_ranks, 22, num_ranks=num_ranks)
+        replicas = run.results(*names)
+    without = run_ranks(train_as_rank, 2 * num_ranks, num_ranks, 22, process_group=None)
+    assert [replicas[name] for name in names] == without
 
 
-def test_a_loader_gives_every_replica_other_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_loader_gives_every_rank_of_every_replica_other_samples(tmp_path: Path, num_ranks: int) -> None:
+    names = [*ranks_of("a", num_ranks), *ranks_of("b", num_ranks)]
     with Replicas(tmp_path) as run:
         for name in "ab":
-            run.start(name, train_from_loader)
-        seen = run.results("a", "b")
-    assert len(seen["a"]) == len(seen["b"]) == 48
-    assert not set(seen["a"]) & set(seen["b"])
+            run.start(name, train_from_loader, num_ranks, num_ranks=num_ranks)
+        results = run.results(*names)
+    assert sorted(index for seen, _ in results.values() for index in seen) == list(range(96))
+    assert all(num_batches == 24 // num_ranks for _, num_batches in results.values())
 
 
-def train_from_loader(elastic: Elastic) -> list[int]:
-    fresh_state()
+def train_from_loader(elastic: Elastic, num_ranks: int) -> tuple[list[int], int]:
+    """The samples that a rank has seen in half of an epoch, and how many batches one has."""
     torch.manual_seed(0)  # the same on all replicas
-    accelerator = Accelerator(cpu=True)
-    plugin(elastic).attach(accelerator)
+    accelerator = accelerator_of(elastic, num_ranks)
     model = mlp()
     samples = list(zip(*dataset(96).tensors, range(96), strict=True))
     loader, model, optimizer = accelerator.prepare(
@@ -99,10 +107,10 @@ def train_from_loader(elastic: Elastic) -> list[int]:
         accelerator.backward(F.mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
-        if len(seen) == 48:
+        if num_ranks * len(seen) == 48:
             break
     accelerator.end_training()
-    return seen
+    return seen, len(loader)
 
 
 def train_in_fabric(elastic: Elastic, seed: int) -> int:
