@@ -21,6 +21,7 @@ from recipes.gpt import LanguageModel
 from testing.counting.interface import sent_nbytes
 
 NO_SYNC = "no-sync"
+_TRIAL_STEPS = 50  # in which a strategy that chooses has chosen
 
 
 class StepMeter(L.Callback):
@@ -58,6 +59,12 @@ def in_rounds(options: argparse.Namespace, rule: OuterRule) -> argparse.Namespac
     return argparse.Namespace(**{**vars(options), "warmup_steps": every, "steps": steps})
 
 
+def after_choice(options: argparse.Namespace, variant: str) -> argparse.Namespace:
+    """The same, measured after `variant` has chosen, if it is a strategy that chooses (``lowbit_ddp``)."""
+    trial = _TRIAL_STEPS if variant.startswith("lowbit_") else 0
+    return argparse.Namespace(**{**vars(options), "warmup_steps": options.warmup_steps + trial})
+
+
 def main() -> None:
     options = parse_options(__doc__)
     torch.set_num_threads(1)
@@ -66,7 +73,7 @@ def main() -> None:
         L.seed_everything(0, verbose=False)
         model = LanguageModel(options.width, options.depth, heads=4, context=options.context)
         rule = OUTER_RULES.get(strategy.rpartition("_")[0])
-        own = options if rule is None else in_rounds(options, rule)
+        own = after_choice(options, strategy) if rule is None else in_rounds(options, rule)
         meter = StepMeter(own)
         if strategy == NO_SYNC:  # each rank by itself, at the same time as the others
             fit(model, meter, own, strategy=SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from benchmarks.slow_links.ddp_step import NO_SYNC, StepMeter
+from benchmarks.slow_links.ddp_step import NO_SYNC, StepMeter, after_choice
 from benchmarks.slow_links.measuring import Measurement, fit, measure_in_turn, parse_options
-from lowbit_strategy import preset
+from lowbit_strategy import Auto, preset
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from recipes.gpt import LanguageModel
 
@@ -48,6 +48,8 @@ class HalfModel(ShardedModel):
 def strategy_of(variant: str, world_size: int) -> L.pytorch.strategies.Strategy:
     if variant in (STOCK, STOCK_BF16):
         return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+    if variant.startswith("lowbit_"):
+        return LowBitFSDPStrategy(Auto())
     name, _, weights = variant.partition(":")
     return LowBitFSDPStrategy(preset(name.removesuffix("_fsdp")), weights=weights or None)
 
@@ -61,12 +63,13 @@ def main() -> None:
         L.seed_everything(0, verbose=False)
         kind = {NO_SYNC: LanguageModel, STOCK_BF16: HalfModel}.get(variant, ShardedModel)
         model = kind(options.width, options.depth, heads=4, context=options.context)
-        meter = StepMeter(options)
+        own = after_choice(options, variant)
+        meter = StepMeter(own)
         numel = sum(parameter.numel() for parameter in model.parameters())
         if variant == NO_SYNC:  # each rank by itself, at the same time as the others
-            fit(model, meter, options, strategy=SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)
+            fit(model, meter, own, strategy=SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)
         else:
-            fit(model, meter, options, strategy=strategy_of(variant, world_size))
+            fit(model, meter, own, strategy=strategy_of(variant, world_size))
         return Measurement(meter.times_s, [meter.sent_per_step_nbytes], numel)
 
     measure(

@@ -40,7 +40,7 @@ class DDPHook:
         on_cpu = sync.device.type == "cpu"
         self._worker = BucketWorker() if on_cpu else None
         self._side = None if on_cpu else SideStream(sync.device)
-        model.register_comm_hook(self, _reduce_bucket)
+        model.register_comm_hook(self, DDPHook.reduce)
 
     def layout(self, bucket: dist.GradBucket) -> BucketLayout:
         buffer = bucket.buffer()
@@ -66,10 +66,6 @@ class DDPHook:
     def close(self) -> bool:
         """Whether nothing of it runs any more."""
         return self._worker is None or self._worker.close()
-
-
-def _reduce_bucket(hook: DDPHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    return hook.reduce(bucket)
 
 
 def refuse_python_reducer() -> None:

@@ -71,7 +71,7 @@ def uncompressed_trainer(tmp_path_factory: pytest.TempPathFactory) -> list[dict[
     return facts(folder)
 
 
-RECORDS = {"DistributedDataParallel": ["_reduce_bucket"], "FSDPModel": ["CompressedReduceScatter"]}
+RECORDS = {"DistributedDataParallel": ["DDPHook.reduce"], "FSDPModel": ["CompressedReduceScatter"]}
 
 
 def check(compressed: list[dict[str, Any]], uncompressed: list[dict[str, Any]], model: str, out: Path) -> None:
