@@ -2,9 +2,9 @@
 
 Adam divides by the root of ``v``, the average of squared gradients. Noise adds its own square, so steps become smaller;
 below the best learning rate that is simply slower. Here training with few bits is repeated with ``v`` corrected after
-every step by what an observer of all gradients knows: for the whole tensor, element by element, from sketches that
-ranks could send, or from squares of their own gradients that ranks exchange rarely. The measure is the number of
-steps to the loss that uncompressed training had reached.
+every step by what an observer of all gradients knows (for the whole tensor, element by element), from sketches that
+ranks could send, or by the package (``second_moment=True``: squares that ranks exchange rarely). The measure is the
+number of steps to the loss that uncompressed training had reached.
 
     python -m benchmarks.second_moment --model recurrent --rates 0.25,1,2 --seeds 101 --json second_moment.json
 
@@ -14,7 +14,6 @@ Results are added to the JSON file as they come, and what is in it already is no
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,13 +27,13 @@ from torch.nn import functional as F
 
 from benchmarks.low_bits import LEARNING_RATES
 from benchmarks.quality import DENSE, Exchange, parse
-from benchmarks.runs import Runs
+from benchmarks.runs import Runs, warmup_then_cosine
 from benchmarks.small_models import make_model, text_of
+from lowbit_strategy.engine.second_moment import SecondMoment
 
 Correction = Literal["none", "tensor", "element", "sketch", "squares"]
 BETA2 = 0.95
 SKETCH_NUMEL, SKETCH_EVERY, SKETCH_KEPT = 64, 8, 0.9
-SQUARES_EVERY, SQUARES_BLOCK, SQUARES_KEPT, SQUARES_FLOOR = 16, 128, 0.75, 0.01
 CASES: tuple[tuple[str, Correction], ...] = (
     (DENSE, "none"),
     ("loco1", "none"),
@@ -50,7 +49,7 @@ CASES: tuple[tuple[str, Correction], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What all runs of one file share. The learning rate is constant after its warm-up."""
+    """What all runs of one file share. After its warm-up the learning rate is constant, or `decays` to zero."""
 
     context: int = 16
     batch: int = 8
@@ -59,6 +58,7 @@ class Setting:
     warmup_steps: int = 20
     evaluate_every: int = 20
     windows: int = 512
+    decays: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ class LongShortTerm(nn.Module):
         return logits_BTV
 
 
-class SecondMoment:
+class Observed:
     """Corrects ``exp_avg_sq``: ``v += (1 - beta2) * (exact**2 - decoded**2)``, or the same with a ratio per tensor."""
 
     def __init__(self, correction: Correction, seed: int) -> None:
@@ -120,83 +120,6 @@ class SecondMoment:
         return min(1.0, max(0.05, numerator / max(denominator, 1e-30)))
 
 
-class LocalSquares:
-    """Writes ``exp_avg_sq`` from two parts: what every rank knows of blocks, and what ranks exchange rarely.
-
-    1. in every step: ``E = beta2 * E + (1 - beta2) * (mean square of the decoded gradient)`` per block of 128
-    2. in every step: ranks add up the squares of their own exact gradients
-    3. every 16 steps, oftener at first: the ranks' mean of those sums (8 bits per element in a real exchange; float32
-       here), times the ratio of the exact mean's energy to theirs per tensor (sketches), over the blocks' decoded mean
-       square since the last time: the shape ``q``, averaged with the one before
-    4. ``exp_avg_sq = q * E``
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], seed: int) -> None:
-        self.seed = seed
-        self._parts = [_Shape(torch.zeros_like(param)) for param in parameters]
-        self._since = 0
-
-    def correct_(self, step: int, optimizer: torch.optim.Optimizer, gradients: list[tuple[Tensor, ...]]) -> None:
-        """`gradients`: of every rank, before compression."""
-        parameters = [param for group in optimizer.param_groups for param in group["params"]]
-        self._since += 1
-        exchanges = is_due(step)
-        for at, (param, part) in enumerate(zip(parameters, self._parts, strict=True)):
-            assert param.grad is not None
-            own = torch.stack([each[at] for each in gradients])
-            energies = block_means(param.grad.square())
-            part.squares.add_(own.square().mean(0))
-            part.decoded = part.decoded + energies
-            part.average = BETA2 * part.average + (1 - BETA2) * energies
-            if exchanges:
-                part.learn(own, sketch(own.mean(0), step * 7919 + at + self.seed), self._since, step)
-            optimizer.state[param]["exp_avg_sq"].copy_(part.ratio * spread(part.average, param))
-        if exchanges:
-            self._since = 0
-
-
-@dataclass(slots=True)
-class _Shape:
-    """One parameter's part of `LocalSquares`."""
-
-    squares: Tensor
-    decoded: Tensor | float = 0.0
-    average: Tensor | float = 0.0
-    ratio: Tensor | float = 0.0
-    exact_energy: float = 0.0
-    own_energy: float = 0.0
-
-    def learn(self, own: Tensor, seen: Tensor, num_steps: int, step: int) -> None:
-        """Ranks have exchanged their squares of the last `num_steps`."""
-        kept = SQUARES_KEPT if step > 32 else min(SQUARES_KEPT, BETA2**num_steps) if step else 0.0
-        self.exact_energy = kept * self.exact_energy + (1 - kept) * seen.square().sum().item()
-        self.own_energy = kept * self.own_energy + (1 - kept) * own.square().mean(0).sum().item()
-        shared = min(1.0, max(0.5 / len(own), self.exact_energy / max(self.own_energy, 1e-30)))
-        squares = self.squares / num_steps
-        squares = torch.maximum(squares, SQUARES_FLOOR * spread(block_means(squares), squares))
-        ratio = shared * squares / spread(self.decoded / num_steps, squares).clamp_min(1e-30)
-        self.ratio = (kept * self.ratio + (1 - kept) * ratio).clamp(0, 100)
-        self.squares.zero_()
-        self.decoded = 0.0
-
-
-def is_due(step: int) -> bool:
-    """Whether ranks exchange squares: at first in every step, then ever more rarely, at last every 16 steps."""
-    due = 0
-    while due < step:
-        due += min(SQUARES_EVERY, max(1, due // 4))
-    return due == step
-
-
-def block_means(x: Tensor) -> Tensor:
-    return F.pad(x.flatten(), (0, -x.numel() % SQUARES_BLOCK)).view(-1, SQUARES_BLOCK).mean(1)
-
-
-def spread(blocks: Tensor | float, x: Tensor) -> Tensor:
-    """Every element of `x` has its block's value."""
-    return torch.as_tensor(blocks).repeat_interleave(SQUARES_BLOCK)[: x.numel()].view_as(x)
-
-
 def sketch(x: Tensor, seed: int) -> Tensor:
     """Sums of elements with random signs: linear, so that ranks can sum theirs, and of the same square on average."""
     signs = torch.randint(0, 2, (x.numel(),), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
@@ -211,7 +134,8 @@ def train(kind: str, rate: float, variant: str, correction: Correction, seed: in
     exchange = Exchange(model, parse(variant), setting.workers, "ddp", seed)  # type: ignore[arg-type]
     highest = LEARNING_RATES.get(kind, 4e-3) * rate
     optimizer = torch.optim.AdamW(parameters, lr=highest, betas=(0.9, BETA2), weight_decay=0.1)
-    second_moment, squares = SecondMoment(correction, seed), LocalSquares(parameters, seed)
+    observed = Observed(correction, seed)
+    ours = [SecondMoment(sync, model) for sync in exchange.syncs if correction == "squares"]
     text, order = text_of(kind, "train"), torch.Generator().manual_seed(10_000 + seed)
     losses, ratios = [], []
     for step in range(setting.steps):
@@ -225,12 +149,12 @@ def train(kind: str, rate: float, variant: str, correction: Correction, seed: in
             param.grad = mean.clone()
         ratios.append(energy(exact) / energy(means))
         for group in optimizer.param_groups:
-            group["lr"] = highest * min(1.0, (step + 1) / setting.warmup_steps)
+            group["lr"] = highest * warmup_then_cosine(step, setting, floor=0.0 if setting.decays else 1.0)
         optimizer.step()
-        if correction == "squares":
-            squares.correct_(step, optimizer, gradients)
+        if ours:
+            ours[0].correct_(optimizer)
         else:
-            second_moment.correct_(step, optimizer, exact)
+            observed.correct_(step, optimizer, exact)
         if (step + 1) % setting.evaluate_every == 0:
             losses.append(round(validation_loss(model, kind, setting), 5))
     return Run(
@@ -299,16 +223,20 @@ def main(
     model: Annotated[list[str] | None, typer.Option(help="mixer, recurrent, lstm, ...; repeat")] = None,
     rates: Annotated[str, typer.Option(help="times each model's learning rate, separated by commas")] = "0.25,1,2",
     seeds: Annotated[str, typer.Option(help="seeds, separated by commas")] = "101",
+    cases: Annotated[str | None, typer.Option(help="loco1:squares,...; None: all")] = None,
+    workers: Annotated[int, typer.Option(help="simulated ranks")] = 4,
+    decays: Annotated[bool, typer.Option(help="a cosine to zero in the place of a constant learning rate")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
 ) -> None:
     """Train, compare, and add to the results file."""
     torch.set_num_threads(1)
-    setting = Setting()
+    setting = Setting(workers=workers, decays=decays)
+    chosen = [case for case in CASES if cases is None or ":".join(case) in cases.split(",")]
     results = Runs(json_path, setting, Run)
     for seed in map(int, seeds.split(",")):
         for kind in model or ["mixer", "recurrent", "lstm"]:
             for rate in map(float, rates.split(",")):
-                for variant, correction in CASES:
+                for variant, correction in chosen:
                     case = {"model": kind, "rate": rate, "variant": variant, "correction": correction, "seed": seed}
                     if results.get(**case) is None:
                         results.add(train(kind, rate, variant, correction, seed, setting))

@@ -46,6 +46,7 @@ class PluginOptions:
     elastic: Elastic | None = None
     memory: float | None = None
     far_links: bool | None = None
+    second_moment: bool = False
     controller: Controller | None = None
     monitor: MonitorOptions | None = None
     record: bool | str | Path = True

@@ -23,8 +23,10 @@ from lowbit_strategy.attach.order_checks import check_ddp, check_fsdp
 from lowbit_strategy.attach.prepare import Prepared, settings_of
 from lowbit_strategy.attach.replica import join_before_forward, membership_of, one_replica
 from lowbit_strategy.attach.session import Hook, Session
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.weights import install_weights, module_layouts
@@ -104,6 +106,7 @@ def attach_ddp(
         sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
     elif not ranks.alone and (rule is None or not rule.always_local):
         hook = DDPHook(model, sync)
+    follow_second_moment(sync, model.module, prepared.options)
     compares = prepared.options.check_digest and not ranks.alone
     session = Session(
         sync,
@@ -210,6 +213,7 @@ def attach_fsdp(
     else:
         fsdp.install(module, sync, side)
         install_weights(module, weight_coding(prepared), sync, ranks.gathering(sharded_inside=False))
+    follow_second_moment(sync, module, prepared.options)
     _report(sync)
     return Session(sync, module, prepared.options, group=group, hook=side, ranks=ranks, shards=True, auto=choice)
 
@@ -254,6 +258,7 @@ def _attach_hsdp(
         take_over_replication(module)
         fsdp.install_replicas(module, sync, inside, side)
         install_weights(module, weight_coding(prepared), sync, ranks.gathering(sharded_inside=True))
+    follow_second_moment(sync, module, options)
     compares = options.check_digest and not ranks.alone and membership is None
     shards = {canonical_name(name): param for name, param in module.named_parameters()}
     digest = ParameterDigest(shards, ranks.peers, device) if compares else None
@@ -319,6 +324,12 @@ def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_s
     elif ranks.alone and ranks.rank == 0:
         _log.warning("%s", one_replica(options))
     return sync
+
+
+def follow_second_moment(sync: GradientSync, module: nn.Module, options: SyncOptions) -> None:
+    """Where it is wanted, and there is anybody to exchange squares with."""
+    if options.second_moment and not sync.ranks.alone:
+        SecondMoment(sync, module)
 
 
 def _report(sync: GradientSync) -> None:

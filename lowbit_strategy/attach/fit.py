@@ -51,7 +51,13 @@ def fitted(
     room, limit = room_for(prepared.options.memory, device, ranks)
     if room is None or ranks.alone:
         return prepared
-    setup = Setup(specs=prepared.specs, shape=ranks.shape, layout=prepared.layout, modules=modules or {})
+    setup = Setup(
+        specs=prepared.specs,
+        shape=ranks.shape,
+        layout=prepared.layout,
+        modules=modules or {},
+        squares=prepared.options.second_moment,
+    )
     found = choices(prepared.compressor, weights, setup, may_recode=prepared.options.weights is None)
     chosen = choose(list(found), room, limit)
     if chosen.differs and ranks.world.rank == 0:

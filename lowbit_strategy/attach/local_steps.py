@@ -19,9 +19,10 @@ from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
+from lowbit_strategy.model.parts import local_part
 from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
-from lowbit_strategy.rounds.fragment import local_part, sharded_like
+from lowbit_strategy.rounds.fragment import sharded_like
 from lowbit_strategy.rounds.outer import AsyncReducer, OuterSync
 from lowbit_strategy.telemetry.inform import inform
 

@@ -7,17 +7,21 @@ from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
+from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.engine.second_moment import check_second_moment
 from lowbit_strategy.methods._base.compressor import Compressor
 
 _log = logging.getLogger("lowbit_strategy")
 
 
-def check_optimizers(compressor: Compressor, optimizers: Iterable[Optimizer]) -> None:
+def check_optimizers(compressor: Compressor, options: SyncOptions, optimizers: Iterable[Optimizer]) -> None:
     """Raises:
-    ValueError: An optimizer's momentum does not go with the compressor's.
+    ValueError: An optimizer's momentum does not go with the compressor's, or it has not what the options need.
     """
     for optimizer in optimizers:
         compressor.check_optimizer(optimizer)
+        if options.second_moment:
+            check_second_moment(optimizer)
 
 
 class ClippingWarning:

@@ -99,6 +99,8 @@ def checked_specs(
     refuse_sparse_gradients(module)
     check_outer(options.outer, two_level=options.two_level, scatter=scatter, shard_size=options.shard_size)
     check_elastic(options.elastic, options.outer)
+    if isinstance(compressor, Auto) and options.second_moment:
+        raise ValueError("Auto chooses among compressors that do without second_moment: give one, such as LoCo(bits=1)")
     if isinstance(compressor, Auto) and options.outer is not None:
         raise ValueError("Auto chooses what every step sends, and outer= sends in some steps only: give a compressor")
     if options.outer is not None:
@@ -121,6 +123,12 @@ def prepared_for(
     """
     if options.two_level and topology.obstacle is not None:
         raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
+    divides = options.shard_size is None and topology.obstacle is None and options.two_level is not False
+    if options.second_moment and divides and not scatter:
+        raise ValueError(
+            "second_moment=True does not go with two levels, as these nodes have them: give two_level=False, or FSDP2"
+            ' with shard_size="node"'
+        )
     shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
     return Prepared(compressor, options, specs, scatter, topology, shard_size)
 

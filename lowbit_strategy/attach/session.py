@@ -366,7 +366,7 @@ class Session:
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer of the process has stepped."""
         if self.owns(optimizer):
-            self.sync.optimizer_stepped()
+            self.sync.optimizer_stepped(optimizer)
 
     def serves(self, module: nn.Module) -> bool:
         """Whether `module` is this model, whatever wraps it."""

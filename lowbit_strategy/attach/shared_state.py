@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
-from lowbit_strategy.rounds.fragment import local_part
+from lowbit_strategy.model.parts import local_part
 
 
 class _Kind(NamedTuple):

@@ -88,6 +88,7 @@ class DDPConstructor(_Options):
         elastic: Elastic | None = None,
         memory: float | None = None,
         far_links: bool | None = None,
+        second_moment: bool = False,
         **kwargs: Any,
     ) -> None:
         for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
@@ -114,6 +115,7 @@ class DDPConstructor(_Options):
             elastic=elastic,
             memory=memory,
             far_links=far_links,
+            second_moment=second_moment,
         )
         self.on_configured()
 
@@ -144,6 +146,7 @@ class FSDPConstructor(_Options):
         elastic: Elastic | None = None,
         memory: float | None = None,
         far_links: bool | None = None,
+        second_moment: bool = False,
         min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
         mp_policy: MixedPrecisionPolicy | None = None,
         accumulate: Accumulate = "local",
@@ -179,6 +182,7 @@ class FSDPConstructor(_Options):
             elastic=elastic,
             memory=memory,
             far_links=far_links,
+            second_moment=second_moment,
         )
         self.on_configured()
 

@@ -48,6 +48,10 @@ class SyncOptions:
         far_links: On CPU: all messages travel at once, point to point, and are received where memory was set aside in
             the step before. The same results, and as much more memory as a rank sends in a step. None: where a round
             trip takes 5 ms or more, which is measured.
+        second_moment: For one and two bits and optimizers of Adam's kind: ranks exchange squares of their own gradients
+            in one step of 16, half a bit per element and step, and make `exp_avg_sq` of them, which compression's noise
+            would else enlarge. Below the best learning rate, and where it decays, one bit needs far fewer steps then.
+            Costs up to 4 bytes per parameter; not for local steps, nor for two levels under DDP.
     """
 
     seed: int = 0
@@ -62,8 +66,14 @@ class SyncOptions:
     elastic: Elastic | None = None
     memory: float | None = None
     far_links: bool | None = None
+    second_moment: bool = False
 
     def __post_init__(self) -> None:
+        if self.second_moment and (self.outer is not None or self.two_level):
+            raise ValueError(
+                "second_moment=True is for gradients that all ranks reduce in every step: it does not go with outer, or"
+                " with two_level=True"
+            )
         if self.memory is not None and not self.memory > 0:
             raise ValueError(f"memory must be a positive number of GB or None, got {self.memory!r}")
         if isinstance(self.shard_size, int) and self.shard_size < 1:

@@ -20,7 +20,7 @@ from lowbit_strategy.collectives.layout import add_ranges_
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.method import unsent_part
 from lowbit_strategy.methods._base.tensor_spec import MemoryOrder, in_memory_order
-from lowbit_strategy.rounds.fragment import local_part
+from lowbit_strategy.model.parts import local_part
 
 FORMAT = 3
 OnWorldSizeChange = Literal["reset", "fold"]

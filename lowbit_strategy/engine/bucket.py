@@ -87,9 +87,11 @@ class BucketObserver(Protocol):
 
     Attributes:
         traces: Whether `trace` is requested; it costs a decode of each message and a float32 copy of the bucket.
+        accounts: Whether the byte check learns of all that it sends.
     """
 
     traces: bool
+    accounts: bool
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         """Yield from `stages`, looking at `x` before they start and at `out` after they have ended."""

@@ -13,7 +13,7 @@ from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.autocast import without_autocast
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Stages
 from lowbit_strategy.engine.byte_check import ByteCheck
-from lowbit_strategy.engine.interfaces import LocalTraining, RankState, Stateful
+from lowbit_strategy.engine.interfaces import Corrects, LocalTraining, RankState, Stateful
 from lowbit_strategy.engine.listeners import Listeners, StepListener, StepPhase
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.weights import WeightSync
@@ -57,6 +57,7 @@ class GradientSync:
         extra_state, rank_state: What is saved beside the methods' own state, by name; what differs between ranks.
         stride: Optimizer steps since the reduction before: 1 unless steps are local.
         outer: Reduces weights' movements where steps are local, and counts them; None: gradients are reduced.
+        second_moment: Corrects the optimizer's; None: it stays as it is.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class GradientSync:
         self.rank_state: dict[str, RankState] = {}
         self.stride = 1
         self.outer: LocalTraining | None = None
+        self.second_moment: Corrects | None = None
         self._revocable = False  # the methods' state is kept through a step
         self.buffers = WireBuffers(device, several=not scatter or ranks.reduces_meanwhile)
         self._meet(ranks)
@@ -227,17 +229,19 @@ class GradientSync:
         # Monitors are innermost: what probes do for controllers is none of the methods' time.
         self._observers = self._listeners.begin_step(StepPhase.OBSERVE) + probes
         self._listeners.begin_step(StepPhase.RECORD)
-        self.byte_check.begin_step(checks=not self._observers)
+        self.byte_check.begin_step(checks=all(observer.accounts for observer in self._observers))
         if self.rollback or self._revocable:
             self.state.keep()
 
-    def optimizer_stepped(self) -> None:
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped on what this step has reduced, or on local gradients: `end_step` is to follow.
 
         Raises:
             RuntimeError: It has not followed the step before.
         """
         self.check_ended()
+        if self.second_moment is not None and self._num_passes > 0:
+            self.second_moment.correct_(optimizer)
         self._stepped = self._num_passes > 0 or self.outer is not None
 
     def acknowledge_step(self) -> None:
@@ -263,19 +267,6 @@ class GradientSync:
         Raises:
             RuntimeError: The step has not begun, or the one before has not ended.
         """
-        self._check_begun()
-        if not self._entered or layout in self._entered:  # one comes again: another backward pass of the same step
-            self._entered.clear()
-            self._num_passes += 1
-            self._collector.begin_pass()
-            self.buffers.reclaim()
-        self._entered.add(layout)
-        self._collector.announce(last=layout.last)
-        bucket = self._bucket(layout)
-        self.byte_check.expect(bucket)
-        return without_autocast(bucket.run(x, out, self.step_context(), self._observers), self.device.type)
-
-    def _check_begun(self) -> None:
         self.check_ended()
         if not self._begun:
             raise RuntimeError(
@@ -283,13 +274,17 @@ class GradientSync:
                 " Lightning's manual optimization call self.manual_backward(loss), in Fabric fabric.backward(loss), in"
                 " Accelerate accelerator.backward(loss), instead of loss.backward()"
             )
-
-    def _bucket(self, layout: BucketLayout) -> Bucket:
-        if layout not in self._buckets:
-            self._buckets[layout] = Bucket(self._context, layout)
-        bucket = self._buckets[layout]
-        bucket.last_step = self.step_index
-        return bucket
+        if not self._entered or layout in self._entered:  # one comes again: another backward pass of the same step
+            self._entered.clear()
+            self._num_passes += 1
+            self._collector.begin_pass()
+            self.buffers.reclaim()
+        self._entered.add(layout)
+        self._collector.announce(last=layout.last)
+        bucket = self._buckets.get(layout) or Bucket(self._context, layout)
+        self._buckets[layout], bucket.last_step = bucket, self.step_index
+        self.byte_check.expect(bucket)
+        return without_autocast(bucket.run(x, out, self.step_context(), self._observers), self.device.type)
 
     def step_context(self) -> StepContext:
         """Counter and seeds of the backward pass under way."""
@@ -396,4 +391,5 @@ class GradientSync:
             outer=None if outer is None else outer.rule,
             every=None if outer is None else outer.round_length,
             device_type=self.device.type,
+            squares=self.second_moment is not None,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from torch.optim import Optimizer
+
 from lowbit_strategy.methods.outer.rule import OuterRule
 
 
@@ -24,6 +26,13 @@ class RankState(Protocol):
 
     def forget(self) -> None:
         """The state is lost: go on from what all ranks share."""
+
+
+class Corrects(Protocol):
+    """Changes what an optimizer keeps."""
+
+    def correct_(self, optimizer: Optimizer) -> None:
+        """It has stepped on what was reduced."""
 
 
 class LocalTraining(Protocol):

@@ -82,7 +82,7 @@ class LowBitFabricMixin(_Base):
         self._clipping.clipped(clip, option)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        check_optimizers(self.compressor, [optimizer])
+        check_optimizers(self.compressor, self.options, [optimizer])
         self._optimizers.append(weakref.ref(optimizer))
         return super().setup_optimizer(optimizer)
 

@@ -96,7 +96,7 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, _Base):
         for optimizer in optimizers:
             if optimizer.state:
                 raise ValueError("set the model and optimizer up before the first step: this optimizer has state")
-            check_optimizers(self.compressor, [optimizer])
+            check_optimizers(self.compressor, self.options, [optimizer])
             for group in optimizer.param_groups:
                 group["params"] = [sharded[names[id(param)]] for param in group["params"]]
         return wrapped, optimizers, scheduler

@@ -95,7 +95,7 @@ class LowBitMixin(_Base):
             return
         signals = self._defer_signals(trainer)
         signals.begin()
-        check_optimizers(self.compressor, self.optimizers)
+        check_optimizers(self.compressor, self.options, self.optimizers)
         warning = ClippingWarning(self.compressor, speaks=self.global_rank == 0)
         warning.clipped(trainer.gradient_clip_val, "gradient_clip_val")
         loop: Any = trainer.fit_loop.epoch_loop

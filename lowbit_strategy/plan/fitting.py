@@ -34,12 +34,14 @@ class Setup:
         shape: The ranks.
         layout: What wraps the model.
         modules: What FSDP2 gathers as one; empty under DDP.
+        squares: Whether ranks exchange squares of gradients.
     """
 
     specs: Sequence[TensorSpec]
     shape: Shape
     layout: Layout
     modules: Mapping[str, ModuleLayout]
+    squares: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +71,7 @@ class Choice:
         purposes = (
             ("residuals", memory.residuals),
             ("weights between gathers", memory.weights),
+            ("Adam's second moment", memory.squares),
             ("messages", memory.messages),
             ("coding by plain PyTorch", memory.working),
         )
@@ -127,6 +130,7 @@ def choice(
         reduced=[each for each in reduced if each.names] if reduced else None,
         coding=weights if setup.modules else None,
         modules=setup.modules or None,
+        squares=setup.squares,
     )
     return Choice(compressor=compressor, weights=weights, memory=plan.memory, differs=differs, costs=costs)
 

@@ -22,6 +22,7 @@ from lowbit_strategy.plan.gradients import (
 )
 from lowbit_strategy.plan.messages import Unit, ahead_nbytes, leaving_nbytes, step_nbytes, under_way_nbytes
 from lowbit_strategy.plan.rounds import anchor_nbytes, round_units, share_nbytes, state_units
+from lowbit_strategy.plan.squares import square_units, squares_nbytes
 from lowbit_strategy.plan.weights import ModuleLayout, ModuleWeights, module_weights, weight_units
 from lowbit_strategy.ranks.shape import Shape
 
@@ -38,6 +39,7 @@ class Memory:
         messages: While they are under way, at most.
         working: Temporary, where no kernel codes, and of turns.
         anchors: Local steps: anchors, the outer optimizer's state, a pseudo-gradient.
+        squares: For Adam's second moment, where ranks exchange squares of their gradients.
         accumulating: Gradients that are held whole while micro-batches are accumulated without synchronising: under
             FSDP2 a rank otherwise holds its shard of them.
     """
@@ -47,12 +49,13 @@ class Memory:
     messages: int = 0
     working: int = 0
     anchors: int = 0
+    squares: int = 0
     accumulating: int = 0
 
     @property
     def total(self) -> int:
         """Of all but `accumulating`, which depends on how the loop accumulates."""
-        return self.residuals + self.weights + self.messages + self.working + self.anchors
+        return self.residuals + self.weights + self.messages + self.working + self.anchors + self.squares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +70,7 @@ class Plan:
         gradients: Of every step, in the order in which backward produces them.
         weights: Of every step: FSDP2's modules, in their order.
         rounds: Local steps: of every round.
-        state: Local steps: of a round in the mean, for the inner optimizers' state where that is averaged.
+        state: Of a step, or a round, in the mean: for the optimizers' state, where it is averaged or made of squares.
         every: Optimizer steps of a round; 1 without local steps.
         outer: The rule of local steps, where they are.
         memory: By purpose.
@@ -159,6 +162,7 @@ def make_plan(
     outer: OuterRule | None = None,
     every: int | None = None,
     device_type: str = "cuda",
+    squares: bool = False,
 ) -> Plan:
     """Args:
     specs: Parameters, or this rank's parts of them.
@@ -171,6 +175,7 @@ def make_plan(
     outer: The rule of local steps.
     every: Optimizer steps of a round; None: of the first one.
     device_type: Where gradients are coded.
+    squares: Whether ranks exchange squares of gradients.
     """
     by_name = {spec.name: spec for spec in specs}
     methods = {name: assignment.method for name, assignment in assignments.items()}
@@ -180,6 +185,9 @@ def make_plan(
     gradients = gradient_units(reduced, methods, by_name, shape, layout, local=local)
     rounds = round_units(outer, methods, by_name, shape) if local and outer is not None else ()
     state = state_units(outer, by_name, shape) if rounds and outer is not None and outer.average_state else ()
+    scatter = layout == "fsdp"
+    if squares:
+        state += square_units(reduced, assignments, by_name, shape, scatter=scatter)
     units = weight_units(coding, modules, shape, layout) if coding is not None and modules is not None else ()
     unsharded = sum(each.itemsize * by_name[name].whole.numel for each in reduced for name in each.names)
     kept = 0
@@ -198,7 +206,7 @@ def make_plan(
         every=1 if not local or outer is None else every or outer.round_length(0, None),
         outer=outer if local else None,
         memory=Memory(
-            residuals=residual_nbytes(methods, by_name, shape, scatter=layout == "fsdp"),
+            residuals=residual_nbytes(methods, by_name, shape, scatter=scatter),
             weights=kept,
             messages=_messages_nbytes(gradients, units, rounds, state, shape, layout, unsharded),
             working=working_nbytes(
@@ -207,11 +215,12 @@ def make_plan(
                 # DDP's first step has one bucket
                 [list(by_name)] if layout == "ddp" else [each.names for each in reduced],
                 shape.num_peers,
-                scatter=layout == "fsdp",
+                scatter=scatter,
                 device_type=device_type,
             )
             + (share_nbytes(outer, by_name) if local and outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if local and outer is not None else 0,
+            squares=squares_nbytes(assignments, by_name, shape, scatter=scatter) if squares else 0,
             accumulating=0 if layout == "ddp" else unsharded,
         ),
         coding=coding,

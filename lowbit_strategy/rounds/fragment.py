@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.sampling import spread_sample
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.model.parts import local_part, shaped
 from lowbit_strategy.plan.rounds import SAMPLE_NUMEL, buckets_of
 
 
@@ -46,7 +47,7 @@ class Fragment:
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
         """Parts of a flat tensor by name, in the shape and the memory order of the parameters."""
         parts = flat_N.split([spec.numel for spec in self._specs])
-        return {spec.name: _shaped(part, spec) for part, spec in zip(parts, self._specs, strict=True)}
+        return {spec.name: shaped(part, spec) for part, spec in zip(parts, self._specs, strict=True)}
 
     @torch.no_grad()
     def rebase(self) -> None:
@@ -94,11 +95,6 @@ def _buckets(specs: Sequence[TensorSpec]) -> list[tuple[BucketLayout, slice]]:
     return found
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def sharded_like(part: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state as it was saved, its tensors sharded again where their parameters are."""
     groups = getattr(part, "param_groups", None)
@@ -120,10 +116,3 @@ def _like(param: Tensor, value: Any) -> Any:
         shape=param.shape,
         stride=param.stride(),
     )
-
-
-def _shaped(part_N: Tensor, spec: TensorSpec) -> Tensor:
-    if spec.memory_order is None:
-        return part_N.view(spec.shape)
-    values = part_N.view([spec.shape[dim] for dim in spec.memory_order])
-    return values.permute([spec.memory_order.index(dim) for dim in range(spec.ndim)])

@@ -66,6 +66,7 @@ class AdaptiveDriver:
     """
 
     traces = False
+    accounts = False
 
     def __init__(
         self,

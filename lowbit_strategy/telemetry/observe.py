@@ -154,6 +154,7 @@ class Observer:
     """
 
     traces = True
+    accounts = False
 
     def __init__(
         self,

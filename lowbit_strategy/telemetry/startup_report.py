@@ -119,6 +119,7 @@ class Report:
         outer: The rule of local steps in a few words; empty: every step is synchronised.
         every: Optimizer steps of a round, in which all of `sent_nbytes` is sent; 1 without local steps.
         outer_nbytes: Memory on this rank for anchors, a pseudo-gradient and the outer optimizer once it has stepped.
+        second_moment_nbytes: Memory on this rank for Adam's second moment, where it is made of ranks' squares.
         next_phase: Step in which the compressor changes its configuration, as at the end of a warm-up; None: never.
     """
 
@@ -139,6 +140,7 @@ class Report:
     outer: str = ""
     every: int = 1
     outer_nbytes: int = 0
+    second_moment_nbytes: int = 0
     next_phase: int | None = None
 
     def render(self) -> str:
@@ -169,6 +171,8 @@ class Report:
             lines += self.weights.render(self.sent_nbytes)
         if self.outer:
             lines.append(f"  memory per rank: {_size(self.outer_nbytes)} for anchors and pseudo-gradients")
+        if self.second_moment_nbytes:
+            lines.append(f"  memory per rank: at most {_size(self.second_moment_nbytes)} for Adam's second moment")
         lines.append(
             f"  memory per rank: {_size(self.residual_nbytes)} for residuals,"
             f" at most {_size(self.buffer_nbytes)} for messages"
@@ -224,6 +228,7 @@ def report_of(plan: Plan, compressor: Compressor, *, device: torch.device, step_
         outer="" if plan.outer is None else plan.outer.label,
         every=plan.every,
         outer_nbytes=plan.memory.anchors,
+        second_moment_nbytes=plan.memory.squares,
         next_phase=_next_phase(compressor, step_index),
     )
 

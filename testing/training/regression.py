@@ -77,7 +77,7 @@ class Regression(L.LightningModule):
             return torch.optim.SGD(params, lr=self.lr)
         if self.optimizer_name == "sgd":
             return torch.optim.SGD(params, lr=self.lr, momentum=0.9)
-        return torch.optim.Adam(params, lr=self.lr)
+        return torch.optim.Adam(params, lr=self.lr, amsgrad=self.optimizer_name == "amsgrad")
 
 
 class ByStep(Regression):

@@ -40,6 +40,7 @@ class Buckets(L.Callback):
     """
 
     traces = False
+    accounts = False
 
     def __init__(self, adaptive: AdaptiveCompression) -> None:
         self.adaptive = adaptive

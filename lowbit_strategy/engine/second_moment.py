@@ -1,0 +1,340 @@
+"""Adam's second moment without compression's noise: of squares that ranks exchange in some steps.
+
+Adam divides by the root of ``v``, the average of squared gradients. What few bits add to a gradient adds its square to
+``v``, and makes all elements of a block alike: steps are too small, in the same way for all. Measured, one bit with the
+``v`` of exact gradients needs no more steps than uncompressed training. This is an approximation of that ``v``:
+
+1. ranks add up the squares of their own exact gradients over a few steps
+2. they exchange the roots in 8 bits per element, in every step at first and at last in one of 16
+3. what the mean of the ranks' gradients has less than each of them is one ratio per parameter, from sketches of 64
+   numbers
+4. in between, the decoded gradient's mean square per block of 128 carries ``v`` from step to step: the optimizer has
+   it anyway
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from lowbit_strategy.collectives.comm import ring_nbytes
+from lowbit_strategy.collectives.layout import salt_of
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, Stages
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.kernels.reference.rng import hash32
+from lowbit_strategy.methods._base.reducer import View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.model.parameters import trainable_parameters
+from lowbit_strategy.model.parts import flat_part, local_part, shaped
+from lowbit_strategy.plan.squares import EVERY, SKETCH_NUMEL, methods_of_squares, served
+
+WINDOW = 8  # steps whose squares are added up for an exchange
+BLOCK = 128
+KEPT = 0.75  # of what is known, at least, where there is something new
+ENERGY_KEPT = 0.8
+FLOOR = 0.01  # of the block's mean
+_GROWTH = 4  # as many steps without an exchange as a quarter of those so far, at most `EVERY`
+_KEY = "exp_avg_sq"
+
+
+@functools.cache
+def _first_exchanges() -> tuple[frozenset[int], int]:
+    """In which steps everything is exchanged at first, and the first step that is no part of it."""
+    steps, step = set(), 0
+    while step // _GROWTH < EVERY:
+        steps.add(step)
+        step += max(1, step // _GROWTH)
+    return frozenset(steps), step
+
+
+def is_due(age: int, offset: int) -> bool:
+    """Whether squares are exchanged in a step: `age` steps after the first, buckets take turns by `offset`."""
+    steps, end = _first_exchanges()
+    return age in steps if age < end else (age + offset) % EVERY == 0
+
+
+@dataclass(slots=True)
+class _Known:
+    """Of one parameter.
+
+    Args:
+        sums: bfloat16, as the gradient in its bucket: own squares since the window began; None: none is open.
+        decoded_sums: float32 ``[blocks]``: mean squares of the decoded mean in the same steps.
+        num_sums: How many steps.
+        gap: Steps since the exchange before.
+        squares: bfloat16 ``[own elements]``: the ranks' mean, averaged over exchanges.
+        decoded: float32 ``[blocks]``: the decoded mean's, averaged in the same way.
+        energies: float32 ``[2]``: of the ranks' mean gradient, and the mean of theirs, likewise.
+        average: float32 ``[blocks]``: what `v` would be of all elements of a block.
+        fresh: What has been exchanged in this step, squares, decoded and energies, and the gap.
+    """
+
+    sums: Tensor | None = None
+    decoded_sums: Tensor | None = None
+    num_sums: int = 0
+    gap: int = 0
+    squares: Tensor | None = None
+    decoded: Tensor | None = None
+    energies: Tensor | None = None
+    average: Tensor | None = None
+    fresh: tuple[Tensor, Tensor, Tensor, int] | None = None
+
+    def learn(self, beta2: float) -> None:
+        """The optimizer has stepped. What is not finite, as where a loss was, teaches nothing."""
+        if self.fresh is None:
+            return
+        squares, decoded, energies, gap = self.fresh
+        self.fresh = None
+        squares = torch.maximum(squares, FLOOR * _spread(_block_means(squares), squares.numel()))
+        if self.squares is None or self.decoded is None or self.energies is None:
+            self.squares = torch.zeros_like(squares, dtype=torch.bfloat16)
+            self.decoded, self.energies = torch.zeros_like(decoded), torch.zeros_like(energies)
+        teaches = squares.isfinite().all() & decoded.isfinite().all() & energies.isfinite().all()
+        for old, new, least in (
+            (self.squares, squares, KEPT),
+            (self.decoded, decoded, KEPT),
+            (self.energies, energies, ENERGY_KEPT),
+        ):
+            kept = max(beta2**gap, least)
+            old.copy_(torch.where(teaches, kept * old.float() + (1 - kept) * new, old))
+
+
+class SecondMoment:
+    """Looks at gradients before and after they are reduced, and writes ``exp_avg_sq`` after the optimizer's step.
+
+    Args:
+        sync: The engine.
+        module: What is trained, wrapped or sharded.
+    """
+
+    traces = False
+    accounts = True
+
+    def __init__(self, sync: GradientSync, module: nn.Module) -> None:
+        self._sync = sync
+        self._module = module
+        self._context: BucketContext | None = None
+        self._specs: dict[str, TensorSpec] = {}
+        self._names: dict[int, str] = {}
+        self._name_parameters()
+        self._first_step: int | None = None
+        self._known: dict[str, _Known] = {}
+        sync.second_moment = self
+        sync.subscribe(self, StepPhase.OBSERVE)
+        sync.save_per_rank("second_moment", self)
+
+    def _name_parameters(self) -> None:
+        self._names |= {id(param): name for name, param in trainable_parameters(self._module).items()}
+
+    def begin_step(self) -> SecondMoment:
+        return self
+
+    def end_step(self, *, counted: bool) -> None:
+        """All is done."""
+
+    def _meet(self, context: BucketContext) -> None:
+        """Methods have changed, or ranks."""
+        self._context, self._placement = context, context.placement
+        self._specs = {name: context.specs[name] for name in served(self._sync.state.assignments)}
+        methods = methods_of_squares(list(self._specs.values()))
+        stores = {
+            method: method.make_store(
+                {name: spec for name, spec in self._specs.items() if methods[name] == method}, context.placement
+            )
+            for method in set(methods.values())
+        }
+        self._inner = replace(context, specs=self._specs, methods=methods, stores=stores, notes_overflow=False)
+        self._buckets: dict[BucketLayout, Bucket] = {}
+        self._places = {name: at for at, name in enumerate(self._specs)}
+        self._known = {name: known for name, known in self._known.items() if name in self._specs}
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def trace(self, name: str, compensated: Tensor, sent: Tensor) -> None:
+        """Not requested."""
+
+    def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
+        """Yield from `stages`, which reduce `x` into `out`, and in some steps exchange squares after them."""
+        if bucket.context is not self._context:
+            self._meet(bucket.context)
+        step = self._sync.step_context()
+        slots = [slot for slot in bucket.slots if slot.name in self._specs]
+        if not slots or self._placement.world_size == 1:
+            yield from stages
+            return
+        if self._first_step is None:
+            self._first_step = step.index
+        age, offset = step.index - self._first_step, self._places[slots[0].name]
+        listens = any(is_due(age + later, offset) for later in range(WINDOW))
+        exchanges = is_due(age, offset)
+        views = [bucket.view(slot, x, out) for slot in slots]
+        for view in views:
+            known = self._known.setdefault(view.spec.name, _Known())
+            known.gap += 1
+            if listens:
+                squares = view.x.float().square()
+                known.sums = squares.bfloat16() if known.sums is None else known.sums.add_(squares)
+        sketches = torch.stack([_sketch(view, step) for view in views]) if exchanges else None
+        yield from stages
+        if not listens:
+            return
+        for view in views:
+            known = self._known[view.spec.name]
+            decoded = _block_means((self._own(view, view.out).float() / self._divisor).square())
+            known.decoded_sums = decoded if known.decoded_sums is None else known.decoded_sums.add_(decoded)
+            known.num_sums += 1
+        if sketches is not None:
+            yield from self._exchange(bucket, x, views, sketches, step)
+
+    def _exchange(self, bucket: Bucket, x: Tensor, views: list[View], sketches: Tensor, step: StepContext) -> Stages:
+        """Roots of the mean squares, as a bucket of their own; then sums and sketches."""
+        entries = tuple(each for each in bucket.layout.entries if each.name in self._specs)
+        layout = replace(bucket.layout, entries=entries)
+        if layout not in self._buckets:
+            self._buckets[layout] = Bucket(self._inner, layout)
+        inner = self._buckets[layout]
+        comm = self._inner.comm
+        roots = torch.zeros_like(x, dtype=torch.float32)
+        mean = torch.zeros(layout.row_numel, device=x.device) if layout.row_numel is not None else roots
+        totals = []
+        for slot in inner.slots:
+            known = self._known[slot.name]
+            assert known.sums is not None
+            squares = known.sums.float().div_(known.num_sums)
+            totals.append(squares.sum())
+            inner.view(slot, roots, mean).x.copy_(squares.sqrt_())
+        yield from inner.run(roots, mean, step, ())
+        found = [self._own(view := inner.view(slot, roots, mean), view.out).square() for slot in inner.slots]
+        numbers = torch.cat([sketches, torch.stack(totals)[:, None], torch.stack([x.sum() for x in found])[:, None]], 1)
+        self._sync.byte_check.expect(inner)
+        self._sync.byte_check.besides(ring_nbytes(numbers, comm.world_size))
+        yield comm.all_reduce(numbers)
+        for slot, squares, sums in zip(inner.slots, found, numbers / comm.world_size, strict=True):
+            exact, (own, total, found_total) = sums[:SKETCH_NUMEL].square().sum(), sums[SKETCH_NUMEL:]
+            if self._placement.scatter:  # of each element one rank knows it
+                found_total = found_total * comm.world_size
+            scale = torch.where(found_total > 0, total / found_total, 0.0)  # a mean of roots is too small
+            known = self._known[slot.name]
+            assert known.decoded_sums is not None
+            known.fresh = squares * scale, known.decoded_sums / known.num_sums, torch.stack([exact, own]), known.gap
+            known.sums, known.decoded_sums, known.num_sums, known.gap = None, None, 0, 0
+
+    def _own(self, view: View, values: Tensor) -> Tensor:
+        """Of ``[numel]`` or of a padded row, the elements that this rank's optimizer steps."""
+        return values[: view.cut.row_length(self._placement.rank)] if view.scatter else values
+
+    @property
+    def _divisor(self) -> int:
+        """Of a result: under FSDP2 it is a sum."""
+        return self._placement.world_size if self._placement.scatter else 1
+
+    # -- the optimizer --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def correct_(self, optimizer: Optimizer) -> None:
+        """The optimizer has stepped on what was reduced, and on it alone.
+
+        Raises:
+            ValueError: It is not of Adam's kind.
+        """
+        if not self._known.keys() <= set(self._names.values()):  # parameters have been unfrozen
+            self._name_parameters()
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                known = self._known.get(self._names.get(id(param), ""))
+                if known is None or param.grad is None:
+                    continue
+                if _KEY not in optimizer.state[param]:
+                    raise ValueError(_unsuitable(optimizer))
+                beta2 = group["betas"][1]
+                known.learn(beta2)
+                self._correct_(known, param, optimizer.state[param][_KEY], beta2)
+
+    def _correct_(self, known: _Known, param: nn.Parameter, second_moment: Tensor, beta2: float) -> None:
+        spec = self._specs[self._names[id(param)]]
+        v_N = flat_part(second_moment, spec)
+        if known.average is None or known.average.numel() != -(-v_N.numel() // BLOCK):
+            known.average = _block_means(v_N.float())
+        else:
+            assert param.grad is not None
+            known.average.lerp_(_block_means(flat_part(param.grad, spec).float().square()), 1 - beta2)
+        if known.squares is None or known.decoded is None or known.energies is None:
+            return
+        exact, own = known.energies
+        share = torch.where(own > 0, exact / own, 1.0).clamp(0.5 / self._placement.world_size, 1.0)
+        ratio = torch.where(known.decoded > 0, share * known.average / known.decoded, 0.0)
+        corrected = known.squares * _spread(ratio, v_N.numel())
+        v_N = torch.where(_spread(known.decoded, v_N.numel()) > 0, corrected, v_N.float())
+        part = local_part(second_moment)
+        part.copy_(shaped(v_N, replace(spec, shape=tuple(part.shape))))
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Begin anew: until squares have been exchanged the optimizer's own second moment serves."""
+        self._first_step, self._known = None, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        fields = [field for field in _Known.__slots__ if field != "fresh"]  # it is for the step under way
+        known = {name: {field: getattr(each, field) for field in fields} for name, each in self._known.items()}
+        return {"first_step": self._first_step, "known": known}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
+        """`own`: of this rank, of a run on as many."""
+        self.forget()
+        if not own:
+            return
+        device = self._sync.device
+        self._first_step = state["first_step"]
+        for name, kept in state["known"].items():
+            known = self._known[name] = _Known()
+            for key, value in kept.items():
+                setattr(known, key, value.to(device) if isinstance(value, Tensor) else value)
+
+
+def check_second_moment(optimizer: Optimizer) -> None:
+    """Before it has stepped.
+
+    Raises:
+        ValueError: It has no second moment that could be corrected.
+    """
+    if any("betas" not in group or group.get("amsgrad") for group in optimizer.param_groups):
+        raise ValueError(_unsuitable(optimizer))
+
+
+def _unsuitable(optimizer: Optimizer) -> str:
+    """What is wrong, and what to do."""
+    return (
+        f"second_moment=True needs an optimizer that keeps {_KEY}, such as AdamW, and without amsgrad, and"
+        f" {type(optimizer).__name__} does not, or not so: leave second_moment out"
+    )
+
+
+def _sketch(view: View, step: StepContext) -> Tensor:
+    """float32 ``[SKETCH_NUMEL + 1]``: sums of elements with random signs, and the sum of squares.
+
+    The first are linear, so that ranks can sum theirs, and have the same square on average.
+    """
+    values = view.flat().float()
+    generator = torch.Generator(values.device).manual_seed(hash32(step.shared_seed + salt_of(view.spec.name, 1)))
+    signs = torch.randint(0, 2, (values.numel(),), generator=generator, device=values.device, dtype=torch.int8)
+    signed = F.pad(values * signs.mul_(2).sub_(1), (0, -values.numel() % SKETCH_NUMEL))
+    return torch.cat([signed.view(-1, SKETCH_NUMEL).sum(0), values.square().sum().view(1)])
+
+
+def _block_means(x_N: Tensor) -> Tensor:
+    return F.pad(x_N, (0, -x_N.numel() % BLOCK)).view(-1, BLOCK).mean(1)
+
+
+def _spread(blocks: Tensor, numel: int) -> Tensor:
+    """Every element has its block's value."""
+    return blocks.repeat_interleave(BLOCK)[:numel]

@@ -1,0 +1,197 @@
+"""Adam's second moment of ranks' squares: near that of exact gradients, the same on all ranks, counted, saved."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lowbit_strategy import DiLoCo, LoCo
+from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.engine.second_moment import is_due
+from lowbit_strategy.methods._base.presets import as_compressor
+from lowbit_strategy.plan.squares import EVERY
+from testing.processes.node_size import nodes_of
+from testing.processes.scenarios import Facts, scenarios
+from testing.training.comparing import checksum, fingerprint, full
+from testing.training.regression import Kind, Regression, loader, strategy, trainer
+
+ONE_BIT = as_compressor("loco1")
+EXACT = LoCo(exempt=("*",))
+LAYOUTS: dict[str, tuple[Kind, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "ddp, far": ("ddp", {"far_links": True}),
+    "fsdp": ("fsdp", {}),
+    "fsdp, far": ("fsdp", {"far_links": True}),
+    "hsdp": ("hsdp", {}),
+}
+
+
+class Noise(Regression):
+    """Other data in every step and on every rank, which nothing can be learned from."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.global_step * 100 + self.global_rank)
+        x, y = torch.randn(4, 16, generator=generator), torch.randn(4, 8, generator=generator)
+        return super().training_step((x, y), batch_idx)
+
+
+class Sent(Callback):
+    """Bytes of gradients by step."""
+
+    def __init__(self) -> None:
+        self.counts = [0]
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.counts.append(trainer.strategy.sync.ranks.peers.sent_nbytes)
+
+
+def fitted(
+    kind: Kind, compressor: LoCo, steps: int, *, lr: float = 1e-5, ckpt: Path | None = None, **options: Any
+) -> Any:
+    torch.manual_seed(0)
+    sent, model = (
+        Sent(),
+        Noise(nn.Sequential(nn.Linear(16, 200), nn.Tanh(), nn.Linear(200, 64, False), nn.Linear(64, 8)), lr=lr),
+    )
+    made = trainer(strategy(kind, compressor, **options), max_steps=steps, callbacks=[sent])
+    made.fit(model, loader(800), ckpt_path=ckpt)
+    return made, model, sent.counts
+
+
+def second_moments(made: Any, model: nn.Module) -> dict[str, Tensor]:
+    state = made.optimizers[0].state
+    return {name: full(state[param]["exp_avg_sq"]) for name, param in model.named_parameters()}
+
+
+def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float, float]:
+    """Of what is compressed: how much larger it is in all, and what its roots differ by if that is put right."""
+    names = ["net.0.weight", "net.2.weight"]
+    mine, true = (torch.cat([each[name].flatten().double() for name in names]) for each in (found, exact))
+    size = float(mine.sum() / true.sum())
+    return size, float(((mine / size).sqrt() - true.sqrt()).norm() / true.sum().sqrt())
+
+
+def assert_better(fact: Facts) -> None:
+    (size, shape), (plain_size, plain_shape) = fact["error"], fact["plain"]
+    assert abs(size - 1) < 0.25 < (plain_size - 1) / 2
+    assert shape < 0.8 * plain_shape
+
+
+def moments(folder: Path, layout: str) -> Facts:
+    kind, options = LAYOUTS[layout]
+    exact = second_moments(*fitted(kind, EXACT, 40, **options)[:2])
+    plain = second_moments(*fitted(kind, ONE_BIT, 40, **options)[:2])
+    made, model, _ = fitted(kind, ONE_BIT, 40, second_moment=True, **options)
+    found = second_moments(made, model)
+    return {
+        "error": errors(found, exact),
+        "plain": errors(plain, exact),
+        "print": (fingerprint(model), checksum(list(found.values()))),
+    }
+
+
+@scenarios(moments, layout=tuple(LAYOUTS))
+def test_it_is_near_that_of_exact_gradients(facts: list[Facts]) -> None:
+    for each in facts:
+        assert_better(each)
+        assert each["print"] == facts[0]["print"]
+
+
+def unchanged(folder: Path, kind: Kind) -> Facts:
+    """At a learning rate of zero."""
+    found = []
+    for second_moment in (False, True):
+        made, model, _ = fitted(kind, ONE_BIT, 12, lr=0.0, second_moment=second_moment)
+        sync = made.strategy.sync
+        kept = [residual for name in sync.specs if (residual := sync.state.residual(name)) is not None]
+        found.append((checksum(kept), checksum([full(param.grad) for param in model.parameters()])))
+    return {"without": found[0], "with": found[1]}
+
+
+@scenarios(unchanged, kind=("ddp", "fsdp", "hsdp"))
+def test_gradients_and_residuals_are_the_same_with_it_as_without(facts: list[Facts]) -> None:
+    for each in facts:
+        assert each["with"] == each["without"]
+
+
+def on_two_nodes(folder: Path) -> Facts:
+    with nodes_of(2):
+        exact = second_moments(*fitted("fsdp", EXACT, 40)[:2])
+        plain = second_moments(*fitted("fsdp", ONE_BIT, 40)[:2])
+        made, model, _ = fitted("fsdp", ONE_BIT, 40, second_moment=True)
+        assert made.strategy.sync.ranks.share is not None
+        with pytest.raises(ValueError, match="does not go with two levels"):
+            fitted("ddp", ONE_BIT, 2, second_moment=True)
+        return {"error": errors(second_moments(made, model), exact), "plain": errors(plain, exact)}
+
+
+@scenarios(on_two_nodes, world_size=4)
+def test_with_two_levels(facts: list[Facts]) -> None:
+    for each in facts:
+        assert_better(each)
+
+
+def counted(folder: Path, kind: Kind) -> Facts:
+    made, _, counts = fitted(kind, ONE_BIT, 200, second_moment=True)
+    plan = made.strategy.sync.plan()
+    last = (counts[-1] - counts[-1 - EVERY]) / EVERY
+    return {"sent": last, "planned": plan.sent_nbytes, "kept": plan.memory.squares}
+
+
+@scenarios(counted, kind=("ddp", "fsdp", "hsdp"))
+def test_the_plan_counts_it(facts: list[Facts]) -> None:
+    for each in facts:
+        assert each["planned"] <= each["sent"] < 1.02 * each["planned"] + 600  # headers, padding
+        assert each["kept"] > 0
+
+
+def resumed(folder: Path, kind: Kind) -> Facts:
+    made, model, _ = fitted(kind, ONE_BIT, 37, lr=1e-3, second_moment=True)
+    whole = checksum(list(second_moments(made, model).values())), fingerprint(model)
+    path = folder / f"half-{kind}.ckpt"
+    made, model, _ = fitted(kind, ONE_BIT, 19, lr=1e-3, second_moment=True)
+    made.save_checkpoint(path)
+    made, model, _ = fitted(kind, ONE_BIT, 37, lr=1e-3, second_moment=True, ckpt=path)
+    return {"whole": whole, "parts": (checksum(list(second_moments(made, model).values())), fingerprint(model))}
+
+
+@scenarios(resumed, kind=("ddp", "fsdp", "hsdp"))
+def test_a_run_that_was_saved_goes_on_alike(facts: list[Facts]) -> None:
+    for each in facts:
+        assert each["parts"] == each["whole"]
+
+
+def refused(folder: Path) -> Facts:
+    messages = []
+    for optimizer in ("sgd", "amsgrad"):
+        model = Noise(optimizer=optimizer)
+        with pytest.raises(ValueError, match="needs an optimizer that keeps exp_avg_sq") as caught:
+            trainer(strategy("ddp", ONE_BIT, second_moment=True)).fit(model, loader(800))
+        messages.append(str(caught.value))
+    return {"messages": messages}
+
+
+@scenarios(refused)
+def test_an_optimizer_without_it_is_refused_before_training(facts: list[Facts]) -> None:
+    assert all("leave second_moment out" in message for message in facts[0]["messages"])
+
+
+@pytest.mark.parametrize("options", [{"outer": DiLoCo(every=3)}, {"two_level": True}])
+def test_options_that_do_not_go_together(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="second_moment=True is for gradients"):
+        SyncOptions(second_moment=True, **options)
+
+
+@pytest.mark.parametrize("offset", range(EVERY))
+def test_exchanges_become_rarer(offset: int) -> None:
+    steps = [step for step in range(1000) if is_due(step, offset)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
+    assert steps[:4] == [0, 1, 2, 3]
+    assert max(gaps) < 2 * EVERY
+    assert set(gaps[-40:]) == {EVERY}
