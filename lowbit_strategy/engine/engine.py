@@ -352,6 +352,10 @@ class GradientSync:
         self.weights = weights
         self.save_with("weights", weights)
 
+    def correct_with(self, second_moment: Corrects) -> None:
+        """Call it when an optimizer has stepped on what was reduced."""
+        self.second_moment = second_moment
+
     def save_with(self, name: str, part: Stateful) -> None:
         """Save and restore `part`, the same on all ranks, with the residuals."""
         self.extra_state[name] = part

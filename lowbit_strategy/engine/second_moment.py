@@ -128,7 +128,7 @@ class SecondMoment:
         self._name_parameters()
         self._first_step: int | None = None
         self._known: dict[str, _Known] = {}
-        sync.second_moment = self
+        sync.correct_with(self)
         sync.subscribe(self, StepPhase.OBSERVE)
         sync.save_per_rank("second_moment", self)
 
@@ -314,7 +314,7 @@ def check_second_moment(optimizer: Optimizer) -> None:
 def _unsuitable(optimizer: Optimizer) -> str:
     """What is wrong, and what to do."""
     return (
-        f"second_moment=True needs an optimizer that keeps {_KEY}, such as AdamW, and without amsgrad, and"
+        "second_moment=True needs an optimizer that keeps exp_avg_sq, such as AdamW, and without amsgrad, and"
         f" {type(optimizer).__name__} does not, or not so: leave second_moment out"
     )
 

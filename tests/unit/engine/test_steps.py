@@ -173,7 +173,7 @@ def test_bucket_layouts_that_come_no_more_are_dropped() -> None:
     x = torch.randn(SPECS[0].numel)
     sync.begin_step()
     wait_for_all(sync.reduce(first, x, x))
-    bucket = weakref.ref(sync._bucket(first))
+    bucket = weakref.ref(sync._buckets[first])
     sync.end_step()
     for step in range(40):
         reduce_step(sync, gradients(step))
