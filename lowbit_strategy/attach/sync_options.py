@@ -49,9 +49,9 @@ class SyncOptions:
             the step before. The same results, and as much more memory as a rank sends in a step. None: where a round
             trip takes 5 ms or more, which is measured.
         second_moment: For one and two bits and optimizers of Adam's kind: ranks exchange squares of their own gradients
-            in one step of 16, half a bit per element and step, and make `exp_avg_sq` of them, which compression's noise
-            would else enlarge. Below the best learning rate, and where it decays, one bit needs far fewer steps then.
-            Costs up to 4 bytes per parameter; not for local steps, nor for two levels under DDP.
+            in one step of 32, an eighth of a bit per element and step, and make `exp_avg_sq` of them, which
+            compression's noise would else enlarge. Below the best learning rate, and where it decays, one bit needs far
+            fewer steps then. Costs up to 4 bytes per parameter; not for local steps, nor for two levels under DDP.
     """
 
     seed: int = 0

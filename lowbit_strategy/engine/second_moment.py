@@ -5,7 +5,7 @@ Adam divides by the root of ``v``, the average of squared gradients. What few bi
 ``v`` of exact gradients needs no more steps than uncompressed training. This is an approximation of that ``v``:
 
 1. ranks add up the squares of their own exact gradients over a few steps
-2. they exchange the roots in 8 bits per element, in every step at first and at last in one of 16
+2. they exchange the roots in 4 bits per element, in every step at first and at last in one of 32
 3. what the mean of the ranks' gradients has less than each of them is one ratio per parameter, from sketches of 64
    numbers
 4. in between, the decoded gradient's mean square per block of 128 carries ``v`` from step to step: the optimizer has

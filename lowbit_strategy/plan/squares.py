@@ -13,9 +13,9 @@ from lowbit_strategy.plan.gradients import Reduced, bucket_messages, message_mem
 from lowbit_strategy.plan.messages import Level, Message, Unit
 from lowbit_strategy.ranks.shape import Shape
 
-EVERY = 16  # steps between two exchanges of a bucket's squares, after the first ones
+EVERY = 32  # steps between two exchanges of a bucket's squares, after the first ones
 SKETCH_NUMEL, NUM_SUMS = 64, 3  # numbers per parameter
-_CODES = StateCode(bits=8, exempt=(), high_precision=())
+_CODES = StateCode(exempt=(), high_precision=())
 
 
 def served(assignments: Mapping[str, Assignment]) -> list[str]:

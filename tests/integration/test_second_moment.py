@@ -190,7 +190,7 @@ def test_options_that_do_not_go_together(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("offset", range(EVERY))
 def test_exchanges_become_rarer(offset: int) -> None:
-    steps = [step for step in range(1000) if is_due(step, offset)]
+    steps = [step for step in range(2000) if is_due(step, offset)]
     gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
     assert steps[:4] == [0, 1, 2, 3]
     assert max(gaps) < 2 * EVERY
