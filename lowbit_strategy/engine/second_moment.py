@@ -70,7 +70,8 @@ class _Known:
         sums: bfloat16, as the gradient in its bucket: own squares since the window began; None: none is open.
         decoded_sums: float32 ``[blocks]``: mean squares of the decoded mean in the same steps.
         num_sums: How many steps.
-        gap: Steps since the exchange before.
+        gap: Backward passes since the exchange before.
+        exchanged: The step of that.
         squares: bfloat16 ``[own elements]``: the ranks' mean, averaged over exchanges.
         decoded: float32 ``[blocks]``: the decoded mean's, averaged in the same way.
         energies: float32 ``[2]``: of the ranks' mean gradient, and the mean of theirs, likewise.
@@ -82,6 +83,7 @@ class _Known:
     decoded_sums: Tensor | None = None
     num_sums: int = 0
     gap: int = 0
+    exchanged: int | None = None
     squares: Tensor | None = None
     decoded: Tensor | None = None
     energies: Tensor | None = None
@@ -175,10 +177,10 @@ class SecondMoment:
             self._first_step = step.index
         age, offset = step.index - self._first_step, self._places[slots[0].name]
         listens = any(is_due(age + later, offset) for later in range(WINDOW))
-        exchanges = is_due(age, offset)
         views = [bucket.view(slot, x, out) for slot in slots]
-        for view in views:
-            known = self._known.setdefault(view.spec.name, _Known())
+        all_known = [self._known.setdefault(slot.name, _Known()) for slot in slots]
+        exchanges = is_due(age, offset) and all_known[0].exchanged != step.index  # in the first pass of several
+        for view, known in zip(views, all_known, strict=True):
             known.gap += 1
             if listens:
                 squares = view.x.float().square()
@@ -187,15 +189,14 @@ class SecondMoment:
         yield from stages
         if not listens:
             return
-        for view in views:
-            known = self._known[view.spec.name]
+        for view, known in zip(views, all_known, strict=True):
             decoded = _block_means((self._own(view, view.out).float() / self._divisor).square())
             known.decoded_sums = decoded if known.decoded_sums is None else known.decoded_sums.add_(decoded)
             known.num_sums += 1
         if sketches is not None:
-            yield from self._exchange(bucket, x, views, sketches, step)
+            yield from self._exchange(bucket, x, sketches, step)
 
-    def _exchange(self, bucket: Bucket, x: Tensor, views: list[View], sketches: Tensor, step: StepContext) -> Stages:
+    def _exchange(self, bucket: Bucket, x: Tensor, sketches: Tensor, step: StepContext) -> Stages:
         """Roots of the mean squares, as a bucket of their own; then sums and sketches."""
         entries = tuple(each for each in bucket.layout.entries if each.name in self._specs)
         layout = replace(bucket.layout, entries=entries)
@@ -226,7 +227,7 @@ class SecondMoment:
             known = self._known[slot.name]
             assert known.decoded_sums is not None
             known.fresh = squares * scale, known.decoded_sums / known.num_sums, torch.stack([exact, own]), known.gap
-            known.sums, known.decoded_sums, known.num_sums, known.gap = None, None, 0, 0
+            known.sums, known.decoded_sums, known.num_sums, known.gap, known.exchanged = None, None, 0, 0, step.index
 
     def _own(self, view: View, values: Tensor) -> Tensor:
         """Of ``[numel]`` or of a padded row, the elements that this rank's optimizer steps."""
@@ -241,7 +242,7 @@ class SecondMoment:
 
     @torch.no_grad()
     def correct_(self, optimizer: Optimizer) -> None:
-        """The optimizer has stepped on what was reduced, and on it alone.
+        """The optimizer has stepped on what was reduced.
 
         Raises:
             ValueError: It is not of Adam's kind.

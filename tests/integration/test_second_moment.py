@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[Kind, dict[str, Any]]] = {
     "fsdp": ("fsdp", {}),
     "fsdp, far": ("fsdp", {"far_links": True}),
     "hsdp": ("hsdp", {}),
+    "fsdp, every pass": ("fsdp", {"accumulate": "reduce", "passes": 2}),
 }
 
 
@@ -36,7 +37,9 @@ class Noise(Regression):
     """Other data in every step and on every rank, which nothing can be learned from."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.global_step * 100 + self.global_rank)
+        generator = torch.Generator().manual_seed(
+            (2 * self.global_step + batch_idx % self.trainer.accumulate_grad_batches) * 100 + self.global_rank
+        )
         x, y = torch.randn(4, 16, generator=generator), torch.randn(4, 8, generator=generator)
         return super().training_step((x, y), batch_idx)
 
@@ -59,7 +62,10 @@ def fitted(
         Sent(),
         Noise(nn.Sequential(nn.Linear(16, 200), nn.Tanh(), nn.Linear(200, 64, False), nn.Linear(64, 8)), lr=lr),
     )
-    made = trainer(strategy(kind, compressor, **options), max_steps=steps, callbacks=[sent])
+    passes = options.pop("passes", 1)
+    made = trainer(
+        strategy(kind, compressor, **options), max_steps=steps, callbacks=[sent], accumulate_grad_batches=passes
+    )
     made.fit(model, loader(800), ckpt_path=ckpt)
     return made, model, sent.counts
 
