@@ -23,7 +23,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.runs import Runs, warmup_then_cosine
@@ -76,7 +76,7 @@ class Run:
 class Exchange:
     """The gradients of W simulated ranks, reduced in one bucket."""
 
-    def __init__(self, model: GPT, compressor: Compressor, workers: int, layout: Layout, seed: int) -> None:
+    def __init__(self, model: nn.Module, compressor: Compressor, workers: int, layout: Layout, seed: int) -> None:
         self.world = SimulatedWorld(workers)
         self.specs = describe_parameters(model)
         self.layout = layout

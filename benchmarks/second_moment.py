@@ -44,6 +44,8 @@ CASES: tuple[tuple[str, Correction], ...] = (
     ("loco2", "none"),
     ("loco2", "tensor"),
     ("loco2", "sketch"),
+    ("loco2", "squares"),
+    ("loco", "none"),
 )
 
 
@@ -131,7 +133,7 @@ def train(kind: str, rate: float, variant: str, correction: Correction, seed: in
     torch.manual_seed(seed)
     model = LongShortTerm() if kind == "lstm" else make_model(kind, setting.context)
     parameters = list(model.parameters())
-    exchange = Exchange(model, parse(variant), setting.workers, "ddp", seed)  # type: ignore[arg-type]
+    exchange = Exchange(model, parse(variant), setting.workers, "ddp", seed)
     highest = LEARNING_RATES.get(kind, 4e-3) * rate
     optimizer = torch.optim.AdamW(parameters, lr=highest, betas=(0.9, BETA2), weight_decay=0.1)
     observed = Observed(correction, seed)
@@ -203,19 +205,26 @@ def smooth(losses: list[float]) -> list[float]:
 
 
 def table(results: Runs[Run]) -> Table:
-    """Final loss and steps over those of the uncompressed run of the same model, rate and seed."""
+    """Final loss and steps over those of the uncompressed run of the same model, rate and seed: means of the seeds."""
     shares = (0.25, 0.5, 0.75)
     heads = [f"extra steps at {share:.0%}, %" for share in shares]
-    found = Table("model", "rate", "seed", "variant", "correction", "loss, %", *heads, "exact over decoded")
+    found = Table("model", "rate", "variant", "correction", "seeds", "loss, %", *heads, "exact over decoded")
+    groups: dict[tuple[str, float, str, str], list[tuple[Run, Run]]] = {}
     for run in results.runs:
         dense = results.get(model=run.model, rate=run.rate, variant=DENSE, seed=run.seed)
-        if dense is None or run.variant == DENSE:
-            continue
-        steps = [extra_steps(run, dense, share) for share in shares]
-        cells = ["not reached" if each is None else f"{each:+.1f}" for each in steps]
-        gap = f"{100 * (run.losses[-1] / dense.losses[-1] - 1):+.2f}"
-        names = (run.model, f"{run.rate:g}", str(run.seed), run.variant, run.correction)
-        found.add_row(*names, gap, *cells, f"{run.energy_ratio:.2f}")
+        if dense is not None and run.variant != DENSE:
+            groups.setdefault((run.model, run.rate, run.variant, run.correction), []).append((run, dense))
+    for (model, rate, variant, correction), pairs in sorted(groups.items()):
+        steps = [[extra_steps(run, dense, share) for run, dense in pairs] for share in shares]
+        reached = [[each for each in group if each is not None] for group in steps]
+        cells = [
+            f"{statistics.fmean(part):+.1f}" if len(part) == len(pairs) else f"{len(part)} of {len(pairs)} reach it"
+            for part in reached
+        ]
+        gap = statistics.fmean(100 * (run.losses[-1] / dense.losses[-1] - 1) for run, dense in pairs)
+        ratio = statistics.fmean(run.energy_ratio for run, _ in pairs)
+        names = (model, f"{rate:g}", variant, correction, str(len(pairs)))
+        found.add_row(*names, f"{gap:+.2f}", *cells, f"{ratio:.2f}")
     return found
 
 

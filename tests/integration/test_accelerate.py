@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowbit_strategy import LoCo, TopK
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
+from lowbit_strategy.methods._base.presets import as_compressor
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
 from testing.processes.scenarios import Facts, raised, scenarios
@@ -29,7 +30,7 @@ from testing.training.accelerated import (
     state_folder,
     train,
 )
-from testing.training.comparing import fingerprint
+from testing.training.comparing import fingerprint, full
 from testing.training.regression import mlp
 
 KINDS = ("ddp", "fsdp")
@@ -63,6 +64,30 @@ def test_training_ends_at_the_same_loss(facts: list[Facts]) -> None:
             assert rank["type"] == "FSDPGPT"
             assert compressed["record"] == "CompressedReduceScatter"
     assert facts[0]["compressed"]["bits"] == facts[1]["compressed"]["bits"]
+
+
+def one_bit(folder: Path, kind: Kind) -> Facts:
+    energies = {}
+    compressor = as_compressor("loco1")
+    for name, plugin in (
+        ("uncompressed", None),
+        ("without", LowBitPlugin(compressor)),
+        ("with", LowBitPlugin(compressor, second_moment=True)),
+    ):
+        job = prepared(make(kind, plugin), lr=1e-5)
+        train(job, 20)
+        state = job.optimizer.optimizer.state
+        matrices = [param for param in job.model.parameters() if param.ndim == 2]
+        energies[name] = sum(full(state[param]["exp_avg_sq"]).sum().item() for param in matrices)
+    return energies
+
+
+@scenarios(one_bit, kind=KINDS)
+def test_the_second_moment_is_as_large_as_without_compression(facts: list[Facts]) -> None:
+    for each in facts:
+        off = {name: abs(each[name] / each["uncompressed"] - 1) for name in ("with", "without")}
+        assert off["with"] < 0.2
+        assert off["with"] < off["without"] / 2
 
 
 def attached_in_two_lines(folder: Path) -> Facts:
