@@ -85,7 +85,7 @@ class InsideHost(LowBitFSDPStrategy):
 
 def strategy_of(variant: str) -> Any:
     """A strategy's name, with ``:flat`` for one level of ranks, ``:all`` without high precision for embeddings and
-    heads, and ``:bucket4`` for DDP's buckets of 4 MB.
+    heads, ``:squares`` for Adam's second moment of ranks' squares, and ``:bucket4`` for DDP's buckets of 4 MB.
     """
     name, *changes = variant.split(":")
     if not changes:
@@ -95,6 +95,8 @@ def strategy_of(variant: str) -> Any:
     if "all" in changes:
         chosen = dataclasses.replace(chosen, high_precision=())
     options: dict[str, Any] = {"two_level": False} if "flat" in changes else {}
+    if "squares" in changes:
+        options["second_moment"] = True
     for change in changes:
         if change.startswith("bucket"):
             options["bucket_cap_mb"] = float(change.removeprefix("bucket"))
