@@ -96,7 +96,8 @@ class _Known:
             return
         squares, decoded, energies, gap = self.fresh
         self.fresh = None
-        squares = torch.maximum(squares, FLOOR * _spread(_block_means(squares), squares.numel()))
+        blocks = _blocks(squares)
+        squares = torch.maximum(blocks, FLOOR * blocks.mean(1, keepdim=True)).view(-1)[: squares.numel()]
         if self.squares is None or self.decoded is None or self.energies is None:
             self.squares = torch.zeros_like(squares, dtype=torch.bfloat16)
             self.decoded, self.energies = torch.zeros_like(decoded), torch.zeros_like(energies)
@@ -190,7 +191,7 @@ class SecondMoment:
         if not listens:
             return
         for view, known in zip(views, all_known, strict=True):
-            decoded = _block_means((self._own(view, view.out).float() / self._divisor).square())
+            decoded = _mean_squares(self._own(view, view.out)).div_(self._divisor**2)
             known.decoded_sums = decoded if known.decoded_sums is None else known.decoded_sums.add_(decoded)
             known.num_sums += 1
         if sketches is not None:
@@ -264,19 +265,19 @@ class SecondMoment:
         spec = self._specs[self._names[id(param)]]
         v_N = flat_part(second_moment, spec)
         if known.average is None or known.average.numel() != -(-v_N.numel() // BLOCK):
-            known.average = _block_means(v_N.float())
+            known.average = _blocks(v_N.float()).mean(1)
         else:
             assert param.grad is not None
-            known.average.lerp_(_block_means(flat_part(param.grad, spec).float().square()), 1 - beta2)
+            known.average.lerp_(_mean_squares(flat_part(param.grad, spec)), 1 - beta2)
         if known.squares is None or known.decoded is None or known.energies is None:
             return
         exact, own = known.energies
         share = torch.where(own > 0, exact / own, 1.0).clamp(0.5 / self._placement.world_size, 1.0)
         ratio = torch.where(known.decoded > 0, share * known.average / known.decoded, 0.0)
-        corrected = known.squares * _spread(ratio, v_N.numel())
-        v_N = torch.where(_spread(known.decoded, v_N.numel()) > 0, corrected, v_N.float())
+        without = torch.where(known.decoded > 0, 0.0, known.average)  # of which nothing is known: all elements alike
+        blocks = torch.addcmul(without[:, None], _blocks(known.squares).float(), ratio[:, None])
         part = local_part(second_moment)
-        part.copy_(shaped(v_N, replace(spec, shape=tuple(part.shape))))
+        part.copy_(shaped(blocks.view(-1)[: v_N.numel()], replace(spec, shape=tuple(part.shape))))
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -332,10 +333,12 @@ def _sketch(view: View, step: StepContext) -> Tensor:
     return torch.cat([signed.view(-1, SKETCH_NUMEL).sum(0), values.square().sum().view(1)])
 
 
-def _block_means(x_N: Tensor) -> Tensor:
-    return F.pad(x_N, (0, -x_N.numel() % BLOCK)).view(-1, BLOCK).mean(1)
+def _blocks(x_N: Tensor) -> Tensor:
+    """``[blocks, BLOCK]``, the last one filled up with zeros."""
+    padding = -x_N.numel() % BLOCK
+    return (F.pad(x_N, (0, padding)) if padding else x_N).view(-1, BLOCK)
 
 
-def _spread(blocks: Tensor, numel: int) -> Tensor:
-    """Every element has its block's value."""
-    return blocks.repeat_interleave(BLOCK)[:numel]
+def _mean_squares(x_N: Tensor) -> Tensor:
+    """float32 ``[blocks]``."""
+    return torch.linalg.vector_norm(_blocks(x_N), dim=1, dtype=torch.float32).square_().div_(BLOCK)
