@@ -84,6 +84,11 @@ LAYOUTS = {
     "far fsdp delta": Layout(True, {"far_links": True, "weights": WeightDelta(block_size=32)}),
     "far replicas": Layout(True, {"far_links": True, "shard_size": 1}),
     "far diloco": Layout(False, {"far_links": True, "outer": DiLoCo(every=6)}),
+    "squares, ddp": Layout(False, {"second_moment": True}),
+    "squares, code": Layout(True, {"second_moment": True, "weights": WeightCode(block_size=32)}),
+    "squares, replicas": Layout(True, {"second_moment": True, "shard_size": 1}),
+    "squares, two levels": Layout(True, {"second_moment": True, "weights": WeightCode(block_size=32)}, 4),
+    "squares, hsdp": Layout(True, {"second_moment": True, "shard_size": "node"}, 4),
     "hsdp streaming": Layout(True, {"shard_size": "node", "outer": DiLoCo(every=6, fragments=2, delay=1)}, 4),
 }
 
@@ -258,7 +263,7 @@ def check(folder: Path, names: list[tuple[str, str]]) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        [("fsdp code", "tied"), ("streaming", "batch norm")],
+        [("fsdp code", "tied"), ("streaming", "batch norm"), ("squares, code", "frozen")],
         pytest.param([("ddp", "batch norm"), ("fsdp delta", "unsharded root")], marks=pytest.mark.slow),
         pytest.param([("two levels, code", "plain"), ("hsdp diloco", "frozen")], marks=pytest.mark.slow),
     ],
