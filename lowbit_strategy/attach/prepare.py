@@ -123,14 +123,14 @@ def prepared_for(
     """
     if options.two_level and topology.obstacle is not None:
         raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
-    divides = options.shard_size is None and topology.obstacle is None and options.two_level is not False
-    if options.second_moment and divides and not scatter:
+    shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
+    prepared = Prepared(compressor, options, specs, scatter, topology, shard_size)
+    if options.second_moment and prepared.node_size is not None and not scatter:
         raise ValueError(
             "second_moment=True does not go with two levels, as these nodes have them: give two_level=False, or FSDP2"
             ' with shard_size="node"'
         )
-    shard_size = None if options.shard_size is None else resolve_shard_size(options.shard_size, topology)
-    return Prepared(compressor, options, specs, scatter, topology, shard_size)
+    return prepared
 
 
 def settings_of(options: SyncOptions) -> dict[str, object]:

@@ -52,7 +52,7 @@ def _run(rank: int, world_size: int, folder: Path, resumed: bool, save: bool) ->
             model, at_start = ByStep(), _AtStart()
             with listen() as lines:
                 made = trainer(
-                    strategy(kind, COMPRESSOR, on_world_size_change=policy),
+                    strategy(kind, COMPRESSOR, on_world_size_change=policy, second_moment=True),
                     max_steps=8 if resumed else 4,
                     callbacks=[at_start],
                 )
