@@ -18,19 +18,22 @@ from torch.utils.data import Dataset
 Split = Literal["train", "validation"]
 
 # Installed packages are not the library, and some distributions leave its own tests out.
-_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
+_TESTS = {"test", "tests", "idle_test"}
 _VALIDATION_SHARE = 10  # one file in so many
 
 
 @functools.cache
-def standard_library(split: Split) -> Tensor:
-    """All files of one split, joined in the order of their names, as uint8 [N].
+def standard_library(split: Split, *, tests: bool = False) -> Tensor:
+    """All files of one split, joined in the order of their names, as uint8 [N]; with its `tests`, where they are there,
+    three times as many.
 
     A file belongs to a split by the checksum of its name: validation holds whole files that training never saw.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     names = (path.relative_to(root) for path in root.rglob("*.py"))
-    ours = sorted(name.as_posix() for name in names if not _EXCLUDED & set(name.parts) and split_of(name) == split)
+    excluded = _EXCLUDED if tests else _EXCLUDED | _TESTS
+    ours = sorted(name.as_posix() for name in names if not excluded & set(name.parts) and split_of(name) == split)
     if not ours:
         raise FileNotFoundError(f"no Python sources in {root}: this interpreter comes without its library's source")
     return torch.frombuffer(bytearray().join((root / name).read_bytes() for name in ours), dtype=torch.uint8)
