@@ -47,6 +47,7 @@ from lowbit_strategy.model.fsdp_sharding import (
 from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import Reduced, ddp_buckets
+from lowbit_strategy.plan.squares import served
 from lowbit_strategy.ranks.ranks import Ranks, make_ranks
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.telemetry.inform import inform
@@ -328,8 +329,15 @@ def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_s
 
 def follow_second_moment(sync: GradientSync, module: nn.Module, options: SyncOptions) -> None:
     """Where it is wanted, and there is anybody to exchange squares with."""
-    if options.second_moment and not sync.ranks.alone:
-        SecondMoment(sync, module)
+    if not options.second_moment or sync.ranks.alone:
+        return
+    if sync.ranks.rank == 0 and not served(sync.state.assignments):
+        _log.warning(
+            "second_moment=True corrects nothing: %s sends every gradient of this model as it is, or nearly. Leave it"
+            " out, unless a controller changes the compressor",
+            sync.compressor.name,
+        )
+    SecondMoment(sync, module)
 
 
 def _report(sync: GradientSync) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lowbit_strategy.collectives.layout import ALIGNMENT, round_up
-from lowbit_strategy.methods._base.compressor import Assignment
+from lowbit_strategy.methods._base.compressor import Assignment, dense_method
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.state_code import StateCode
@@ -20,7 +20,8 @@ _CODES = StateCode(exempt=(), high_precision=())
 
 def served(assignments: Mapping[str, Assignment]) -> list[str]:
     """Parameters whose gradients are in few bits; of others the optimizer's own second moment is as good."""
-    return [name for name, each in assignments.items() if each.kind == "compressed"]
+    exact = dense_method()
+    return [name for name, each in assignments.items() if each.kind == "compressed" and each.method != exact]
 
 
 def methods_of_squares(specs: Sequence[TensorSpec]) -> dict[str, Method]:

@@ -11,11 +11,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lowbit_strategy import DiLoCo, LoCo
+from lowbit_strategy import Dense, DiLoCo, LoCo
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.engine.second_moment import is_due
 from lowbit_strategy.methods._base.presets import as_compressor
 from lowbit_strategy.plan.squares import EVERY
+from testing.log import listen
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, scenarios
 from testing.training.comparing import checksum, fingerprint, full
@@ -186,6 +187,22 @@ def refused(folder: Path) -> Facts:
 @scenarios(refused)
 def test_an_optimizer_without_it_is_refused_before_training(facts: list[Facts]) -> None:
     assert all("leave second_moment out" in message for message in facts[0]["messages"])
+
+
+def needless(folder: Path) -> Facts:
+    found = {}
+    for name, compressor in {"dense": Dense(), "exempt": EXACT, "loco1": ONE_BIT}.items():
+        with listen() as lines:
+            _, _, sent = fitted("ddp", compressor, 2, second_moment=True)
+        _, _, without = fitted("ddp", compressor, 2)
+        notices = [line for line in lines if "second_moment=True corrects nothing" in line]
+        found[name] = (len(notices), sent[-1] > without[-1])
+    return found
+
+
+@scenarios(needless)
+def test_where_nothing_is_compressed_it_is_said_and_nothing_sent(facts: list[Facts]) -> None:
+    assert facts[0] == {"dense": (1, False), "exempt": (1, False), "loco1": (0, True)}
 
 
 @pytest.mark.parametrize("options", [{"outer": DiLoCo(every=3)}, {"two_level": True}])
