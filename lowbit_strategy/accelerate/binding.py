@@ -44,11 +44,11 @@ from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.model.fsdp_sharding import end_iteration, reshard
 from lowbit_strategy.model.handshake import handshake, plain
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
-from lowbit_strategy.telemetry.inform import inform
 
 _ATTRIBUTE = "lowbit"
 _SLOT = "_lowbit_attached"

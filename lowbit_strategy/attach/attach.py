@@ -31,6 +31,7 @@ from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.weights import install_weights, module_layouts
 from lowbit_strategy.hooks.worker import BackwardSide
+from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.quantization.dense import Dense
@@ -50,7 +51,7 @@ from lowbit_strategy.plan.gradients import Reduced, ddp_buckets
 from lowbit_strategy.plan.squares import served
 from lowbit_strategy.ranks.ranks import Ranks, make_ranks
 from lowbit_strategy.ranks.shape import Shape
-from lowbit_strategy.telemetry.inform import inform
+from lowbit_strategy.telemetry.forecast import StepForecast
 from lowbit_strategy.telemetry.startup_report import build_report
 
 _log = logging.getLogger("lowbit_strategy")
@@ -121,7 +122,7 @@ def attach_ddp(
         auto=choice,
     )
     session.close_with(model)
-    _report(sync)
+    _report(sync, prepared.options, group)
     return session
 
 
@@ -215,7 +216,7 @@ def attach_fsdp(
         fsdp.install(module, sync, side)
         install_weights(module, weight_coding(prepared), sync, ranks.gathering(sharded_inside=False))
     follow_second_moment(sync, module, prepared.options)
-    _report(sync)
+    _report(sync, prepared.options, group)
     return Session(sync, module, prepared.options, group=group, hook=side, ranks=ranks, shards=True, auto=choice)
 
 
@@ -265,7 +266,7 @@ def _attach_hsdp(
     digest = ParameterDigest(shards, ranks.peers, device) if compares else None
     rule = options.outer if not ranks.alone else None
     local = None if rule is None else local_steps(module, sync, rule, check_digest=compares, membership=membership)
-    _report(sync)
+    _report(sync, options, group)
     session = Session(
         sync,
         module,
@@ -340,10 +341,14 @@ def follow_second_moment(sync: GradientSync, module: nn.Module, options: SyncOpt
     SecondMoment(sync, module)
 
 
-def _report(sync: GradientSync) -> None:
+def _report(sync: GradientSync, options: SyncOptions, group: dist.ProcessGroup | None) -> None:
     """Called when everything is attached: only then the memory for messages is known."""
-    if sync.ranks.rank == 0 and sync.ranks.peers.world_size > 1 and not isinstance(sync.compressor, Auto):
+    if sync.ranks.peers.world_size == 1 or isinstance(sync.compressor, Auto):
+        return
+    if sync.ranks.rank == 0:
         inform("%s", build_report(sync).render())
+    if options.outer is None:
+        StepForecast(sync, group)
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -22,12 +22,12 @@ import torch.distributed as dist
 from lowbit_strategy.attach.fit import room_for
 from lowbit_strategy.attach.wiring import Wiring
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
-from lowbit_strategy.plan.bench import slowest_codings
-from lowbit_strategy.plan.cost import Cluster, Coding, compute_within, step_time, uncompressed
+from lowbit_strategy.plan.cost import compute_within, step_time, uncompressed
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.trial import (
@@ -42,15 +42,7 @@ from lowbit_strategy.plan.trial import (
     has_changed,
     hopeful,
 )
-from lowbit_strategy.telemetry.inform import inform
-from lowbit_strategy.telemetry.links import (
-    Network,
-    cluster_of,
-    finish,
-    measure_coding,
-    measure_network,
-    slowest_network,
-)
+from lowbit_strategy.telemetry.links import finish, measure_cluster
 
 EXTRA_STATE_KEY = "auto"
 LOOK_EVERY = 200  # settled steps between two looks, which the ranks take together; the first comes sooner
@@ -168,8 +160,7 @@ class AutoChoice:
         self._own = self._slowest("without compression")
         began = self._timer()
         device = self.sync.device
-        mine = measure_network(self.sync.ranks, device), measure_coding(self._all[0].compressor, device)
-        cluster = _slowest_of(self._share(mine), is_gloo=device.type == "cpu")
+        cluster = measure_cluster(self.sync.ranks, self._all[0].compressor, device, self._group)
         plans = [self._plan_of(each) for each in self._all]
         plain = uncompressed(self._plan_of(Candidate("", self.auto, Exact())), 4)
         compute_s = compute_within(plain, cluster, self._own.median)
@@ -329,10 +320,3 @@ class AutoChoice:
             self._take(self._coding)
             self._emptying = 0
             self._begin(1, 1)
-
-
-def _slowest_of(measured: Sequence[tuple[Network, Coding]], *, is_gloo: bool) -> Cluster:
-    """One set of figures from every rank's: the slowest rank is waited for."""
-    networks, codings = zip(*measured, strict=True)
-    coding = slowest_codings([{"": each} for each in codings])
-    return cluster_of(slowest_network(networks), coding, is_gloo=is_gloo).coding_as("")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
@@ -17,7 +18,6 @@ from lowbit_strategy.plan.fitting import SHARE_OF_DEVICE, Setup, choices, choose
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.telemetry.inform import inform
 
 
 class PreparedModel(Protocol):

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lowbit_strategy.attach.shared_state import from_first_rank
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
+from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
@@ -24,7 +25,6 @@ from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.rounds.fragment import sharded_like
 from lowbit_strategy.rounds.outer import AsyncReducer, OuterSync
-from lowbit_strategy.telemetry.inform import inform
 
 STATE_KEY = "outer"
 

@@ -26,12 +26,12 @@ from lowbit_strategy.checkpoint.save import ResidualSaver
 from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
+from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, trainable_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
-from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.startup_report import build_report
 
 CHECKPOINT_KEY = "lowbit_strategy"

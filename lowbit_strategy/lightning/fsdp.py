@@ -14,9 +14,9 @@ from lowbit_strategy.attach.strategy_options import FSDPConstructor
 from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
 from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
 from lowbit_strategy.hooks.fsdp import cost_of_accumulation
+from lowbit_strategy.inform import inform
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, end_iteration, shard_any
-from lowbit_strategy.telemetry.inform import inform
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Base

@@ -6,8 +6,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm, wait_for_all
 from lowbit_strategy.collectives.local import LocalComm
@@ -15,7 +17,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.bench import slowest
+from lowbit_strategy.plan.bench import slowest, slowest_codings
 from lowbit_strategy.plan.cost import ANY_RATE, Cluster, Coding, Link, Rings, Work
 from lowbit_strategy.ranks.ranks import Ranks
 
@@ -70,6 +72,17 @@ def cluster_of(network: Network, codings: Mapping[str, Coding], *, is_gloo: bool
         rings=network.rings,
         codings=codings,
     )
+
+
+def measure_cluster(
+    ranks: Ranks, compressor: Compressor, device: torch.device, group: dist.ProcessGroup | None
+) -> Cluster:
+    """Links, and how fast `compressor` codes, of the slowest rank, which is waited for; all ranks of `group` call."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (measure_network(ranks, device), measure_coding(compressor, device)), group=group)
+    networks, codings = zip(*everyone, strict=True)
+    coding = slowest_codings([{"": each} for each in codings])
+    return cluster_of(slowest_network(networks), coding, is_gloo=device.type == "cpu").coding_as("")
 
 
 def measure_network(ranks: Ranks, device: torch.device) -> Network:

@@ -31,11 +31,11 @@ from torch.optim import Optimizer
 from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.bounds import BoundsObserver
-from lowbit_strategy.telemetry.inform import inform
 from lowbit_strategy.telemetry.metric_format import (
     level_fields,
     level_metrics,

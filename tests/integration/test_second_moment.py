@@ -201,7 +201,7 @@ def needless(folder: Path) -> Facts:
 
 
 @scenarios(needless)
-def test_where_nothing_is_compressed_it_is_said_and_nothing_sent(facts: list[Facts]) -> None:
+def test_with_nothing_compressed_it_warns_and_sends_nothing(facts: list[Facts]) -> None:
     assert facts[0] == {"dense": (1, False), "exempt": (1, False), "loco1": (0, True)}
 
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from lowbit_strategy.telemetry.inform import inform
+from lowbit_strategy.inform import inform
 from testing.processes.scripts import run_script
 
 IMPORT = """
@@ -20,7 +20,7 @@ print(log.handlers, log.level, log.propagate, logging.getLogger().handlers)
 INFORM = """
 import logging, os, sys
 import lowbit_strategy
-from lowbit_strategy.telemetry.inform import inform
+from lowbit_strategy.inform import inform
 for set_up in sys.argv[1:]:
     child = os.fork()
     if not child:
