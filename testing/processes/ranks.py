@@ -137,13 +137,13 @@ class _Run:
         deadline = time.monotonic() + self.timeout
         failed = False
         while running := [process for process in self.processes if process.exitcode is None]:
+            if not failed and any(process.exitcode for process in self.processes):
+                failed = True
+                deadline = min(deadline, time.monotonic() + GRACE_S)
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 break
             wait([process.sentinel for process in running], timeout=remaining)
-            if not failed and any(process.exitcode for process in self.processes):
-                failed = True
-                deadline = min(deadline, time.monotonic() + GRACE_S)
         if running:
             self._dump_stacks(running)
         if any(process.exitcode for process in self.processes):  # the last may have ended as the loop looked again
