@@ -4,7 +4,7 @@ Ranks are simulated in one process with the real engines, gathers and rounds; al
 the same batches, at the same learning rate. Computing is in bfloat16 (autocast), weights and optimizer in float32.
 
     python -m benchmarks.large_model --json benchmarks/results/large_model.json
-    python -m benchmarks.large_model --seeds "" --json ... --plot docs/pictures/large_model.svg
+    python docs/pictures/large_model.py
 
 Results are added to the JSON file as they come, and what is in it already is not run again.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +100,6 @@ class Run:
     training: list[float]
     validation: list[float]
     bits: float
-    seconds: float
 
 
 class Trained(Protocol):
@@ -213,7 +211,7 @@ def loss_of(model: Callable[[Tensor], Tensor], windows: Tensor) -> Tensor:
 def train(name: str, seed: int, setting: Setting) -> Run:
     """The whole run; deterministic."""
     torch.manual_seed(seed)
-    case, started = CASES[name], time.perf_counter()
+    case = CASES[name]
     model = GPT(setting.width, setting.depth, setting.heads, setting.context)
     trained: Trained = (Synchronised if case.outer is None else Rounds)(case, model, setting, seed)
     text, order = standard_library("train", tests=True), torch.Generator().manual_seed(10_000 + seed)
@@ -234,7 +232,6 @@ def train(name: str, seed: int, setting: Setting) -> Run:
         training=training,
         validation=validation,
         bits=round(trained.bits(setting.steps), 4),
-        seconds=round(time.perf_counter() - started, 1),
     )
 
 
@@ -265,33 +262,10 @@ def table(results: Runs[Run]) -> Table:
     return found
 
 
-def plot(results: Runs[Run], path: Path) -> None:
-    """Left: validation loss over steps. Right: its gap to the uncompressed run's of the same seed."""
-    from matplotlib import pyplot  # an extra
-
-    figure, (losses, differences) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    steps = [results.setting.record_every * (at + 1) for at in range(len(results.runs[0].validation))]
-    exact = torch.tensor([run.validation for run in sorted(results.of(case="uncompressed"), key=lambda run: run.seed)])
-    for case in CASES:
-        runs = sorted(results.of(case=case), key=lambda run: run.seed)
-        if len(runs) == len(exact):
-            curves = torch.tensor([run.validation for run in runs])
-            losses.plot(steps, curves.mean(0), label=case, linewidth=1.2)
-            gap = 100 * (curves / exact - 1)
-            (line,) = differences.plot(steps, gap.mean(0), linewidth=1.2)
-            low, high = gap.amin(0), gap.amax(0)
-            differences.fill_between(steps, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
-    losses.set(xlabel="step", ylabel="validation loss, nats per byte", yscale="log")
-    differences.set(xlabel="step", ylabel="gap to uncompressed, %", title="mean and range of seeds")
-    losses.legend(fontsize=8)
-    figure.savefig(path)
-
-
 def main(
     json_path: Annotated[Path, typer.Option("--json", help="results file, continued if it exists")],
     seeds: Annotated[str, typer.Option(help="seeds, separated by commas")] = "0,1,2",
     cases: Annotated[list[str] | None, typer.Option("--case", help="of the study; repeat; none: all")] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="picture to write")] = None,
 ) -> None:
     """Train, compare, and add to the results file."""
     torch.set_num_threads(1)
@@ -301,8 +275,6 @@ def main(
             if results.get(case=case, seed=seed) is None:
                 results.add(train(case, seed, results.setting))
     Console(width=120).print(table(results))
-    if picture is not None:
-        plot(results, picture)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import Role, TensorSpec
 from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
 from lowbit_strategy.methods.registry import as_compressor
+from lowbit_strategy.model.mean_moment import correct_
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.rounds.outer import OuterSync
 from recipes.text import standard_library
@@ -61,6 +62,7 @@ class Variant:
     outer: Any = None
     compressor: Any = None
     beta2: float = 0.95
+    second_moment: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,6 +228,7 @@ class Local:
         self.world = ThreadedWorld(workers)
         self.numel = sum(spec.numel for spec in specs)
         self.params, self.optimizer, self.steps = params, optimizer, 0
+        self.second_moment = variant.second_moment
         self.syncs = [
             GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=False, seed=seed)
             for comm in self.world.comms
@@ -262,6 +265,8 @@ class Local:
 
     def after_step(self, learning_rate: float) -> None:
         self.steps += 1
+        if self.outers and self.second_moment:
+            correct_(self.optimizer, len(self.outers))
         if self.outers:
             self._together(lambda outer: outer.after_step(learning_rate))
         elif self.steps >= self.rule.synchronous_steps:

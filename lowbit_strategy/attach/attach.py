@@ -46,6 +46,7 @@ from lowbit_strategy.model.fsdp_sharding import (
     take_over_replication,
 )
 from lowbit_strategy.model.handshake import handshake
+from lowbit_strategy.model.mean_moment import MeanMoment
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import Reduced, ddp_buckets
 from lowbit_strategy.plan.squares import served
@@ -157,6 +158,7 @@ def attach_replica(
     ranks = Ranks.flat(LocalComm()).coming_and_going()
     prepared = fitted(prepared, None, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
+    follow_second_moment(sync, module, options)
     local = local_steps(module, sync, rule, check_digest=False, ddp=ddp, membership=membership)
     session = Session(sync, module, options, group=group, ranks=ranks, local=local)
     join_before_forward(session, module)
@@ -329,8 +331,11 @@ def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_s
 
 
 def follow_second_moment(sync: GradientSync, module: nn.Module, options: SyncOptions) -> None:
-    """Where it is wanted, and there is anybody to exchange squares with."""
+    """Where it is wanted, and there is anybody to train with."""
     if not options.second_moment or sync.ranks.alone:
+        return
+    if options.outer is not None:
+        sync.correct_with(MeanMoment(lambda: 1 if sync.outer is None else sync.ranks.peers.world_size))
         return
     if sync.ranks.rank == 0 and not served(sync.state.assignments):
         _log.warning(

@@ -56,7 +56,7 @@ def fitted(
         shape=ranks.shape,
         layout=prepared.layout,
         modules=modules or {},
-        squares=prepared.options.second_moment,
+        squares=prepared.options.second_moment and prepared.options.outer is None,
     )
     found = choices(prepared.compressor, weights, setup, may_recode=prepared.options.weights is None)
     chosen = choose(list(found), room, limit)

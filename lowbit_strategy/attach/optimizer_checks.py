@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from torch.optim import Optimizer
 
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.engine.second_moment import check_second_moment
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.model.mean_moment import check_decay, check_second_moment
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -22,6 +22,8 @@ def check_optimizers(compressor: Compressor, options: SyncOptions, optimizers: I
         compressor.check_optimizer(optimizer)
         if options.second_moment:
             check_second_moment(optimizer)
+            if options.outer is not None:
+                check_decay(optimizer)
 
 
 class ClippingWarning:

@@ -51,7 +51,9 @@ class SyncOptions:
         second_moment: For one and two bits and optimizers of Adam's kind: ranks exchange squares of their own gradients
             in one step of 32, an eighth of a bit per element and step, and make `exp_avg_sq` of them, which
             compression's noise would else enlarge. Below the best learning rate, and where it decays, one bit needs far
-            fewer steps then. Costs up to 4 bytes per parameter; not for local steps, nor for two levels under DDP.
+            fewer steps then. Costs up to 4 bytes per parameter; not for two levels under DDP. With `outer` each rank
+            corrects its own, which is then as small as that of the ranks' mean gradients, and nothing is sent or kept:
+            see `MeanMoment`.
     """
 
     seed: int = 0
@@ -69,11 +71,8 @@ class SyncOptions:
     second_moment: bool = False
 
     def __post_init__(self) -> None:
-        if self.second_moment and (self.outer is not None or self.two_level):
-            raise ValueError(
-                "second_moment=True is for gradients that all ranks reduce in every step: it does not go with outer, or"
-                " with two_level=True"
-            )
+        if self.second_moment and self.two_level:
+            raise ValueError("second_moment=True does not go with two_level=True: leave one of them out")
         if self.memory is not None and not self.memory > 0:
             raise ValueError(f"memory must be a positive number of GB or None, got {self.memory!r}")
         if isinstance(self.shard_size, int) and self.shard_size < 1:

@@ -240,7 +240,7 @@ class GradientSync:
             RuntimeError: It has not followed the step before.
         """
         self.check_ended()
-        if self.second_moment is not None and self._num_passes > 0:
+        if self.second_moment is not None and (self._num_passes > 0 or self.outer is not None):
             self.second_moment.correct_(optimizer)
         self._stepped = self._num_passes > 0 or self.outer is not None
 
@@ -395,5 +395,5 @@ class GradientSync:
             outer=None if outer is None else outer.rule,
             every=None if outer is None else outer.round_length,
             device_type=self.device.type,
-            squares=self.second_moment is not None,
+            squares=self.second_moment is not None and self.second_moment.exchanges,
         )

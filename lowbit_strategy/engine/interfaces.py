@@ -29,7 +29,9 @@ class RankState(Protocol):
 
 
 class Corrects(Protocol):
-    """Changes what an optimizer keeps."""
+    """Changes what an optimizer keeps. `exchanges`: ranks send something for it."""
+
+    exchanges: bool
 
     def correct_(self, optimizer: Optimizer) -> None:
         """It has stepped on what was reduced."""

@@ -33,6 +33,7 @@ from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.model.mean_moment import unsuitable
 from lowbit_strategy.model.parameters import trainable_parameters
 from lowbit_strategy.model.parts import flat_part, local_part, shaped
 from lowbit_strategy.plan.squares import EVERY, SKETCH_NUMEL, methods_of_squares, served
@@ -121,6 +122,7 @@ class SecondMoment:
 
     traces = False
     accounts = True
+    exchanges = True
 
     def __init__(self, sync: GradientSync, module: nn.Module) -> None:
         self._sync = sync
@@ -256,7 +258,7 @@ class SecondMoment:
                 if known is None or param.grad is None:
                     continue
                 if _KEY not in optimizer.state[param]:
-                    raise ValueError(_unsuitable(optimizer))
+                    raise ValueError(unsuitable(optimizer))
                 beta2 = group["betas"][1]
                 known.learn(beta2)
                 self._correct_(known, param, optimizer.state[param][_KEY], beta2)
@@ -301,24 +303,6 @@ class SecondMoment:
             known = self._known[name] = _Known()
             for key, value in kept.items():
                 setattr(known, key, value.to(device) if isinstance(value, Tensor) else value)
-
-
-def check_second_moment(optimizer: Optimizer) -> None:
-    """Before it has stepped.
-
-    Raises:
-        ValueError: It has no second moment that could be corrected.
-    """
-    if any("betas" not in group or group.get("amsgrad") for group in optimizer.param_groups):
-        raise ValueError(_unsuitable(optimizer))
-
-
-def _unsuitable(optimizer: Optimizer) -> str:
-    """What is wrong, and what to do."""
-    return (
-        "second_moment=True needs an optimizer that keeps exp_avg_sq, such as AdamW, and without amsgrad, and"
-        f" {type(optimizer).__name__} does not, or not so: leave second_moment out"
-    )
 
 
 def _sketch(view: View, step: StepContext) -> Tensor:

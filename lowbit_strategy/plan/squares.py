@@ -15,7 +15,7 @@ from lowbit_strategy.ranks.shape import Shape
 
 EVERY = 32  # steps between two exchanges of a bucket's squares, after the first ones
 SKETCH_NUMEL, NUM_SUMS = 64, 3  # numbers per parameter
-_CODES = StateCode(exempt=(), high_precision=())
+_CODES = StateCode(bits=4, exempt=(), high_precision=())
 
 
 def served(assignments: Mapping[str, Assignment]) -> list[str]:

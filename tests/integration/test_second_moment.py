@@ -205,10 +205,47 @@ def test_with_nothing_compressed_it_warns_and_sends_nothing(facts: list[Facts]) 
     assert facts[0] == {"dense": (1, False), "exempt": (1, False), "loco1": (0, True)}
 
 
-@pytest.mark.parametrize("options", [{"outer": DiLoCo(every=3)}, {"two_level": True}])
-def test_options_that_do_not_go_together(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="second_moment=True is for gradients"):
-        SyncOptions(second_moment=True, **options)
+def test_options_that_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="second_moment=True does not go with two_level=True"):
+        SyncOptions(second_moment=True, two_level=True)
+
+
+def local(folder: Path, kind: Kind) -> Facts:
+    """How much smaller it is on gradients of noise alone, in local steps and in synchronous ones."""
+    found: Facts = {}
+    for name, rule in {"local": DiLoCo(every=8), "synchronous": DiLoCo(every=8, synchronous=60)}.items():
+        sizes, sent, prints = [], [], []
+        for corrects in (False, True):
+            made, model, counts = fitted(kind, ONE_BIT, 60, outer=rule, second_moment=corrects)
+            sizes.append(sum(float(each.sum()) for each in second_moments(made, model).values()))
+            sent.append(counts[-1])
+            prints.append(fingerprint(model))
+        found[name] = {"ratio": sizes[1] / sizes[0], "sent": sent, "prints": prints}
+    return found
+
+
+@scenarios(local, kind=("ddp", "hsdp"))
+def test_of_local_steps_it_is_that_of_mean_gradients_and_sends_nothing(facts: list[Facts]) -> None:
+    for each in facts:
+        assert each["local"]["ratio"] == pytest.approx(1 / len(facts), rel=0.15)
+        assert each["synchronous"]["ratio"] == pytest.approx(1, rel=1e-3)
+        for found in each.values():
+            assert found["sent"][0] == found["sent"][1]
+        assert each["local"]["prints"] == facts[0]["local"]["prints"]
+        assert each["local"]["prints"][0] != each["local"]["prints"][1]
+
+
+def decaying(folder: Path) -> Facts:
+    model = Noise(nn.Linear(16, 8))
+    model.configure_optimizers = lambda: torch.optim.Adam(model.parameters(), weight_decay=0.1)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="take AdamW, or leave second_moment out"):
+        trainer(strategy("ddp", ONE_BIT, outer=DiLoCo(every=3), second_moment=True)).fit(model, loader(800))
+    return {}
+
+
+@scenarios(decaying)
+def test_a_weight_decay_within_the_gradient_is_refused_before_training(facts: list[Facts]) -> None:
+    assert facts == [{}, {}]
 
 
 @pytest.mark.parametrize("offset", range(EVERY))

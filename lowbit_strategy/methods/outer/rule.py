@@ -59,7 +59,7 @@ class OuterRule(ABC):
         mix: Share of a rank's own weights that is kept when the anchor comes, in [0, 1).
         average_state: What the inner optimizers keep of each parameter, averaged with its weights: rounds between two
             averages by the optimizer's own key, as in ``{"exp_avg": 3, "exp_avg_sq": 3}`` for Adam; True: whatever
-            torch's optimizers keep, every round. It travels at 4 bits without a residual. Ranks that begin a round with
+            torch's optimizers keep, every round. It travels at 8 bits without a residual. Ranks that begin a round with
             equal moments drift less far apart; each key costs up to as many bytes as the weights.
         synchronous: So many optimizer steps at the start gradients are synchronised, through the same compressor;
             below 1 a share of `num_steps`. At the start of training weights move fastest, and ranks that train alone

@@ -17,7 +17,9 @@ from lowbit_strategy.options.configuration import configuration
 class StateCode(Compressor):
     """Rounded to the nearest code of its block, as weights are under FSDP2.
 
-    State is replaced by its mean, it does not add up: what an earlier round has left out is no part of it any more.
+    State is replaced by its mean, it does not add up: what an earlier round has left out is no part of it any more. Of
+    second moments, which lie decades apart within a block, 4 bits leave so little that rounds of 10 steps were better
+    without any averaging.
 
     Args:
         bits: Of a code.
@@ -28,9 +30,9 @@ class StateCode(Compressor):
 
     name: ClassVar[str] = "statecode"
 
-    bits: int = 4
+    bits: int = 8
     block_size: int = 128
-    high_precision_bits: int = 4
+    high_precision_bits: int = 8
 
     def _pair(self, bits: int) -> CodecPair:
         stateful = PlainCodec(BlockCodec(uniform(bits, self.block_size)))

@@ -1,0 +1,42 @@
+"""A larger model: validation loss over steps, and the gap to uncompressed training of the same seed.
+
+Data: benchmarks/results/large_model.json.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from style import save
+
+PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "large_model.json"
+
+
+def draw() -> None:
+    found = json.loads(PATH.read_text())
+    curves = {
+        case: np.array([run["validation"] for run in found["runs"] if run["case"] == case])
+        for case in dict.fromkeys(run["case"] for run in found["runs"])
+    }
+    exact = curves["uncompressed"]
+    steps = found["setting"]["record_every"] * np.arange(1, exact.shape[1] + 1)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    for case, losses in curves.items():
+        if len(losses) < len(exact):
+            continue  # a case whose seeds are not all there
+        (line,) = left.plot(steps, losses.mean(0), label=case)
+        gaps = 100 * (losses / exact - 1)
+        right.plot(steps, gaps.mean(0), color=line.get_color())
+        right.fill_between(steps, gaps.min(0), gaps.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
+    left.set(xlabel="step", ylabel="validation loss, nats per byte")
+    left.legend(fontsize=8)
+    right.set(xlabel="step", ylabel="gap to uncompressed, %", title="mean and range of seeds")
+    figure.tight_layout()
+    save(figure, "large_model")
+
+
+if __name__ == "__main__":
+    draw()

@@ -1,0 +1,97 @@
+"""Adam's second moment where ranks train by themselves: as small as that of the gradients' mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.optim import Optimizer
+
+from lowbit_strategy.model.parts import local_part
+
+_DECOUPLED = ("AdamW",)  # whose weight decay is no part of the gradient
+
+
+class MeanMoment:
+    """Corrects ``exp_avg_sq`` after every local step.
+
+    Adam divides by the root of ``v``, the average of squared gradients. A rank that trains by itself sees a part of the
+    batch, and squares of noisier gradients are larger: its steps are too small. With `W` ranks, and `g` with
+    the mean `E` and the variance `V`, synchronous training would have ``E**2 + V / W`` where this rank has
+    ``E**2 + V``. The first moment ``m`` averages over ``k = (1 + beta1) / (1 - beta1)`` steps, so that its square is
+    ``E**2 + V / k``, and a mixture of both has what is wanted:
+
+    1. ``a = (1 / W - 1 / k) / (1 - 1 / k)``, or 0 where `W` is more than `k`
+    2. ``v += (1 - beta2) * (a * g**2 + (1 - a) * m**2 - g**2)``, with ``m`` over its ``1 - beta1**step``
+
+    It sends nothing and keeps nothing. In the synchronous part of a rule gradients are means already.
+
+    Args:
+        num_ranks: Gives the ranks, or replicas, that train by themselves now; 1: nothing is corrected.
+    """
+
+    exchanges = False
+
+    def __init__(self, num_ranks: Callable[[], int]) -> None:
+        self._num_ranks = num_ranks
+
+    def correct_(self, optimizer: Optimizer) -> None:
+        """It has stepped on this rank's own gradients."""
+        correct_(optimizer, self._num_ranks())
+
+
+@torch.no_grad()
+def correct_(optimizer: Optimizer, num_ranks: int) -> None:
+    """`optimizer` has stepped on gradients of which one in `num_ranks` is its own.
+
+    Raises:
+        ValueError: It is not of Adam's kind.
+    """
+    if num_ranks == 1:
+        return
+    for group in optimizer.param_groups:
+        beta1, beta2 = group["betas"]
+        noise = (1 - beta1) / (1 + beta1)  # of the first moment, in variances of a gradient
+        share = (1 / num_ranks - noise) / (1 - noise) if noise < 1 / num_ranks else 0.0
+        for param in group["params"]:
+            state = optimizer.state.get(param)
+            if param.grad is None or not state:
+                continue
+            if "exp_avg_sq" not in state:
+                raise ValueError(unsuitable(optimizer))
+            m, v, g = (local_part(each) for each in (state["exp_avg"], state["exp_avg_sq"], param.grad))
+            unbiased = m / (1 - beta1 ** state["step"])  # which may be on the device: nothing waits for it
+            v.addcmul_(g, g, value=(1 - beta2) * (share - 1))
+            v.addcmul_(unbiased, unbiased, value=(1 - beta2) * (1 - share))
+
+
+def check_second_moment(optimizer: Optimizer) -> None:
+    """Before it has stepped.
+
+    Raises:
+        ValueError: It has no second moment that could be corrected.
+    """
+    if any("betas" not in group or group.get("amsgrad") for group in optimizer.param_groups):
+        raise ValueError(unsuitable(optimizer))
+
+
+def unsuitable(optimizer: Optimizer) -> str:
+    """What is wrong, and what to do."""
+    return (
+        "second_moment=True needs an optimizer that keeps exp_avg_sq, such as AdamW, and without amsgrad, and"
+        f" {type(optimizer).__name__} does not, or not so: leave second_moment out"
+    )
+
+
+def check_decay(optimizer: Optimizer) -> None:
+    """Raises:
+    ValueError: Its weight decay is a part of the gradient, whose square alone would be taken out.
+    """
+    decoupled = type(optimizer).__name__ in _DECOUPLED
+    for group in optimizer.param_groups:
+        if group.get("weight_decay") and not (decoupled or group.get("decoupled_weight_decay")):
+            raise ValueError(
+                "second_moment=True with local steps needs a weight decay that is no part of the gradient, and"
+                f" {type(optimizer).__name__} adds {group['weight_decay']} times the weights: take AdamW, or leave"
+                " second_moment out"
+            )
