@@ -23,6 +23,7 @@ from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import MethodStore, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.model.mean_moment import has_stepped
 from lowbit_strategy.plan.gradients import Layout, Reduced
 from lowbit_strategy.plan.plan import Plan, make_plan
 from lowbit_strategy.ranks.ranks import Ranks
@@ -240,7 +241,7 @@ class GradientSync:
             RuntimeError: It has not followed the step before.
         """
         self.check_ended()
-        if self.second_moment is not None and (self._num_passes > 0 or self.outer is not None):
+        if self.second_moment is not None and (self._num_passes or self.outer is not None) and has_stepped(optimizer):
             self.second_moment.correct_(optimizer)
         self._stepped = self._num_passes > 0 or self.outer is not None
 

@@ -65,6 +65,12 @@ def correct_(optimizer: Optimizer, num_ranks: int) -> None:
             v.addcmul_(unbiased, unbiased, value=(1 - beta2) * (1 - share))
 
 
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether its step has changed anything: fused optimizers leave out one that overflowed by themselves."""
+    found = getattr(optimizer, "found_inf", None)  # while they step, if a gradient scaler has asked them to
+    return found is None or not bool(found)
+
+
 def check_second_moment(optimizer: Optimizer) -> None:
     """Before it has stepped.
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lowbit_strategy import Dense, DiLoCo, LoCo
@@ -233,6 +234,48 @@ def test_of_local_steps_it_is_that_of_mean_gradients_and_sends_nothing(facts: li
             assert found["sent"][0] == found["sent"][1]
         assert each["local"]["prints"] == facts[0]["local"]["prints"]
         assert each["local"]["prints"][0] != each["local"]["prints"][1]
+
+
+class Overflowing(Noise):
+    """An optimizer that looks for overflows itself, on a loss that overflows once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if self.global_rank == 1 and self.global_step == 2 else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=True)
+
+
+class Largest(Callback):
+    """Of all second moments, after every step."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        state = trainer.optimizers[0].state.values()
+        self.found.append(max([float(each["exp_avg_sq"].max()) for each in state if each], default=0.0))
+
+
+def overflowing(folder: Path, outer: DiLoCo | None) -> Facts:
+    torch.manual_seed(0)
+    model = Overflowing(nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 8)))
+    precision = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    used = strategy("ddp", ONE_BIT, outer=outer, second_moment=True)
+    largest = Largest()
+    made = trainer(used, max_steps=12, plugins=[precision], callbacks=[largest])
+    made.fit(model, loader(800))
+    return {"scale": precision.scaler.get_scale(), "largest": largest.found, "print": fingerprint(model)}
+
+
+@scenarios(overflowing, outer=(None, DiLoCo(every=4)))
+def test_a_step_that_a_fused_optimizer_skips_teaches_nothing(facts: list[Facts]) -> None:
+    assert facts[1]["scale"] == 512.0
+    for each in facts:
+        assert len(each["largest"]) == 12
+        assert all(size < 1.0 for size in each["largest"])  # False of what is no number
+        assert each["print"] == facts[0]["print"]
 
 
 def decaying(folder: Path) -> Facts:
