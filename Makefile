@@ -24,8 +24,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 ARGS ?=
-# Three at a time, file by file: tests of one file share processes that have run, and wait for them more than they compute.
-# Integration tests, the long ones, come first, so that all end together. PARALLEL= for one at a time.
+# Three at a time, file by file: tests of one file share processes that have run, and on two cores one computes while others
+# wait. Integration tests, the long ones, come first, so that all end together. PARALLEL= for one at a time.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 # A change to any of these means another installation.
 INSTALLS := pyproject.toml constraints.txt $(wildcard setup.py lowbit_strategy/kernels/native/*.c lowbit_strategy/kernels/native/*.h)

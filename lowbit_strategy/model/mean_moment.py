@@ -1,4 +1,4 @@
-"""Adam's second moment where ranks train by themselves: as small as that of the gradients' mean."""
+"""Adam's second moment where ranks train by themselves, and which optimizers have one that can be corrected."""
 
 from __future__ import annotations
 

@@ -107,9 +107,12 @@ BEFORE_EACH = "accelerator = Accelerator(cpu=True)\n"  # takes one plugin
 
 def test_snippets_construct(tmp_path: Path) -> None:
     """Blocks that are no whole file, on pages that no other test takes blocks from."""
-    pages = ("accelerate.md", "checkpoints.md", "choosing.md", "compressors.md", "fabric.md", "lightning.md")
+    names = ("accelerate", "checkpoints", "choosing", "compressors", "fabric", "lightning", "outer-steps")
     found = [
-        text for page in pages for language, text in blocks(page) if language == "python" and not text.startswith("# ")
+        text
+        for name in names
+        for language, text in blocks(f"{name}.md")
+        if language == "python" and not text.startswith("# ")
     ]
     assert len(found) >= 8
     run_script(
