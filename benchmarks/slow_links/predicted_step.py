@@ -25,7 +25,8 @@ from benchmarks.slow_links.fsdp_step import strategy_of as fsdp_strategy
 from benchmarks.slow_links.measuring import fit, parse_options, strategy_of
 from lowbit_strategy import OUTER_RULES, PRESETS
 from lowbit_strategy.plan.bench import slowest_codings
-from lowbit_strategy.plan.cost import Cluster, step_time, uncompressed
+from lowbit_strategy.plan.cluster import Cluster
+from lowbit_strategy.plan.cost import step_time, uncompressed
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.ranks.ranks import make_ranks
 from lowbit_strategy.ranks.topology import find_topology

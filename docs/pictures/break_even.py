@@ -17,7 +17,8 @@ from style import BLUE, GREEN, GREY, ORANGE, RED, save
 
 from lowbit_strategy import Dense, preset
 from lowbit_strategy.plan.advice import Wanted, plan_for
-from lowbit_strategy.plan.cost import Cluster, Link, step_time, uncompressed
+from lowbit_strategy.plan.cluster import Cluster, Link
+from lowbit_strategy.plan.cost import step_time, uncompressed
 from lowbit_strategy.plan.models import transformer
 from lowbit_strategy.plan.plan import Plan
 

@@ -135,7 +135,7 @@ def cluster_of(link: str | None, latency: str | None, measured: Any = None) -> A
     """
     from dataclasses import replace
 
-    from lowbit_strategy.plan.cost import Cluster, Link
+    from lowbit_strategy.plan.cluster import Cluster, Link
 
     inside, coded = Link(_INTRA_LATENCY_S, _INTRA_NBYTES_PER_S), _ENCODED_PER_S
     far = Link(units.duration(latency or _LATENCY), units.rate(link or _LINK))
@@ -300,7 +300,7 @@ def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -
 
 
 def _rate(choice: Any) -> str:
-    from lowbit_strategy.plan.cost import ANY_RATE
+    from lowbit_strategy.plan.cluster import ANY_RATE
 
     if not choice.line:
         return ""

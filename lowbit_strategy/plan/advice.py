@@ -15,7 +15,8 @@ from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import default_weights
 from lowbit_strategy.plan import fitting
-from lowbit_strategy.plan.cost import Cluster, StepTime, break_even, step_time, uncompressed
+from lowbit_strategy.plan.cluster import Cluster
+from lowbit_strategy.plan.cost import StepTime, break_even, step_time, uncompressed
 from lowbit_strategy.plan.gradients import Layout, Reduced, ddp_buckets
 from lowbit_strategy.plan.measured_loss import Loss, Quality, quality_of, worst_loss
 from lowbit_strategy.plan.messages import Unit

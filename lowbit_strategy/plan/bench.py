@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lowbit_strategy.plan.cost import ANY_RATE, Cluster, Coding, Link, Rings, Work
+from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Coding, Link, Rings, Work
 from lowbit_strategy.version import __version__
 
-FORMAT = 2
+FORMAT = 3
 _WILD = 4.0  # times slower than most of its level: somebody should look at that link
 
 
@@ -148,18 +148,29 @@ def read_bench(path: Path, here: Machine) -> Bench:
 def _from(content: Mapping[str, Any]) -> Bench:
     values = {field.name: content[field.name] for field in fields(Bench)}
     values["machines"] = tuple(Machine(**each) for each in values["machines"])
-    values["levels"] = {name: Link(**each) for name, each in values["levels"].items()}
+    values["levels"] = {name: _link(each) for name, each in values["levels"].items()}
     values["pairs"] = tuple(Pair(**each) for each in values["pairs"])
     values["codings"] = {name: Coding(**each) for name, each in values["codings"].items()}
     if (rings := values["rings"]) is not None:
-        values["rings"] = Rings(Link(**rings["between"]), Link(**rings["inside"]))
-    values["work"] = None if values["work"] is None else Work(**values["work"])
+        values["rings"] = Rings(_link(rings["between"]), _link(rings["inside"]), _work(rings["work"]))
+    values["work"] = _work(values["work"])
     return Bench(**values)
+
+
+def _link(content: Mapping[str, Any]) -> Link:
+    measured = tuple((nbytes, seconds) for nbytes, seconds in content["measured"])
+    return Link(content["latency_s"], content["nbytes_per_s"], measured)
+
+
+def _work(content: Mapping[str, float] | None) -> Work | None:
+    return None if content is None else Work(**content)
 
 
 def slowest(links: Sequence[Link]) -> Link:
     """Of all ranks': the slowest is waited for."""
-    return Link(max(link.latency_s for link in links), min(link.nbytes_per_s for link in links))
+    sizes = zip(*(link.measured for link in links), strict=False)
+    measured = tuple((points[0][0], max(seconds for _, seconds in points)) for points in sizes)
+    return Link(max(link.latency_s for link in links), min(link.nbytes_per_s for link in links), measured)
 
 
 def slowest_codings(codings: Sequence[Mapping[str, Coding]]) -> dict[str, Coding]:

@@ -5,7 +5,8 @@ shows in a step depends on what it can overlap:
 
 * DDP, HSDP: a bucket is sent once backward has produced it, ``T = max(compute, bucket by bucket) + last bucket``
 * FSDP2: the next module's weights are gathered while one computes; gradients follow each module's backward pass.
-  Without a device of its own that works ahead, as on CPU, a rank waits for each collective before it goes on
+  Without a device of its own that works ahead, as on CPU, a rank waits for each collective before it goes on; where
+  ranks share processors, others compute meanwhile
 * local steps: a round's messages, less what its delay hides, over the steps of the round
 
 Where messages are sent, and gradients coded, by the processors that compute (`Work`), a step takes its compute and all
@@ -21,104 +22,15 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Link
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, RING, RING_SCATTER, Level, Message, Unit
 from lowbit_strategy.plan.plan import Memory, Plan
 
-ANY_RATE = 1e12  # bytes per second: faster than any link
+_RINGS = (RING, RING_SCATTER, EXACT_WEIGHTS)  # the framework's own collectives
 FORWARD_SHARE = 1 / 3  # of a step's compute: backward takes twice as long
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Args:
-    latency_s: Seconds from one end to the other.
-    nbytes_per_s: Bytes per second.
-    """
-
-    latency_s: float
-    nbytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Coding:
-    """How fast a rank encodes or decodes while all others do, too.
-
-    Args:
-        numel_per_s: Elements per second, a hop.
-        bucket_s: Seconds for every bucket or module, a hop, however small.
-    """
-
-    numel_per_s: float
-    bucket_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What sending takes of the processors that ranks compute on, in seconds by which a step's compute grows.
-
-    Where more ranks compute than there are processors, each second of a processor's time counts as several.
-
-    Args:
-        message_s: Of every collective.
-        nbyte_s: Of every byte sent, received and added.
-    """
-
-    message_s: float
-    nbyte_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rings:
-    """Links as the framework's own collectives find them: in rings, which may be slower than messages to each other.
-
-    Args:
-        between: All ranks; the latency is that of one of the messages in series that a plan counts.
-        inside: The ranks of a node.
-    """
-
-    between: Link
-    inside: Link
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
-    """What messages travel on.
-
-    Args:
-        inter_node: The link of a node, which its ranks share.
-        intra_node: Of each rank to the others of its node.
-        encoded_per_s: Elements per second that a rank encodes or decodes, a hop; None: in no time.
-        ways: Latencies that one collective costs: 2 where the sender first waits for the receiver (gloo).
-        trees: Whether uncompressed all-reduces take trees where those wait less often than rings: NCCL does.
-        overlaps: Whether messages travel while a rank computes.
-        prefetches: Whether FSDP2's do: a GPU works while its host goes ahead, a CPU waits for each of them.
-        scatters: Whether an uncompressed reduce-scatter sends each element once: gloo's is an all-reduce.
-        work: What sending takes of the processors that compute; None: nothing, and coding neither.
-        rings: Of the framework's own collectives; None: the same links.
-        codings: By the names of presets, for `coding_as`.
-        bucket_s: Beside `encoded_per_s`: seconds for every bucket or module that is coded.
-    """
-
-    inter_node: Link
-    intra_node: Link
-    encoded_per_s: float | None = None
-    ways: int = 1
-    trees: bool = True
-    overlaps: bool = True
-    prefetches: bool = True
-    scatters: bool = True
-    work: Work | None = None
-    rings: Rings | None = None
-    codings: Mapping[str, Coding] = field(default_factory=dict)
-    bucket_s: float = 0.0
-
-    def coding_as(self, preset: str) -> Cluster:
-        """The same with the speed of a preset's codecs, if that was measured."""
-        coding = self.codings.get(preset)
-        return self if coding is None else replace(self, encoded_per_s=coding.numel_per_s, bucket_s=coding.bucket_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +45,18 @@ class StepTime:
 def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> tuple[float, float]:
     """What a message waits for latency, and how long its bytes take; all ranks of a node send theirs at once."""
     times = _times(message, cluster)
-    if cluster.rings is not None and message.what in (RING, RING_SCATTER, EXACT_WEIGHTS):
+    number = max(1, message.in_series)
+    each = message.total_nbytes / number
+    if cluster.rings is not None and message.what in _RINGS:
         ring = cluster.rings.between if message.leaving else cluster.rings.inside
-        return times * message.in_series * ring.latency_s, times * message.total_nbytes / ring.nbytes_per_s
-    nbytes = times * message.total_nbytes
-    far = nbytes * message.leaving
+        return times * message.in_series * ring.latency_s, times * number * ring.travelling_s(each)
     link = cluster.inter_node if message.leaving else cluster.intra_node
     in_series = message.in_series if message.by_tree is None or not cluster.trees else message.by_tree
     latency = times * in_series * cluster.ways * link.latency_s
-    travelling = far * ranks_per_node / cluster.inter_node.nbytes_per_s
-    return latency, travelling + (nbytes - far) / cluster.intra_node.nbytes_per_s
+    leaving = message.leaving * ranks_per_node * each
+    travelling = cluster.inter_node.travelling_s(leaving) if leaving else 0.0
+    staying = cluster.intra_node.travelling_s(each - message.leaving * each)
+    return latency, times * number * (travelling + staying)
 
 
 def _times(message: Message, cluster: Cluster) -> int:
@@ -175,9 +89,9 @@ def unit_cost(unit: Unit, cluster: Cluster, ranks_per_node: int) -> _Cost:
     if cluster.work is not None:
         work = encoding
         for message in unit.messages:
-            times = _times(message, cluster)
-            work += times * message.in_series * cluster.work.message_s
-            work += times * message.total_nbytes * cluster.work.nbyte_s
+            of_rings = cluster.rings.work if cluster.rings is not None and message.what in _RINGS else None
+            own = of_rings or cluster.work
+            work += _times(message, cluster) * (message.in_series * own.message_s + message.total_nbytes * own.nbyte_s)
     return _Cost(sum(latency for latency, _ in parts), sum(busy for _, busy in parts) + encoding, work)
 
 
@@ -270,7 +184,15 @@ def _in_turn(
     if plan.shape.far:  # all rows leave at once, gradients while backward goes on
         alone = max(cost.latency for cost in weights)
         return _bucket_by_bucket(plan, gradients, compute_s + gathered.busy + alone)
-    return compute_s + gathered.seconds + _sum(plan.gradients, gradients).seconds
+    both = gathered + _sum(plan.gradients, gradients)
+    return compute_s + both.seconds - _waited_less(both, cluster, compute_s)
+
+
+def _waited_less(sent: _Cost, cluster: Cluster, compute_s: float) -> float:
+    """While a rank waits for a message another has its processor: half of what could be hidden so is."""
+    if cluster.work is None:
+        return 0.0
+    return min(sent.latency, compute_s * (1 - 1 / cluster.work.crowding)) / 2
 
 
 def _split(unit: Unit, cluster: Cluster, ranks_per_node: int) -> tuple[_Cost, _Cost]:

@@ -13,7 +13,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from lowbit_strategy.plan.advice import Choice, Wanted, memory_of
-from lowbit_strategy.plan.cost import Cluster, Link, step_time
+from lowbit_strategy.plan.cluster import Cluster, Link
+from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.report.charts import COLORS, PHONE, SCREEN, STYLE, Paper, plain_decades
 
 _POINTS = 30

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.inform import inform
-from lowbit_strategy.plan.cost import Cluster, compute_within, step_time, uncompressed
+from lowbit_strategy.plan.cluster import Cluster
+from lowbit_strategy.plan.cost import compute_within, step_time, uncompressed
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.trial import WORTH_IT
 from lowbit_strategy.telemetry.links import finish, measure_cluster

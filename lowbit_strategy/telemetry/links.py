@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.bench import slowest, slowest_codings
-from lowbit_strategy.plan.cost import ANY_RATE, Cluster, Coding, Link, Rings, Work
+from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Coding, Link, Rings, Work
 from lowbit_strategy.ranks.ranks import Ranks
 
 _SMALL_NBYTES = 64
-_SIZES = (1 << 18, 1 << 20, 1 << 22)  # of what goes to each other rank, or round a ring
-_LONG_S = 0.1  # a message that takes so long tells the bandwidth well enough
+_SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # of what goes to each other rank, or round a ring
+_LONG_S = 0.25  # a message that takes so long tells the bandwidth well enough
+_WARM = 0.8  # a connection that was idle begins slowly: calls are repeated until one takes at least so much of the last
+_MOST_WARMING = 8
 _ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.15, 12, 2  # of one measurement
 _CODED_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 25}
 _CODED_TENSORS, _SMALL_NUMEL = 8, 1 << 13
@@ -50,14 +52,22 @@ def slowest_network(networks: Sequence[Network]) -> Network:
     """Of all ranks': the slowest is waited for."""
     rings = [each.rings for each in networks if each.rings is not None]
     work = [each.work for each in networks if each.work is not None]
+    around = [each.work for each in rings if each.work is not None]
     return Network(
         slowest([each.between for each in networks]),
         slowest([each.inside for each in networks]),
-        Rings(slowest([each.between for each in rings]), slowest([each.inside for each in rings])) if rings else None,
-        Work(statistics.mean(each.message_s for each in work), statistics.mean(each.nbyte_s for each in work))
-        if work
+        Rings(slowest([each.between for each in rings]), slowest([each.inside for each in rings]), _mean_of(around))
+        if rings
         else None,
+        _mean_of(work),
     )
+
+
+def _mean_of(work: Sequence[Work]) -> Work | None:
+    if not work:
+        return None
+    parts = ([getattr(each, field.name) for each in work] for field in fields(Work))
+    return Work(*(statistics.mean(part) for part in parts))
 
 
 def cluster_of(network: Network, codings: Mapping[str, Coding], *, is_gloo: bool) -> Cluster:
@@ -91,17 +101,13 @@ def measure_network(ranks: Ranks, device: torch.device) -> Network:
     between, work = measure_link(ranks.peers, turns)
     inside = between if ranks.intra_node is None else measure_link(ranks.intra_node, turns)[0]
     per_node = 1 if ranks.topology is None else ranks.topology.ranks_per_node or 1
-    rings = None
+    rings, is_crowded = None, turns.crowding > _CROWDED
     if device.type == "cpu" and isinstance(ranks.world, GroupComm) and ranks.world.world_size > 1:
         nodes = -(-ranks.world.world_size // per_node)
-        around = measure_ring(ranks.world, turns, max(1, nodes - 1))
-        rings = Rings(around, around if ranks.intra_node is None else measure_ring(ranks.intra_node, turns, 1))
-    return Network(
-        Link(between.latency_s, min(ANY_RATE, between.nbytes_per_s * per_node)),
-        inside,
-        rings,
-        work if turns.crowding > _CROWDED else None,
-    )
+        around, waking = measure_ring(ranks.world, turns, max(1, nodes - 1))
+        near = around if ranks.intra_node is None else measure_ring(ranks.intra_node, turns, 1)[0]
+        rings = Rings(around, near, waking if is_crowded else None)
+    return Network(between.shared_by(per_node), inside, rings, work if is_crowded else None)
 
 
 class Turns:
@@ -144,20 +150,30 @@ class Turns:
             torch.mm(self._x, self._x)
 
     def cost_of(self, comm: Comm, call: Callable[[], object]) -> tuple[float, float]:
-        """Seconds of a collective that follows a turn, and processor time; the mean over a few."""
+        """Seconds of a collective that follows a turn, the median of a few, and processor time, their mean."""
         call()
-        first = seconds_of(call, self.device) + self.seconds
-        longest = torch.tensor([first], dtype=torch.float64, device=self.device)
-        comm.all_reduce_max(longest).wait()  # all ranks time as many
-        times = int(min(_MOST_TIMES, max(_FEWEST_TIMES, _ENOUGH_S / float(longest))))
+        times = int(min(_MOST_TIMES, max(_FEWEST_TIMES, _ENOUGH_S / self._warm(comm, call))))
         finish(self.device)
-        began, working = time.perf_counter(), time.process_time()
+        working, seconds = time.process_time(), []
         for _ in range(times):
+            began = time.perf_counter()
             self.take()
             call()
             finish(self.device)
-        seconds = (time.perf_counter() - began) / times - self.seconds
-        return max(seconds, 1e-7), max(0.0, (time.process_time() - working) / times - self.work_s)
+            seconds.append(time.perf_counter() - began)
+        worked = (time.process_time() - working) / times - self.work_s
+        return max(statistics.median(seconds) - self.seconds, 1e-7), max(0.0, worked)
+
+    def _warm(self, comm: Comm, call: Callable[[], object]) -> float:
+        """Seconds of a turn and the last call on the slowest ranks, so that all repeat it as often."""
+        longest = torch.tensor([0.0, self.seconds], dtype=torch.float64, device=self.device)
+        for _ in range(_MOST_WARMING):
+            before = float(longest[0])
+            longest[0] = seconds_of(call, self.device)
+            comm.all_reduce_max(longest).wait()
+            if float(longest[0]) > _WARM * before > 0:
+                break
+        return float(longest.sum())
 
 
 _TURN_S, _NUM_TURNS = 4e-3, 25  # of a processor's time; turns that tell how long one takes
@@ -176,7 +192,7 @@ def measure_link(comm: Comm, turns: Turns) -> tuple[Link, Work]:
     return _measure(comm, turns, exchange, lambda nbytes: others * nbytes, 1)
 
 
-def measure_ring(comm: Comm, turns: Turns, in_series: int) -> Link:
+def measure_ring(comm: Comm, turns: Turns, in_series: int) -> tuple[Link, Work]:
     """Of one rank, by the backend's own all-reduces, each of two hops of so many messages in series."""
     own, size = GroupComm(comm.group), comm.world_size
 
@@ -184,7 +200,7 @@ def measure_ring(comm: Comm, turns: Turns, in_series: int) -> Link:
         x = torch.zeros(nbytes // 4, dtype=torch.float32, device=turns.device)
         return lambda: own.all_reduce(x).wait()
 
-    return _measure(own, turns, reduce, lambda nbytes: 2 * (size - 1) * nbytes / size, 2 * in_series)[0]
+    return _measure(own, turns, reduce, lambda nbytes: 2 * (size - 1) * nbytes / size, 2 * in_series)
 
 
 def _measure(
@@ -198,18 +214,28 @@ def _measure(
         return Link(0.0, ANY_RATE), Work(0.0, 0.0)
     counted = comm.sent_nbytes  # this is not traffic of a step
     latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES))
-    rate, nbyte_s = ANY_RATE, 0.0
+    nbyte_s = 0.0
+    measured: list[tuple[float, float]] = []
     for nbytes in _SIZES:
         seconds, working = turns.cost_of(comm, collective(nbytes))
-        rate = sent_nbytes(nbytes) / max(seconds - latency, 1e-9)
+        beyond = max([0.0, seconds - latency, *(known for _, known in measured)])
+        measured.append((sent_nbytes(nbytes) / in_series, beyond / in_series))
         nbyte_s = max(0.0, working - waking) / sent_nbytes(nbytes)
-        longest = torch.tensor([seconds], dtype=torch.float64, device=turns.device)
+        longest = torch.tensor([beyond], dtype=torch.float64, device=turns.device)
         comm.all_reduce_max(longest).wait()  # all ranks stop at the same size
         if float(longest) > _LONG_S:
             break
     comm.sent_nbytes = counted
-    work = Work(turns.crowding * waking / in_series, turns.crowding * nbyte_s)
-    return Link(latency / in_series, min(rate, ANY_RATE)), work
+    work = Work(turns.crowding * waking / in_series, turns.crowding * nbyte_s, turns.crowding)
+    return Link(latency / in_series, rate_of(measured), tuple(measured)), work
+
+
+def rate_of(measured: Sequence[tuple[float, float]]) -> float:
+    """By how much longer the longest took than the next shorter: what passes at once does not count."""
+    (nbytes, seconds), (longer, longest) = [(0.0, 0.0), *measured][-2:]
+    if longest <= 1.1 * seconds:  # too little to tell
+        return min(ANY_RATE, longer / max(longest, 1e-9))
+    return min(ANY_RATE, (longer - nbytes) / (longest - seconds))
 
 
 def measure_coding(compressor: Compressor, device: torch.device) -> Coding:

@@ -16,7 +16,7 @@ from lowbit_strategy.launch.bench import this_machine
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.plan.bench import read_bench
-from lowbit_strategy.plan.cost import ANY_RATE
+from lowbit_strategy.plan.cluster import ANY_RATE
 from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.telemetry import links
 from lowbit_strategy.telemetry.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_strategy.plan.bench import Bench, Machine, Pair, read_bench
-from lowbit_strategy.plan.cost import Coding, Link, Rings, Work
+from lowbit_strategy.plan.bench import Bench, Machine, Pair, read_bench, slowest
+from lowbit_strategy.plan.cluster import Coding, Link, Rings, Work
 from lowbit_strategy.version import __version__
 
 HERE = Machine("node0", "x86_64", 8)
@@ -19,9 +19,9 @@ BENCH = Bench(
     nodes=2,
     ranks_per_node=2,
     backend="gloo",
-    levels={"inter-node": Link(1e-3, 1e8), "intra-node": Link(1e-5, 1e10)},
+    levels={"inter-node": Link(1e-3, 1e8, ((1e5, 1e-4), (1e6, 1e-2))), "intra-node": Link(1e-5, 1e10)},
     pairs=tuple(Pair(a, b, "inter-node", 1e-3, 1e8, 2e8) for a, b in ((0, 2), (0, 3), (1, 2), (1, 3))),
-    rings=Rings(Link(2e-3, 5e7), Link(1e-5, 1e9)),
+    rings=Rings(Link(2e-3, 5e7, ((1e4, 1e-4),)), Link(1e-5, 1e9), Work(1e-4, 1e-9)),
     work=Work(1e-4, 1e-9),
     codings={"loco": Coding(1e9, 1e-4)},
     memcpy_nbytes_per_s=1e10,
@@ -33,7 +33,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     BENCH.write(path)
     assert read_bench(path, HERE) == BENCH
     cluster = BENCH.cluster()
-    assert (cluster.inter_node, cluster.intra_node, cluster.encoded_per_s) == (Link(1e-3, 1e8), Link(1e-5, 1e10), 1e9)
+    assert (cluster.inter_node, cluster.intra_node) == (BENCH.levels["inter-node"], BENCH.levels["intra-node"])
+    assert cluster.encoded_per_s == 1e9
+
+
+def test_the_slowest_link_is_slowest_at_every_size_that_all_have_measured() -> None:
+    links = [Link(1e-3, 1e8, ((1e5, 1e-4), (1e6, 1e-2))), Link(2e-3, 5e8, ((1e5, 2e-4),))]
+    assert slowest(links) == Link(2e-3, 1e8, ((1e5, 2e-4),))
 
 
 def test_files_of_others_are_refused(tmp_path: Path) -> None:

@@ -6,14 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.published_steps import TOLERANCE, rows
 from lowbit_strategy import PRESETS, LoCo
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.advice import Choice, Wanted, advised, choices, plan_for
-from lowbit_strategy.plan.cost import Cluster, Link, Rings, Work, break_even, step_time, uncompressed
+from lowbit_strategy.plan.cluster import Cluster, Link, Rings, Work
+from lowbit_strategy.plan.cost import break_even, message_seconds, step_time, uncompressed
 from lowbit_strategy.plan.gradients import Reduced
+from lowbit_strategy.plan.messages import RING, Message
 from lowbit_strategy.plan.models import transformer
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.ranks.shape import Shape
@@ -73,14 +77,62 @@ def test_more_work_never_makes_a_step_shorter(layout: str, prefetches: bool) -> 
     wanted = Wanted(transformer(1e9), 4, 2, itemsize=2)
     plan = plan_for(wanted, layout, LoCo())  # type: ignore[arg-type]
     for each in (plan, uncompressed(plan, 2)):
-        at = replace(cluster(Link(1e-4, 1e9)), encoded_per_s=1e9, prefetches=prefetches)
+        none = Work(0.0, 0.0)
+        at = replace(cluster(Link(1e-4, 1e9)), encoded_per_s=1e9, prefetches=prefetches, work=none)
         before = step_time(each, at, 0.5).seconds
-        for work in (Work(0.0, 0.0), Work(1e-4, 0.0), Work(1e-4, 1e-9), Work(1e-3, 1e-8)):
+        for work in (none, Work(1e-4, 0.0), Work(1e-4, 1e-9), Work(1e-3, 1e-8)):
             found = step_time(each, replace(at, work=work), 0.5)
             assert before <= found.seconds
             assert found.low <= found.seconds <= found.high
             before = found.seconds
         assert step_time(each, replace(at, bucket_s=1e-3), 0.5).seconds >= step_time(each, at, 0.5).seconds
+
+
+def test_messages_take_what_was_measured_of_their_sizes_and_longer_ones_the_rate_beyond() -> None:
+    link = Link(1e-3, 1e6, ((1e3, 0.0), (1e4, 5e-3), (1e5, 9e-2)))
+    known = [link.travelling_s(nbytes) for nbytes in (0, 1e3, 5.5e3, 1e4, 1e5, 1.1e6)]
+    assert known == pytest.approx([0.0, 0.0, 2.5e-3, 5e-3, 9e-2, 1.09])
+    assert [link.shared_by(4).travelling_s(4 * nbytes) for nbytes in (0, 1e3, 5.5e3, 1e4, 1e5, 1.1e6)] == pytest.approx(
+        known
+    )
+    assert Link(1e-3, 1e6).travelling_s(1e3) == 1e-3
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(0, 10)), max_size=5), st.floats(0, 2e9), st.floats(0, 2e9))
+def test_more_bytes_never_travel_faster(points: list[tuple[float, float]], one: float, other: float) -> None:
+    sizes, seconds = (sorted(values) for values in zip(*points, strict=True)) if points else ([], [])
+    link = Link(1e-3, 1e8, tuple(zip(sorted(set(sizes)), seconds, strict=False)))
+    less, more = sorted((one, other))
+    assert link.travelling_s(less) <= link.travelling_s(more) * (1 + 1e-9)
+
+
+def test_messages_in_series_share_the_bytes() -> None:
+    """Each of them is as short as its share."""
+    link = Link(0.0, 1e6, ((100.0, 0.0), (1000.0, 9e-4)))
+    at = replace(cluster(link), rings=Rings(link, link))
+    for what in ("rows", RING):
+        for in_series, expected in ((1, 9e-4), (10, 0.0)):
+            found = message_seconds(Message("flat", what, 1000, in_series=in_series, leaving=1.0), at, 1)
+            assert found == (0.0, pytest.approx(expected))
+
+
+def test_rings_take_the_work_that_was_measured_of_them() -> None:
+    plan = uncompressed(plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "ddp", LoCo()), 2)
+    link, much, little = Link(1e-6, 1e12), Work(1.0, 0.0), Work(1e-3, 0.0)
+    at = replace(cluster(link), work=much, rings=Rings(link, link, little))
+    in_series = sum(message.in_series for unit in plan.gradients for message in unit.messages)
+    assert step_time(plan, at, 0.5).low == pytest.approx(0.5 + 1e-3 * in_series)
+    without = replace(at, rings=Rings(link, link))
+    assert step_time(plan, without, 0.5).low == pytest.approx(0.5 + in_series)
+
+
+def test_where_ranks_share_processors_others_compute_while_one_waits() -> None:
+    """At most the time in which others have its processor is hidden, and of that a half."""
+    plan = plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "fsdp", LoCo())
+    alone = step_time(plan, replace(cluster(), prefetches=False, work=Work(0.0, 0.0)), 0.5)
+    shared = step_time(plan, replace(cluster(), prefetches=False, work=Work(0.0, 0.0, crowding=2.0)), 0.5)
+    assert alone.seconds - shared.seconds == pytest.approx(0.5 * (1 - 1 / 2) / 2)
+    assert shared.high == alone.high
 
 
 def test_gloo_scatters_by_an_all_reduce_and_waits_for_each_collective() -> None:

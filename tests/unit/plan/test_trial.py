@@ -6,7 +6,8 @@ import pytest
 
 from lowbit_strategy import Auto, Dense, Exact, LoCo, WeightDelta, as_compressor
 from lowbit_strategy.plan.advice import Wanted, plan_for
-from lowbit_strategy.plan.cost import Cluster, Link, compute_within, step_time, uncompressed
+from lowbit_strategy.plan.cluster import Cluster, Link
+from lowbit_strategy.plan.cost import compute_within, step_time, uncompressed
 from lowbit_strategy.plan.models import transformer
 from lowbit_strategy.plan.trial import (
     MOST_TRIED,

@@ -1,0 +1,119 @@
+"""What messages travel on and who codes them: links, processors and codecs, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+ANY_RATE = 1e12  # bytes per second: faster than any link
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Args:
+    latency_s: Seconds from one end to the other.
+    nbytes_per_s: Bytes per second, of long messages.
+    measured: Bytes of messages and the seconds each took beyond the latency, in rising order. Short messages are often
+        faster than the rate of long ones says. Empty: the rate holds for all.
+    """
+
+    latency_s: float
+    nbytes_per_s: float
+    measured: tuple[tuple[float, float], ...] = ()
+
+    def travelling_s(self, nbytes: float) -> float:
+        """Seconds beyond the latency: straight lines between what was measured, then the rate."""
+        last = (0.0, 0.0)
+        for point in self.measured:
+            if nbytes <= point[0]:
+                return last[1] + (nbytes - last[0]) / (point[0] - last[0]) * (point[1] - last[1])
+            last = point
+        return last[1] + (nbytes - last[0]) / self.nbytes_per_s
+
+    def shared_by(self, ranks: int) -> Link:
+        """The link of a node, of whose ranks each has this when all send at once."""
+        measured = tuple((ranks * nbytes, seconds) for nbytes, seconds in self.measured)
+        return Link(self.latency_s, min(ANY_RATE, ranks * self.nbytes_per_s), measured)
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How fast a rank encodes or decodes while all others do, too.
+
+    Args:
+        numel_per_s: Elements per second, a hop.
+        bucket_s: Seconds for every bucket or module, a hop, however small.
+    """
+
+    numel_per_s: float
+    bucket_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What sending takes of the processors that ranks compute on, in seconds by which a step's compute grows.
+
+    Where more ranks compute than there are processors, each second of a processor's time counts as several.
+
+    Args:
+        message_s: Of every collective.
+        nbyte_s: Of every byte sent, received and added.
+        crowding: Seconds that a second of a processor's time takes while all ranks compute.
+    """
+
+    message_s: float
+    nbyte_s: float
+    crowding: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """Links as the framework's own collectives find them: in rings, which may be slower than messages to each other.
+
+    Args:
+        between: All ranks; latency and bytes are those of one of the messages in series that a plan counts.
+        inside: The ranks of a node.
+        work: Of these messages; None: that of all others.
+    """
+
+    between: Link
+    inside: Link
+    work: Work | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """What messages travel on.
+
+    Args:
+        inter_node: The link of a node, which its ranks share.
+        intra_node: Of each rank to the others of its node.
+        encoded_per_s: Elements per second that a rank encodes or decodes, a hop; None: in no time.
+        ways: Latencies that one collective costs: 2 where the sender first waits for the receiver (gloo).
+        trees: Whether uncompressed all-reduces take trees where those wait less often than rings: NCCL does.
+        overlaps: Whether messages travel while a rank computes.
+        prefetches: Whether FSDP2's do: a GPU works while its host goes ahead, a CPU waits for each of them.
+        scatters: Whether an uncompressed reduce-scatter sends each element once: gloo's is an all-reduce.
+        work: What sending takes of the processors that compute; None: nothing, and coding neither.
+        rings: Of the framework's own collectives; None: the same links.
+        codings: By the names of presets, for `coding_as`.
+        bucket_s: Beside `encoded_per_s`: seconds for every bucket or module that is coded.
+    """
+
+    inter_node: Link
+    intra_node: Link
+    encoded_per_s: float | None = None
+    ways: int = 1
+    trees: bool = True
+    overlaps: bool = True
+    prefetches: bool = True
+    scatters: bool = True
+    work: Work | None = None
+    rings: Rings | None = None
+    codings: Mapping[str, Coding] = field(default_factory=dict)
+    bucket_s: float = 0.0
+
+    def coding_as(self, preset: str) -> Cluster:
+        """The same with the speed of a preset's codecs, if that was measured."""
+        coding = self.codings.get(preset)
+        return self if coding is None else replace(self, encoded_per_s=coding.numel_per_s, bucket_s=coding.bucket_s)
