@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -242,6 +243,38 @@ def messages_in_series() -> str:
     return "\n".join(("| | DDP | FSDP2, with weights | ms at a round trip of 100 |", "|---|---|---|---|", *rows))
 
 
+# -- predicted steps --------------------------------------------------------------------------------------------------
+
+_COLUMNS = (("ddp", "fsdp2", "dense_hsdp"), ("fsdp2-bf16",), ("loco_ddp", "loco_fsdp", "loco_hsdp"))
+_COLUMNS += (("loco1_ddp", "loco1_fsdp", "loco1_hsdp"),)
+_LAYOUTS = {"ddp": "DDP", "fsdp": "FSDP2", "hsdp": "HSDP"}
+_RATES = {"none": "loopback", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s", "50mbit": "50 Mbit/s"}
+
+
+def _by_link(name: list[str]) -> tuple[int, int, str, str]:
+    layout, hosts, rate, delay = name
+    return int(delay.removesuffix("ms")), list(_RATES).index(rate), layout, hosts
+
+
+def predicted_steps() -> str:
+    """Every cell of `benchmarks/predicted_steps.py`: predicted over measured seconds."""
+    runs = json.loads((ROOT / "benchmarks/results/predicted_steps.json").read_text())["runs"]
+    head = "| link | layout, hosts x ranks | float32 | bf16 | 4 bits | 1 bit |"
+    rows, ratios = [], []
+    for layout, hosts, rate, delay in sorted(map(str.split, runs), key=_by_link):
+        run = runs[f"{layout} {hosts} {rate} {delay}"]
+        cells = []
+        for variants in _COLUMNS:
+            found = [run["cells"][variant] for variant in variants if variant in run["cells"]]
+            ratios += [cell["seconds"] / cell["measured_s"] for cell in found]
+            cells.append("".join(f"{cell['seconds']:.3g} / {cell['measured_s']:.3g}" for cell in found))
+        late = "" if delay == "0ms" else f", {delay.removesuffix('ms')} ms"
+        rows.append(f"| {_RATES[rate]}{late} | {_LAYOUTS[layout]}, {hosts} | {' | '.join(cells)} |")
+    near = [sum(abs(ratio - 1) <= bound for ratio in ratios) for bound in (0.15, 0.3)]
+    counted = f"Of {len(ratios)} cells {near[0]} are within 15 % and {near[1]} within 30 %."
+    return "\n".join((head, "|---|---|---|---|---|---|", *rows, "", counted))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
@@ -252,6 +285,7 @@ TABLES: dict[str, Callable[[], str]] = {
         monitor_options,
         names,
         outer_options,
+        predicted_steps,
         section_keys,
         strategy_options,
         weights_options,

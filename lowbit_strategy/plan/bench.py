@@ -127,15 +127,19 @@ def read_bench(path: Path, here: Machine) -> Bench:
         raise ValueError(f"{path} cannot be read ({error.strerror}): lowbit bench --out {path} writes one") from None
     except ValueError:
         content = None
+    foreign = ValueError(f"{path} was not written by this version's lowbit bench: measure again")
     names = {field.name for field in fields(Bench)}
     if not isinstance(content, dict) or content.get("format") != FORMAT or not names <= content.keys():
-        raise ValueError(f"{path} was not written by this version's lowbit bench: measure again")
+        raise foreign
     if content["version"] != __version__:
         raise ValueError(
             f"{path} was measured with lowbit_strategy {content['version']}, this is {__version__}, whose codecs may"
             " be of another speed: measure again with lowbit bench"
         )
-    bench = _from(content)
+    try:
+        bench = _from(content)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise foreign from None
     if here not in bench.machines:
         measured = ", ".join(f"{each.host} ({each.device}, {each.cpus} cores)" for each in bench.machines[:3])
         raise ValueError(

@@ -26,7 +26,7 @@ _SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # of what goes to each other rank
 _LONG_S = 0.25  # a message that takes so long tells the bandwidth well enough
 _WARM = 0.8  # a connection that was idle begins slowly: calls are repeated until one takes at least so much of the last
 _MOST_WARMING = 8
-_ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.15, 12, 2  # of one measurement
+_ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 12, 2  # of one measurement
 _CODED_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 25}
 _CODED_TENSORS, _SMALL_NUMEL = 8, 1 << 13
 

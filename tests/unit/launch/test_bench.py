@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from lowbit_strategy.cli import app
+from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.launch.bench import this_machine
 from lowbit_strategy.methods.quantization.loco import LoCo
@@ -88,3 +89,28 @@ def test_a_rank_alone_has_no_link() -> None:
     assert link.nbytes_per_s == ANY_RATE
     assert (work.message_s, work.nbyte_s) == (0, 0)
     assert links.measure_coding(LoCo(), device).numel_per_s > 0
+
+
+def test_the_rate_is_that_of_what_a_link_does_not_let_pass_at_once() -> None:
+    """A link that lets 1 MB pass at once and then sends 2 MB in a second."""
+    assert links.rate_of([(1e6, 0.0), (3e6, 1.0), (9e6, 4.0)]) == pytest.approx(2e6)
+    assert links.rate_of([(3e6, 1.0)]) == pytest.approx(3e6)
+    assert links.rate_of([(3e6, 1.0), (9e6, 1.0)]) == pytest.approx(9e6), "too little to tell"
+    assert links.rate_of([(3e6, 0.0), (9e6, 0.0)]) == ANY_RATE
+
+
+def test_a_measured_link_has_the_time_of_every_size_and_none_that_falls() -> None:
+    for link, ring, work in run_ranks(measured_links, 2, timeout=60):
+        for found in (link, ring):
+            sizes, seconds = zip(*found.measured, strict=True)
+            assert list(sizes) == sorted(sizes)
+            assert list(seconds) == sorted(seconds)
+            assert found.travelling_s(sizes[-1]) == seconds[-1]
+        assert 1.0 <= work.crowding < 100
+
+
+def measured_links(rank: int, world_size: int) -> Any:
+    comm = GroupComm()
+    turns = links.Turns(comm, torch.device("cpu"))
+    link, work = links.measure_link(comm, turns)
+    return link, links.measure_ring(comm, turns, 1)[0], work

@@ -58,6 +58,11 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
     with pytest.raises(ValueError, match="measure again"):
         read_bench(path, HERE)
+    for part in ("levels", "pairs", "rings", "work", "machines", "codings"):
+        BENCH.write(path)
+        path.write_text(json.dumps({**json.loads(path.read_text()), part: ["edited"]}))
+        with pytest.raises(ValueError, match="not written by this version"):
+            read_bench(path, HERE)
 
 
 def test_wild_pairs_are_named() -> None:
