@@ -214,11 +214,11 @@ def _measure(
         return Link(0.0, ANY_RATE), Work(0.0, 0.0)
     counted = comm.sent_nbytes  # this is not traffic of a step
     latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES))
-    nbyte_s = 0.0
+    nbyte_s = beyond = 0.0
     measured: list[tuple[float, float]] = []
     for nbytes in _SIZES:
         seconds, working = turns.cost_of(comm, collective(nbytes))
-        beyond = max([0.0, seconds - latency, *(known for _, known in measured)])
+        beyond = max(beyond, seconds - latency)
         measured.append((sent_nbytes(nbytes) / in_series, beyond / in_series))
         nbyte_s = max(0.0, working - waking) / sent_nbytes(nbytes)
         longest = torch.tensor([beyond], dtype=torch.float64, device=turns.device)
