@@ -73,12 +73,19 @@ class StepForecast:
             text += f" (measuring took {self._timer() - began:.2g} s)"
             if pays:
                 inform("lowbit_strategy: %s", text)
+            elif pays is None:
+                inform(
+                    "lowbit_strategy: %s. It is too close to tell whether compression helps: time a run without", text
+                )
             else:
                 _log.warning("%s. Compression makes this run no faster on these links: leave it out", text)
 
 
-def forecast(plan: Plan, cluster: Cluster, step_s: float) -> tuple[str, bool]:
-    """What is reported of a plan whose step takes `step_s` seconds, and whether compression makes it shorter."""
+def forecast(plan: Plan, cluster: Cluster, step_s: float) -> tuple[str, bool | None]:
+    """What is reported of a plan whose step takes `step_s` seconds, and whether compression makes it shorter.
+
+    None: by the bounds of the prediction, it may.
+    """
     compute_s = compute_within(plan, cluster, step_s)
     exact, half = (step_time(uncompressed(plan, size, size), cluster, compute_s) for size in (4, 2))
     link = cluster.inter_node
@@ -88,4 +95,5 @@ def forecast(plan: Plan, cluster: Cluster, step_s: float) -> tuple[str, bool]:
         f" {half.seconds:.3g} s. Steps {WARM_STEPS + 1} to {WARM_STEPS + TIMED_STEPS} were timed, links measured:"
         f" {link.nbytes_per_s / 1e6:.3g} MB/s in {1e3 * link.latency_s:.3g} ms; the rest is predicted"
     )
-    return text, step_s < WORTH_IT * exact.seconds
+    pays = step_s < WORTH_IT * exact.seconds
+    return text, None if not pays and step_s < WORTH_IT * exact.high else pays

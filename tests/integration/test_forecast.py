@@ -106,4 +106,15 @@ def test_compression_that_makes_a_step_longer_is_found() -> None:
     plan = plan_for(Wanted(transformer(1e8), 4, 1, itemsize=4), "ddp", PRESETS["loco"])
     fast = cluster(1e12, 1e8)
     _, pays = forecast(plan, fast, step_time(plan, fast, 0.5).seconds)
-    assert not pays
+    assert pays is False
+
+
+def test_what_the_bounds_do_not_decide_is_left_open() -> None:
+    """A step longer than is predicted without compression, and shorter than that where nothing overlaps."""
+    plan = plan_for(Wanted(transformer(1e8), 4, 1, itemsize=4), "ddp", PRESETS["loco"])
+    link = cluster(1e9, 3e8)
+    step_s = step_time(plan, link, 0.5).seconds
+    exact = step_time(uncompressed(plan, 4, 4), link, 0.5)
+    assert exact.seconds < step_s < 0.97 * exact.high
+    _, pays = forecast(plan, link, step_s)
+    assert pays is None
