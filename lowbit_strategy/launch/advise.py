@@ -142,10 +142,12 @@ def cluster_of(link: str | None, latency: str | None, measured: Any = None) -> A
     if measured is None:
         return Cluster(inter_node=far, intra_node=inside, encoded_per_s=coded)
     found = measured.levels.get("inter-node", far)
-    given = Link(
-        far.latency_s if latency is not None else found.latency_s,
-        far.nbytes_per_s if link is not None else found.nbytes_per_s,
-    )
+    given = found
+    if link is not None or latency is not None:
+        given = Link(
+            far.latency_s if latency is not None else found.latency_s,
+            far.nbytes_per_s if link is not None else found.nbytes_per_s,
+        )
     cluster = measured.cluster()
     return replace(
         cluster,

@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 from lowbit_strategy.cli import app
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.collectives.local import LocalComm
+from lowbit_strategy.launch.advise import cluster_of
 from lowbit_strategy.launch.bench import this_machine
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS
-from lowbit_strategy.plan.bench import read_bench
-from lowbit_strategy.plan.cluster import ANY_RATE
+from lowbit_strategy.plan.bench import Bench, read_bench
+from lowbit_strategy.plan.cluster import ANY_RATE, Coding, Link, Rings
 from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.telemetry import links
 from lowbit_strategy.telemetry.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
@@ -114,3 +115,24 @@ def measured_links(rank: int, world_size: int) -> Any:
     turns = links.Turns(comm, torch.device("cpu"))
     link, work = links.measure_link(comm, turns)
     return link, links.measure_ring(comm, turns, 1)[0], work
+
+
+def test_advise_predicts_with_all_that_was_measured_and_without_rings_of_links_that_were_given() -> None:
+    link = Link(1e-3, 1e8, ((1e5, 1e-4), (1e6, 1e-2)))
+    measured = Bench(
+        version="",
+        machines=(),
+        nodes=2,
+        ranks_per_node=1,
+        backend="gloo",
+        levels={"inter-node": link, "intra-node": link},
+        pairs=(),
+        rings=Rings(link, link),
+        work=None,
+        codings={"loco": Coding(1e9)},
+        memcpy_nbytes_per_s=1e10,
+    )
+    assert cluster_of(None, None, measured) == measured.cluster()
+    given = cluster_of("1gbit", None, measured)
+    assert given.inter_node == Link(1e-3, 1e9 / 8)
+    assert given.rings is None
