@@ -113,6 +113,10 @@ class Cluster:
     codings: Mapping[str, Coding] = field(default_factory=dict)
     bucket_s: float = 0.0
 
+    def between_nodes(self, link: Link) -> Cluster:
+        """The same with another link between nodes, of which no rings were measured."""
+        return replace(self, inter_node=link, rings=None)
+
     def coding_as(self, preset: str) -> Cluster:
         """The same with the speed of a preset's codecs, if that was measured."""
         coding = self.codings.get(preset)

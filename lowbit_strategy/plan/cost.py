@@ -298,7 +298,7 @@ def break_even(plan: Plan, other: Plan, cluster: Cluster, compute_s: float) -> f
     assert plan.shape.world_size == other.shape.world_size
 
     def is_faster(nbytes_per_s: float) -> bool:
-        at = replace(cluster, inter_node=Link(cluster.inter_node.latency_s, nbytes_per_s))
+        at = cluster.between_nodes(Link(cluster.inter_node.latency_s, nbytes_per_s))
         return step_time(plan, at, compute_s).seconds < 0.99 * step_time(other, at, compute_s).seconds
 
     low, high = 1e4, ANY_RATE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import jinja2
@@ -67,7 +66,7 @@ def curves(found: Sequence[Choice], cluster: Cluster, compute_s: float, paper: P
             compute_s,
             paper,
             rates,
-            lambda rate: replace(cluster, inter_node=Link(far.latency_s, rate)),
+            lambda rate: cluster.between_nodes(Link(far.latency_s, rate)),
             label="Gbit/s between nodes",
             scale=8e-9,
             given=far.nbytes_per_s,
@@ -77,7 +76,7 @@ def curves(found: Sequence[Choice], cluster: Cluster, compute_s: float, paper: P
             compute_s,
             paper,
             latencies,
-            lambda s: replace(cluster, inter_node=Link(s, far.nbytes_per_s)),
+            lambda s: cluster.between_nodes(Link(s, far.nbytes_per_s)),
             label="ms between nodes, one way",
             scale=1e3,
             given=far.latency_s,

@@ -71,6 +71,14 @@ def test_break_even_is_where_both_are_as_fast(layout: str) -> None:
             assert (step_time(plan, link, 0.5).seconds < 0.99 * step_time(stock, link, 0.5).seconds) is faster
 
 
+def test_break_even_does_not_depend_on_rings_that_were_measured_of_the_link_as_it_is() -> None:
+    plan = plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "ddp", LoCo())
+    stock = uncompressed(plan, 2)
+    fast = Link(1e-6, 1e11)
+    at = break_even(plan, stock, replace(cluster(), rings=Rings(fast, fast)), 0.5)
+    assert at == break_even(plan, stock, cluster(), 0.5)
+
+
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
 @pytest.mark.parametrize("prefetches", [True, False])
 def test_more_work_never_makes_a_step_shorter(layout: str, prefetches: bool) -> None:
