@@ -4,11 +4,14 @@ The page "Write a compressor" shows how; the architecture says which base class 
 """
 
 from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec
+from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.reducer import Reducer
+from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec
@@ -18,13 +21,19 @@ from lowbit_strategy.register import register_compressor
 __all__ = [
     "Codec",
     "CodecPair",
+    "Comm",
     "Compressor",
     "FeedbackCodec",
     "Method",
+    "Pending",
     "PlainCodec",
     "Reducer",
     "StatefulCodec",
+    "StepContext",
     "TensorSpec",
+    "View",
     "configuration",
+    "ordered_nbytes",
     "register_compressor",
+    "sum_ordered",
 ]

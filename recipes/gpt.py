@@ -6,6 +6,7 @@ Shapes: B sequences, T positions, C channels, V = 256 byte values.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import lightning as L
 import torch
@@ -121,3 +122,27 @@ class LanguageModel(L.LightningModule):
         num_steps = max(int(self.trainer.estimated_stepping_batches), self.warmup_steps + 1)
         progress = min((step - self.warmup_steps) / (num_steps - self.warmup_steps), 1.0)
         return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+class MatrixOptimizerModel(LanguageModel):
+    """The language model with an optimizer of their own for the blocks' matrices; all other parameters have AdamW."""
+
+    automatic_optimization = False
+
+    def matrix_optimizer(self, matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
+        raise NotImplementedError("a subclass says which")
+
+    def configure_optimizers(self) -> Any:
+        named = dict(self.named_parameters())
+        matrices = {name: param for name, param in named.items() if ".blocks." in name and param.ndim == 2}
+        others = [param for name, param in named.items() if name not in matrices]
+        adam = torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95))
+        return [self.matrix_optimizer(list(matrices.values())), adam]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()

@@ -9,38 +9,23 @@ embeddings and the head have AdamW. Two optimizers are one step for the rounds.
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lowbit_strategy import DiLoCo, LoCo
 from lowbit_strategy.lightning import LowBitDDPStrategy
-from recipes.gpt import LanguageModel
+from recipes.gpt import MatrixOptimizerModel
 from recipes.text import Windows, standard_library
 
 
-class MuonLanguageModel(LanguageModel):
-    """The demo's model with two optimizers."""
+class MuonModel(MatrixOptimizerModel):
+    """The demo's model with Muon for its matrices."""
 
-    automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        named = dict(self.named_parameters())
-        matrices = [param for name, param in named.items() if ".blocks." in f".{name}" and param.ndim == 2]
-        inside = {id(param) for param in matrices}
-        others = [param for param in named.values() if id(param) not in inside]
-        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95))]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.detach()
+    def matrix_optimizer(self, matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Muon(matrices, lr=0.02)
 
 
 def main() -> None:
@@ -59,7 +44,7 @@ def main() -> None:
         enable_checkpointing=False,
     )
     text = Windows(standard_library("train"), 64)
-    trainer.fit(MuonLanguageModel(64, 2, heads=4, context=64), DataLoader(text, batch_size=8, shuffle=True))
+    trainer.fit(MuonModel(64, 2, heads=4, context=64), DataLoader(text, batch_size=8, shuffle=True))
 
 
 if __name__ == "__main__":
