@@ -65,6 +65,7 @@ ELSEWHERE = {
     "lowbit launch --dry-run --config_file job.yaml --num_processes 16 --num_machines 2 train.py": "test_dry_run.py",
     "torchrun --nproc-per-node 2 recipes/lora.py --steps 60": "test_recipes.py",
     "torchrun --nproc-per-node 2 recipes/dlrm.py": "test_recipes.py",
+    "python -m recipes.dion --devices 2 --steps 200": "test_recipes.py",
     'pip install "ray[train]"': "test_recipes.py runs what needs it, where it is installed",
     "python -m recipes.ray_train --workers 2 --steps 60": "test_recipes.py",
     "kubectl apply -f recipes/clusters/kubeflow.yaml": "needs a cluster; test_recipes.py checks the file",
