@@ -104,7 +104,9 @@ def test_two_that_are_killed_at_once(tmp_path: Path) -> None:
     assert results["b"].turns[-1].members == ["b", "d"]
 
 
-@pytest.mark.parametrize("moment", ["before", "exchange", "confirming"])
+@pytest.mark.parametrize(
+    "moment", ["exchange", *(pytest.param(moment, marks=pytest.mark.slow) for moment in ("before", "confirming"))]
+)
 def test_one_that_has_stopped_for_a_while_joins_again(tmp_path: Path, moment: str) -> None:
     """It is lost, as if it had been killed. When it goes on it notices, gets the others' state and is there again."""
     with Replicas(tmp_path) as run:

@@ -203,6 +203,7 @@ def test_a_process_that_is_left_is_reported_and_ended(tmp_path: Path) -> None:
     assert is_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_loses_nothing_and_is_continued(tmp_path: Path) -> None:
     status, checks, _ = run_part(tmp_path, "fine", "hangs", "cannot", arguments=("--limit", "25"))
     assert status == 1

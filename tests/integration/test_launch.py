@@ -89,7 +89,7 @@ def check(compressed: list[dict[str, Any]], uncompressed: list[dict[str, Any]], 
     assert compressed[0]["bits"] != uncompressed[0]["bits"]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])  # DDP: the next test
 def test_a_config_file_and_an_unmodified_script(kind: str, tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
     job = config(tmp_path, kind, lowbit_config=SECTION)
     done = run_script([*LAUNCH, "--config_file", job, SCRIPT, "--out", tmp_path], timeout=280)

@@ -96,9 +96,8 @@ def accelerate(folder: Path, port: str, command: str) -> None:
     assert done.stdout.count("epoch 2  loss") == 2  # Accelerate prints on every machine
 
 
-@pytest.mark.parametrize(
-    "page", ["accelerate.md", pytest.param("multi-node.md", marks=pytest.mark.slow)], ids=["recipe", "flags"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["accelerate.md", "multi-node.md"], ids=["recipe", "flags"])
 def test_accelerate(page: str, folder: Path, port: str) -> None:
     pair = [line for line in commands(page) if "--machine_rank" in line and "srun" not in line]
     here = f"--num_processes 2 --mixed_precision no --main_process_ip 127.0.0.1 --main_process_port {port} train.py"

@@ -21,6 +21,7 @@ MESSAGES = {"all_reduce": 12, "all_to_all_single": 3, "all_gather_into_tensor": 
 BARRIER_MESSAGES = 3
 
 
+@pytest.mark.slow  # what engines and methods account for against the same interface: test_wire_bytes.py
 @pytest.mark.root
 def test_the_monitor_tells_what_the_interface_counts() -> None:
     with SlowNetwork(2) as network:

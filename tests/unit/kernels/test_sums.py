@@ -112,7 +112,16 @@ def test_a_sum_is_formed_once() -> None:
     assert torch.equal(second[0], reference.select_above(wanted, 3.0)[0])
 
 
-@pytest.mark.parametrize(("numel", "k"), [(1, 1), (1000, 10), (100_000, 100), (3_000_000, 3000), (3_000_000, 600_000)])
+@pytest.mark.parametrize(
+    ("numel", "k"),
+    [
+        (1, 1),
+        (1000, 10),
+        (100_000, 100),
+        (3_000_000, 3000),
+        pytest.param(3_000_000, 600_000, marks=pytest.mark.slow),
+    ],
+)
 def test_top_k_of_a_sum_is_the_definition(path: str, numel: int, k: int) -> None:
     x, addend = _pair(numel)
     for sparse in (False, True):

@@ -34,7 +34,9 @@ def check(found: offline.Resources, registers: int = FOUR_PROGRAMS) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", ["uniform4", "fitted2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("uniform8", "uniform2"))]
+)
 def test_loco_keeps_everything_in_registers(name: str, arch: int) -> None:
     found = loco(FORMATS[name], "float32", arch)
     check(found, THREE_PROGRAMS if name == "fitted2" else FOUR_PROGRAMS)  # it varies with Triton's version
@@ -67,7 +69,7 @@ def test_decode_sum_keeps_everything_in_registers(sources: int, arch: int) -> No
     ("name", "many", "few"),
     [
         ("uniform4", 128, 16),
-        ("uniform4", 67, 11),
+        pytest.param("uniform4", 67, 11, marks=pytest.mark.slow),
         pytest.param("fitted2", 128, 16, marks=pytest.mark.slow),
         pytest.param("fitted2", 67, 11, marks=pytest.mark.slow),
     ],
