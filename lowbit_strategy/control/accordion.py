@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from typing import Literal
 
-from lowbit_strategy.control.base import (
-    Accumulate,
-    Controller,
-    Decision,
-    Probe,
-    Progress,
-    State,
-    Switch,
-    Telemetry,
-    describe_switches,
-)
-from lowbit_strategy.control.critical import CriticalRegimes, Unit
+from lowbit_strategy.control.base import Controller, Decision, Probe, State, Switch, Telemetry, describe_switches
+from lowbit_strategy.control.critical import CriticalRegimes
 from lowbit_strategy.control.levels import check_order, labels
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.options.documentation import documented_options
 
 MODEL = "model"  # the name under which the whole model is judged
 
 
-def _regimes(controller: Accordion | AccordionBatch) -> CriticalRegimes:
-    return CriticalRegimes(
-        eta=controller.eta,
-        interval=controller.interval,
-        unit=controller.unit,
-        learning_rate_drop=controller.learning_rate_drop,
-        gradient=controller.gradient,
-    )
-
-
+@documented_options(CriticalRegimes)
 @configuration
-class Accordion(Controller):
+class Accordion(CriticalRegimes, Controller):
     """Two levels of compression, chosen by how fast the gradient changes.
 
     1. Every rank adds up its own gradients over a window, before error feedback.
@@ -52,15 +33,8 @@ class Accordion(Controller):
     Args:
         light: What a critical regime gets.
         heavy: What the rest gets; must send fewer bytes.
-        eta: Change of the norm that counts as critical. Smaller: light more often.
-        interval: Epochs (steps) between two detections; with ``unit="epochs"`` the window is the first epoch of each
-            interval, as published, with ``"steps"`` the whole interval.
-        unit: What `interval` counts.
         per: Judge each ``parameter`` by itself, or the ``model`` as one.
-        gradient: ``local``: each rank's own, as published, a float32 copy of the whole model on every rank; ``mean``:
-            what all ranks agreed on, under FSDP2 a shard's size.
-        learning_rate_drop: A fall by more than this share from one step to the next counts as a decay; smooth
-            schedules stay below it.
+        @CriticalRegimes: eta, interval, unit, gradient and learning_rate_drop; filled in from there.
 
     Raises:
         ValueError: A field is out of range, or `light` sends no more than `heavy`.
@@ -72,16 +46,10 @@ class Accordion(Controller):
 
     light: Compressor
     heavy: Compressor
-    eta: float = 0.5
-    interval: int = 10
-    unit: Unit = "epochs"
     per: Literal["parameter", "model"] = "parameter"
-    gradient: Accumulate = "local"
-    learning_rate_drop: float = 0.1
-    regimes: CriticalRegimes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "regimes", _regimes(self))
+        super().__post_init__()
         check_order(self.levels, ("light", "heavy"))
 
     @property
@@ -89,21 +57,14 @@ class Accordion(Controller):
         return (self.light, self.heavy)
 
     def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
-        return {
-            "regimes": self.regimes.init(),
-            "levels": {spec.name: 0 for spec in specs},
-            "judged": [spec.name for spec in specs if spec.ndim > 1],
-        }
-
-    def reads_accumulated(self, progress: Progress, state: State) -> bool:
-        return self.regimes.closes(progress, state["regimes"])
+        return self.first_state(specs) | {"levels": {spec.name: 0 for spec in specs}}
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         judged = state["judged"]
         norms = {name: telemetry.accumulated_norm.get(name, 0.0) for name in judged}
         if self.per == "model":
             norms = {MODEL: total_norm(norms)}
-        finding = self.regimes.update(telemetry, norms, state["regimes"])
+        finding = self.update(telemetry, norms, state["regimes"])
         before: Mapping[str, int] = state["levels"]
         levels, reasons = dict(before), {}
         if finding.critical is not None:
@@ -112,15 +73,15 @@ class Accordion(Controller):
                 levels[name] = 0 if finding.critical[key] else 1
                 reasons[name] = finding.reasons[key].partition(" (")[0]  # one line for all that switch together
         return Decision(
-            state={"regimes": finding.state, "levels": levels, "judged": judged},
+            state=dict(state, regimes=finding.state, levels=levels),
             levels=levels,
-            probe=Probe(accumulate=self.regimes.accumulate(telemetry.progress)),
+            probe=Probe(accumulate=self.accumulate(telemetry.progress)),
             switches=describe_switches(before, levels, labels(self.levels), reasons),
         )
 
 
 @configuration
-class AccordionBatch(Controller):
+class AccordionBatch(CriticalRegimes, Controller):
     """Accordion on the batch size: small batches in critical regimes, large ones otherwise.
 
     The batch is changed through gradient accumulation, the learning rate follows linearly. As published the batch only
@@ -144,18 +105,12 @@ class AccordionBatch(Controller):
 
     small: int = 1
     large: int = 8
-    eta: float = 0.5
-    interval: int = 10
-    unit: Unit = "epochs"
-    gradient: Accumulate = "local"
-    learning_rate_drop: float = 0.1
     only_grows: bool = True
-    regimes: CriticalRegimes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.small < self.large:
             raise ValueError(f"1 <= small < large must hold, got small={self.small!r} and large={self.large!r}")
-        object.__setattr__(self, "regimes", _regimes(self))
+        super().__post_init__()
 
     @property
     def levels(self) -> tuple[Compressor, ...]:
@@ -166,16 +121,8 @@ class AccordionBatch(Controller):
         return self.small
 
     def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
-        judged = [spec.name for spec in specs if spec.ndim > 1]
-        return {
-            "regimes": self.regimes.init(),
-            "accumulation": self.small,
-            "batches": [self.small, self.small],  # of the window before and of this one; 0: of several sizes
-            "judged": judged,
-        }
-
-    def reads_accumulated(self, progress: Progress, state: State) -> bool:
-        return self.regimes.closes(progress, state["regimes"])
+        batches = [self.small, self.small]  # of the window before and of this one; 0: of several sizes
+        return self.first_state(specs) | {"accumulation": self.small, "batches": batches}
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         norms = {name: telemetry.accumulated_norm.get(name, 0.0) for name in state["judged"]}
@@ -184,7 +131,7 @@ class AccordionBatch(Controller):
         norm = total_norm(norms) * (state["accumulation"] if self.unit == "epochs" else 1)
         earlier, present = state["batches"]
         comparable = self.unit == "epochs" or earlier == present != 0
-        finding = self.regimes.update(telemetry, {MODEL: norm}, state["regimes"], comparable=comparable)
+        finding = self.update(telemetry, {MODEL: norm}, state["regimes"], comparable=comparable)
         before = accumulation = state["accumulation"]
         switches: tuple[Switch, ...] = ()
         if finding.critical is not None:
@@ -192,18 +139,13 @@ class AccordionBatch(Controller):
             accumulation = max(before, wanted) if self.only_grows else wanted
             if accumulation != before:
                 switches = (Switch("batch", f"x{before}", f"x{accumulation}", finding.reasons[MODEL]),)
-        if self.regimes.closes(telemetry.progress, state["regimes"]):
+        if self.reads_accumulated(telemetry.progress, state):
             batches = [present, accumulation]
         else:
             batches = [earlier, present if accumulation == before else 0]
         return Decision(
-            state={
-                "regimes": finding.state,
-                "accumulation": accumulation,
-                "batches": batches,
-                "judged": state["judged"],
-            },
-            probe=Probe(accumulate=self.regimes.accumulate(telemetry.progress)),
+            state=dict(state, regimes=finding.state, accumulation=accumulation, batches=batches),
+            probe=Probe(accumulate=self.accumulate(telemetry.progress)),
             switches=switches,
             accumulation=accumulation,
             learning_rate_factor=accumulation / self.small,

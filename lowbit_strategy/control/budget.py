@@ -20,7 +20,7 @@ from lowbit_strategy.control.base import (
     end_to_end_error,
 )
 from lowbit_strategy.control.groups import GroupBy, grouped
-from lowbit_strategy.control.levels import check_order, labels, level_nbytes
+from lowbit_strategy.control.levels import check_order, labels
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -90,18 +90,15 @@ class ErrorBudget(Controller):
 
     def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
         world_size = max(world_size, 2)
-        judged = [spec for spec in specs if len({level.assign(spec).method for level in self.choices}) > 1]
-        nbytes = {
-            spec.name: [level_nbytes(level, spec, world_size, scatter=scatter) for level in self.choices]
-            for spec in judged
-        }
-        elements = sum(spec.numel for spec in judged)
-        state: State = {
-            "levels": {spec.name: 0 for spec in specs},
-            "nbytes": nbytes,
-            "max_nbytes": None,
-            "solved": False,
-        }
+        nbytes: dict[str, list[int]] = {}
+        elements = 0
+        for spec in specs:
+            methods = [level.assign(spec).method for level in self.choices]
+            if len(set(methods)) > 1:
+                nbytes[spec.name] = [method.wire_nbytes(spec, world_size, scatter=scatter) for method in methods]
+                elements += spec.numel
+        state: State = {"levels": dict.fromkeys((spec.name for spec in specs), 0), "nbytes": nbytes}
+        state |= {"max_nbytes": None, "solved": False}
         if self.max_bits is not None:
             hops = 1 if scatter else 2
             ring = hops * (world_size - 1) / world_size  # how often an element crosses the wire uncompressed
@@ -136,7 +133,8 @@ class ErrorBudget(Controller):
             solved = True
             for group, level in zip(groups, solution.levels, strict=True):
                 levels.update(dict.fromkeys(group.names, level))
-        reasons = dict.fromkeys(levels, f"budget solved again: {self._bound()}")
+        bound = f"bits <= {self.max_bits:g}" if self.max_error is None else f"error <= {self.max_error:g}"
+        reasons = dict.fromkeys(levels, f"budget solved again: {bound}")
         due = telemetry.progress.step % self.interval == 0
         return Decision(
             state=dict(state, levels=levels, solved=solved),
@@ -145,9 +143,6 @@ class ErrorBudget(Controller):
             switches=describe_switches(before, levels, labels(self.choices), reasons),
             warnings=warnings,
         )
-
-    def _bound(self) -> str:
-        return f"error <= {self.max_error:g}" if self.max_error is not None else f"bits <= {self.max_bits:g}"
 
     def _options(
         self, energy: Mapping[int, Mapping[str, Energy]], nbytes: Mapping[str, Sequence[int]]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from lowbit_strategy.control.base import Accumulate, Progress, State, Telemetry
 from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
 
 Unit = Literal["epochs", "steps"]
 
@@ -21,23 +22,31 @@ class Finding(NamedTuple):
     state: State
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@configuration
 class CriticalRegimes:
-    """Compare the norm of the accumulated gradient with that of one interval ago.
+    """What both kinds of Accordion share: the norm of the accumulated gradient against that of one interval ago.
 
     1. The gradient is accumulated over a window: the last `interval` steps, or one whole epoch in `interval`.
     2. When a window closes: ``ratio = |norm_before - norm_now| / norm_before``; critical if ``ratio >= eta``.
     3. Critical as well: the first window, a norm that was zero, and everything from the moment the learning rate falls
        until the next window closes.
 
-    Fields as in `Accordion`, which checks their types.
+    Args:
+        eta: Change of the norm that counts as critical. Smaller: light more often.
+        interval: Epochs (steps) between two detections; with ``unit="epochs"`` the window is the first epoch of each
+            interval, as published, with ``"steps"`` the whole interval.
+        unit: What `interval` counts.
+        gradient: ``local``: each rank's own, as published, a float32 copy of the whole model on every rank; ``mean``:
+            what all ranks agreed on, under FSDP2 a shard's size.
+        learning_rate_drop: A fall by more than this share from one step to the next counts as a decay; smooth
+            schedules stay below it.
     """
 
-    eta: float
-    interval: int
-    unit: Unit
-    learning_rate_drop: float
-    gradient: Accumulate
+    eta: float = 0.5
+    interval: int = 10
+    unit: Unit = "epochs"
+    gradient: Accumulate = "local"
+    learning_rate_drop: float = 0.1
 
     def __post_init__(self) -> None:
         if not self.eta > 0:
@@ -46,8 +55,16 @@ class CriticalRegimes:
         if not 0 < self.learning_rate_drop < 1:
             raise ValueError(f"learning_rate_drop must be between 0 and 1, got {self.learning_rate_drop!r}")
 
-    def init(self) -> State:
-        return {"window": None, "norms": {}, "learning_rate": None}
+    @staticmethod
+    def first_state(specs: Sequence[TensorSpec]) -> State:
+        """``regimes`` are for `update`; judged are matrices."""
+        return {
+            "regimes": {"window": None, "norms": {}, "learning_rate": None},
+            "judged": [spec.name for spec in specs if spec.ndim > 1],
+        }
+
+    def reads_accumulated(self, progress: Progress, state: State) -> bool:
+        return self.closes(progress, state["regimes"])
 
     def window(self, progress: Progress) -> int | None:
         """Number of the window that a step belongs to; None between windows."""

@@ -174,22 +174,15 @@ class Guard(Controller):
             labels(self.levels),
             reasons,
         )
-        observed = (
-            tuple(sorted(set(inner.levels.values()))) if telemetry.progress.step % self.observe_every == 0 else ()
-        )
+        observed = inner.levels if telemetry.progress.step % self.observe_every == 0 else {}
         probe = replace(
             inner.probe,
-            levels=tuple(sorted({*inner.probe.levels, *observed})),
+            levels=tuple(sorted({*inner.probe.levels, *observed.values()})),
             end_to_end=inner.probe.end_to_end or (bool(observed) and self.bounds.max_end_to_end is not None),
         )
         return replace(
             inner,
-            state={
-                "inner": inner.state,
-                "bounds": verdict.state,
-                "levels": levels,
-                "wanted": dict(inner.levels) if observed else {},
-            },
+            state={"inner": inner.state, "bounds": verdict.state, "levels": levels, "wanted": dict(observed)},
             levels=levels,
             probe=probe,
             switches=(*inner.switches, *own),
@@ -218,8 +211,6 @@ class Guard(Controller):
 
     def _warnings(self, verdict: Verdict) -> tuple[str, ...]:
         what = "falls back to " + describe(self.fallback) if self.fallback is not None else "only watched"
-        raised = [
-            f"{group}: {reason} {self.bounds.patience} times in a row; {what}"
-            for group, reason in verdict.raised.items()
-        ]
+        times = f"{self.bounds.patience} times in a row; {what}"
+        raised = (f"{group}: {reason} {times}" for group, reason in verdict.raised.items())
         return (*raised, *(f"{group}: within its bounds again" for group in verdict.cleared))

@@ -239,4 +239,4 @@ def test_levels_may_be_names_of_presets() -> None:
 
 def test_first_window_is_critical() -> None:
     regimes = CriticalRegimes(eta=0.5, interval=1, unit="steps", learning_rate_drop=0.1, gradient="local")
-    assert not regimes.closes(Progress(step=0), regimes.init())
+    assert not regimes.reads_accumulated(Progress(step=0), regimes.first_state([]))
