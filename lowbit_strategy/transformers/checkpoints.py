@@ -5,31 +5,28 @@ step controllers and the monitor are given what the Trainer knows: the length of
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from lowbit_strategy.accelerate.binding import Binding
+from lowbit_strategy.accelerate.binding import Binding, binding_of
+from lowbit_strategy.transformers.metrics import log_metrics
 from lowbit_strategy.transformers.replica import writes_checkpoints
 
 _MARK = "lowbit_strategy"  # in trainer_state.json: this checkpoint is not complete without residuals
 
 
 class ResidualCallback(TrainerCallback):
-    """Internal to `attach`.
+    """Internal to `attach`. A hyperparameter search replaces the trainer's accelerator, and the binding with it."""
 
-    Args:
-        binding: Gives the binding of the trainer's accelerator, which a hyperparameter search replaces.
-        log: The trainer's.
-    """
-
-    def __init__(self, binding: Callable[[], Binding | None], log: Callable[[dict[str, float]], Any]) -> None:
-        self._binding = binding
-        self._log = log
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self.resume_from: str | bool | None = None
+
+    def _binding(self) -> Binding | None:
+        return binding_of(self._trainer.accelerator)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -47,7 +44,7 @@ class ResidualCallback(TrainerCallback):
 
     def _control(self, binding: Binding, args: TrainingArguments, state: TrainerState) -> None:
         adaptive, sync = binding.adaptive, binding.sync
-        adaptive.log = lambda metrics, step: self._log(metrics)  # the Trainer's own step is the same
+        adaptive.log = lambda metrics, step: log_metrics(self._trainer, metrics)  # the Trainer's own step is the same
         adaptive.has_log = lambda: True  # its own history at least
         if binding.plugin.record is True:
             adaptive.folder = Path(str(args.output_dir))
