@@ -33,6 +33,10 @@ class LowBitFabricMixin(_Base):
     options: SyncOptions
     sessions: list[Session]
 
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: `lowbit_strategy.register` does it, for both kinds."""
+
     def on_configured(self) -> None:
         self.sessions = []
         self._clipping: ClippingWarning | None = None

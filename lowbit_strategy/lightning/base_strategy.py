@@ -50,6 +50,10 @@ class LowBitMixin(_Base):
     options: SyncOptions
     session: Session | None
 
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: `lowbit_strategy.register` does it, for both kinds."""
+
     def on_configured(self) -> None:
         self.session = None
         self._session_module: Any = None
@@ -68,10 +72,14 @@ class LowBitMixin(_Base):
     def loss_scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
 
+    @property
+    def fitted_trainer(self) -> Any:
+        """The Trainer whose strategy this is; None before it has a module."""
+        return self.lightning_module.trainer if self.lightning_module is not None else None
+
     def on_attached(self, session: Session) -> None:
         """Take over a new attachment: state of an earlier fit, or of a checkpoint that is waiting, goes in."""
-        module = self.lightning_module
-        trainer = module.trainer if module is not None else None
+        module, trainer = self.lightning_module, self.fitted_trainer
         handshake({f"Trainer({name}=...)": repr(getattr(trainer, name, None)) for name in _SAME_ON_ALL_RANKS})
         while self.on_sync:  # first, so that their state is restored with the rest
             self.on_sync.pop(0)(session.sync)
@@ -90,7 +98,7 @@ class LowBitMixin(_Base):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        trainer = self.fitted_trainer
         if trainer is None or self.session is None:
             return
         signals = self._defer_signals(trainer)
@@ -164,9 +172,9 @@ class LowBitMixin(_Base):
             return copied(super().lightning_module_state_dict())
 
     def on_validation_start(self) -> None:
-        if self.session is not None and self._in_fit and self.lightning_module is not None:
-            self._defer_signals(self.lightning_module.trainer)
         if self.session is not None and self._in_fit:
+            if (trainer := self.fitted_trainer) is not None:
+                self._defer_signals(trainer)
             self._validates.enter_context(self.session.shared_weights())
         super().on_validation_start()
 
@@ -176,11 +184,10 @@ class LowBitMixin(_Base):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Replicas that come and go have different samples, though each has a world of its own."""
-        dataloader = super().process_dataloader(dataloader)
-        module = self.lightning_module
-        if self.options.elastic is None or module is None or module.trainer.state.stage != "train":
+        dataloader, trainer = super().process_dataloader(dataloader), self.fitted_trainer
+        if self.options.elastic is None or trainer is None or trainer.state.stage != "train":
             return dataloader
-        return with_own_samples(dataloader, module.trainer)
+        return with_own_samples(dataloader, trainer)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -209,8 +216,7 @@ class LowBitMixin(_Base):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        module = self.lightning_module
-        if module is not None and module.trainer.state.fn == "fit":
+        if (trainer := self.fitted_trainer) is not None and trainer.state.fn == "fit":
             self._resume = (checkpoint_path, checkpoint.get(CHECKPOINT_KEY))
             self._load_waiting()  # a learning rate finder loads in the middle of a fit and removes the file
         return checkpoint

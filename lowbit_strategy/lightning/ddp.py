@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -10,7 +10,9 @@ from lowbit_strategy.attach.attach import attach_ddp
 from lowbit_strategy.attach.prepare import Prepared, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import DDPConstructor
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
+from lowbit_strategy.options.documentation import documented_options
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -20,8 +22,23 @@ else:
 _UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorch's words
 
 
+@documented_options(SyncOptions)
 class LowBitDDPMixin(LowBitMixin, DDPConstructor, _Base):
-    """See `lowbit_strategy.lightning.LowBitDDPStrategy`."""
+    """DDP with compressed gradient synchronisation.
+
+    Args:
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        @SyncOptions: seed, outer and the others that are for DDP; what they do is filled in from there.
+        kwargs: As for ``DDPStrategy``, without its hooks. In a notebook ``start_method="fork"`` (the name
+            ``loco_ddp_notebook``) trains on several processes; with ``"fork"`` and ``"spawn"`` save with
+            ``ModelCheckpoint``: when ``fit`` has returned, the processes have ended and their residuals are gone.
+
+    With one rank nothing is compressed.
+
+    Raises:
+        TypeError: An option is unknown.
+        ValueError: An option is out of range, or a communication hook is given.
+    """
 
     _prepared: Prepared
 
@@ -68,7 +85,3 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, _Base):
             f" name of another compressor), or {type(self).__name__}(..., find_unused_parameters=True)."
         )
         exception.args = ("\n".join([advice, *map(str, exception.args)]),)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: `lowbit_strategy.register` does it, for both kinds."""
