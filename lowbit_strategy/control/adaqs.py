@@ -6,18 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from lowbit_strategy.control.base import (
-    Accumulate,
-    Controller,
-    Decision,
-    Probe,
-    Progress,
-    State,
-    Telemetry,
-    describe_switches,
-)
+from lowbit_strategy.control.base import Accumulate, Controller, Decision, Probe, Progress, State, Telemetry
 from lowbit_strategy.control.groups import GroupBy, grouped
-from lowbit_strategy.control.levels import check_order, labels
+from lowbit_strategy.control.levels import check_order
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
@@ -112,7 +103,7 @@ class AdaQS(Controller):
             state=dict(state, levels=levels, ratios=ratios, references=references),
             levels=levels,
             probe=Probe(accumulate=self.gradient, square=True),
-            switches=describe_switches(state["levels"], levels, labels(self.ladder), reasons),
+            switches=self.switches(state["levels"], levels, reasons),
         )
 
 

@@ -9,18 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.control.base import (
-    Controller,
-    Decision,
-    Energy,
-    Probe,
-    State,
-    Telemetry,
-    describe_switches,
-    end_to_end_error,
-)
+from lowbit_strategy.control.base import Controller, Decision, Energy, Probe, State, Telemetry, end_to_end_error
 from lowbit_strategy.control.groups import GroupBy, grouped
-from lowbit_strategy.control.levels import check_order, labels
+from lowbit_strategy.control.levels import check_order
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -140,7 +131,7 @@ class ErrorBudget(Controller):
             state=dict(state, levels=levels, solved=solved),
             levels=levels,
             probe=Probe(levels=tuple(range(len(self.choices))) if due else (), end_to_end=due and self.both_hops),
-            switches=describe_switches(before, levels, labels(self.choices), reasons),
+            switches=self.switches(before, levels, reasons),
             warnings=warnings,
         )
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
-from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, describe_switches
-from lowbit_strategy.control.levels import check_order, labels
+from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry
+from lowbit_strategy.control.levels import check_order
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -169,7 +169,7 @@ class GraVAC(Controller):
             state=new,
             levels=levels,
             probe=Probe(levels=self._probed(new, step), seconds=not new["settled"]),
-            switches=describe_switches(before, levels, labels(self.levels), reasons),
+            switches=self.switches(before, levels, reasons),
         )
 
     def _learn(self, telemetry: Telemetry, new: State) -> None:

@@ -7,17 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lowbit_strategy.control.base import (
-    Controller,
-    Decision,
-    Progress,
-    State,
-    Telemetry,
-    describe_switches,
-    end_to_end_error,
-)
+from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry, end_to_end_error
 from lowbit_strategy.control.groups import GroupBy, group_of, grouped
-from lowbit_strategy.control.levels import describe, labels, reference_nbytes
+from lowbit_strategy.control.levels import describe, reference_nbytes
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -168,12 +160,9 @@ class Guard(Controller):
                     reasons[name] = f"guard: {verdict.alarmed[group]}"
                 elif group in verdict.cleared:
                     reasons[name] = "guard: within its bounds again"
-        own = describe_switches(
-            {name: state["levels"].get(name, level) if name in reasons else level for name, level in levels.items()},
-            levels,
-            labels(self.levels),
-            reasons,
-        )
+        before = {
+            name: state["levels"].get(name, level) if name in reasons else level for name, level in levels.items()
+        }
         observed = inner.levels if telemetry.progress.step % self.observe_every == 0 else {}
         probe = replace(
             inner.probe,
@@ -185,7 +174,7 @@ class Guard(Controller):
             state={"inner": inner.state, "bounds": verdict.state, "levels": levels, "wanted": dict(observed)},
             levels=levels,
             probe=probe,
-            switches=(*inner.switches, *own),
+            switches=(*inner.switches, *self.switches(before, levels, reasons)),
             warnings=(*inner.warnings, *self._warnings(verdict)),
         )
 

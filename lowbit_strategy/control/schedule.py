@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry, describe_switches
-from lowbit_strategy.control.levels import labels
+from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration, positional_configuration
@@ -127,7 +126,7 @@ class Schedule(Controller):
         return Decision(
             state={"names": names, "phase": at},
             levels=levels,
-            switches=describe_switches(before, levels, labels(self.levels), reasons),
+            switches=self.switches(before, levels, reasons),
         )
 
     def _check_phases(self, progress: Progress) -> None:
