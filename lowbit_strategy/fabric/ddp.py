@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -12,16 +10,12 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import DDPConstructor
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.fabric.base_strategy import LowBitFabricMixin
+from lowbit_strategy.fabric.bases import DDPStrategy
 from lowbit_strategy.options.documentation import documented_options
-
-if TYPE_CHECKING:
-    from lightning.fabric.strategies import DDPStrategy as _Base
-else:
-    _Base = object
 
 
 @documented_options(SyncOptions)
-class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, _Base):
+class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, DDPStrategy):
     """DDP with compressed gradient synchronisation. With one rank nothing is compressed.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,13 +17,9 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
 from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
 from lowbit_strategy.fabric.base_strategy import LowBitFabricMixin
+from lowbit_strategy.fabric.bases import ModelParallelStrategy
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.options.documentation import documented_options
-
-if TYPE_CHECKING:
-    from lightning.fabric.strategies import ModelParallelStrategy as _Base
-else:
-    _Base = object
 
 _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -43,7 +39,7 @@ class _ReducesAlways:
 
 
 @documented_options(SyncOptions)
-class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, _Base):
+class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, ModelParallelStrategy):
     """FSDP2 with compressed gradient reduce-scatter, for any module. With one rank nothing is compressed.
 
     Args:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
@@ -16,16 +16,12 @@ from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.lightning.asynchronous import finish_writing
+from lowbit_strategy.lightning.bases import ParallelStrategy
 from lowbit_strategy.lightning.local_callbacks import add_local_callbacks, copied
 from lowbit_strategy.lightning.replica import batch_size, join_in, with_own_samples
 from lowbit_strategy.lightning.signals import DeferredSignals
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.handshake import handshake
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -40,7 +36,7 @@ _SAME_ON_ALL_RANKS = (
 )
 
 
-class LowBitMixin(_Base):
+class LowBitMixin(ParallelStrategy):
     """Put before a constructor and a Lightning strategy in the bases of a class.
 
     The subclass attaches compression in its own set-up and calls `on_attached`.

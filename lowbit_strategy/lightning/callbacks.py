@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.control.groups import GroupBy
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.lightning.bases import Callback
 from lowbit_strategy.options.configuration import refusing_unknown_options
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.model_control import ModelControl
 from lowbit_strategy.telemetry.monitor_options import MonitorOptions
 from lowbit_strategy.telemetry.observe import Observation
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback as _Base
-else:
-    _Base = ABC
 
 Where = bool | str | Path
 
@@ -52,7 +48,7 @@ class TrainerClock:
         )
 
 
-class ControlCallbackMixin(_Base):
+class ControlCallbackMixin(Callback):
     """A callback that adds its part, a controller or a monitor, to the control of the Trainer's model.
 
     Args:
@@ -121,12 +117,9 @@ def _folder(trainer: Any, control: ModelControl) -> Path | None:
         ValueError: They name different folders.
     """
     parts = [each for each in trainer.callbacks if isinstance(each, ControlCallbackMixin) and each.control is control]
-    folders = {}
-    for part in parts:
-        if part.record is True:
-            folders[trainer.log_dir if trainer.loggers else None] = part
-        elif part.record is not False:
-            folders[str(part.record)] = part
+    asked = [part.record for part in parts if part.record is not False]
+    own = trainer.log_dir if True in asked and trainer.loggers else None
+    folders = dict.fromkeys(own if record is True else str(record) for record in asked)
     named = [folder for folder in folders if folder is not None]
     if len(named) > 1:
         raise ValueError(

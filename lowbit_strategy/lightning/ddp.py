@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.attach import attach_ddp
@@ -12,18 +10,14 @@ from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import DDPConstructor
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
+from lowbit_strategy.lightning.bases import DDPStrategy
 from lowbit_strategy.options.documentation import documented_options
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorch's words
 
 
 @documented_options(SyncOptions)
-class LowBitDDPMixin(LowBitMixin, DDPConstructor, _Base):
+class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
     """DDP with compressed gradient synchronisation.
 
     Args:

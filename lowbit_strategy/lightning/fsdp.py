@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,20 +17,16 @@ from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_s
 from lowbit_strategy.hooks.fsdp import cost_of_accumulation
 from lowbit_strategy.inform import inform
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
+from lowbit_strategy.lightning.bases import ModelParallelStrategy
 from lowbit_strategy.lightning.local_callbacks import averages_weights
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, end_iteration, shard_any
 from lowbit_strategy.options.documentation import documented_options
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ModelParallelStrategy as _Base
-else:
-    _Base = object
 
 _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 @documented_options(SyncOptions)
-class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, _Base):
+class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, ModelParallelStrategy):
     """FSDP2 with compressed gradient reduce-scatter, for any LightningModule: no ``configure_model`` needed.
 
     Entries of module lists and sequences with at least ``min_shard_numel`` parameters are sharded one by one, the rest
