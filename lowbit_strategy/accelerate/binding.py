@@ -130,6 +130,11 @@ class Binding:
     def epoch(self, epoch: int) -> None:
         self.adaptive.clock.epoch = epoch
 
+    @property
+    def writes_checkpoints(self) -> bool:
+        """Of replicas that come and go the lowest one writes checkpoints."""
+        return self.replica is None or self.replica.leads
+
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Called by the prepared optimizers."""
         for session in self.sessions:
@@ -191,7 +196,8 @@ class Binding:
         evaluation_mode: bool = False,
     ) -> Any:
         prepare_it = functools.partial(original, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        if not self._is_to_train(model, evaluation_mode):
+        trainable = any(param.requires_grad for param in model.parameters())
+        if evaluation_mode or getattr(model, "_is_accelerate_prepared", False) or not trainable:
             self._revive(_session_of(model))
             return prepare_it(model)
         alone = self.accelerator.distributed_type == DistributedType.NO  # one process: a replica, or nobody to send to
@@ -203,8 +209,7 @@ class Binding:
         if alone:
             make_own_group()
         else:
-            self._refuse_other_hooks()
-            self._choose_buckets()
+            self._check_ddp_options()
         prepared = self._agree(model, scatter=False)
         wrapped = prepare_it(model)
         module = _inner(wrapped)
@@ -212,11 +217,6 @@ class Binding:
             raise RuntimeError(f"Accelerate made a {type(module).__name__} of the model, not DistributedDataParallel")
         self._attach(attach_replica if alone else attach_ddp, module, prepared)
         return wrapped
-
-    @staticmethod
-    def _is_to_train(model: nn.Module, evaluation_mode: bool) -> bool:
-        prepared = getattr(model, "_is_accelerate_prepared", False)
-        return not evaluation_mode and not prepared and any(param.requires_grad for param in model.parameters())
 
     def _prepare_data_loader(self, original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
         return original(loader if self.replica is None else self.replica.with_own_samples(loader), *args, **kwargs)
@@ -261,20 +261,18 @@ class Binding:
             inform("%s chooses among: %s", type(controller).__name__, chosen)
         return prepared
 
-    def _refuse_other_hooks(self) -> None:
+    def _check_ddp_options(self) -> None:
+        """Where the user has given none at all, DDP's buckets get the size that suits compression."""
         handler = self.accelerator.ddp_handler
+        if handler is None and not isinstance(self.plugin.compressor, Auto):
+            cap = default_bucket_cap_mb(self.accelerator.device)
+            self.accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=cap)
         hook = getattr(handler, "comm_hook", None)
         if hook is not None and getattr(hook, "value", hook) != "no":
             raise ValueError(
                 f"DistributedDataParallelKwargs(comm_hook={hook}) and a compressor cannot both be the communication"
                 " hook: leave comm_hook out"
             )
-
-    def _choose_buckets(self) -> None:
-        """The size of DDP's buckets that suits compression, where the user has given DDP no options at all."""
-        if self.accelerator.ddp_handler is None and not isinstance(self.plugin.compressor, Auto):
-            cap = default_bucket_cap_mb(self.accelerator.device)
-            self.accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=cap)
 
     def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)

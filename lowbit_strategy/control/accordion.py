@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lowbit_strategy.control.base import Accumulate, Controller, Decision, Probe, Progress, State, Switch, Telemetry
 from lowbit_strategy.control.levels import check_order
@@ -18,22 +18,11 @@ MODEL = "model"  # the name under which the whole model is judged
 Unit = Literal["epochs", "steps"]
 
 
-class Finding(NamedTuple):
-    """Which parameters are critical now, None if that was not asked at this step; why; the next state."""
-
-    critical: Mapping[str, bool] | None
-    reasons: Mapping[str, str]
-    state: State
-
-
 @configuration
 class CriticalRegimes:
     """What both kinds of Accordion share: the norm of the accumulated gradient against that of one interval ago.
 
-    1. The gradient is accumulated over a window: the last `interval` steps, or one whole epoch in `interval`.
-    2. When a window closes: ``ratio = |norm_before - norm_now| / norm_before``; critical if ``ratio >= eta``.
-    3. Critical as well: the first window, a norm that was zero, and everything from the moment the learning rate falls
-       until the next window closes.
+    `Accordion` has the steps. A window is the last `interval` steps, or one whole epoch in `interval`.
 
     Args:
         eta: Change of the norm that counts as critical. Smaller: light more often.
@@ -84,7 +73,7 @@ class CriticalRegimes:
 
     def update(
         self, telemetry: Telemetry, norms: Mapping[str, float], state: State, *, comparable: bool = True
-    ) -> Finding:
+    ) -> tuple[dict[str, tuple[bool, str]] | None, State]:
         """One step.
 
         Args:
@@ -93,22 +82,22 @@ class CriticalRegimes:
             state: What the step before has left.
             comparable: Whether the window that closes is of the same kind as the one before. If not it only becomes
                 what the next one is compared with.
+
+        Returns:
+            For each of `norms` whether it is critical now, and why; None if that was not asked at this step. Then the
+            next state.
         """
         progress = telemetry.progress
-        critical: dict[str, bool] | None = None
-        reasons: dict[str, str] = {}
+        found: dict[str, tuple[bool, str]] | None = None
         following = dict(state, window=self.window(progress), learning_rate=progress.learning_rate)
         if self.closes(progress, state):
             if comparable or not state["norms"]:
-                critical = {}
-                for name, norm in norms.items():
-                    critical[name], reasons[name] = self._judge(state["norms"].get(name), norm)
+                found = {name: self._judge(state["norms"].get(name), norm) for name, norm in norms.items()}
             following["norms"] = dict(norms)
-        if self._fell(state["learning_rate"], progress.learning_rate):
-            reason = f"the learning rate fell from {state['learning_rate']:.3g} to {progress.learning_rate:.3g}"
-            critical = dict.fromkeys(norms, True)
-            reasons = dict.fromkeys(norms, reason)
-        return Finding(critical, reasons, following)
+        before, now = state["learning_rate"], progress.learning_rate
+        if before is not None and now is not None and now < (1 - self.learning_rate_drop) * before:
+            found = dict.fromkeys(norms, (True, f"the learning rate fell from {before:.3g} to {now:.3g}"))
+        return found, following
 
     def _judge(self, before: float | None, now: float) -> tuple[bool, str]:
         if before is None:
@@ -118,9 +107,6 @@ class CriticalRegimes:
         ratio = abs(before - now) / before
         extent = "at least" if ratio >= self.eta else "less than"
         return ratio >= self.eta, f"gradient norm changed by {extent} {self.eta:g} ({ratio:.2f})"
-
-    def _fell(self, before: float | None, now: float | None) -> bool:
-        return before is not None and now is not None and now < (1 - self.learning_rate_drop) * before
 
 
 @documented_options(CriticalRegimes)
@@ -170,16 +156,16 @@ class Accordion(CriticalRegimes, Controller):
         norms = {name: telemetry.accumulated_norm.get(name, 0.0) for name in judged}
         if self.per == "model":
             norms = {MODEL: total_norm(norms)}
-        finding = self.update(telemetry, norms, state["regimes"])
+        found, regimes = self.update(telemetry, norms, state["regimes"])
         before: Mapping[str, int] = state["levels"]
         levels, reasons = dict(before), {}
-        if finding.critical is not None:
+        if found is not None:
             for name in judged:
-                key = MODEL if self.per == "model" else name
-                levels[name] = 0 if finding.critical[key] else 1
-                reasons[name] = finding.reasons[key].partition(" (")[0]  # one line for all that switch together
+                critical, reason = found[MODEL if self.per == "model" else name]
+                levels[name] = 0 if critical else 1
+                reasons[name] = reason.partition(" (")[0]  # one line for all that switch together
         return Decision(
-            state=dict(state, regimes=finding.state, levels=levels),
+            state=dict(state, regimes=regimes, levels=levels),
             levels=levels,
             probe=Probe(accumulate=self.accumulate(telemetry.progress)),
             switches=self.switches(before, levels, reasons),
@@ -237,20 +223,21 @@ class AccordionBatch(CriticalRegimes, Controller):
         norm = total_norm(norms) * (state["accumulation"] if self.unit == "epochs" else 1)
         earlier, present = state["batches"]
         comparable = self.unit == "epochs" or earlier == present != 0
-        finding = self.update(telemetry, {MODEL: norm}, state["regimes"], comparable=comparable)
+        found, regimes = self.update(telemetry, {MODEL: norm}, state["regimes"], comparable=comparable)
         before = accumulation = state["accumulation"]
         switches: tuple[Switch, ...] = ()
-        if finding.critical is not None:
-            wanted = self.small if finding.critical[MODEL] else self.large
+        if found is not None:
+            critical, reason = found[MODEL]
+            wanted = self.small if critical else self.large
             accumulation = max(before, wanted) if self.only_grows else wanted
             if accumulation != before:
-                switches = (Switch("batch", f"x{before}", f"x{accumulation}", finding.reasons[MODEL]),)
+                switches = (Switch("batch", f"x{before}", f"x{accumulation}", reason),)
         if self.reads_accumulated(telemetry.progress, state):
             batches = [present, accumulation]
         else:
             batches = [earlier, present if accumulation == before else 0]
         return Decision(
-            state=dict(state, regimes=finding.state, accumulation=accumulation, batches=batches),
+            state=dict(state, regimes=regimes, accumulation=accumulation, batches=batches),
             probe=Probe(accumulate=self.accumulate(telemetry.progress)),
             switches=switches,
             accumulation=accumulation,

@@ -110,10 +110,15 @@ class ErrorBudget(Controller):
         solved = state["solved"]
         if len(telemetry.energy) == len(self.choices):
             groups = self._options(telemetry.energy, state["nbytes"])
+            total = sum(group.compensated for group in groups) or 1.0
             scale = self._scale(telemetry, before, state["nbytes"])
-            solution = self._solve(groups, state["max_nbytes"], scale)
+            errors, sizes = [group.errors for group in groups], [group.sizes for group in groups]
+            if self.max_error is None:
+                solution = cheapest(errors, sizes, state["max_nbytes"], self.resolution)
+            else:
+                solution = cheapest(sizes, errors, self.max_error**2 / scale * total, self.resolution)
             if not solution.feasible:
-                least = math.sqrt(scale * sum(min(group.errors) for group in groups) / _total(groups))
+                least = math.sqrt(scale * sum(map(min, errors)) / total)
                 message = (
                     f"max_error={self.max_error:g} cannot be met: the lightest choices have a relative error of"
                     f" {least:.3g}; raise max_error or add a lighter choice"
@@ -154,13 +159,6 @@ class ErrorBudget(Controller):
         whole = end_to_end_error(telemetry, names)
         return 1.0 if not self.both_hops or whole is None or uplink == 0 else whole**2 / uplink
 
-    def _solve(self, groups: Sequence[GroupOptions], max_nbytes: float | None, scale: float) -> Solution:
-        errors, sizes = [group.errors for group in groups], [group.sizes for group in groups]
-        if max_nbytes is not None:
-            return cheapest(errors, sizes, max_nbytes, self.resolution)
-        assert self.max_error is not None
-        return cheapest(sizes, errors, self.max_error**2 / scale * _total(groups), self.resolution)
-
 
 class GroupOptions(NamedTuple):
     """A group: squared norm of the compensated gradient, and for each level the squared error and the bytes."""
@@ -169,10 +167,6 @@ class GroupOptions(NamedTuple):
     compensated: float
     errors: list[float]
     sizes: list[float]
-
-
-def _total(groups: Sequence[GroupOptions]) -> float:
-    return sum(group.compensated for group in groups) or 1.0
 
 
 class Solution(NamedTuple):

@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Any
 
 from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry
 from lowbit_strategy.control.levels import check_order
@@ -117,8 +116,7 @@ class GraVAC(Controller):
         if num < 2 or not 0 < last < first:
             raise ValueError(f"0 < last < first and num >= 2 must hold, got {first!r}, {last!r}, {num!r}")
         ratio = (last / first) ** (1 / (num - 1))
-        values: list[dict[str, Any]] = [{option: first * ratio**at} for at in range(num)]
-        return tuple(dataclasses.replace(base, **value) for value in values)
+        return tuple(dataclasses.replace(base, **{option: first * ratio**at}) for at in range(num))
 
     @property
     def levels(self) -> tuple[Compressor, ...]:

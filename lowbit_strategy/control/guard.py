@@ -28,9 +28,8 @@ _END_TO_END = "end-to-end error"
 
 
 class Verdict(NamedTuple):
-    """Groups out of bounds for long enough (and why), those that have just come to be or ceased; the next state."""
+    """Groups that have just come to be out of bounds for long enough (and why), or ceased; all that are, in `state`."""
 
-    alarmed: Mapping[str, str]
     raised: Mapping[str, str]
     cleared: tuple[str, ...]
     state: State
@@ -84,7 +83,7 @@ class Bounds:
             else:
                 del alarmed[group]
                 cleared.append(group)
-        return Verdict(alarmed, raised, tuple(cleared), {"counts": counts, "alarmed": alarmed})
+        return Verdict(raised, tuple(cleared), {"counts": counts, "alarmed": alarmed})
 
     def _reason(self, reading: Reading) -> str:
         parts = []
@@ -148,16 +147,16 @@ class Guard(Controller):
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         inner = self.inner.decide(telemetry, state["inner"])
-        verdict = Verdict(state["bounds"]["alarmed"], {}, (), state["bounds"])
-        if readings := self._readings(telemetry, state["wanted"], state["bounds"]["alarmed"]):
-            verdict = self.bounds.update(readings, state["bounds"])
+        readings = self._readings(telemetry, state["wanted"], state["bounds"]["alarmed"])
+        verdict = self.bounds.update(readings, state["bounds"])
+        alarmed = verdict.state["alarmed"]
         levels = dict(inner.levels)
         reasons: dict[str, str] = {}
         if self.fallback is not None:
             for name in levels:
-                if (group := group_of(name, self.group_by)) in verdict.alarmed:
+                if (group := group_of(name, self.group_by)) in alarmed:
                     levels[name] = len(self.inner.levels)
-                    reasons[name] = f"guard: {verdict.alarmed[group]}"
+                    reasons[name] = f"guard: {alarmed[group]}"
                 elif group in verdict.cleared:
                     reasons[name] = "guard: within its bounds again"
         before = {

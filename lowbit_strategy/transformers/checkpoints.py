@@ -8,12 +8,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from lowbit_strategy.accelerate.binding import Binding, binding_of
-from lowbit_strategy.transformers.metrics import log_metrics
-from lowbit_strategy.transformers.replica import writes_checkpoints
+from lowbit_strategy.telemetry.metric_format import is_of_group
 
 _MARK = "lowbit_strategy"  # in trainer_state.json: this checkpoint is not complete without residuals
 
@@ -44,12 +51,21 @@ class ResidualCallback(TrainerCallback):
 
     def _control(self, binding: Binding, args: TrainingArguments, state: TrainerState) -> None:
         adaptive, sync = binding.adaptive, binding.sync
-        adaptive.log = lambda metrics, step: log_metrics(self._trainer, metrics)  # the Trainer's own step is the same
+        adaptive.log = lambda metrics, step: self._log(metrics)  # the Trainer's own step is the same
         adaptive.has_log = lambda: True  # its own history at least
         if binding.plugin.record is True:
             adaptive.folder = Path(str(args.output_dir))
         if binding.plugin.num_steps is None and sync is not None:
             adaptive.clock.num_steps = sync.step_index + state.max_steps - state.global_step
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        """As the Trainer logs its own; a large model has dozens of groups, which no console should print."""
+        trainer = self._trainer
+        trainer.log({name: value for name, value in metrics.items() if not is_of_group(name)})
+        groups = {name: value for name, value in metrics.items() if is_of_group(name)}
+        for callback in trainer.callback_handler.callbacks if groups else ():
+            if not isinstance(callback, (PrinterCallback, ProgressCallback)):  # consoles, which print all that they get
+                callback.on_log(trainer.args, trainer.state, trainer.control, logs=dict(groups), model=trainer.model)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if (binding := self._binding()) is not None:
@@ -57,7 +73,7 @@ class ResidualCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         binding = self._binding()
-        if binding is not None and writes_checkpoints(binding) and self._saves(args, state):
+        if binding is not None and binding.writes_checkpoints and self._saves(args, state):
             binding.save(os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
 
     @staticmethod

@@ -17,15 +17,10 @@ def join_in(trainer: Trainer) -> None:
     trainer.args.ignore_data_skip = True  # the position in the data is the replicas', and is saved with them
 
     def save_if_lowest(save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if writes_checkpoints(binding_of(trainer.accelerator)):
+        if (binding := binding_of(trainer.accelerator)) is None or binding.writes_checkpoints:
             save(*args, **kwargs)
 
     wrap_method(trainer, "_save_checkpoint", save_if_lowest)
-
-
-def writes_checkpoints(binding: Binding | None) -> bool:
-    """Whether this process does, as far as it depends on replicas."""
-    return binding is None or binding.replica is None or binding.replica.leads
 
 
 def follow(trainer: Trainer, binding: Binding) -> None:
