@@ -51,11 +51,7 @@ class AdaptiveBinding:
         self._controls: WeakKeyDictionary[Session, ModelControl] = WeakKeyDictionary()
 
     def attach(self, session: Session, *, alone: bool) -> None:
-        """A model has been prepared, and no checkpoint has been loaded into it.
-
-        Args:
-            session: The model.
-            alone: No other model is in use.
+        """A model has been prepared, and no checkpoint has been loaded into it. `alone`: no other one is in use.
 
         Raises:
             ValueError: The controller cannot serve it.

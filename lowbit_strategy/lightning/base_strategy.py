@@ -123,18 +123,16 @@ class LowBitMixin(ParallelStrategy):
         return self._signals
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.session is not None and self.must_extend(self.session):
-            self.on_unfrozen(self.session)
-        if self.session is not None and self.session.replica is not None:
-            self.session.replica.count_samples(batch_size(args[0] if args else kwargs.get("batch")))
+        if self.session is not None:
+            self.serve_unfrozen(self.session)
+            if self.session.replica is not None:
+                self.session.replica.count_samples(batch_size(args[0] if args else kwargs.get("batch")))
         return super().training_step(*args, **kwargs)
 
-    def must_extend(self, session: Session) -> bool:
-        return bool(session.newly_trainable())
-
-    def on_unfrozen(self, session: Session) -> None:
-        """Parameters have been unfrozen since set-up, on all ranks: synchronise them from now on."""
-        session.extend()
+    def serve_unfrozen(self, session: Session) -> None:
+        """If parameters have been unfrozen since set-up, on all ranks: synchronise them from now on."""
+        if session.newly_trainable():
+            session.extend()
 
     def pre_backward(self, closure_loss: Any) -> None:
         super().pre_backward(closure_loss)

@@ -50,16 +50,15 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
         )
         self.on_attached(session)
 
-    def must_extend(self, session: Session) -> bool:
-        waits = not session.trains_locally and not getattr(self.model, "find_unused_parameters", True)
-        return bool(session.newly_trainable()) or (waits and bool(session.newly_frozen()))
-
-    def on_unfrozen(self, session: Session) -> None:
+    def serve_unfrozen(self, session: Session) -> None:
         """DDP synchronises what was trainable when it wrapped, so the module is wrapped anew; stock DDP would let the
         ranks drift apart silently. It waits for what has been frozen since, and would stop.
         """
         if session.trains_locally:  # DDP synchronises nothing
-            session.extend()
+            super().serve_unfrozen(session)
+            return
+        waits = not getattr(self.model, "find_unused_parameters", True)
+        if not session.newly_trainable() and not (waits and session.newly_frozen()):
             return
         assert self.lightning_module is not None
         assert isinstance(self.model, DistributedDataParallel)
