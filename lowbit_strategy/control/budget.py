@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.control.base import Controller, Decision, Energy, Probe, State, Telemetry, end_to_end_error
+from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, end_to_end_error
 from lowbit_strategy.control.groups import GroupBy, grouped
 from lowbit_strategy.control.levels import check_order
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -88,8 +88,8 @@ class ErrorBudget(Controller):
             if len(set(methods)) > 1:
                 nbytes[spec.name] = [method.wire_nbytes(spec, world_size, scatter=scatter) for method in methods]
                 elements += spec.numel
-        state: State = {"levels": dict.fromkeys((spec.name for spec in specs), 0), "nbytes": nbytes}
-        state |= {"max_nbytes": None, "solved": False}
+        levels = {spec.name: 0 for spec in specs}
+        state: State = {"levels": levels, "nbytes": nbytes, "max_nbytes": None, "solved": False}
         if self.max_bits is not None:
             hops = 1 if scatter else 2
             ring = hops * (world_size - 1) / world_size  # how often an element crosses the wire uncompressed
@@ -104,31 +104,16 @@ class ErrorBudget(Controller):
         return state
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
-        before = state["levels"]
+        before, solved = state["levels"], state["solved"]
         levels = dict(before)
         warnings: tuple[str, ...] = ()
-        solved = state["solved"]
         if len(telemetry.energy) == len(self.choices):
-            groups = self._options(telemetry.energy, state["nbytes"])
-            total = sum(group.compensated for group in groups) or 1.0
-            scale = self._scale(telemetry, before, state["nbytes"])
-            errors, sizes = [group.errors for group in groups], [group.sizes for group in groups]
-            if self.max_error is None:
-                solution = cheapest(errors, sizes, state["max_nbytes"], self.resolution)
-            else:
-                solution = cheapest(sizes, errors, self.max_error**2 / scale * total, self.resolution)
-            if not solution.feasible:
-                least = math.sqrt(scale * sum(map(min, errors)) / total)
-                message = (
-                    f"max_error={self.max_error:g} cannot be met: the lightest choices have a relative error of"
-                    f" {least:.3g}; raise max_error or add a lighter choice"
-                )
-                if not solved:
-                    raise ValueError(message)
-                warnings = (message,)
+            solution, problem = self._solve(telemetry, state)
+            if problem and not solved:
+                raise ValueError(problem)
+            warnings = (problem,) if problem else ()
+            levels |= solution
             solved = True
-            for group, level in zip(groups, solution.levels, strict=True):
-                levels.update(dict.fromkeys(group.names, level))
         bound = f"bits <= {self.max_bits:g}" if self.max_error is None else f"error <= {self.max_error:g}"
         reasons = dict.fromkeys(levels, f"budget solved again: {bound}")
         due = telemetry.progress.step % self.interval == 0
@@ -140,16 +125,25 @@ class ErrorBudget(Controller):
             warnings=warnings,
         )
 
-    def _options(
-        self, energy: Mapping[int, Mapping[str, Energy]], nbytes: Mapping[str, Sequence[int]]
-    ) -> list[GroupOptions]:
-        options = []
-        for names in grouped([name for name in nbytes if name in energy[0]], self.group_by).values():
-            levels = range(len(self.choices))
-            errors = [sum(energy[level][name].error for name in names) for level in levels]
-            sizes = [float(sum(nbytes[name][level] for name in names)) for level in levels]
-            options.append(GroupOptions(names, sum(energy[0][name].compensated for name in names), errors, sizes))
-        return options
+    def _solve(self, telemetry: Telemetry, state: State) -> tuple[dict[str, int], str]:
+        """A level for each parameter that was measured, and what to change where the bound cannot be kept."""
+        energy, nbytes, choices = telemetry.energy, state["nbytes"], range(len(self.choices))
+        groups = list(grouped([name for name in nbytes if name in energy[0]], self.group_by).values())
+        errors = [[sum(energy[at][name].error for name in names) for at in choices] for names in groups]
+        sizes = [[float(sum(nbytes[name][at] for name in names)) for at in choices] for names in groups]
+        total = sum(sum(energy[0][name].compensated for name in names) for names in groups) or 1.0
+        scale = self._scale(telemetry, state["levels"], nbytes)
+        if self.max_error is None:
+            solution = cheapest(errors, sizes, state["max_nbytes"], self.resolution)
+        else:
+            solution = cheapest(sizes, errors, self.max_error**2 / scale * total, self.resolution)
+        problem = ""
+        if not solution.feasible:
+            problem = (
+                f"max_error={self.max_error:g} cannot be met: the lightest choices have a relative error of"
+                f" {math.sqrt(scale * sum(map(min, errors)) / total):.3g}; raise max_error or add a lighter choice"
+            )
+        return {name: level for names, level in zip(groups, solution.levels, strict=True) for name in names}, problem
 
     def _scale(self, telemetry: Telemetry, levels: Mapping[str, int], names: Iterable[str]) -> float:
         """Squared end-to-end error over the uplink's, both relative, of the levels in force; 1 if not asked for."""
@@ -158,15 +152,6 @@ class ErrorBudget(Controller):
         uplink = sum(energy.error for energy in energies) / (sum(energy.compensated for energy in energies) or 1.0)
         whole = end_to_end_error(telemetry, names)
         return 1.0 if not self.both_hops or whole is None or uplink == 0 else whole**2 / uplink
-
-
-class GroupOptions(NamedTuple):
-    """A group: squared norm of the compensated gradient, and for each level the squared error and the bytes."""
-
-    names: list[str]
-    compensated: float
-    errors: list[float]
-    sizes: list[float]
 
 
 class Solution(NamedTuple):
