@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,6 +28,7 @@ class AdaptiveBinding:
     Args:
         plugin: Configuration.
         accelerator: Whose models are controlled.
+        numbers: Of all models that have been prepared.
 
     Attributes:
         clock: Steps, epochs, learning rate.
@@ -37,24 +38,20 @@ class AdaptiveBinding:
         accumulates: The loop uses ``accelerator.accumulate``.
     """
 
-    def __init__(self, plugin: PluginOptions, accelerator: Accelerator) -> None:
+    def __init__(self, plugin: PluginOptions, accelerator: Accelerator, numbers: Mapping[Session, int]) -> None:
         self.plugin = plugin
         self.accelerator = accelerator
         self.clock = TrainingClock(accelerator, plugin.num_steps, plugin.steps_per_epoch)
         self.log: Callable[[dict[str, float], int], Any] = accelerator.log
         self.has_log: Callable[[], bool] = lambda: bool(accelerator.trackers)
-        self.folder = _folder(plugin.record, accelerator.logging_dir)
+        record = accelerator.logging_dir if plugin.record is True else plugin.record
+        self.folder = None if record is None or record is False else Path(record)
         self.accumulates = False
+        self._numbers = numbers
         self._controls: WeakKeyDictionary[Session, ModelControl] = WeakKeyDictionary()
-        self._numbers: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
 
-    def attach(self, session: Session, number: int, *, alone: bool) -> None:
-        """A model has been prepared, and no checkpoint has been loaded into it.
-
-        Args:
-            session: The model.
-            number: Of the model.
-            alone: No other model is in use.
+    def attach(self, session: Session, *, alone: bool) -> None:
+        """A model has been prepared, and no checkpoint has been loaded into it. `alone`: no other one is in use.
 
         Raises:
             ValueError: The controller cannot serve it.
@@ -67,34 +64,34 @@ class AdaptiveBinding:
                 f"{type(plugin.controller).__name__} changes gradient accumulation, which all models of an Accelerator"
                 " share: use it with one model, or give each model an Accelerator of its own"
             )
-        control = ModelControl(session.sync, self._clock_of(session), self._log_of(number))
+        number = self._numbers[session]
+        control = ModelControl(
+            session.sync, self._clock_of(session), lambda metrics, step: self.log(for_model(metrics, number), step)
+        )
         control.accumulation = lambda: self.accelerator.gradient_accumulation_steps
         if plugin.controller is not None:
             control.adapt(plugin.controller)
             session.sync.save_with("clock", self.clock)
         if plugin.monitor is not None:
             control.monitor(plugin.monitor)
-        self._controls[session], self._numbers[session] = control, number
-        self._take_effect()
+        self._controls[session] = control
+        self.take_effect()
 
     def _clock_of(self, session: Session) -> ProgressClock:
         model = weakref.ref(session)  # its engine must not keep the model alive
 
         def progress(step: int) -> Progress:
             own = model()
-            optimizers = self.accelerator._optimizers if own is not None else []
-            return self.clock.at(step, next((each for each in optimizers if own is not None and own.owns(each)), None))
+            optimizers = (each for each in self.accelerator._optimizers if own is not None and own.owns(each))
+            return self.clock.at(step, next(optimizers, None))
 
         return progress
-
-    def _log_of(self, number: int) -> Callable[[dict[str, float], int], Any]:
-        return lambda metrics, step: self.log(for_model(metrics, number), step)
 
     def driver(self, session: Session) -> AdaptiveDriver | None:
         control = self._controls.get(session)
         return None if control is None else control.driver
 
-    def before_backward(self, loss: Any, sessions: Iterable[Session]) -> None:
+    def before_backward(self, loss: Tensor | None, sessions: Iterable[Session]) -> None:
         """Raises:
         ValueError: Training begins, and the controller needs what cannot be known or done here.
         """
@@ -103,40 +100,31 @@ class AdaptiveBinding:
         self.clock.batch()
         for session in sessions:
             control = self._controls[session]
-            control.loss = loss.detach() if isinstance(loss, Tensor) else None
+            control.loss = loss
             if not control.begun:
-                self._check()
                 self._begin(control, self._numbers[session])
 
     def _begin(self, control: ModelControl, number: int) -> None:
+        if (controller := self.plugin.controller) is not None:
+            self.clock.check(controller)
+            if controller.initial_accumulation is not None and not self.accumulates:
+                raise ValueError(
+                    f"{type(controller).__name__} changes gradient accumulation: put forward, backward and the"
+                    " optimizer's step into `with accelerator.accumulate(model):`"
+                )
         if self.folder is not None:
             control.folder = self.folder if number == 0 else self.folder / f"model_{number}"
         control.begin()
         control.warn_without_audience(log=self.has_log())
 
-    def _check(self) -> None:
-        controller = self.plugin.controller
-        if controller is None:
-            return
-        self.clock.check(controller)
-        if controller.initial_accumulation is not None and not self.accumulates:
-            raise ValueError(
-                f"{type(controller).__name__} changes gradient accumulation: put forward, backward and the optimizer's"
-                " step into `with accelerator.accumulate(model):`"
-            )
-
-    def after_step(self) -> None:
-        """An optimizer has stepped, and the step is over."""
-        self._take_effect()
-
     def after_load(self) -> None:
         """A checkpoint has been loaded."""
         for control in self._controls.values():
             control.begun = False
-        self._take_effect()
+        self.take_effect()
 
-    def _take_effect(self) -> None:
-        """Accumulate as many batches as the controller has set, from the next one on."""
+    def take_effect(self) -> None:
+        """Between steps: accumulate as many batches as the controller has set, from the next one on."""
         for control in self._controls.values():
             wanted = control.take_effect()
             if wanted is not None and wanted != self.accelerator.gradient_accumulation_steps:
@@ -151,9 +139,3 @@ class AdaptiveBinding:
                 if session.owns(optimizer):
                     stack.enter_context(control.scaled(optimizer))
             yield
-
-
-def _folder(record: bool | str | Path, default: str | None) -> Path | None:
-    if isinstance(record, bool):
-        return Path(default) if record and default is not None else None
-    return Path(record)

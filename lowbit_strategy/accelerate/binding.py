@@ -86,29 +86,29 @@ class Binding:
         self.accelerator = accelerator
         shard_size = choose_shard_size(accelerator, plugin.shard_size)
         self._options = dataclasses.replace(plugin.sync_options(), shard_size=shard_size)
-        self.adaptive = AdaptiveBinding(plugin, accelerator)
+        self._numbers: WeakKeyDictionary[Session, int] = WeakKeyDictionary()  # checkpoints know models by order
+        self.adaptive = AdaptiveBinding(plugin, accelerator, self._numbers)
         self.sessions: list[Session] = []
         self.replica = None if plugin.elastic is None else ReplicaBinding(lambda: self.sessions, plugin.seed)
         self._warned_of_one_rank = False
         self._clipping = ClippingWarning(plugin.compressor, speaks=accelerator.is_main_process)
         self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
-        self._numbers: WeakKeyDictionary[Session, int] = WeakKeyDictionary()  # checkpoints know models by order
-        self._wrap("prepare_model", self._prepare_model)
-        self._wrap("_prepare_fsdp2", self._prepare_fsdp2)
-        self._wrap("prepare_optimizer", self._prepare_optimizer)
-        self._wrap("prepare_data_loader", self._prepare_data_loader)
-        self._wrap("backward", self._backward)
-        self._wrap("accumulate", self._accumulate)
-        self._wrap("clip_grad_norm_", functools.partial(self._clip, "max_norm"))
-        self._wrap("clip_grad_value_", functools.partial(self._clip, "clip_value"))
-        self._wrap("init_trackers", self._init_trackers)
-        self._wrap("free_memory", self._free_memory)
+        wrap_method(accelerator, "prepare_model", self._prepare_model)
+        wrap_method(accelerator, "_prepare_fsdp2", self._prepare_fsdp2)
+        wrap_method(accelerator, "prepare_optimizer", self._prepare_optimizer)
+        wrap_method(accelerator, "prepare_data_loader", self._prepare_data_loader)
+        wrap_method(accelerator, "backward", self._backward)
+        wrap_method(accelerator, "accumulate", self._accumulate)
+        wrap_method(accelerator, "clip_grad_norm_", functools.partial(self._clip, "max_norm"))
+        wrap_method(accelerator, "clip_grad_value_", functools.partial(self._clip, "clip_value"))
+        wrap_method(accelerator, "init_trackers", self._init_trackers)
+        wrap_method(accelerator, "free_memory", self._free_memory)
         if plugin.outer is not None:
-            self._wrap("get_state_dict", self._get_state_dict)
-            self._wrap("load_state", self._load_state)
-            self._wrap("end_training", self._end_training)
-        accelerator.register_save_state_pre_hook(self._on_save)
-        accelerator.register_load_state_pre_hook(self._on_load)
+            wrap_method(accelerator, "get_state_dict", self._get_state_dict)
+            wrap_method(accelerator, "load_state", self._load_state)
+            wrap_method(accelerator, "end_training", self._end_training)
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.save(folder))
+        accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
         setattr(accelerator, _ATTRIBUTE, self)
 
     @property
@@ -130,13 +130,18 @@ class Binding:
     def epoch(self, epoch: int) -> None:
         self.adaptive.clock.epoch = epoch
 
+    @property
+    def writes_checkpoints(self) -> bool:
+        """Of replicas that come and go the lowest one writes checkpoints."""
+        return self.replica is None or self.replica.leads
+
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Called by the prepared optimizers."""
         for session in self.sessions:
             steps = session.sync.in_step or session.trains_locally or session.is_own
             if steps and session.owns(optimizer):
                 session.end_step(optimizer, self.accelerator.scaler)
-                self.adaptive.after_step()
+                self.adaptive.take_effect()
 
     def finish(self) -> None:
         """Training ends on this rank; after local steps all ranks have the same weights then. On all ranks.
@@ -174,8 +179,7 @@ class Binding:
 
     def save(self, folder: str) -> None:
         """Put residuals into a checkpoint's folder; on all ranks."""
-        writes_stamp = self.accelerator.is_local_main_process
-        checkpoint_folder.save(folder, self.sessions, writes_stamp=writes_stamp)
+        checkpoint_folder.save(folder, self.sessions, writes_stamp=self.accelerator.is_local_main_process)
 
     def load(self, folder: str, *, compressed: bool = False) -> None:
         """Restore what `save` wrote; on all ranks. `compressed`: it is an error if there is nothing."""
@@ -183,15 +187,6 @@ class Binding:
         self.adaptive.after_load()
 
     # -- the accelerator's moments ------------------------------------------------------------------------------
-
-    def _wrap(self, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(self.accelerator, name)
-
-        @functools.wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
-        setattr(self.accelerator, name, method)
 
     def _prepare_model(
         self,
@@ -201,40 +196,26 @@ class Binding:
         evaluation_mode: bool = False,
     ) -> Any:
         prepare_it = functools.partial(original, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        if not self._is_to_train(model, evaluation_mode):
+        trainable = any(param.requires_grad for param in model.parameters())
+        if evaluation_mode or getattr(model, "_is_accelerate_prepared", False) or not trainable:
             self._revive(_session_of(model))
             return prepare_it(model)
-        if self.accelerator.distributed_type == DistributedType.NO:
-            return self._prepare_alone(prepare_it, model)
-        self._refuse_other_hooks()
-        self._choose_buckets()
-        prepared = self._agree(model, scatter=False)
-        wrapped = prepare_it(model)
-        ddp = _inner(wrapped)
-        if not isinstance(ddp, DistributedDataParallel):
-            raise RuntimeError(f"Accelerate made a {type(ddp).__name__} of the model, not DistributedDataParallel")
-        scaled = self.accelerator.scaler is not None
-        self._keep(ddp, attach_ddp(ddp, prepared, device=self.accelerator.device, has_scaler=scaled))
-        return wrapped
-
-    @staticmethod
-    def _is_to_train(model: nn.Module, evaluation_mode: bool) -> bool:
-        prepared = getattr(model, "_is_accelerate_prepared", False)
-        return not evaluation_mode and not prepared and any(param.requires_grad for param in model.parameters())
-
-    def _prepare_alone(self, prepare_it: Callable[[nn.Module], Any], model: nn.Module) -> Any:
-        """In a world of one process: a replica among others, or nothing to compress."""
-        if self.replica is None:
+        alone = self.accelerator.distributed_type == DistributedType.NO  # one process: a replica, or nobody to send to
+        if alone and self.replica is None:
             if not self._warned_of_one_rank:
                 warn_of_one_rank()
             self._warned_of_one_rank = True
             return prepare_it(model)
-        make_own_group()
+        if alone:
+            make_own_group()
+        else:
+            self._check_ddp_options()
         prepared = self._agree(model, scatter=False)
         wrapped = prepare_it(model)
         module = _inner(wrapped)
-        scaled = self.accelerator.scaler is not None
-        self._keep(module, attach_replica(module, prepared, device=self.accelerator.device, has_scaler=scaled))
+        if not alone and not isinstance(module, DistributedDataParallel):
+            raise RuntimeError(f"Accelerate made a {type(module).__name__} of the model, not DistributedDataParallel")
+        self._attach(attach_replica if alone else attach_ddp, module, prepared)
         return wrapped
 
     def _prepare_data_loader(self, original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,17 +229,17 @@ class Binding:
             return original(*args)
         prepared = self._agree(models[0], scatter=True)
         result = original(*args)
-        module = _inner(next(obj for obj in result if isinstance(obj, nn.Module)))
-        scaled = self.accelerator.scaler is not None
-        self._keep(module, attach_fsdp(module, prepared, device=self.accelerator.device, has_scaler=scaled))
+        self._attach(attach_fsdp, _inner(next(obj for obj in result if isinstance(obj, nn.Module))), prepared)
         return result
 
-    def _keep(self, module: nn.Module, session: Session) -> None:
+    def _attach(self, attach: Callable[..., Session], module: nn.Module, prepared: Prepared) -> None:
+        accelerator = self.accelerator
+        session = attach(module, prepared, device=accelerator.device, has_scaler=accelerator.scaler is not None)
         module.__dict__[_SLOT] = _OnModule(session)  # lives as long as the module
         self._modules.add(module)
         self._numbers[session] = len(self._numbers)
-        session.bind(lambda: self.accelerator._optimizers, lambda: self.accelerator.scaler)
-        self.adaptive.attach(session, self._numbers[session], alone=not self.sessions)
+        session.bind(lambda: accelerator._optimizers, lambda: accelerator.scaler)
+        self.adaptive.attach(session, alone=not self.sessions)
         if self.replica is not None:
             self.replica.attach(session)
         self._revive(session)
@@ -280,20 +261,18 @@ class Binding:
             inform("%s chooses among: %s", type(controller).__name__, chosen)
         return prepared
 
-    def _refuse_other_hooks(self) -> None:
+    def _check_ddp_options(self) -> None:
+        """Where the user has given none at all, DDP's buckets get the size that suits compression."""
         handler = self.accelerator.ddp_handler
+        if handler is None and not isinstance(self.plugin.compressor, Auto):
+            cap = default_bucket_cap_mb(self.accelerator.device)
+            self.accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=cap)
         hook = getattr(handler, "comm_hook", None)
         if hook is not None and getattr(hook, "value", hook) != "no":
             raise ValueError(
                 f"DistributedDataParallelKwargs(comm_hook={hook}) and a compressor cannot both be the communication"
                 " hook: leave comm_hook out"
             )
-
-    def _choose_buckets(self) -> None:
-        """The size of DDP's buckets that suits compression, where the user has given DDP no options at all."""
-        if self.accelerator.ddp_handler is None and not isinstance(self.plugin.compressor, Auto):
-            cap = default_bucket_cap_mb(self.accelerator.device)
-            self.accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=cap)
 
     def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
@@ -319,9 +298,10 @@ class Binding:
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
         if self.replica is not None:
             self.replica.count_samples()
-        self.adaptive.before_backward(loss, self.sessions)
+        value = loss.detach() if isinstance(loss, Tensor) else None
+        self.adaptive.before_backward(value, self.sessions)
         for session in self.sessions:
-            session.begin_step(self.accelerator.scaler, loss=loss.detach() if isinstance(loss, Tensor) else None)
+            session.begin_step(self.accelerator.scaler, loss=value)
         return original(loss, **kwargs)
 
     def _init_trackers(self, original: Callable[..., Any], name: str, config: Any = None, **kwargs: Any) -> Any:
@@ -345,11 +325,16 @@ class Binding:
         self.finish()
         return original()
 
-    def _on_save(self, models: Any, weights: Any, folder: str) -> None:
-        self.save(folder)
 
-    def _on_load(self, models: Any, folder: str) -> None:
-        self.load(folder)
+def wrap_method(of: Any, name: str, around: Callable[..., Any]) -> None:
+    """Calls of the method `name` of `of` become calls of `around`, which is given that method first."""
+    original = getattr(of, name)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(of, name, method)
 
 
 def _inner(model: nn.Module) -> nn.Module:

@@ -18,8 +18,6 @@ from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.checkpoint.stamp import Stamp, first_problem, gather
 
-_STAMP = "stamp.json"
-
 
 def save(folder: str, sessions: Sequence[Session], *, writes_stamp: bool) -> None:
     """Write this rank's files into `folder`; call on all ranks.
@@ -35,7 +33,7 @@ def save(folder: str, sessions: Sequence[Session], *, writes_stamp: bool) -> Non
     for index, session in enumerate(sessions):
         path = _path(folder, index)
         with session.save(path) as stamp:
-            problem = _write(path, stamp) if writes_stamp else None
+            problem = _write(_stamp_file(path), stamp) if writes_stamp else None
             if (message := first_problem(gather(problem, session.group))) is not None:
                 raise ResidualFileError(message)
 
@@ -54,24 +52,26 @@ def load(folder: str, sessions: Sequence[Session], *, compressed: bool = False) 
     """
     for index, session in enumerate(sessions):
         path = _path(folder, index)
-        stamp = _read(path)
-        session.load(path, _incomplete(path) if stamp is None and compressed else stamp)
-
-
-def _incomplete(path: str) -> ResidualFileError:
-    return ResidualFileError(
-        f"the run that saved {path} was compressed, but its residuals are not there (was it stopped while saving?):"
-        ' take an earlier checkpoint, or pass on_missing_residual="reset" to continue with residuals of zero'
-    )
+        stamp = _read(_stamp_file(path))
+        if stamp is None and compressed:
+            stamp = ResidualFileError(
+                f"the run that saved {path} was compressed, but its residuals are not there (was it stopped while"
+                ' saving?): take an earlier checkpoint, or pass on_missing_residual="reset" to continue with residuals'
+                " of zero"
+            )
+        session.load(path, stamp)
 
 
 def _path(folder: str, index: int) -> str:
     return os.path.join(folder, "residuals" if index == 0 else f"residuals_{index}")
 
 
-def _write(path: str, stamp: Stamp) -> str | None:
+def _stamp_file(path: str) -> str:
+    return os.path.join(residual_files.sidecar_folder(path), "stamp.json")
+
+
+def _write(target: str, stamp: Stamp) -> str | None:
     """Why it cannot be written, if it cannot."""
-    target = os.path.join(residual_files.sidecar_folder(path), _STAMP)
     partial = f"{target}.{uuid.uuid4().hex}.part"
     try:
         with open(partial, "w", encoding="utf-8") as file:
@@ -84,9 +84,8 @@ def _write(path: str, stamp: Stamp) -> str | None:
     return None
 
 
-def _read(path: str) -> Stamp | ResidualFileError | None:
+def _read(name: str) -> Stamp | ResidualFileError | None:
     """None where there is none; why it cannot be read, where it cannot."""
-    name = os.path.join(residual_files.sidecar_folder(path), _STAMP)
     try:
         with open(name, encoding="utf-8") as file:
             stamp: Any = json.load(file)

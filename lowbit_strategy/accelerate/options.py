@@ -5,28 +5,22 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import KW_ONLY, field
 from pathlib import Path
-from typing import Literal
 
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
-from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.control.levels import describe, labels
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods.outer.registry import default_compressor
-from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.options.configuration import positional_configuration
-from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.telemetry.monitor_options import MonitorOptions
 
 _NOT_CHOSEN = LoCo()
 
 
 @positional_configuration
-class PluginOptions:
+class PluginOptions(SyncOptions):
     """The fields of `lowbit_strategy.accelerate.LowBitPlugin`, which describes them.
 
     Raises:
@@ -35,18 +29,7 @@ class PluginOptions:
 
     compressor: Compressor = field(default_factory=lambda: _NOT_CHOSEN)
     _: KW_ONLY
-    seed: int = 0
-    on_world_size_change: OnWorldSizeChange = "reset"
-    on_missing_residual: OnMissingResidual = "error"
-    check_digest: bool = True
-    two_level: bool | None = None
-    shard_size: int | Literal["node"] | None = None
-    weights: WeightCoding | None = None
-    outer: OuterRule | None = None
-    elastic: Elastic | None = None
-    memory: float | None = None
-    far_links: bool | None = None
-    second_moment: bool = False
+    rollback: bool | None = field(default=None, init=False)  # follows from the precision
     controller: Controller | None = None
     monitor: MonitorOptions | None = None
     record: bool | str | Path = True
@@ -54,6 +37,7 @@ class PluginOptions:
     steps_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.compressor is _NOT_CHOSEN and self.outer is not None:
             object.__setattr__(self, "compressor", default_compressor(self.outer))
         for name in ("num_steps", "steps_per_epoch"):
@@ -62,9 +46,7 @@ class PluginOptions:
 
     def sync_options(self) -> SyncOptions:
         """The fields that are about synchronisation."""
-        own = {entry.name for entry in dataclasses.fields(self)}
-        names = [entry.name for entry in dataclasses.fields(SyncOptions) if entry.name in own]
-        return SyncOptions(**{name: getattr(self, name) for name in names})
+        return SyncOptions(**{entry.name: getattr(self, entry.name) for entry in dataclasses.fields(SyncOptions)})
 
     def hyper_parameters(self) -> dict[str, str]:
         """What trackers show and filter runs by."""

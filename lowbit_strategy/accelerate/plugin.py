@@ -1,8 +1,10 @@
-"""The plugin: what to do about compression, to be attached to an `Accelerator`."""
+"""The plugin: what to do about compression, to be attached to an `Accelerator`; and an `Accelerator` that takes one."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from accelerate import Accelerator
 
 from lowbit_strategy.accelerate.binding import Binding
 from lowbit_strategy.accelerate.options import PluginOptions
@@ -43,3 +45,17 @@ class LowBitPlugin(PluginOptions):
                 served.
         """
         return Binding(self, accelerator, fsdp_plugin=fsdp_plugin)
+
+
+class LowBitAccelerator(Accelerator):
+    """As `accelerate.Accelerator`, with compressed gradient synchronisation.
+
+    Args:
+        args, kwargs: As for `accelerate.Accelerator`.
+        lowbit_plugin: Configuration; `LowBitPlugin()`, 4-bit LoCo, by default.
+    """
+
+    def __init__(self, *args: Any, lowbit_plugin: LowBitPlugin | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        plugin = lowbit_plugin if lowbit_plugin is not None else LowBitPlugin()
+        plugin.attach(self, fsdp_plugin=kwargs.get("fsdp_plugin"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,21 +12,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
-
-_KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "drop_last",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -73,8 +59,8 @@ class ReplicaBinding:
         self._batch_size = loader.batch_size or 1
         for session in self._sessions():
             self.attach(session)
-        kept = {name: getattr(loader, name) for name in _KEPT}
-        return DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=self._sampler, **kept)
+        kept = inspect.signature(DataLoader).parameters.keys() - {"sampler", "batch_sampler", "shuffle"}
+        return DataLoader(**{name: getattr(loader, name) for name in kept}, sampler=self._sampler)
 
     def attach(self, session: Session) -> None:
         """A model has been prepared."""

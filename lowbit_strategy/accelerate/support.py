@@ -44,17 +44,16 @@ def choose_shard_size(accelerator: Accelerator, shard_size: ShardSize | None) ->
     if accelerator.distributed_type != DistributedType.FSDP:
         return shard_size  # refused, if it is given, when the model is prepared
     config = accelerator.parallelism_config
+    size = None if shard_size is None else resolve_shard_size(shard_size, find_topology())
     if config is not None and config.dp_replicate_enabled:
-        size: int = config.dp_shard_size
-        if shard_size is not None and resolve_shard_size(shard_size, find_topology()) != size:
+        if size not in (None, config.dp_shard_size):
             raise ValueError(
-                f"shard_size={shard_size!r} of the plugin and dp_shard_size={size} of Accelerate's parallelism_config"
-                " differ: leave one of them out"
+                f"shard_size={shard_size!r} of the plugin and dp_shard_size={config.dp_shard_size} of Accelerate's"
+                " parallelism_config differ: leave one of them out"
             )
-        return size
-    if shard_size is None:
+        return config.dp_shard_size
+    if size is None:
         return None
-    size = resolve_shard_size(shard_size, find_topology())
     num_replicas = accelerator.num_processes // size
     if size == 1:
         raise ValueError("shard_size=1 leaves nothing to shard, which Accelerate does not allow: use DDP instead")

@@ -50,25 +50,24 @@ class TrainingClock:
         self._over, self._iteration, self._seen = over, iteration, True
 
     def at(self, step: int, optimizer: Optimizer | None) -> Progress:
+        counted = self._passes if self.steps_per_epoch is None else step // self.steps_per_epoch
         return Progress(
             step=step,
-            epoch=self._epoch(step),
+            epoch=counted if self.epoch is None else self.epoch,
             num_steps=self.num_steps,
             steps_per_epoch=self.steps_per_epoch,
             learning_rate=None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
         )
 
-    def _epoch(self, step: int) -> int:
-        if self.epoch is not None:
-            return self.epoch
-        return self._passes if self.steps_per_epoch is None else step // self.steps_per_epoch
-
     def check(self, controller: Controller) -> None:
         """Raises:
         ValueError: `controller` needs an epoch or a length of the run that is unknown.
         """
-        units = set(_units(controller))
-        if units & {"epoch", "epochs"} and not self._knows_epochs():
+        units, accelerator = set(_units(controller)), self._accelerator
+        counts_epochs = not units.isdisjoint(("epoch", "epochs"))
+        # Without even batches ranks may end an epoch at different steps.
+        sees_epochs = accelerator.gradient_state.in_dataloader and accelerator.even_batches
+        if counts_epochs and self.epoch is None and self.steps_per_epoch is None and not sees_epochs:
             raise ValueError(
                 f"{type(controller).__name__} counts in epochs, and it is unknown when one ends: training does not go"
                 " through a data loader that accelerator.prepare returned. Give the controller's interval or phases in"
@@ -79,12 +78,6 @@ class TrainingClock:
                 f"{type(controller).__name__} has a phase in fractions of the run, whose length is unknown: give"
                 " num_steps, or the phase in steps"
             )
-
-    def _knows_epochs(self) -> bool:
-        if self.epoch is not None or self.steps_per_epoch is not None:
-            return True
-        accelerator = self._accelerator  # without even batches ranks may end an epoch at different steps
-        return accelerator.gradient_state.in_dataloader and accelerator.even_batches
 
     # -- saving -------------------------------------------------------------------------------------------------
 

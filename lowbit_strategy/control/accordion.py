@@ -4,41 +4,114 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from typing import Literal
 
-from lowbit_strategy.control.base import (
-    Accumulate,
-    Controller,
-    Decision,
-    Probe,
-    Progress,
-    State,
-    Switch,
-    Telemetry,
-    describe_switches,
-)
-from lowbit_strategy.control.critical import CriticalRegimes, Unit
-from lowbit_strategy.control.levels import check_order, labels
+from lowbit_strategy.control.base import Accumulate, Controller, Decision, Probe, Progress, State, Switch, Telemetry
+from lowbit_strategy.control.levels import check_order
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.options.documentation import documented_options
 
 MODEL = "model"  # the name under which the whole model is judged
-
-
-def _regimes(controller: Accordion | AccordionBatch) -> CriticalRegimes:
-    return CriticalRegimes(
-        eta=controller.eta,
-        interval=controller.interval,
-        unit=controller.unit,
-        learning_rate_drop=controller.learning_rate_drop,
-        gradient=controller.gradient,
-    )
+Unit = Literal["epochs", "steps"]
 
 
 @configuration
-class Accordion(Controller):
+class CriticalRegimes:
+    """What both kinds of Accordion share: the norm of the accumulated gradient against that of one interval ago.
+
+    `Accordion` has the steps. A window is the last `interval` steps, or one whole epoch in `interval`.
+
+    Args:
+        eta: Change of the norm that counts as critical. Smaller: light more often.
+        interval: Epochs (steps) between two detections; with ``unit="epochs"`` the window is the first epoch of each
+            interval, as published, with ``"steps"`` the whole interval.
+        unit: What `interval` counts.
+        gradient: ``local``: each rank's own, as published, a float32 copy of the whole model on every rank; ``mean``:
+            what all ranks agreed on, under FSDP2 a shard's size.
+        learning_rate_drop: A fall by more than this share from one step to the next counts as a decay; smooth
+            schedules stay below it.
+    """
+
+    eta: float = 0.5
+    interval: int = 10
+    unit: Unit = "epochs"
+    gradient: Accumulate = "local"
+    learning_rate_drop: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.eta > 0:
+            raise ValueError(f"eta must be positive, got {self.eta!r}: 0.5 asks for a change of half the norm")
+        check_positive("interval", self.interval)
+        if not 0 < self.learning_rate_drop < 1:
+            raise ValueError(f"learning_rate_drop must be between 0 and 1, got {self.learning_rate_drop!r}")
+
+    @staticmethod
+    def first_state(specs: Sequence[TensorSpec]) -> State:
+        """``regimes`` are for `update`; judged are matrices."""
+        return {
+            "regimes": {"window": None, "norms": {}, "learning_rate": None},
+            "judged": [spec.name for spec in specs if spec.ndim > 1],
+        }
+
+    def reads_accumulated(self, progress: Progress, state: State) -> bool:
+        return self.closes(progress, state["regimes"])
+
+    def window(self, progress: Progress) -> int | None:
+        """Number of the window that a step belongs to; None between windows."""
+        if self.unit == "steps":
+            return progress.step // self.interval
+        return progress.epoch if progress.epoch % self.interval == 0 else None
+
+    def closes(self, progress: Progress, state: State) -> bool:
+        return state["window"] is not None and state["window"] != self.window(progress)
+
+    def accumulate(self, progress: Progress) -> Accumulate | None:
+        return self.gradient if self.window(progress) is not None else None
+
+    def update(
+        self, telemetry: Telemetry, norms: Mapping[str, float], state: State, *, comparable: bool = True
+    ) -> tuple[dict[str, tuple[bool, str]] | None, State]:
+        """One step.
+
+        Args:
+            telemetry: Of the step.
+            norms: Of what is asked about, by name; only looked at when a window closes.
+            state: What the step before has left.
+            comparable: Whether the window that closes is of the same kind as the one before. If not it only becomes
+                what the next one is compared with.
+
+        Returns:
+            For each of `norms` whether it is critical now, and why; None if that was not asked at this step. Then the
+            next state.
+        """
+        progress = telemetry.progress
+        found: dict[str, tuple[bool, str]] | None = None
+        following = dict(state, window=self.window(progress), learning_rate=progress.learning_rate)
+        if self.closes(progress, state):
+            if comparable or not state["norms"]:
+                found = {name: self._judge(state["norms"].get(name), norm) for name, norm in norms.items()}
+            following["norms"] = dict(norms)
+        before, now = state["learning_rate"], progress.learning_rate
+        if before is not None and now is not None and now < (1 - self.learning_rate_drop) * before:
+            found = dict.fromkeys(norms, (True, f"the learning rate fell from {before:.3g} to {now:.3g}"))
+        return found, following
+
+    def _judge(self, before: float | None, now: float) -> tuple[bool, str]:
+        if before is None:
+            return True, "first window"
+        if before == 0 or not math.isfinite(before) or not math.isfinite(now):
+            return True, f"no ratio (gradient norm {before:.3g}, then {now:.3g})"
+        ratio = abs(before - now) / before
+        extent = "at least" if ratio >= self.eta else "less than"
+        return ratio >= self.eta, f"gradient norm changed by {extent} {self.eta:g} ({ratio:.2f})"
+
+
+@documented_options(CriticalRegimes)
+@configuration
+class Accordion(CriticalRegimes, Controller):
     """Two levels of compression, chosen by how fast the gradient changes.
 
     1. Every rank adds up its own gradients over a window, before error feedback.
@@ -52,15 +125,8 @@ class Accordion(Controller):
     Args:
         light: What a critical regime gets.
         heavy: What the rest gets; must send fewer bytes.
-        eta: Change of the norm that counts as critical. Smaller: light more often.
-        interval: Epochs (steps) between two detections; with ``unit="epochs"`` the window is the first epoch of each
-            interval, as published, with ``"steps"`` the whole interval.
-        unit: What `interval` counts.
         per: Judge each ``parameter`` by itself, or the ``model`` as one.
-        gradient: ``local``: each rank's own, as published, a float32 copy of the whole model on every rank; ``mean``:
-            what all ranks agreed on, under FSDP2 a shard's size.
-        learning_rate_drop: A fall by more than this share from one step to the next counts as a decay; smooth
-            schedules stay below it.
+        @CriticalRegimes: eta, interval, unit, gradient and learning_rate_drop; filled in from there.
 
     Raises:
         ValueError: A field is out of range, or `light` sends no more than `heavy`.
@@ -72,16 +138,10 @@ class Accordion(Controller):
 
     light: Compressor
     heavy: Compressor
-    eta: float = 0.5
-    interval: int = 10
-    unit: Unit = "epochs"
     per: Literal["parameter", "model"] = "parameter"
-    gradient: Accumulate = "local"
-    learning_rate_drop: float = 0.1
-    regimes: CriticalRegimes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "regimes", _regimes(self))
+        super().__post_init__()
         check_order(self.levels, ("light", "heavy"))
 
     @property
@@ -89,38 +149,31 @@ class Accordion(Controller):
         return (self.light, self.heavy)
 
     def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
-        return {
-            "regimes": self.regimes.init(),
-            "levels": {spec.name: 0 for spec in specs},
-            "judged": [spec.name for spec in specs if spec.ndim > 1],
-        }
-
-    def reads_accumulated(self, progress: Progress, state: State) -> bool:
-        return self.regimes.closes(progress, state["regimes"])
+        return self.first_state(specs) | {"levels": {spec.name: 0 for spec in specs}}
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         judged = state["judged"]
         norms = {name: telemetry.accumulated_norm.get(name, 0.0) for name in judged}
         if self.per == "model":
             norms = {MODEL: total_norm(norms)}
-        finding = self.regimes.update(telemetry, norms, state["regimes"])
+        found, regimes = self.update(telemetry, norms, state["regimes"])
         before: Mapping[str, int] = state["levels"]
         levels, reasons = dict(before), {}
-        if finding.critical is not None:
+        if found is not None:
             for name in judged:
-                key = MODEL if self.per == "model" else name
-                levels[name] = 0 if finding.critical[key] else 1
-                reasons[name] = finding.reasons[key].partition(" (")[0]  # one line for all that switch together
+                critical, reason = found[MODEL if self.per == "model" else name]
+                levels[name] = 0 if critical else 1
+                reasons[name] = reason.partition(" (")[0]  # one line for all that switch together
         return Decision(
-            state={"regimes": finding.state, "levels": levels, "judged": judged},
+            state=dict(state, regimes=regimes, levels=levels),
             levels=levels,
-            probe=Probe(accumulate=self.regimes.accumulate(telemetry.progress)),
-            switches=describe_switches(before, levels, labels(self.levels), reasons),
+            probe=Probe(accumulate=self.accumulate(telemetry.progress)),
+            switches=self.switches(before, levels, reasons),
         )
 
 
 @configuration
-class AccordionBatch(Controller):
+class AccordionBatch(CriticalRegimes, Controller):
     """Accordion on the batch size: small batches in critical regimes, large ones otherwise.
 
     The batch is changed through gradient accumulation, the learning rate follows linearly. As published the batch only
@@ -144,18 +197,12 @@ class AccordionBatch(Controller):
 
     small: int = 1
     large: int = 8
-    eta: float = 0.5
-    interval: int = 10
-    unit: Unit = "epochs"
-    gradient: Accumulate = "local"
-    learning_rate_drop: float = 0.1
     only_grows: bool = True
-    regimes: CriticalRegimes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.small < self.large:
             raise ValueError(f"1 <= small < large must hold, got small={self.small!r} and large={self.large!r}")
-        object.__setattr__(self, "regimes", _regimes(self))
+        super().__post_init__()
 
     @property
     def levels(self) -> tuple[Compressor, ...]:
@@ -166,16 +213,8 @@ class AccordionBatch(Controller):
         return self.small
 
     def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
-        judged = [spec.name for spec in specs if spec.ndim > 1]
-        return {
-            "regimes": self.regimes.init(),
-            "accumulation": self.small,
-            "batches": [self.small, self.small],  # of the window before and of this one; 0: of several sizes
-            "judged": judged,
-        }
-
-    def reads_accumulated(self, progress: Progress, state: State) -> bool:
-        return self.regimes.closes(progress, state["regimes"])
+        batches = [self.small, self.small]  # of the window before and of this one; 0: of several sizes
+        return self.first_state(specs) | {"accumulation": self.small, "batches": batches}
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         norms = {name: telemetry.accumulated_norm.get(name, 0.0) for name in state["judged"]}
@@ -184,26 +223,22 @@ class AccordionBatch(Controller):
         norm = total_norm(norms) * (state["accumulation"] if self.unit == "epochs" else 1)
         earlier, present = state["batches"]
         comparable = self.unit == "epochs" or earlier == present != 0
-        finding = self.regimes.update(telemetry, {MODEL: norm}, state["regimes"], comparable=comparable)
+        found, regimes = self.update(telemetry, {MODEL: norm}, state["regimes"], comparable=comparable)
         before = accumulation = state["accumulation"]
         switches: tuple[Switch, ...] = ()
-        if finding.critical is not None:
-            wanted = self.small if finding.critical[MODEL] else self.large
+        if found is not None:
+            critical, reason = found[MODEL]
+            wanted = self.small if critical else self.large
             accumulation = max(before, wanted) if self.only_grows else wanted
             if accumulation != before:
-                switches = (Switch("batch", f"x{before}", f"x{accumulation}", finding.reasons[MODEL]),)
-        if self.regimes.closes(telemetry.progress, state["regimes"]):
+                switches = (Switch("batch", f"x{before}", f"x{accumulation}", reason),)
+        if self.reads_accumulated(telemetry.progress, state):
             batches = [present, accumulation]
         else:
             batches = [earlier, present if accumulation == before else 0]
         return Decision(
-            state={
-                "regimes": finding.state,
-                "accumulation": accumulation,
-                "batches": batches,
-                "judged": state["judged"],
-            },
-            probe=Probe(accumulate=self.regimes.accumulate(telemetry.progress)),
+            state=dict(state, regimes=regimes, accumulation=accumulation, batches=batches),
+            probe=Probe(accumulate=self.accumulate(telemetry.progress)),
             switches=switches,
             accumulation=accumulation,
             learning_rate_factor=accumulation / self.small,

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from lowbit_strategy.control.base import (
-    Accumulate,
-    Controller,
-    Decision,
-    Probe,
-    Progress,
-    State,
-    Telemetry,
-    describe_switches,
-)
-from lowbit_strategy.control.levels import check_order, labels
+from lowbit_strategy.control.base import Accumulate, Controller, Decision, Probe, Progress, State, Telemetry
+from lowbit_strategy.control.groups import GroupBy, grouped
+from lowbit_strategy.control.levels import check_order
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
@@ -94,42 +86,25 @@ class AdaQS(Controller):
         return progress.step > 0 and progress.step % self.interval == 0
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
-        new = dict(state)
-        before = state["levels"]
+        levels, ratios, references = dict(state["levels"]), dict(state["ratios"]), dict(state["references"])
         reasons: dict[str, str] = {}
-        if telemetry.accumulated_steps > 1:
-            new["ratios"], new["references"], fallen = self._compare(self._measured(telemetry, state["judged"]), state)
-            new["levels"] = dict(before)
-            for name in state["judged"]:
-                if (MODEL if self.per == "model" else name) in fallen and before[name] > 0:
-                    new["levels"][name] = before[name] - 1
+        by: GroupBy = (lambda _: MODEL) if self.per == "model" else "parameter"
+        judged = state["judged"] if telemetry.accumulated_steps > 1 else ()
+        for key, names in grouped(judged, by).items():
+            if (ratio := mean_to_deviation(telemetry, names)) is None:
+                continue
+            ratios[key] = (1 - self.ewma) * ratios[key] + self.ewma * ratio if key in ratios else ratio
+            if ratios[key] < self.factor * references.setdefault(key, ratios[key]):
+                references[key] = ratios[key]
+                for name in names:
+                    levels[name] = max(levels[name] - 1, 0)
                     reasons[name] = f"mean-to-deviation ratio fell below {self.factor:g} of its reference"
         return Decision(
-            state=new,
-            levels=new["levels"],
+            state=dict(state, levels=levels, ratios=ratios, references=references),
+            levels=levels,
             probe=Probe(accumulate=self.gradient, square=True),
-            switches=describe_switches(before, new["levels"], labels(self.ladder), reasons),
+            switches=self.switches(state["levels"], levels, reasons),
         )
-
-    def _measured(self, telemetry: Telemetry, judged: Sequence[str]) -> dict[str, float]:
-        groups: Mapping[str, Iterable[str]] = (
-            {MODEL: judged} if self.per == "model" else {name: [name] for name in judged}
-        )
-        ratios = {key: mean_to_deviation(telemetry, names) for key, names in groups.items()}
-        return {key: ratio for key, ratio in ratios.items() if ratio is not None}
-
-    def _compare(
-        self, measured: Mapping[str, float], state: State
-    ) -> tuple[dict[str, float], dict[str, float], set[str]]:
-        ratios, references, fallen = dict(state["ratios"]), dict(state["references"]), set()
-        for key, value in measured.items():
-            old = ratios.get(key)
-            ratios[key] = value if old is None else (1 - self.ewma) * old + self.ewma * value
-            reference = references.setdefault(key, ratios[key])
-            if ratios[key] < self.factor * reference:
-                references[key] = ratios[key]
-                fallen.add(key)
-        return ratios, references, fallen
 
 
 def mean_to_deviation(telemetry: Telemetry, names: Iterable[str]) -> float | None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from lowbit_strategy.control.levels import labels
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
@@ -180,18 +181,17 @@ class Controller(ABC):
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         """At the start of every step. Leaves `state` as it is."""
 
-
-def describe_switches(
-    before: Mapping[str, int], after: Mapping[str, int], labels: Sequence[str], reasons: Mapping[str, str]
-) -> tuple[Switch, ...]:
-    """One `Switch` for each way that parameters went, with all the parameters that went it for the same reason."""
-    ways: dict[tuple[str, str, str], list[str]] = {}
-    for name, level in after.items():
-        if before.get(name) != level:
-            origin = labels[before[name]] if name in before else "start"
-            ways.setdefault((origin, labels[level], reasons.get(name, "")), []).append(name)
-    everything = len(after)
-    return tuple(Switch(_names(names, everything), *way) for way, names in ways.items())
+    def switches(
+        self, before: Mapping[str, int], after: Mapping[str, int], reasons: Mapping[str, str]
+    ) -> tuple[Switch, ...]:
+        """One `Switch` for each way that parameters went, with all the parameters that went it for the same reason."""
+        texts = labels(self.levels)
+        ways: dict[tuple[str, str, str], list[str]] = {}
+        for name, level in after.items():
+            if before.get(name) != level:
+                origin = texts[before[name]] if name in before else "start"
+                ways.setdefault((origin, texts[level], reasons.get(name, "")), []).append(name)
+        return tuple(Switch(_names(names, len(after)), *way) for way, names in ways.items())
 
 
 def _names(names: Sequence[str], everything: int) -> str:

@@ -9,18 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.control.base import (
-    Controller,
-    Decision,
-    Energy,
-    Probe,
-    State,
-    Telemetry,
-    describe_switches,
-    end_to_end_error,
-)
+from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, end_to_end_error
 from lowbit_strategy.control.groups import GroupBy, grouped
-from lowbit_strategy.control.levels import check_order, labels, level_nbytes
+from lowbit_strategy.control.levels import check_order
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -90,18 +81,15 @@ class ErrorBudget(Controller):
 
     def init(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool = False) -> State:
         world_size = max(world_size, 2)
-        judged = [spec for spec in specs if len({level.assign(spec).method for level in self.choices}) > 1]
-        nbytes = {
-            spec.name: [level_nbytes(level, spec, world_size, scatter=scatter) for level in self.choices]
-            for spec in judged
-        }
-        elements = sum(spec.numel for spec in judged)
-        state: State = {
-            "levels": {spec.name: 0 for spec in specs},
-            "nbytes": nbytes,
-            "max_nbytes": None,
-            "solved": False,
-        }
+        nbytes: dict[str, list[int]] = {}
+        elements = 0
+        for spec in specs:
+            methods = [level.assign(spec).method for level in self.choices]
+            if len(set(methods)) > 1:
+                nbytes[spec.name] = [method.wire_nbytes(spec, world_size, scatter=scatter) for method in methods]
+                elements += spec.numel
+        levels = {spec.name: 0 for spec in specs}
+        state: State = {"levels": levels, "nbytes": nbytes, "max_nbytes": None, "solved": False}
         if self.max_bits is not None:
             hops = 1 if scatter else 2
             ring = hops * (world_size - 1) / world_size  # how often an element crosses the wire uncompressed
@@ -116,49 +104,46 @@ class ErrorBudget(Controller):
         return state
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
-        before = state["levels"]
+        before, solved = state["levels"], state["solved"]
         levels = dict(before)
         warnings: tuple[str, ...] = ()
-        solved = state["solved"]
         if len(telemetry.energy) == len(self.choices):
-            groups = self._options(telemetry.energy, state["nbytes"])
-            scale = self._scale(telemetry, before, state["nbytes"])
-            solution = self._solve(groups, state["max_nbytes"], scale)
-            if not solution.feasible:
-                least = math.sqrt(scale * sum(min(group.errors) for group in groups) / _total(groups))
-                message = (
-                    f"max_error={self.max_error:g} cannot be met: the lightest choices have a relative error of"
-                    f" {least:.3g}; raise max_error or add a lighter choice"
-                )
-                if not solved:
-                    raise ValueError(message)
-                warnings = (message,)
+            solution, problem = self._solve(telemetry, state)
+            if problem and not solved:
+                raise ValueError(problem)
+            warnings = (problem,) if problem else ()
+            levels |= solution
             solved = True
-            for group, level in zip(groups, solution.levels, strict=True):
-                levels.update(dict.fromkeys(group.names, level))
-        reasons = dict.fromkeys(levels, f"budget solved again: {self._bound()}")
+        bound = f"bits <= {self.max_bits:g}" if self.max_error is None else f"error <= {self.max_error:g}"
+        reasons = dict.fromkeys(levels, f"budget solved again: {bound}")
         due = telemetry.progress.step % self.interval == 0
         return Decision(
             state=dict(state, levels=levels, solved=solved),
             levels=levels,
             probe=Probe(levels=tuple(range(len(self.choices))) if due else (), end_to_end=due and self.both_hops),
-            switches=describe_switches(before, levels, labels(self.choices), reasons),
+            switches=self.switches(before, levels, reasons),
             warnings=warnings,
         )
 
-    def _bound(self) -> str:
-        return f"error <= {self.max_error:g}" if self.max_error is not None else f"bits <= {self.max_bits:g}"
-
-    def _options(
-        self, energy: Mapping[int, Mapping[str, Energy]], nbytes: Mapping[str, Sequence[int]]
-    ) -> list[GroupOptions]:
-        options = []
-        for names in grouped([name for name in nbytes if name in energy[0]], self.group_by).values():
-            levels = range(len(self.choices))
-            errors = [sum(energy[level][name].error for name in names) for level in levels]
-            sizes = [float(sum(nbytes[name][level] for name in names)) for level in levels]
-            options.append(GroupOptions(names, sum(energy[0][name].compensated for name in names), errors, sizes))
-        return options
+    def _solve(self, telemetry: Telemetry, state: State) -> tuple[dict[str, int], str]:
+        """A level for each parameter that was measured, and what to change where the bound cannot be kept."""
+        energy, nbytes, choices = telemetry.energy, state["nbytes"], range(len(self.choices))
+        groups = list(grouped([name for name in nbytes if name in energy[0]], self.group_by).values())
+        errors = [[sum(energy[at][name].error for name in names) for at in choices] for names in groups]
+        sizes = [[float(sum(nbytes[name][at] for name in names)) for at in choices] for names in groups]
+        total = sum(sum(energy[0][name].compensated for name in names) for names in groups) or 1.0
+        scale = self._scale(telemetry, state["levels"], nbytes)
+        if self.max_error is None:
+            solution = cheapest(errors, sizes, state["max_nbytes"], self.resolution)
+        else:
+            solution = cheapest(sizes, errors, self.max_error**2 / scale * total, self.resolution)
+        problem = ""
+        if not solution.feasible:
+            problem = (
+                f"max_error={self.max_error:g} cannot be met: the lightest choices have a relative error of"
+                f" {math.sqrt(scale * sum(map(min, errors)) / total):.3g}; raise max_error or add a lighter choice"
+            )
+        return {name: level for names, level in zip(groups, solution.levels, strict=True) for name in names}, problem
 
     def _scale(self, telemetry: Telemetry, levels: Mapping[str, int], names: Iterable[str]) -> float:
         """Squared end-to-end error over the uplink's, both relative, of the levels in force; 1 if not asked for."""
@@ -167,26 +152,6 @@ class ErrorBudget(Controller):
         uplink = sum(energy.error for energy in energies) / (sum(energy.compensated for energy in energies) or 1.0)
         whole = end_to_end_error(telemetry, names)
         return 1.0 if not self.both_hops or whole is None or uplink == 0 else whole**2 / uplink
-
-    def _solve(self, groups: Sequence[GroupOptions], max_nbytes: float | None, scale: float) -> Solution:
-        errors, sizes = [group.errors for group in groups], [group.sizes for group in groups]
-        if max_nbytes is not None:
-            return cheapest(errors, sizes, max_nbytes, self.resolution)
-        assert self.max_error is not None
-        return cheapest(sizes, errors, self.max_error**2 / scale * _total(groups), self.resolution)
-
-
-class GroupOptions(NamedTuple):
-    """A group: squared norm of the compensated gradient, and for each level the squared error and the bytes."""
-
-    names: list[str]
-    compensated: float
-    errors: list[float]
-    sizes: list[float]
-
-
-def _total(groups: Sequence[GroupOptions]) -> float:
-    return sum(group.compensated for group in groups) or 1.0
 
 
 class Solution(NamedTuple):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Any
 
-from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, describe_switches
-from lowbit_strategy.control.levels import check_order, labels
+from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry
+from lowbit_strategy.control.levels import check_order
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -116,8 +116,7 @@ class GraVAC(Controller):
         if num < 2 or not 0 < last < first:
             raise ValueError(f"0 < last < first and num >= 2 must hold, got {first!r}, {last!r}, {num!r}")
         ratio = (last / first) ** (1 / (num - 1))
-        values: list[dict[str, Any]] = [{option: first * ratio**at} for at in range(num)]
-        return tuple(dataclasses.replace(base, **value) for value in values)
+        return tuple(dataclasses.replace(base, **{option: first * ratio**at}) for at in range(num))
 
     @property
     def levels(self) -> tuple[Compressor, ...]:
@@ -168,7 +167,7 @@ class GraVAC(Controller):
             state=new,
             levels=levels,
             probe=Probe(levels=self._probed(new, step), seconds=not new["settled"]),
-            switches=describe_switches(before, levels, labels(self.levels), reasons),
+            switches=self.switches(before, levels, reasons),
         )
 
     def _learn(self, telemetry: Telemetry, new: State) -> None:
@@ -179,16 +178,15 @@ class GraVAC(Controller):
             compensated = sum(energy.compensated for energy in energies.values())
             if compensated <= 0:
                 continue
-            compression_gain = max(0.0, 1 - sum(energy.error for energy in energies.values()) / compensated)
+            measured = max(0.0, 1 - sum(energy.error for energy in energies.values()) / compensated)
             is_own = searched and level == new["candidate"]
             old = new["compression_gains"].get(str(level))
             if is_own and not new["own_compression_gains"]:
                 old = None  # so far the compression gains of a residual that was not its own: nothing to average with
-            new["compression_gains"][str(level)] = (
-                compression_gain if old is None else (1 - self.ewma) * old + self.ewma * compression_gain
-            )
+            averaged = measured if old is None else (1 - self.ewma) * old + self.ewma * measured
+            new["compression_gains"][str(level)] = averaged
             if is_own and judged:
-                new["own_compression_gains"] = [*new["own_compression_gains"], compression_gain]
+                new["own_compression_gains"] = [*new["own_compression_gains"], measured]
         if telemetry.step_seconds is not None and judged and not new["fresh"]:
             new["seconds"] = [*new["seconds"], telemetry.step_seconds]
 
@@ -204,16 +202,10 @@ class GraVAC(Controller):
         """Score the candidate, then go on or settle; changes `new`. Returns why, for the log."""
         candidate, scores = new["candidate"], dict(new["scores"])
         compression_gains, seconds = new["own_compression_gains"], new["seconds"]
-        good = (
-            not new["refused"]
-            and bool(compression_gains)
-            and bool(seconds)
-            and sum(compression_gains) / len(compression_gains) >= self.epsilon
-        )
+        mean = sum(compression_gains) / len(compression_gains) if compression_gains else 0.0
+        good = not new["refused"] and bool(seconds) and mean >= self.epsilon
         if good:
-            scores[str(candidate)] = (
-                sum(compression_gains) / len(compression_gains) / sorted(seconds)[len(seconds) // 2]
-            )
+            scores[str(candidate)] = mean / statistics.median_high(seconds)
         new.update(scores=scores, own_compression_gains=[], seconds=[], refused=False, turn_start=step)
         best, saturated = self._best(scores)
         if good and not saturated and candidate < len(self.candidates):
@@ -222,9 +214,7 @@ class GraVAC(Controller):
         new.update(settled=True, settled_step=step, candidate=best)
         if saturated:
             return f"settled: two best within {self.omega:g}"
-        return (
-            "settled: best of all candidates" if good else "settled: the compression gain of a heavier one is too small"
-        )
+        return f"settled: {'best of all candidates' if good else 'the compression gain of a heavier one is too small'}"
 
     def _best(self, scores: Mapping[str, float]) -> tuple[int, bool]:
         """The best candidate, and whether the two best are as good as equal (then the one that sends less)."""
@@ -239,14 +229,10 @@ class GraVAC(Controller):
 
     def _admissible(self, state: State) -> tuple[int, str]:
         candidate, compression_gains = state["candidate"], state["compression_gains"]
-        compression_gain = compression_gains.get(str(candidate))
-        if not state["refused"] and (compression_gain is None or compression_gain >= self.epsilon):
-            return (
-                candidate,
-                "to be measured" if compression_gain is None else f"compression gain at least {self.epsilon:g}",
-            )
-        lightest = compression_gains.get("1")
-        if candidate != 1 and (lightest is None or lightest >= self.epsilon):
+        own = compression_gains.get(str(candidate), math.inf)  # infinite: not known
+        if not state["refused"] and own >= self.epsilon:
+            return candidate, "to be measured" if own == math.inf else f"compression gain at least {self.epsilon:g}"
+        if candidate != 1 and compression_gains.get("1", math.inf) >= self.epsilon:
             return 1, f"compression gain of the candidate below {self.epsilon:g}"
         return _DENSE, f"compression gain of the lightest candidate below {self.epsilon:g}"
 

@@ -7,17 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lowbit_strategy.control.base import (
-    Controller,
-    Decision,
-    Progress,
-    State,
-    Telemetry,
-    describe_switches,
-    end_to_end_error,
-)
+from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry, end_to_end_error
 from lowbit_strategy.control.groups import GroupBy, group_of, grouped
-from lowbit_strategy.control.levels import describe, labels, reference_nbytes
+from lowbit_strategy.control.levels import describe, reference_nbytes
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -36,9 +28,8 @@ _END_TO_END = "end-to-end error"
 
 
 class Verdict(NamedTuple):
-    """Groups out of bounds for long enough (and why), those that have just come to be or ceased; the next state."""
+    """Groups that have just come to be out of bounds for long enough (and why), or ceased; all that are, in `state`."""
 
-    alarmed: Mapping[str, str]
     raised: Mapping[str, str]
     cleared: tuple[str, ...]
     state: State
@@ -92,7 +83,7 @@ class Bounds:
             else:
                 del alarmed[group]
                 cleared.append(group)
-        return Verdict(alarmed, raised, tuple(cleared), {"counts": counts, "alarmed": alarmed})
+        return Verdict(raised, tuple(cleared), {"counts": counts, "alarmed": alarmed})
 
     def _reason(self, reading: Reading) -> str:
         parts = []
@@ -156,43 +147,33 @@ class Guard(Controller):
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
         inner = self.inner.decide(telemetry, state["inner"])
-        verdict = Verdict(state["bounds"]["alarmed"], {}, (), state["bounds"])
-        if readings := self._readings(telemetry, state["wanted"], state["bounds"]["alarmed"]):
-            verdict = self.bounds.update(readings, state["bounds"])
+        readings = self._readings(telemetry, state["wanted"], state["bounds"]["alarmed"])
+        verdict = self.bounds.update(readings, state["bounds"])
+        alarmed = verdict.state["alarmed"]
         levels = dict(inner.levels)
         reasons: dict[str, str] = {}
         if self.fallback is not None:
             for name in levels:
-                if (group := group_of(name, self.group_by)) in verdict.alarmed:
+                if (group := group_of(name, self.group_by)) in alarmed:
                     levels[name] = len(self.inner.levels)
-                    reasons[name] = f"guard: {verdict.alarmed[group]}"
+                    reasons[name] = f"guard: {alarmed[group]}"
                 elif group in verdict.cleared:
                     reasons[name] = "guard: within its bounds again"
-        own = describe_switches(
-            {name: state["levels"].get(name, level) if name in reasons else level for name, level in levels.items()},
-            levels,
-            labels(self.levels),
-            reasons,
-        )
-        observed = (
-            tuple(sorted(set(inner.levels.values()))) if telemetry.progress.step % self.observe_every == 0 else ()
-        )
+        before = {
+            name: state["levels"].get(name, level) if name in reasons else level for name, level in levels.items()
+        }
+        observed = inner.levels if telemetry.progress.step % self.observe_every == 0 else {}
         probe = replace(
             inner.probe,
-            levels=tuple(sorted({*inner.probe.levels, *observed})),
+            levels=tuple(sorted({*inner.probe.levels, *observed.values()})),
             end_to_end=inner.probe.end_to_end or (bool(observed) and self.bounds.max_end_to_end is not None),
         )
         return replace(
             inner,
-            state={
-                "inner": inner.state,
-                "bounds": verdict.state,
-                "levels": levels,
-                "wanted": dict(inner.levels) if observed else {},
-            },
+            state={"inner": inner.state, "bounds": verdict.state, "levels": levels, "wanted": dict(observed)},
             levels=levels,
             probe=probe,
-            switches=(*inner.switches, *own),
+            switches=(*inner.switches, *self.switches(before, levels, reasons)),
             warnings=(*inner.warnings, *self._warnings(verdict)),
         )
 
@@ -218,8 +199,6 @@ class Guard(Controller):
 
     def _warnings(self, verdict: Verdict) -> tuple[str, ...]:
         what = "falls back to " + describe(self.fallback) if self.fallback is not None else "only watched"
-        raised = [
-            f"{group}: {reason} {self.bounds.patience} times in a row; {what}"
-            for group, reason in verdict.raised.items()
-        ]
+        times = f"{self.bounds.patience} times in a row; {what}"
+        raised = (f"{group}: {reason} {times}" for group, reason in verdict.raised.items())
         return (*raised, *(f"{group}: within its bounds again" for group in verdict.cleared))

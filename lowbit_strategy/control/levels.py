@@ -15,11 +15,6 @@ _REFERENCE_WORLD_SIZE = 4
 _STRENGTHS = ("bits", "density", "rank")
 
 
-def level_nbytes(level: Compressor, spec: TensorSpec, world_size: int, *, scatter: bool = False) -> int:
-    """Bytes one rank sends to others for one reduction of `spec`, exempt or not, under the level."""
-    return level.assign(spec).method.wire_nbytes(spec, world_size, scatter=scatter)
-
-
 def reference_nbytes(level: Compressor) -> int:
     """Bytes for a matrix of 1024 x 1024 that is neither exempt nor of high precision, over four ranks."""
     return level.method(REFERENCE).wire_nbytes(REFERENCE, _REFERENCE_WORLD_SIZE, scatter=False)

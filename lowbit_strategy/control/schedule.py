@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry, describe_switches
-from lowbit_strategy.control.levels import labels
+from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration, positional_configuration
@@ -116,8 +115,9 @@ class Schedule(Controller):
         return {"names": [spec.name for spec in specs], "phase": None}
 
     def decide(self, telemetry: Telemetry, state: State) -> Decision:
-        progress = telemetry.progress
-        at = self._phase_at(progress) if state["phase"] is not None else self._first(progress)
+        if state["phase"] is None:
+            self._check_phases(telemetry.progress)
+        at = self._phase_at(telemetry.progress)
         names = state["names"]
         before = {} if state["phase"] is None else {name: int(state["phase"]) for name in names}
         levels = dict.fromkeys(names, at)
@@ -126,17 +126,15 @@ class Schedule(Controller):
         return Decision(
             state={"names": names, "phase": at},
             levels=levels,
-            switches=describe_switches(before, levels, labels(self.levels), reasons),
+            switches=self.switches(before, levels, reasons),
         )
 
-    def _first(self, progress: Progress) -> int:
-        """As `_phase_at`, after a check of all phases against each other now that units can be compared."""
+    def _check_phases(self, progress: Progress) -> None:
+        """All phases against each other, now that units can be compared."""
         if len({phase.unit for phase in self.phases}) > 1:
             for at, (phase, following) in enumerate(pairwise(self.phases)):
-                _check_neighbours(
-                    at, phase.first_step(progress), phase.end_step(progress), following.first_step(progress)
-                )
-        return self._phase_at(progress)
+                start, end = phase.first_step(progress), phase.end_step(progress)
+                _check_neighbours(at, start, end, following.first_step(progress))
 
     def _phase_at(self, progress: Progress) -> int:
         if all(phase.unit == "epoch" for phase in self.phases):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,16 +14,12 @@ from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.stamp import Stamp
+from lowbit_strategy.fabric.bases import ParallelStrategy
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.telemetry.model_control import ModelControl
 
-if TYPE_CHECKING:
-    from lightning.fabric.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
 
-
-class LowBitFabricMixin(_Base):
+class LowBitFabricMixin(ParallelStrategy):
     """Put before a constructor and a Fabric strategy in the bases of a class.
 
     There is one attachment per model that is set up.
@@ -32,6 +28,10 @@ class LowBitFabricMixin(_Base):
     compressor: Compressor
     options: SyncOptions
     sessions: list[Session]
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: `lowbit_strategy.register` does it, for both kinds."""
 
     def on_configured(self) -> None:
         self.sessions = []

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.attach import attach_ddp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import DDPConstructor
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.fabric.base_strategy import LowBitFabricMixin
-
-if TYPE_CHECKING:
-    from lightning.fabric.strategies import DDPStrategy as _Base
-else:
-    _Base = object
+from lowbit_strategy.fabric.bases import DDPStrategy
+from lowbit_strategy.options.documentation import documented_options
 
 
-class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, _Base):
-    """See `lowbit_strategy.fabric.LowBitDDPStrategy`."""
+@documented_options(SyncOptions)
+class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, DDPStrategy):
+    """DDP with compressed gradient synchronisation. With one rank nothing is compressed.
+
+    Args:
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        @SyncOptions: seed, outer and the others that are for DDP; what they do is filled in from there.
+        kwargs: As for Fabric's ``DDPStrategy``.
+
+    Raises:
+        TypeError: An option is unknown.
+        ValueError: An option is out of range, or a communication hook is given.
+    """
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Fabric's DDP has no option for hooks: wrap, then attach."""
@@ -30,7 +37,3 @@ class LowBitFabricDDPMixin(LowBitFabricMixin, DDPConstructor, _Base):
         wrapped = super().setup_module(module)
         self.attach(attach_ddp(wrapped, prepared, device=self.root_device, has_scaler=self.loss_scaler is not None))
         return wrapped
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: `lowbit_strategy.register` does it, for both kinds."""

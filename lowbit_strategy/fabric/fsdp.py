@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,38 +13,46 @@ from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.optimizer_checks import check_optimizers
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import FSDPConstructor
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
 from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
 from lowbit_strategy.fabric.base_strategy import LowBitFabricMixin
+from lowbit_strategy.fabric.bases import ModelParallelStrategy
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
-
-if TYPE_CHECKING:
-    from lightning.fabric.strategies import ModelParallelStrategy as _Base
-else:
-    _Base = object
+from lowbit_strategy.options.documentation import documented_options
 
 _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class _ReducesAlways:
-    """In the place of Fabric's own: every micro-batch is reduced, whatever ``no_backward_sync`` asks for.
+    """In the place of Fabric's own: every micro-batch is reduced, whatever ``no_backward_sync`` asks for."""
 
-    Args:
-        reduced: Called with the module when one has been that no optimizer steps on.
-    """
-
-    def __init__(self, reduced: Callable[[nn.Module], None]) -> None:
-        self._reduced = reduced
+    def __init__(self, strategy: LowBitFabricMixin) -> None:
+        self._strategy = strategy
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
         yield
-        if enabled:
-            self._reduced(module)
+        for session in self._strategy.sessions if enabled else ():  # no optimizer steps on what has been reduced
+            if session.serves(module):
+                session.weights_unchanged()
 
 
-class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, _Base):
-    """See `lowbit_strategy.fabric.LowBitFSDPStrategy`."""
+@documented_options(SyncOptions)
+class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, ModelParallelStrategy):
+    """FSDP2 with compressed gradient reduce-scatter, for any module. With one rank nothing is compressed.
+
+    Args:
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        @SyncOptions: seed, weights, shard_size and all others; what they do is filled in from there.
+        min_shard_numel: Smallest block that is gathered and reduced by itself. Smaller: less memory, more messages.
+        save_distributed_checkpoint: True: a folder of shards; False: one full file.
+        process_group_backend, timeout: As for ``ModelParallelStrategy``.
+
+    Raises:
+        TypeError: An option is unknown, or one of FSDP1 (the message names what to do instead).
+        ValueError: An option is out of range.
+    """
 
     def stock_options(self) -> dict[str, Any]:
         return {"parallelize_fn": self._shard}
@@ -61,12 +69,7 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, _Base):
     def on_configured(self) -> None:
         super().on_configured()
         if self.accumulate == "reduce":
-            self._backward_sync_control = _ReducesAlways(self._weights_unchanged)  # type: ignore[assignment]
-
-    def _weights_unchanged(self, module: nn.Module) -> None:
-        for session in self.sessions:
-            if session.serves(module):
-                session.weights_unchanged()
+            self._backward_sync_control = _ReducesAlways(self)  # type: ignore[assignment]
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if not any(param.requires_grad for param in module.parameters()):
@@ -106,7 +109,3 @@ class LowBitFabricFSDPMixin(LowBitFabricMixin, FSDPConstructor, _Base):
         modules = {key: value for key, value in entries if isinstance(value, nn.Module)}
         with explain_mismatch(path, modules), optimizers_without_state(self):
             return super().load_checkpoint(path, state, *args, **kwargs)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: `lowbit_strategy.register` does it, for both kinds."""

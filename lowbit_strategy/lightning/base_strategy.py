@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optimizers
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
@@ -16,16 +16,12 @@ from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.lightning.asynchronous import finish_writing
+from lowbit_strategy.lightning.bases import ParallelStrategy
 from lowbit_strategy.lightning.local_callbacks import add_local_callbacks, copied
 from lowbit_strategy.lightning.replica import batch_size, join_in, with_own_samples
 from lowbit_strategy.lightning.signals import DeferredSignals
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.handshake import handshake
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -40,7 +36,7 @@ _SAME_ON_ALL_RANKS = (
 )
 
 
-class LowBitMixin(_Base):
+class LowBitMixin(ParallelStrategy):
     """Put before a constructor and a Lightning strategy in the bases of a class.
 
     The subclass attaches compression in its own set-up and calls `on_attached`.
@@ -49,6 +45,10 @@ class LowBitMixin(_Base):
     compressor: Compressor
     options: SyncOptions
     session: Session | None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: `lowbit_strategy.register` does it, for both kinds."""
 
     def on_configured(self) -> None:
         self.session = None
@@ -68,10 +68,14 @@ class LowBitMixin(_Base):
     def loss_scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
 
+    @property
+    def fitted_trainer(self) -> Any:
+        """The Trainer whose strategy this is; None before it has a module."""
+        return self.lightning_module.trainer if self.lightning_module is not None else None
+
     def on_attached(self, session: Session) -> None:
         """Take over a new attachment: state of an earlier fit, or of a checkpoint that is waiting, goes in."""
-        module = self.lightning_module
-        trainer = module.trainer if module is not None else None
+        module, trainer = self.lightning_module, self.fitted_trainer
         handshake({f"Trainer({name}=...)": repr(getattr(trainer, name, None)) for name in _SAME_ON_ALL_RANKS})
         while self.on_sync:  # first, so that their state is restored with the rest
             self.on_sync.pop(0)(session.sync)
@@ -90,7 +94,7 @@ class LowBitMixin(_Base):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        trainer = self.fitted_trainer
         if trainer is None or self.session is None:
             return
         signals = self._defer_signals(trainer)
@@ -119,18 +123,16 @@ class LowBitMixin(_Base):
         return self._signals
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.session is not None and self.must_extend(self.session):
-            self.on_unfrozen(self.session)
-        if self.session is not None and self.session.replica is not None:
-            self.session.replica.count_samples(batch_size(args[0] if args else kwargs.get("batch")))
+        if self.session is not None:
+            self.serve_unfrozen(self.session)
+            if self.session.replica is not None:
+                self.session.replica.count_samples(batch_size(args[0] if args else kwargs.get("batch")))
         return super().training_step(*args, **kwargs)
 
-    def must_extend(self, session: Session) -> bool:
-        return bool(session.newly_trainable())
-
-    def on_unfrozen(self, session: Session) -> None:
-        """Parameters have been unfrozen since set-up, on all ranks: synchronise them from now on."""
-        session.extend()
+    def serve_unfrozen(self, session: Session) -> None:
+        """If parameters have been unfrozen since set-up, on all ranks: synchronise them from now on."""
+        if session.newly_trainable():
+            session.extend()
 
     def pre_backward(self, closure_loss: Any) -> None:
         super().pre_backward(closure_loss)
@@ -164,9 +166,9 @@ class LowBitMixin(_Base):
             return copied(super().lightning_module_state_dict())
 
     def on_validation_start(self) -> None:
-        if self.session is not None and self._in_fit and self.lightning_module is not None:
-            self._defer_signals(self.lightning_module.trainer)
         if self.session is not None and self._in_fit:
+            if (trainer := self.fitted_trainer) is not None:
+                self._defer_signals(trainer)
             self._validates.enter_context(self.session.shared_weights())
         super().on_validation_start()
 
@@ -176,11 +178,10 @@ class LowBitMixin(_Base):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Replicas that come and go have different samples, though each has a world of its own."""
-        dataloader = super().process_dataloader(dataloader)
-        module = self.lightning_module
-        if self.options.elastic is None or module is None or module.trainer.state.stage != "train":
+        dataloader, trainer = super().process_dataloader(dataloader), self.fitted_trainer
+        if self.options.elastic is None or trainer is None or trainer.state.stage != "train":
             return dataloader
-        return with_own_samples(dataloader, module.trainer)
+        return with_own_samples(dataloader, trainer)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -209,8 +210,7 @@ class LowBitMixin(_Base):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        module = self.lightning_module
-        if module is not None and module.trainer.state.fn == "fit":
+        if (trainer := self.fitted_trainer) is not None and trainer.state.fn == "fit":
             self._resume = (checkpoint_path, checkpoint.get(CHECKPOINT_KEY))
             self._load_waiting()  # a learning rate finder loads in the middle of a fit and removes the file
         return checkpoint

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.attach import attach_ddp
 from lowbit_strategy.attach.prepare import Prepared, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import DDPConstructor
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
+from lowbit_strategy.lightning.bases import DDPStrategy
+from lowbit_strategy.options.documentation import documented_options
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"  # PyTorch's words
 
 
-class LowBitDDPMixin(LowBitMixin, DDPConstructor, _Base):
-    """See `lowbit_strategy.lightning.LowBitDDPStrategy`."""
+@documented_options(SyncOptions)
+class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
+    """DDP with compressed gradient synchronisation.
+
+    Args:
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        @SyncOptions: seed, outer and the others that are for DDP; what they do is filled in from there.
+        kwargs: As for ``DDPStrategy``, without its hooks. In a notebook ``start_method="fork"`` (the name
+            ``loco_ddp_notebook``) trains on several processes; with ``"fork"`` and ``"spawn"`` save with
+            ``ModelCheckpoint``: when ``fit`` has returned, the processes have ended and their residuals are gone.
+
+    With one rank nothing is compressed.
+
+    Raises:
+        TypeError: An option is unknown.
+        ValueError: An option is out of range, or a communication hook is given.
+    """
 
     _prepared: Prepared
 
@@ -39,16 +50,15 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, _Base):
         )
         self.on_attached(session)
 
-    def must_extend(self, session: Session) -> bool:
-        waits = not session.trains_locally and not getattr(self.model, "find_unused_parameters", True)
-        return bool(session.newly_trainable()) or (waits and bool(session.newly_frozen()))
-
-    def on_unfrozen(self, session: Session) -> None:
+    def serve_unfrozen(self, session: Session) -> None:
         """DDP synchronises what was trainable when it wrapped, so the module is wrapped anew; stock DDP would let the
         ranks drift apart silently. It waits for what has been frozen since, and would stop.
         """
         if session.trains_locally:  # DDP synchronises nothing
-            session.extend()
+            super().serve_unfrozen(session)
+            return
+        waits = not getattr(self.model, "find_unused_parameters", True)
+        if not session.newly_trainable() and not (waits and session.newly_frozen()):
             return
         assert self.lightning_module is not None
         assert isinstance(self.model, DistributedDataParallel)
@@ -68,7 +78,3 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, _Base):
             f" name of another compressor), or {type(self).__name__}(..., find_unused_parameters=True)."
         )
         exception.args = ("\n".join([advice, *map(str, exception.args)]),)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: `lowbit_strategy.register` does it, for both kinds."""

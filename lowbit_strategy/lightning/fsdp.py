@@ -4,31 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
 from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.strategy_options import FSDPConstructor
+from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint.explain_mismatch import explain_mismatch
 from lowbit_strategy.checkpoint.stateless_optimizers import optimizers_without_state
 from lowbit_strategy.hooks.fsdp import cost_of_accumulation
 from lowbit_strategy.inform import inform
 from lowbit_strategy.lightning.base_strategy import LowBitMixin
+from lowbit_strategy.lightning.bases import ModelParallelStrategy
+from lowbit_strategy.lightning.local_callbacks import averages_weights
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, end_iteration, shard_any
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ModelParallelStrategy as _Base
-else:
-    _Base = object
+from lowbit_strategy.options.documentation import documented_options
 
 _FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
-_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # Lightning's callbacks that copy the module
 
 
-class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, _Base):
-    """See `lowbit_strategy.lightning.LowBitFSDPStrategy`."""
+@documented_options(SyncOptions)
+class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, ModelParallelStrategy):
+    """FSDP2 with compressed gradient reduce-scatter, for any LightningModule: no ``configure_model`` needed.
+
+    Entries of module lists and sequences with at least ``min_shard_numel`` parameters are sharded one by one, the rest
+    as one module. A module that shards itself in ``configure_model`` is taken as it is. With one rank nothing is
+    compressed. ``sync_batchnorm=True`` works; callbacks that average weights in a copy of the module are refused.
+
+    Args:
+        compressor: A configuration such as ``LoCo(bits=4)``, the default, or a preset's name such as ``"loco2"``.
+        @SyncOptions: seed, weights, shard_size and all others; what they do is filled in from there.
+        min_shard_numel: Smallest block that is gathered and reduced by itself. Smaller: less memory, more messages.
+        mp_policy: FSDP2's types. None: as the trainer's ``precision`` says. With ``bf16-mixed`` weights are gathered,
+            and computed with, in bfloat16, float inputs of modules are cast to it, and gradients are reduced in
+            float32; batch norms keep the parameters' type.
+        accumulate: With ``accumulate_grad_batches``. ``local``: unsharded gradients are kept on every rank until the
+            last micro-batch, and compressed once per step; ``reduce``: every micro-batch is reduced, as the stock
+            strategy does, which keeps none and sends as many times the bytes.
+        save_distributed_checkpoint: True: a folder of shards; False: one full file, which ``load_from_checkpoint``
+            reads.
+        process_group_backend, timeout: As for ``ModelParallelStrategy``.
+
+    Raises:
+        TypeError: An option is unknown, or one of FSDP1 (the message names what to do instead).
+        ValueError: An option is out of range.
+    """
 
     def setup(self, trainer: Any) -> None:
         """As the stock strategy's, but sharding is done here instead of in ``configure_model``."""
@@ -66,7 +88,7 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, _Base):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        trainer = self.fitted_trainer
         if self.model is None or trainer is None or self.global_rank > 0:
             return
         if sentence := cost_of_accumulation(self.model, trainer.accumulate_grad_batches, self.accumulate):
@@ -109,17 +131,13 @@ class LowBitFSDPMixin(LowBitMixin, FSDPConstructor, _Base):
             end_iteration(self.model)
         super().teardown()
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: `lowbit_strategy.register` does it, for both kinds."""
-
 
 def _refuse_averaging(callbacks: list[Any]) -> None:
     """Raises:
     ValueError: A callback averages weights in a copy of the module.
     """
     for callback in callbacks:
-        if any(base.__name__ in _AVERAGING for base in type(callback).__mro__):
+        if averages_weights(callback):
             raise ValueError(
                 f"{type(callback).__name__} averages weights in a copy of the whole module, and FSDP2 keeps a shard of"
                 " them on each rank: use a DDP strategy such as loco_ddp with it, or average the checkpoints afterwards"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,8 +14,13 @@ from lowbit_strategy.attach.session import Session
 from lowbit_strategy.lightning.signals import DeferredSignals
 from lowbit_strategy.rounds.outer import OuterSync
 
-_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # they, and what derives from them, copy the module
 _MOMENTS = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
+
+
+def averages_weights(callback: Any) -> bool:
+    """Whether it is one of Lightning's callbacks that copy the module, or derives from one; of either namespace."""
+    names = {base.__name__ for base in type(callback).__mro__}
+    return not names.isdisjoint(("StochasticWeightAveraging", "WeightAveraging"))
 
 
 def add_local_callbacks(trainer: Any, session: Session, signals: DeferredSignals) -> None:
@@ -27,14 +32,13 @@ def add_local_callbacks(trainer: Any, session: Session, signals: DeferredSignals
     3. Callbacks that average weights see what all ranks share, not what one rank has trained since.
     """
     loop = trainer.fit_loop
-    loop.on_run_end = _finishing(type(loop).on_run_end.__get__(loop), session)
-    loop.epoch_loop._broadcast_sigterm_tensor = functools.partial(_answer_signals, trainer, session, signals)
-    for callback in trainer.callbacks:
-        if any(base.__name__ in _AVERAGING for base in type(callback).__mro__):
-            for moment in _MOMENTS:
-                original = getattr(type(callback), moment).__get__(callback)
-                may_change = moment == "on_train_epoch_start"
-                setattr(callback, moment, _anchored(original, session, may_change=may_change))
+    loop.on_run_end = partial(_finish, session, type(loop).on_run_end.__get__(loop))
+    loop.epoch_loop._broadcast_sigterm_tensor = partial(_answer_signals, trainer, session, signals)
+    for callback in filter(averages_weights, trainer.callbacks):
+        for moment in _MOMENTS:
+            original = getattr(type(callback), moment).__get__(callback)
+            may_change = moment == "on_train_epoch_start"
+            setattr(callback, moment, partial(_with_anchors, session, original, may_change))
 
 
 def _answer_signals(trainer: Any, session: Session, signals: DeferredSignals) -> None:
@@ -53,27 +57,17 @@ def _answer_signals(trainer: Any, session: Session, signals: DeferredSignals) ->
         raise import_module(type(trainer.fit_loop.epoch_loop).__module__).SIGTERMException  # of either namespace
 
 
-def _finishing(original: Callable[[], Any], session: Session) -> Callable[[], Any]:
-    @functools.wraps(original)
-    def on_run_end() -> Any:
-        session.finish()
-        return original()
-
-    return on_run_end
+def _finish(session: Session, on_run_end: Callable[[], Any]) -> Any:
+    session.finish()
+    return on_run_end()
 
 
-def _anchored(original: Callable[..., Any], session: Session, *, may_change: bool) -> Callable[..., Any]:
+def _with_anchors(session: Session, moment: Callable[..., Any], may_change: bool, *args: Any, **kwargs: Any) -> None:
     """`may_change`: the callback may give the model the averaged weights, which training then goes on from."""
-
-    @functools.wraps(original)
-    def moment(*args: Any, **kwargs: Any) -> Any:
-        with session.shared_weights(validates=False):
-            result = original(*args, **kwargs)
-            if may_change and session.local is not None and session.local.outer is not None:
-                session.local.outer.rebase_if_changed()
-            return result
-
-    return moment
+    with session.shared_weights(validates=False):
+        moment(*args, **kwargs)
+        if may_change and session.local is not None and session.local.outer is not None:
+            session.local.outer.rebase_if_changed()
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:

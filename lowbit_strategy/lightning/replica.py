@@ -18,12 +18,8 @@ def join_in(trainer: Any, replica: ElasticOuterSync) -> None:
     """Before the replica meets the others: it follows their steps, and its samples are others than theirs."""
     replica.on_healed = lambda: _catch_up(trainer, replica.sync.step_index)
     loaders = tree_leaves(getattr(trainer.train_dataloader, "iterables", trainer.train_dataloader))
-    replica.data = next((found for loader in loaders if (found := _sampler(loader)) is not None), None)
-
-
-def _sampler(loader: Any) -> ElasticSampler | None:
-    sampler = getattr(loader, "sampler", None)
-    return sampler if isinstance(sampler, ElasticSampler) else None
+    samplers = (getattr(loader, "sampler", None) for loader in loaders)
+    replica.data = next((each for each in samplers if isinstance(each, ElasticSampler)), None)
 
 
 def _catch_up(trainer: Any, steps: int) -> None:

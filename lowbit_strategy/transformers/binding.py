@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +10,11 @@ import wrapt
 from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import Trainer
 
-from lowbit_strategy.accelerate.binding import Binding, binding_of
+from lowbit_strategy.accelerate.binding import Binding, binding_of, wrap_method
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.transformers.checkpoints import ResidualCallback
-from lowbit_strategy.transformers.metrics import log_metrics
 from lowbit_strategy.transformers.replica import follow, join_in
 
 
@@ -42,14 +40,12 @@ def attach(trainer: Trainer, plugin: LowBitPlugin | Compressor | str | None = No
         plugin = LowBitPlugin()
     chosen = plugin if isinstance(plugin, LowBitPlugin) else LowBitPlugin(as_compressor(plugin))
     binding = _attach_accelerator(trainer, chosen)
-    create = trainer.create_accelerator_and_postprocess
 
-    @functools.wraps(create)
-    def create_and_attach() -> None:  # a hyperparameter search makes an accelerator for every trial
+    def create_and_attach(create: Callable[[], None]) -> None:  # a hyperparameter search makes one for every trial
         create()
         _attach_accelerator(trainer, chosen)
 
-    trainer.create_accelerator_and_postprocess = create_and_attach  # type: ignore[method-assign]
+    wrap_method(trainer, "create_accelerator_and_postprocess", create_and_attach)
     bind_checkpoints(trainer)
     return binding
 
@@ -86,61 +82,44 @@ def bind_checkpoints(trainer: Trainer) -> None:
             f"{type(controller).__name__} changes gradient accumulation, which the Trainer fixes when it begins: use"
             " another controller, such as Accordion, or a loop of your own with Accelerate"
         )
-    callback = ResidualCallback(lambda: binding_of(trainer.accelerator), functools.partial(log_metrics, trainer))
+    callback = ResidualCallback(trainer)
     trainer.add_callback(callback)
-    train = trainer.train
 
-    @functools.wraps(train)
-    def train_and_load(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def load_and_train(
+        train: Callable[..., Any], resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         callback.resume_from = resume_from_checkpoint
         if (current := binding_of(trainer.accelerator)) is not None:
             current.reshard(begins=True)  # the optimizer is about to be made of the model's parameters
             follow(trainer, current)
         return train(resume_from_checkpoint, *args, **kwargs)
 
-    trainer.train = train_and_load  # type: ignore[method-assign]
+    wrap_method(trainer, "train", load_and_train)
     if binding is not None and binding.plugin.outer is not None:
-        _share_weights(trainer)
+        wrap_method(trainer, "save_model", functools.partial(_with_shared_weights, trainer, validates=False))
+        wrap_method(trainer, "_load_best_model", functools.partial(_finish_before, trainer))
     if binding is not None and binding.replica is not None:
         join_in(trainer)
     for name in ("evaluate", "predict"):
-        setattr(trainer, name, _and_reshard(trainer, getattr(trainer, name)))
+        wrap_method(trainer, name, functools.partial(_with_shared_weights, trainer, validates=True))
 
 
-def _and_reshard(trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP2 leaves the outermost module gathered, and callbacks would read those weights and not the shards."""
-
-    @functools.wraps(original)
-    def and_reshard(*args: Any, **kwargs: Any) -> Any:
+def _with_shared_weights(
+    trainer: Trainer, original: Callable[..., Any], *args: Any, validates: bool, **kwargs: Any
+) -> Any:
+    """Local steps: what is evaluated and saved is what all ranks share. FSDP2 leaves the outermost module gathered when
+    it has evaluated, and callbacks would read those weights and not the shards.
+    """
+    if (binding := binding_of(trainer.accelerator)) is None:
+        return original(*args, **kwargs)
+    with binding.shared_weights(validates=validates):
         result = original(*args, **kwargs)
-        if (current := binding_of(trainer.accelerator)) is not None:
-            current.reshard()
-        return result
-
-    return and_reshard
+    if validates:
+        binding.reshard()
+    return result
 
 
-def _share_weights(trainer: Trainer) -> None:
-    """Local steps: what is evaluated and saved is what all ranks share."""
-    for name in ("evaluate", "predict", "save_model"):
-        original = getattr(trainer, name)
-        setattr(trainer, name, _with_shared_weights(trainer, original, validates=name != "save_model"))
-    load_best = trainer._load_best_model
-
-    @functools.wraps(load_best)
-    def finish_and_load() -> None:
-        if (current := binding_of(trainer.accelerator)) is not None:
-            current.finish()
-        load_best()
-
-    trainer._load_best_model = finish_and_load  # type: ignore[method-assign]
-
-
-def _with_shared_weights(trainer: Trainer, original: Callable[..., Any], *, validates: bool) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def with_shared_weights(*args: Any, **kwargs: Any) -> Any:
-        binding = binding_of(trainer.accelerator)
-        with contextlib.nullcontext() if binding is None else binding.shared_weights(validates=validates):
-            return original(*args, **kwargs)
-
-    return with_shared_weights
+def _finish_before(trainer: Trainer, load_best: Callable[[], None]) -> None:
+    if (binding := binding_of(trainer.accelerator)) is not None:
+        binding.finish()
+    load_best()

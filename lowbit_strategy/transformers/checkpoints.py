@@ -5,31 +5,35 @@ step controllers and the monitor are given what the Trainer knows: the length of
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from lowbit_strategy.accelerate.binding import Binding
-from lowbit_strategy.transformers.replica import writes_checkpoints
+from lowbit_strategy.accelerate.binding import Binding, binding_of
+from lowbit_strategy.telemetry.metric_format import is_of_group
 
 _MARK = "lowbit_strategy"  # in trainer_state.json: this checkpoint is not complete without residuals
 
 
 class ResidualCallback(TrainerCallback):
-    """Internal to `attach`.
+    """Internal to `attach`. A hyperparameter search replaces the trainer's accelerator, and the binding with it."""
 
-    Args:
-        binding: Gives the binding of the trainer's accelerator, which a hyperparameter search replaces.
-        log: The trainer's.
-    """
-
-    def __init__(self, binding: Callable[[], Binding | None], log: Callable[[dict[str, float]], Any]) -> None:
-        self._binding = binding
-        self._log = log
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self.resume_from: str | bool | None = None
+
+    def _binding(self) -> Binding | None:
+        return binding_of(self._trainer.accelerator)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -54,13 +58,22 @@ class ResidualCallback(TrainerCallback):
         if binding.plugin.num_steps is None and sync is not None:
             adaptive.clock.num_steps = sync.step_index + state.max_steps - state.global_step
 
+    def _log(self, metrics: dict[str, float]) -> None:
+        """As the Trainer logs its own; a large model has dozens of groups, which no console should print."""
+        trainer = self._trainer
+        trainer.log({name: value for name, value in metrics.items() if not is_of_group(name)})
+        groups = {name: value for name, value in metrics.items() if is_of_group(name)}
+        for callback in trainer.callback_handler.callbacks if groups else ():
+            if not isinstance(callback, (PrinterCallback, ProgressCallback)):  # consoles, which print all that they get
+                callback.on_log(trainer.args, trainer.state, trainer.control, logs=dict(groups), model=trainer.model)
+
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if (binding := self._binding()) is not None:
             binding.finish()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         binding = self._binding()
-        if binding is not None and writes_checkpoints(binding) and self._saves(args, state):
+        if binding is not None and binding.writes_checkpoints and self._saves(args, state):
             binding.save(os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
 
     @staticmethod

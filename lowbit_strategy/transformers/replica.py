@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from transformers import Trainer
 
-from lowbit_strategy.accelerate.binding import Binding, binding_of
+from lowbit_strategy.accelerate.binding import Binding, binding_of, wrap_method
 
 
 def join_in(trainer: Trainer) -> None:
     """Once, before training: it follows the others' steps, and only the lowest replica writes checkpoints."""
     trainer.args.ignore_data_skip = True  # the position in the data is the replicas', and is saved with them
-    save = trainer._save_checkpoint
 
-    @functools.wraps(save)
-    def save_if_lowest(*args: Any, **kwargs: Any) -> Any:
-        if writes_checkpoints(binding_of(trainer.accelerator)):
+    def save_if_lowest(save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if (binding := binding_of(trainer.accelerator)) is None or binding.writes_checkpoints:
             save(*args, **kwargs)
 
-    trainer._save_checkpoint = save_if_lowest  # type: ignore[method-assign]
-
-
-def writes_checkpoints(binding: Binding | None) -> bool:
-    """Whether this process does, as far as it depends on replicas."""
-    return binding is None or binding.replica is None or binding.replica.leads
+    wrap_method(trainer, "_save_checkpoint", save_if_lowest)
 
 
 def follow(trainer: Trainer, binding: Binding) -> None:

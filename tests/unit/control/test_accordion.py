@@ -7,7 +7,7 @@ import math
 import pytest
 
 from lowbit_strategy.control import Accordion, AccordionBatch, Progress, Telemetry
-from lowbit_strategy.control.critical import CriticalRegimes
+from lowbit_strategy.control.accordion import CriticalRegimes
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import preset
@@ -239,4 +239,4 @@ def test_levels_may_be_names_of_presets() -> None:
 
 def test_first_window_is_critical() -> None:
     regimes = CriticalRegimes(eta=0.5, interval=1, unit="steps", learning_rate_drop=0.1, gradient="local")
-    assert not regimes.closes(Progress(step=0), regimes.init())
+    assert not regimes.reads_accumulated(Progress(step=0), regimes.first_state([]))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowbit_strategy.control import Phase, Progress, Schedule
-from lowbit_strategy.control.base import describe_switches
+from lowbit_strategy.control import Accordion, Phase, Progress, Schedule
 from lowbit_strategy.methods.quantization.loco import LoCo
 from testing.controllers import matrices, run
 
@@ -56,8 +55,8 @@ def test_switches_are_reported_once_with_their_reason() -> None:
 def test_a_switch_names_three_parameters_at_most() -> None:
     """It is a line in a log: a model has hundreds of parameters, and the reason must not be cut off."""
     before, after = dict.fromkeys("abcde", 0), {**dict.fromkeys("abcd", 1), "e": 0}
-    (switch,) = describe_switches(before, after, ("light", "heavy"), dict.fromkeys("abcde", "calm"))
-    assert tuple(switch) == ("a, b, c and 1 more", "light", "heavy", "calm")
+    (switch,) = Accordion(light=EIGHT, heavy=FOUR).switches(before, after, dict.fromkeys("abcde", "calm"))
+    assert tuple(switch) == ("a, b, c and 1 more", "loco(bits=8)", "loco(bits=4)", "calm")
 
 
 def test_a_restart_changes_nothing() -> None:

@@ -1,0 +1,246 @@
+"""Both callbacks: a Trainer's moments for one `ModelControl`. Independent of the Lightning namespace."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+from lowbit_strategy.control.base import Controller, Progress
+from lowbit_strategy.control.groups import GroupBy
+from lowbit_strategy.control.guard import Bounds
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.lightning.bases import Callback
+from lowbit_strategy.options.configuration import refusing_unknown_options
+from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
+from lowbit_strategy.telemetry.model_control import ModelControl
+from lowbit_strategy.telemetry.monitor_options import MonitorOptions
+from lowbit_strategy.telemetry.observe import Observation
+
+Where = bool | str | Path
+
+
+class TrainerClock:
+    """The progress of a Trainer's run; called with the number of completed optimizer steps."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._num_steps: int | None = None
+        self._steps_per_epoch: int | None = None
+
+    def measure_run(self) -> None:
+        """Training begins: by now the Trainer knows its length."""
+        trainer = self._trainer
+        total, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
+        per_step = trainer.accumulate_grad_batches
+        self._num_steps = int(total) if 0 < total < math.inf else None
+        self._steps_per_epoch = math.ceil(batches / per_step) if 0 < batches < math.inf else None
+
+    def __call__(self, step: int) -> Progress:
+        optimizers = self._trainer.optimizers
+        return Progress(
+            step=step,
+            epoch=self._trainer.current_epoch,
+            num_steps=self._num_steps,
+            steps_per_epoch=self._steps_per_epoch,
+            learning_rate=optimizers[0].param_groups[0]["lr"] if optimizers else None,
+        )
+
+
+class ControlCallbackMixin(Callback):
+    """A callback that adds its part, a controller or a monitor, to the control of the Trainer's model.
+
+    Args:
+        record: Where the run's record goes: True: the logger's folder, if there is a logger; False: nowhere.
+    """
+
+    def __init__(self, record: Where) -> None:
+        super().__init__()
+        if not isinstance(record, (bool, str, Path)):
+            raise TypeError(f"record must be true, false or a folder, got {record!r}")
+        self.record = record
+        self.control: ModelControl | None = None
+
+    @abstractmethod
+    def add_part(self, control: ModelControl) -> None:
+        """Give `control` the controller or the monitor; before a checkpoint is loaded."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            return
+        listeners = getattr(trainer.strategy, "on_sync", None)
+        if listeners is None:
+            raise ValueError(
+                f"{type(self).__name__} needs compressed gradient synchronisation, but the strategy is"
+                f' {type(trainer.strategy).__name__}: use Trainer(strategy="loco_ddp"), "loco_fsdp" or another of'
+                " lowbit_strategy"
+            )
+        self._trainer = trainer
+        listeners.append(self._attach)
+
+    def _attach(self, sync: GradientSync) -> None:
+        """The engine of the coming fit exists; no checkpoint has been loaded into it."""
+        self.control = ModelControl.of(sync) or _control_of(sync, self._trainer)
+        self.add_part(self.control)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        control = self.control
+        if control is None or control.begun:  # the other callback has begun it
+            return
+        assert isinstance(control.clock, TrainerClock)
+        control.clock.measure_run()
+        control.folder = _folder(trainer, control)
+        control.begin(strategy=type(trainer.strategy).__name__)
+        control.warn_without_audience(log=bool(trainer.loggers))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.control is not None:
+            self.control.loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            self.control.report()
+
+
+def _control_of(sync: GradientSync, trainer: Any) -> ModelControl:
+    def log(metrics: dict[str, float], step: int) -> None:
+        for logger in trainer.loggers:  # at once, whatever the loggers' interval is: the metrics are those of this step
+            logger.log_metrics(dict(metrics), step=step)
+
+    control = ModelControl(sync, TrainerClock(trainer), log, reports_at_end_of_step=False)
+    control.accumulation = lambda: trainer.accumulate_grad_batches
+    return control
+
+
+def _folder(trainer: Any, control: ModelControl) -> Path | None:
+    """Where the callbacks of this control want its record. On all ranks: finding the logger's folder is collective.
+
+    Raises:
+        ValueError: They name different folders.
+    """
+    parts = [each for each in trainer.callbacks if isinstance(each, ControlCallbackMixin) and each.control is control]
+    asked = [part.record for part in parts if part.record is not False]
+    own = trainer.log_dir if True in asked and trainer.loggers else None
+    folders = dict.fromkeys(own if record is True else str(record) for record in asked)
+    named = [folder for folder in folders if folder is not None]
+    if len(named) > 1:
+        raise ValueError(
+            f"one run has one record, but its callbacks name several folders, {' and '.join(map(repr, named))}: give"
+            " both callbacks the same record="
+        )
+    return Path(named[0]) if named else None
+
+
+class CompressionMonitorMixin(ControlCallbackMixin):
+    """What compression does to the gradients, in the trainer's loggers and progress bar.
+
+    On every n-th step, over all ranks: relative error and cosine similarity of what was sent against gradient plus
+    residual, residual norm, bits per element, bytes on the wire, milliseconds in codecs and in waiting for bytes; in
+    total and by group. Between those steps it does nothing. `lowbit report` draws what it records.
+
+    Args:
+        every_n_steps: Optimizer steps from one observation to the next. An observation costs about as much as the
+            compression of one step.
+        group_by: ``kind`` (the same layer of all blocks together), ``module``, ``parameter``, or a function of the
+            parameter's name.
+        bounds: Warn when a group leaves them; `lowbit_strategy.control.Guard` falls back as well.
+        progress_bar: Show error and bits in the progress bar.
+        record: Write ``lowbit.jsonl`` into the logger's folder, or into the folder given. One run has one record: both
+            callbacks write into the same.
+
+    Raises:
+        TypeError: `bounds` is not a `Bounds`.
+        ValueError: `every_n_steps` is not positive, or the strategy does not compress.
+    """
+
+    @refusing_unknown_options
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        *,
+        group_by: GroupBy = "kind",
+        bounds: Bounds | None = None,
+        progress_bar: bool = True,
+        record: Where = True,
+    ) -> None:
+        super().__init__(record)
+        self.options = MonitorOptions(every_n_steps=every_n_steps, group_by=group_by, bounds=bounds)
+        self.progress_bar = progress_bar
+        self.last: Observation | None = None
+
+    def add_part(self, control: ModelControl) -> None:
+        control.monitor(self.options)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        observation = self.control.last if self.control is not None else None
+        if observation is None or observation is self.last:
+            return
+        self.last = observation
+        if self.progress_bar:
+            pl_module.log_dict(
+                {"error": observation.total.relative_error, "bits": observation.total.bits_per_element},
+                prog_bar=True,
+                logger=False,
+                on_step=True,
+                on_epoch=False,
+                batch_size=1,
+            )
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.control is None or trainer.sanity_checking:
+            return
+        self.control.validated(
+            {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        )
+
+
+class AdaptiveCompressionMixin(ControlCallbackMixin):
+    """Lets a controller choose compressors while the model trains; its choice replaces the strategy's compressor.
+
+    Args:
+        controller: One of `lowbit_strategy.control`, such as ``Accordion(light=LoCo(bits=8), heavy=LoCo(bits=2))``.
+        record: Write decisions to ``lowbit.jsonl`` in the logger's folder, or in the folder given.
+
+    Raises:
+        TypeError: `controller` is not one of `lowbit_strategy.control`.
+        ValueError: The controller cannot serve the model, there is another one, or the strategy does not compress.
+    """
+
+    @refusing_unknown_options
+    def __init__(self, controller: Controller, *, record: Where = True) -> None:
+        super().__init__(record)
+        if not isinstance(controller, Controller):
+            raise TypeError(f"controller must be one of lowbit_strategy.control, got {controller!r}")
+        self.controller = controller
+
+    @property
+    def driver(self) -> AdaptiveDriver | None:
+        """The controller at work, from set-up of a fit on: levels in force, state."""
+        return self.control.driver if self.control is not None else None
+
+    def add_part(self, control: ModelControl) -> None:
+        control.adapt(self.controller)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._take_effect(trainer)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._take_effect(trainer)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self.control is not None:
+            self.control.scale_learning_rates_(optimizer)  # put back when the engine ends the step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        driver = self.driver
+        if driver is not None and driver.accumulation is not None:
+            done = batch_idx + 1  # a change of window must fall on the end of an old one and the start of a new one
+            if done % trainer.accumulate_grad_batches == 0 and done % driver.accumulation == 0:
+                self._take_effect(trainer)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def _take_effect(self, trainer: Any) -> None:
+        """Bring accumulation and learning rate to what the controller has set; at the boundary of a window."""
+        wanted = self.control.take_effect() if self.control is not None else None
+        if wanted is not None:
+            trainer.accumulate_grad_batches = wanted
