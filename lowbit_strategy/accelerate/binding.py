@@ -237,7 +237,7 @@ class Binding:
         session = attach(module, prepared, device=accelerator.device, has_scaler=accelerator.scaler is not None)
         module.__dict__[_SLOT] = _OnModule(session)  # lives as long as the module
         self._modules.add(module)
-        self._numbers[session] = len(self._numbers)
+        self._numbers[session] = max(self._numbers.values(), default=-1) + 1  # one that was freed has none
         session.bind(lambda: accelerator._optimizers, lambda: accelerator.scaler)
         self.adaptive.attach(session, alone=not self.sessions)
         if self.replica is not None:

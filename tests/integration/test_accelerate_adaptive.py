@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -319,6 +320,31 @@ def test_batches_grow_with_the_learning_rate_which_is_put_back(facts: list[Facts
         assert rank["accumulation"] == 2
         assert rank["steps"] == len(rank["during"]) + 2  # the epoch of four batches after the checkpoint
         assert rank["bits"] == rank["resumed bits"]
+
+
+def one_was_freed(folder: Path) -> Facts:
+    """Of two models one is given up, and a third is prepared beside the other."""
+    kept = Kept()
+    plugin = LowBitPlugin(FOUR, monitor=MonitorOptions(every_n_steps=1))
+    accelerator = make("ddp", plugin, log_with=[kept], project_dir=str(folder))
+    accelerator.init_trackers("run")
+    first, second = accelerator.prepare(mlp(), mlp())
+    accelerator.free_memory()
+    del first
+    gc.collect()
+    third = accelerator.prepare(mlp())
+    parameters = [*second.parameters(), *third.parameters()]
+    optimizer = accelerator.prepare(torch.optim.SGD(parameters, lr=0.1))
+    for _ in range(2):
+        accelerator.backward(sum(model(torch.randn(4, 16)).square().mean() for model in (second, third)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"names": {name.split("/")[0] for _, values in kept.logged for name in values}}
+
+
+@scenarios(one_was_freed)
+def test_models_that_live_together_have_other_names(facts: list[Facts]) -> None:
+    assert facts[0]["names"] == {"lowbit_1", "lowbit_2"}
 
 
 def two_models(folder: Path) -> Facts:
