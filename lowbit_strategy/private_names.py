@@ -1,6 +1,6 @@
 """What this package relies on in other packages beyond their documented interface, as data.
 
-Each framework's adapter has a file ``patches.py`` with its list; a test resolves every entry against the installed
+Each framework's adapter has a file ``patches.py`` with its table; a test resolves every name against the installed
 version, so that an upgrade that moves one fails there, with the reason why it matters.
 """
 
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Use = Literal["wrapped", "overridden", "called", "read", "set"]
 
@@ -36,12 +37,6 @@ class PrivateName:
     seen: str
     reason: str
 
-    @classmethod
-    def each(cls, owner: str, names: Mapping[str, tuple[str, ...]] | Iterable[str], **shared: Any) -> list[PrivateName]:
-        """Several of one owner: ``owner.name`` each; a mapping gives functions and their parameters."""
-        given = names if isinstance(names, Mapping) else dict.fromkeys(names)
-        return [cls(target=f"{owner}.{name}", parameters=given[name], **shared) for name in given]
-
     def problem(self) -> str | None:
         """What is wrong with it in the installed version; None: nothing."""
         module, _, path = self.target.partition(":")
@@ -60,6 +55,25 @@ class PrivateName:
         if found[: len(self.parameters)] != self.parameters:
             return f"{self.target} takes {found} instead of {self.parameters}; it is {self.use} because {self.reason}"
         return None
+
+
+def private_names(seen: str, table: str) -> tuple[PrivateName, ...]:
+    """Names of one package, from a table: a line for each reason, and below it one for each name that it is given for.
+
+    A name's line is indented and has the use, the target and, of a function, the parameters in parentheses.
+    """
+    names: list[PrivateName] = []
+    reason = ""
+    for line in textwrap.dedent(table).strip().splitlines():
+        if not line.startswith(" "):
+            reason = " ".join(line.split())
+            continue
+        use, name = line.split(maxsplit=1)
+        assert use in get_args(Use), line
+        target, parenthesis, inside = name.rstrip(")").partition("(")
+        parameters = tuple(inside.replace(",", " ").split()) if parenthesis else None
+        names.append(PrivateName(target=target, use=use, parameters=parameters, seen=seen, reason=reason))  # type: ignore[arg-type]
+    return tuple(names)
 
 
 def _resolve(module: Any, path: str) -> Any:

@@ -14,12 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.hooks.patches import SET_ON_GROUPS
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 
 _MIB = 1024 * 1024
 
-_SET = (*SET_ON_GROUPS, "_reduce_scatter_comm", "mesh_info", "post_forward_mesh_info")
+_SET = (  # by attaching, on the parameter groups of FSDP2
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+    "_all_reduce_hook",
+    "_all_reduce_hook_stream",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "reduce_scatter_unused_params",
+    "mesh_info",
+    "post_forward_mesh_info",
+)
 _WRAPPED = ("pre_forward", "post_backward")  # on the instance
 
 
