@@ -92,19 +92,14 @@ class StockSharding:
         for group, values, wrapped in self._remembered:
             for name, value in values.items():
                 setattr(group, name, value)
-            self._replicate(group, values)
+            info = values["mesh_info"]
+            if self._info is not None and not isinstance(info, HSDPMeshInfo):  # to be replicated over another dim too
+                group.mesh_info = self._info
+                if values["post_forward_mesh_info"] == info:
+                    group.post_forward_mesh_info = self._info
             for param in group.fsdp_params:
                 if param.post_forward_mesh_info is not None:
                     param.post_forward_mesh_info = group.post_forward_mesh_info
             for name in _WRAPPED:
                 vars(group).pop(name, None)
             vars(group).update(wrapped)
-
-    def _replicate(self, group: Any, values: dict[str, Any]) -> None:
-        """Where what was sharded over one dim is to be replicated over another too: the place that has both."""
-        info = values["mesh_info"]
-        if self._info is None or isinstance(info, HSDPMeshInfo):
-            return
-        group.mesh_info = self._info
-        if values["post_forward_mesh_info"] == info:
-            group.post_forward_mesh_info = self._info
