@@ -12,7 +12,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, get_args
+from operator import attrgetter
+from typing import Literal, get_args
 
 Use = Literal["wrapped", "overridden", "called", "read", "set"]
 
@@ -42,7 +43,8 @@ class PrivateName:
         module, _, path = self.target.partition(":")
         owner_path, _, name = path.rpartition(".")
         try:
-            owner = _resolve(import_module(module), owner_path)
+            namespace = import_module(module)
+            owner = attrgetter(owner_path)(namespace) if owner_path else namespace
         except (ImportError, AttributeError) as error:
             return f"{self.target} is gone ({error}); it is {self.use} because {self.reason}"
         if not hasattr(owner, name):
@@ -74,13 +76,6 @@ def private_names(seen: str, table: str) -> tuple[PrivateName, ...]:
         parameters = tuple(inside.replace(",", " ").split()) if parenthesis else None
         names.append(PrivateName(target=target, use=use, parameters=parameters, seen=seen, reason=reason))  # type: ignore[arg-type]
     return tuple(names)
-
-
-def _resolve(module: Any, path: str) -> Any:
-    found = module
-    for name in path.split(".") if path else ():
-        found = getattr(found, name)
-    return found
 
 
 def _is_set_on_instances(owner: object, name: str) -> bool:

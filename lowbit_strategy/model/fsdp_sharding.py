@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.model.mixed_precision import needs_own_type
 from lowbit_strategy.model.parameters import canonical_name
+from lowbit_strategy.model.parts import local_part
 
 DEFAULT_MIN_SHARD_NUMEL = 500_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -218,9 +219,9 @@ def check_process_groups(module: nn.Module, shard_group: dist.ProcessGroup | Non
         ValueError: A module is sharded over other ranks, or replicated where `replicated` does not say so.
     """
     ours = dist.get_process_group_ranks(shard_group if shard_group is not None else dist.group.WORLD)
-    for name, param_group in _param_groups(module):
-        where = f"module {name}" if name else "the model"
-        mesh_info: Any = param_group.mesh_info
+    for each in sharded_groups(module):
+        where = f"module {each.name}" if each.name else "the model"
+        mesh_info: Any = each.param_group.mesh_info
         if isinstance(mesh_info, HSDPMeshInfo) and not replicated:
             raise ValueError(
                 f"{where} is sharded over one dim of its mesh and replicated over another (HSDP): give compression"
@@ -241,7 +242,7 @@ def take_over_replication(module: nn.Module) -> None:
     What FSDP2 shards to after a forward pass is replaced with what it shards to otherwise: it takes two unlike objects
     for two meshes, clones a shard of what it has gathered, and gathers that in backward.
     """
-    for _, param_group in _param_groups(module):
+    for param_group in [each.param_group for each in sharded_groups(module)]:
         info: Any = param_group.mesh_info
         if not isinstance(info, HSDPMeshInfo):
             continue
@@ -277,19 +278,10 @@ def fill_unused(param_group: Any) -> None:
     param_group.post_backward = filled_post_backward
 
 
-def _param_groups(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, child in module.named_modules():
-        param_group = child._get_fsdp_state()._fsdp_param_group if isinstance(child, FSDPModule) else None
-        if param_group is not None:
-            yield name, param_group
-
-
 def broadcast_shards(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """The shards of the first replica for all: `group` has the ranks with the same shard."""
     for tensor in (*module.parameters(), *module.buffers()):
-        local = tensor.detach()
-        local = local.to_local() if isinstance(local, DTensor) else local
-        if local.numel():
+        if (local := local_part(tensor.detach())).numel():
             dist.broadcast(local, group_src=0, group=group)
 
 
