@@ -24,10 +24,6 @@ DEFAULT_MIN_SHARD_NUMEL = 500_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
-def is_sharded(module: nn.Module) -> bool:
-    return any(isinstance(child, FSDPModule) for child in module.modules())
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedGroup:
     """One or several modules that FSDP2 shards as one.
@@ -73,7 +69,7 @@ def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:
     * what may run on some ranks only: entries of module dicts, and of lists called experts. FSDP2 gathers a module's
       parameters when it runs, which all ranks must do together
     """
-    uses = Counter(id(param) for child in module.modules() for param in child._parameters.values() if param is not None)
+    uses = _uses(module)
     chosen: list[nn.Module] = []
     optional: set[int] = set()
     for name, child in module.named_modules():
@@ -85,13 +81,15 @@ def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:
     return sorted(unique, key=lambda entry: sum(1 for _ in entry.modules()))
 
 
+def _uses(module: nn.Module) -> Counter[int]:
+    """How many modules hold each parameter."""
+    return Counter(id(param) for child in module.modules() for param in child._parameters.values() if param is not None)
+
+
 def _worth(entry: nn.Module, min_numel: int, uses: Counter[int]) -> bool:
     if isinstance(entry, (nn.ModuleList, nn.ModuleDict)):  # never called themselves
         return False
-    inside = Counter(
-        id(param) for child in entry.modules() for param in child._parameters.values() if param is not None
-    )
-    tied_outside = any(uses[key] != count for key, count in inside.items())
+    tied_outside = any(uses[key] != count for key, count in _uses(entry).items())
     return not tied_outside and sum(param.numel() for param in entry.parameters()) >= min_numel
 
 
@@ -127,7 +125,7 @@ def shard_any(module: nn.Module, mesh: DeviceMesh, device: torch.device, policy:
     Each block is sharded before the next one is brought, so that `device` never holds more than the shards and one
     block. Parameters on the meta device are made after sharding: then no rank ever holds them all anywhere.
     """
-    if not is_sharded(module):
+    if not any(isinstance(child, FSDPModule) for child in module.modules()):
         shard_module(module, mesh, policy, None if _on_meta(module) else functools.partial(bring, device=device))
     else:
         end_iteration(module)
