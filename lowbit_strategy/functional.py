@@ -53,7 +53,6 @@ def all_reduce(
         ValueError: `codec` is no code, or `op` no operation.
     """
     comm, code = GroupComm(group), _Coder.of(codec)
-    _check(op)
     cut = flat_cut(x.numel(), comm.world_size, code.block_size)
     sizes = [cut.row_length(rank) for rank in range(comm.world_size)]
     # half of a bound for each hop; the errors of a sum add up
@@ -82,8 +81,7 @@ def reduce_scatter(
         ValueError: Dim 0 cannot be divided by the number of ranks; `codec` is no code, or `op` no operation.
     """
     comm, code = GroupComm(group), _Coder.of(codec)
-    _check(op)
-    parts = _equal_parts(x.detach(), comm.world_size)
+    parts = x.detach().split(_splits(x, None, comm.world_size, "dim 0"))
     total = _sum(
         [part.reshape(-1) for part in parts],
         code.within(1.0 / (comm.world_size if op == "sum" else 1)),
@@ -253,20 +251,13 @@ def _transport(wires: Sequence[Tensor], comm: Comm, sizes: Sequence[int | None])
 
 def _sum(parts: Sequence[Tensor], code: _Coder, comm: Comm, op: Operation, seed: int) -> Tensor:
     """float32: the own part of all ranks, added in rank order."""
+    if op not in ("mean", "sum"):
+        raise ValueError(f"op must be 'mean' or 'sum', got {op!r}")
     received = _send(parts, code, comm, [parts[comm.rank].numel()] * comm.world_size, seed)
     total = received[0].clone()
     for part in received[1:]:
         total += part
     return total / comm.world_size if op == "mean" else total
-
-
-def _check(op: str) -> None:
-    if op not in ("mean", "sum"):
-        raise ValueError(f"op must be 'mean' or 'sum', got {op!r}")
-
-
-def _equal_parts(x: Tensor, world_size: int) -> Sequence[Tensor]:
-    return x.split(_splits(x, None, world_size, "dim 0"))
 
 
 def _splits(x: Tensor, splits: Sequence[int] | None, world_size: int, what: str) -> list[int]:

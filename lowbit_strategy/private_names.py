@@ -1,6 +1,6 @@
 """What this package relies on in other packages beyond their documented interface, as data.
 
-Each framework's adapter has a file ``patches.py`` with its list; a test resolves every entry against the installed
+Each framework's adapter has a file ``patches.py`` with its table; a test resolves every name against the installed
 version, so that an upgrade that moves one fails there, with the reason why it matters.
 """
 
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Literal, get_args
 
 Use = Literal["wrapped", "overridden", "called", "read", "set"]
 
@@ -36,18 +38,13 @@ class PrivateName:
     seen: str
     reason: str
 
-    @classmethod
-    def each(cls, owner: str, names: Mapping[str, tuple[str, ...]] | Iterable[str], **shared: Any) -> list[PrivateName]:
-        """Several of one owner: ``owner.name`` each; a mapping gives functions and their parameters."""
-        given = names if isinstance(names, Mapping) else dict.fromkeys(names)
-        return [cls(target=f"{owner}.{name}", parameters=given[name], **shared) for name in given]
-
     def problem(self) -> str | None:
         """What is wrong with it in the installed version; None: nothing."""
         module, _, path = self.target.partition(":")
         owner_path, _, name = path.rpartition(".")
         try:
-            owner = _resolve(import_module(module), owner_path)
+            namespace = import_module(module)
+            owner = attrgetter(owner_path)(namespace) if owner_path else namespace
         except (ImportError, AttributeError) as error:
             return f"{self.target} is gone ({error}); it is {self.use} because {self.reason}"
         if not hasattr(owner, name):
@@ -62,11 +59,23 @@ class PrivateName:
         return None
 
 
-def _resolve(module: Any, path: str) -> Any:
-    found = module
-    for name in path.split(".") if path else ():
-        found = getattr(found, name)
-    return found
+def private_names(seen: str, table: str) -> tuple[PrivateName, ...]:
+    """Names of one package, from a table: a line for each reason, and below it one for each name that it is given for.
+
+    A name's line is indented and has the use, the target and, of a function, the parameters in parentheses.
+    """
+    names: list[PrivateName] = []
+    reason = ""
+    for line in textwrap.dedent(table).strip().splitlines():
+        if not line.startswith(" "):
+            reason = " ".join(line.split())
+            continue
+        use, name = line.split(maxsplit=1)
+        assert use in get_args(Use), line
+        target, parenthesis, inside = name.rstrip(")").partition("(")
+        parameters = tuple(inside.replace(",", " ").split()) if parenthesis else None
+        names.append(PrivateName(target=target, use=use, parameters=parameters, seen=seen, reason=reason))  # type: ignore[arg-type]
+    return tuple(names)
 
 
 def _is_set_on_instances(owner: object, name: str) -> bool:

@@ -68,15 +68,11 @@ def register_compressor(name: str, compressor: Compressor) -> None:
 
 def strategy_names() -> Iterator[tuple[str, Compressor, str, dict[str, Any]]]:
     """Each registered name with its compressor, its kind (``DDP`` or ``FSDP``) and the strategy's other arguments."""
-    for name, compressor in PRESETS.items():
+    for name, compressor in (PRESETS | {"lowbit": Auto()}).items():
         yield f"{name}_fsdp", compressor, "FSDP", {}
         yield f"{name}_hsdp", compressor, "FSDP", {"shard_size": "node"}
         for ending, given in _ddp_endings():
             yield f"{name}_ddp{ending}", compressor, "DDP", given
-    yield "lowbit_fsdp", Auto(), "FSDP", {}
-    yield "lowbit_hsdp", Auto(), "FSDP", {"shard_size": "node"}
-    for ending, given in _ddp_endings():
-        yield f"lowbit_ddp{ending}", Auto(), "DDP", given
     for name, rule in OUTER_RULES.items():
         yield f"{name}_hsdp", default_compressor(rule), "FSDP", {"shard_size": "node", "outer": rule}
         for ending, given in _ddp_endings():

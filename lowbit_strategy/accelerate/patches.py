@@ -9,76 +9,40 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from lowbit_strategy.private_names import PrivateName
+from lowbit_strategy.private_names import private_names
 
-_SEEN = "accelerate 1.15"
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
-_MOMENT = "an Accelerator has no callbacks: its methods on the instance are the moments that the binding needs"
 
-PATCHES = (
-    *PrivateName.each(
-        _ACCELERATOR,
-        {
-            "prepare_model": ("self", "model", "device_placement", "evaluation_mode"),
-            "_prepare_fsdp2": ("self", "args"),
-            "prepare_optimizer": ("self", "optimizer", "device_placement"),
-            "prepare_data_loader": ("self", "data_loader", "device_placement", "slice_fn_for_dispatch"),
-            "backward": ("self", "loss", "kwargs"),
-            "accumulate": ("self", "models"),
-            "free_memory": ("self", "objects"),
-            "prepare": ("self", "args"),
-            "get_state_dict": ("self", "model", "unwrap"),
-            "load_state": ("self", "input_dir"),
-            "end_training": ("self",),
-        },
-        use="wrapped",
-        seen=_SEEN,
-        reason=_MOMENT,
-    ),
-    PrivateName(
-        target=f"{_ACCELERATOR}._models",
-        use="read",
-        seen=_SEEN,
-        reason="a plugin that is attached too late has to be refused",
-    ),
-    PrivateName(
-        target=f"{_ACCELERATOR}._optimizers",
-        use="read",
-        seen=_SEEN,
-        reason="likewise; and the learning rate of a model is that of its optimizer",
-    ),
-    PrivateName(
-        target=f"{_ACCELERATOR}.ddp_handler",
-        use="set",
-        seen=_SEEN,
-        reason="the default size of DDP's buckets; kwargs_handlers accepts exact classes only, when it is made",
-    ),
-    PrivateName(
-        target="accelerate.state:AcceleratorState.parallelism_config",
-        use="set",
-        seen=_SEEN,
-        reason="shard_size of the plugin is what dp_replicate_size of Accelerate is, for an accelerator that has none",
-    ),
-    PrivateName(
-        target=f"{_ACCELERATOR}.step",
-        use="set",
-        seen=_SEEN,
-        reason="windows of accumulation are counted from where a controller changes their length",
-    ),
-    PrivateName(
-        target="accelerate.optimizer:AcceleratedOptimizer.step",
-        use="overridden",
-        parameters=("self", "closure"),
-        seen=_SEEN,
-        reason="a step is over when its optimizer has stepped; schedulers rebind a patched attribute, so the class of"
-        " prepared optimizers is changed instead",
-    ),
-    PrivateName(
-        target="accelerate.state:PartialState._shared_state",
-        use="set",
-        seen=_SEEN,
-        reason="FSDP on CPU is replaced by DDP there (keep_fsdp_on_cpu)",
-    ),
+PATCHES = private_names(
+    "accelerate 1.15",
+    f"""
+    an Accelerator has no callbacks: its methods on the instance are the moments that the binding needs
+      wrapped {_ACCELERATOR}.prepare_model(self, model, device_placement, evaluation_mode)
+      wrapped {_ACCELERATOR}._prepare_fsdp2(self, args)
+      wrapped {_ACCELERATOR}.prepare_optimizer(self, optimizer, device_placement)
+      wrapped {_ACCELERATOR}.prepare_data_loader(self, data_loader, device_placement, slice_fn_for_dispatch)
+      wrapped {_ACCELERATOR}.backward(self, loss, kwargs)
+      wrapped {_ACCELERATOR}.accumulate(self, models)
+      wrapped {_ACCELERATOR}.free_memory(self, objects)
+      wrapped {_ACCELERATOR}.prepare(self, args)
+      wrapped {_ACCELERATOR}.get_state_dict(self, model, unwrap)
+      wrapped {_ACCELERATOR}.load_state(self, input_dir)
+      wrapped {_ACCELERATOR}.end_training(self)
+    a plugin that is attached too late has to be refused; and the learning rate of a model is that of its optimizer
+      read {_ACCELERATOR}._models
+      read {_ACCELERATOR}._optimizers
+    the default size of DDP's buckets; kwargs_handlers accepts exact classes only, when it is made
+      set {_ACCELERATOR}.ddp_handler
+    shard_size of the plugin is what dp_replicate_size of Accelerate is, for an accelerator that has none
+      set accelerate.state:AcceleratorState.parallelism_config
+    windows of accumulation are counted from where a controller changes their length
+      set {_ACCELERATOR}.step
+    a step is over when its optimizer has stepped; schedulers rebind a patched attribute, so the class of prepared \
+    optimizers is changed instead
+      overridden accelerate.optimizer:AcceleratedOptimizer.step(self, closure)
+    FSDP on CPU is replaced by DDP there (keep_fsdp_on_cpu)
+      set accelerate.state:PartialState._shared_state
+    """,
 )
 
 _log = logging.getLogger("lowbit_strategy")

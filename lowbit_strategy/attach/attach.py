@@ -16,20 +16,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.choosing import choose_for_ddp, choose_for_fsdp, is_to_choose
+from lowbit_strategy.attach.auto import AutoChoice
 from lowbit_strategy.attach.fit import fitted
-from lowbit_strategy.attach.local_steps import local_steps
+from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.order_checks import check_ddp, check_fsdp
-from lowbit_strategy.attach.prepare import Prepared, settings_of
+from lowbit_strategy.attach.prepare import Prepared
 from lowbit_strategy.attach.replica import join_before_forward, membership_of, one_replica
 from lowbit_strategy.attach.session import Hook, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.attach.wiring import DDPWiring, FSDPWiring
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook
-from lowbit_strategy.hooks.weights import install_weights, module_layouts
+from lowbit_strategy.hooks.weights import module_layouts
 from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -43,13 +44,13 @@ from lowbit_strategy.model.fsdp_sharding import (
     broadcast_shards,
     check_process_groups,
     sharded_groups,
-    take_over_replication,
 )
 from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.model.mean_moment import MeanMoment
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import Reduced, ddp_buckets
 from lowbit_strategy.plan.squares import served
+from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.ranks.ranks import Ranks, make_ranks
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.telemetry.forecast import StepForecast
@@ -82,48 +83,31 @@ def attach_ddp(
     """
     check_ddp(model, prepared.specs, scatter=prepared.scatter)
     device = _device_of(model) if device is None else device
-    group = model.process_group
+    options, group = prepared.options, model.process_group
     model.join_hook = _refuse_join  # type: ignore[method-assign]
-    if prepared.options.elastic is not None:
+    if options.elastic is not None:
         session = attach_replica(model.module, prepared, device=device, group=group, has_scaler=has_scaler, ddp=model)
         session.close_with(model)
         return session
     handshake(_circumstances(device, has_scaler), group)
-    rule = prepared.options.outer if dist.get_world_size(group) > 1 else None
-    ranks = make_ranks(
-        group,
-        prepared.topology,
-        prepared.node_size,
-        device,
-        scatter=False,
-        own_world=device.type == "cpu" or rule is not None,
-        far=prepared.options.far_links,
-    )
+    rule = options.outer if dist.get_world_size(group) > 1 else None
+    own_world = device.type == "cpu" or rule is not None
+    size, far = prepared.node_size, options.far_links
+    ranks = make_ranks(group, prepared.topology, size, device, scatter=False, own_world=own_world, far=far)
     prepared = fitted(prepared, None, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     sync.expect(_ddp_buckets(model, sync, model.bucket_bytes_cap))
-    hook: Hook | None = None
+    hook: DDPHook | DDPWiring | None = None
     choice = None
-    if is_to_choose(prepared, sync):
-        hook, choice = choose_for_ddp(model, prepared, sync, group)
+    if _is_to_choose(prepared, ranks):
+        hook = DDPWiring(model, sync)
+        choice = AutoChoice(prepared, sync, hook, group)
         sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
     elif not ranks.alone and (rule is None or not rule.always_local):
         hook = DDPHook(model, sync)
-    follow_second_moment(sync, model.module, prepared.options)
-    compares = prepared.options.check_digest and not ranks.alone
-    session = Session(
-        sync,
-        model.module,
-        prepared.options,
-        group=group,
-        hook=hook,
-        ranks=ranks,
-        digest=ParameterDigest(_replicated(model), ranks.world, device) if compares else None,
-        local=None if rule is None else local_steps(model.module, sync, rule, check_digest=compares, ddp=model),
-        auto=choice,
-    )
+    digest = ParameterDigest(_replicated(model), ranks.world, device)
+    session = _session(model.module, prepared, sync, group, hook=hook, digest=digest, choice=choice, ddp=model)
     session.close_with(model)
-    _report(sync, prepared.options, group)
     return session
 
 
@@ -152,17 +136,11 @@ def attach_replica(
         ConnectionError: Nobody answers at the lighthouse's address.
     """
     device = _device_of(module) if device is None else device
-    options, rule = prepared.options, prepared.options.outer
-    assert rule is not None
-    membership = membership_of(prepared.compressor, options, module, settings_of(options), group, scatter=False)
+    membership = membership_of(prepared, module, group)
     ranks = Ranks.flat(LocalComm()).coming_and_going()
     prepared = fitted(prepared, None, ranks, device)
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    follow_second_moment(sync, module, options)
-    local = local_steps(module, sync, rule, check_digest=False, ddp=ddp, membership=membership)
-    session = Session(sync, module, options, group=group, ranks=ranks, local=local)
-    join_before_forward(session, module)
-    return session
+    return _session(module, prepared, sync, group, ddp=ddp, membership=membership)
 
 
 def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes: int) -> list[Reduced]:
@@ -203,87 +181,91 @@ def attach_fsdp(
         raise ValueError("no module is sharded with fully_shard: nothing to compress")
     device = _device_of(module) if device is None else device
     handshake(_circumstances(device, has_scaler), group)
-    if prepared.shard_size is not None:
-        return _attach_hsdp(module, prepared, prepared.shard_size, device, group, has_scaler)
+    topology, size, is_hsdp = prepared.topology, prepared.shard_size, prepared.shard_size is not None
     far = prepared.options.far_links
-    ranks = make_ranks(group, prepared.topology, prepared.node_size, device, scatter=True, far=far)
+    ranks = make_ranks(group, topology, size or prepared.node_size, device, scatter=not is_hsdp, far=far)
+    membership = None
+    if is_hsdp:
+        ranks, membership = _as_replica(module, prepared, ranks, device, group)
+    else:
+        check_process_groups(module, group, replicated=False)
     prepared = fitted(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    check_process_groups(module, group, replicated=False)
-    side = BackwardSide(device) if ranks.reduces_meanwhile else None
+    side = BackwardSide(sync.device) if is_hsdp or ranks.reduces_meanwhile else None
     choice = None
-    if is_to_choose(prepared, sync):
-        choice = choose_for_fsdp(module, prepared, sync, lambda: ranks.gathering(sharded_inside=False), group)
+    if _is_to_choose(prepared, ranks):
+        choice = AutoChoice(prepared, sync, FSDPWiring(module, sync, side if is_hsdp else None), group)
     else:
-        fsdp.install(module, sync, side)
-        install_weights(module, weight_coding(prepared), sync, ranks.gathering(sharded_inside=False))
-    follow_second_moment(sync, module, prepared.options)
-    _report(sync, prepared.options, group)
-    return Session(sync, module, prepared.options, group=group, hook=side, ranks=ranks, shards=True, auto=choice)
+        fsdp.install(module, sync, weight_coding(prepared), side)
+    shards = {canonical_name(name): param for name, param in module.named_parameters()}
+    digest = ParameterDigest(shards, ranks.peers, device) if is_hsdp else None
+    return _session(module, prepared, sync, group, hook=side, digest=digest, choice=choice, membership=membership)
 
 
-def _attach_hsdp(
-    module: nn.Module,
-    prepared: Prepared,
-    shard_size: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    has_scaler: bool,
-) -> Session:
-    """Sharded over `shard_size` ranks, the engine between the replicas; the first replica's weights for all.
+def _as_replica(
+    module: nn.Module, prepared: Prepared, ranks: Ranks, device: torch.device, group: dist.ProcessGroup | None
+) -> tuple[Ranks, Membership | None]:
+    """HSDP: the ranks of a node have one model together, and all replicas get the weights of the first.
 
     Where replicas come and go all ranks have one model together, and are one of them.
     """
-    options, far = prepared.options, prepared.options.far_links
-    ranks = make_ranks(group, prepared.topology, shard_size, device, scatter=False, far=far)
-    inside = ranks.intra_node
-    assert inside is not None
-    check_process_groups(module, inside.group, replicated=True)
+    assert ranks.intra_node is not None
+    check_process_groups(module, ranks.intra_node.group, replicated=True)
     membership = None
-    if options.elastic is not None:
+    if prepared.options.elastic is not None:
         if ranks.peers.world_size > 1:
             raise ValueError(
                 f"elastic serves nodes that share one model, and this one has {ranks.world_size} ranks with"
-                f' shard_size={shard_size}: give shard_size="node", and start each node as a run of its own'
+                f' shard_size={prepared.shard_size}: give shard_size="node", and start each node as a run of its own'
             )
-        settings = settings_of(options) | {"shard_size": shard_size}
-        membership = membership_of(prepared.compressor, options, module, settings, group, scatter=True)
+        membership = membership_of(prepared, module, group)
         ranks = ranks.coming_and_going()
     same = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if not ParameterDigest(same, ranks.peers, device).agree():
         broadcast_shards(module, ranks.peers.group)
-    prepared = fitted(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
-    sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    side = BackwardSide(_with_index(device))
-    choice = None
-    if is_to_choose(prepared, sync):
-        choice = choose_for_fsdp(module, prepared, sync, lambda: ranks.gathering(sharded_inside=True), group, side=side)
-    else:
-        take_over_replication(module)
-        fsdp.install_replicas(module, sync, inside, side)
-        install_weights(module, weight_coding(prepared), sync, ranks.gathering(sharded_inside=True))
+    return ranks, membership
+
+
+def _session(
+    module: nn.Module,
+    prepared: Prepared,
+    sync: GradientSync,
+    group: dist.ProcessGroup | None,
+    *,
+    hook: Hook | None = None,
+    digest: ParameterDigest | None = None,
+    choice: AutoChoice | None = None,
+    ddp: DistributedDataParallel | None = None,
+    membership: Membership | None = None,
+) -> Session:
+    """All that is around a model's engine. `digest`: if parameters are to be compared."""
+    options, ranks = prepared.options, sync.ranks
     follow_second_moment(sync, module, options)
     compares = options.check_digest and not ranks.alone and membership is None
-    shards = {canonical_name(name): param for name, param in module.named_parameters()}
-    digest = ParameterDigest(shards, ranks.peers, device) if compares else None
-    rule = options.outer if not ranks.alone else None
-    local = None if rule is None else local_steps(module, sync, rule, check_digest=compares, membership=membership)
-    _report(sync, options, group)
+    local = None
+    if options.outer is not None and not ranks.alone:
+        local = LocalSteps(module, sync, options.outer, check_digest=compares, ddp=ddp, membership=membership)
     session = Session(
         sync,
         module,
         options,
         group=group,
-        hook=side,
+        hook=hook,
         ranks=ranks,
-        digest=digest,
+        digest=digest if compares else None,
         local=local,
-        shards=True,
+        shards=prepared.scatter,
         auto=choice,
     )
+    _report(sync, options, group)
     if membership is not None:
         join_before_forward(session, module)
     return session
+
+
+def _is_to_choose(prepared: Prepared, ranks: Ranks) -> bool:
+    """Whether the package is to choose, and there is somebody to send to."""
+    return isinstance(prepared.compressor, Auto) and not ranks.alone
 
 
 def weight_coding(prepared: Prepared) -> WeightCoding:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch.distributed as dist
 
 from lowbit_strategy.attach.fit import room_for
+from lowbit_strategy.attach.prepare import Prepared
 from lowbit_strategy.attach.wiring import Wiring
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
@@ -28,7 +28,6 @@ from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.plan.cost import compute_within, step_time, uncompressed
-from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.trial import (
     OWN_STEPS,
@@ -55,14 +54,10 @@ class AutoChoice:
     """The choice of one model's set-up on one rank.
 
     Args:
-        auto: What the user has asked for.
+        prepared: With `Auto` as its compressor.
         sync: The engine; nothing calls it yet.
         wiring: Switches between the framework's own communication and the engine's.
-        layout: What wraps the model.
-        weights: How FSDP2's weights travel, if the user has chosen; None: not chosen.
-        memory: GB that compression may keep; see `SyncOptions`.
         group: All ranks.
-        timer: Seconds.
 
     Attributes:
         active: What is in force; None: the framework's own.
@@ -71,31 +66,19 @@ class AutoChoice:
         trial_s: What it cost beyond as many of the framework's own steps, links included.
     """
 
-    def __init__(
-        self,
-        auto: Auto,
-        sync: GradientSync,
-        wiring: Wiring,
-        layout: Layout,
-        *,
-        weights: WeightCoding | None = None,
-        memory: float | None = None,
-        group: dist.ProcessGroup | None = None,
-        timer: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.auto = auto
+    def __init__(self, prepared: Prepared, sync: GradientSync, wiring: Wiring, group: dist.ProcessGroup | None) -> None:
+        assert isinstance(prepared.compressor, Auto)
+        self.auto = prepared.compressor
         self.sync = sync
         self.wiring = wiring
-        self.layout: Layout = layout
         self.active: Candidate | None = None
         self.reason = ""
         self.trial_steps = 0
         self.trial_s = 0.0
         self.phase: Phase = "own"
         self._group = group
-        self._timer = timer
-        self._room = room_for(memory, sync.device, sync.ranks)[0]
-        self._all = candidates(auto, layout, weights)
+        self._room = room_for(prepared.options.memory, sync.device, sync.ranks)[0]
+        self._all = candidates(self.auto, prepared.layout, prepared.options.weights)
         self._waiting: list[Candidate] = []
         self._tried: list[Candidate] = []
         self._predicted: dict[str, float] = {}
@@ -124,7 +107,7 @@ class AutoChoice:
         if self.phase != "settled":
             finish(self.sync.device)
             self.trial_steps += 1
-        now = self._timer()
+        now = time.perf_counter()
         if self._last is not None:
             self._seconds.append(now - self._last)
         self._last = now
@@ -137,7 +120,7 @@ class AutoChoice:
         """Count steps anew, of which the last ones are timed."""
         self._remaining, self._timed = num_steps, num_timed
         self._seconds = []
-        self._last = None if num_steps == num_timed else self._timer()
+        self._last = None if num_steps == num_timed else time.perf_counter()
 
     def _measured(self) -> tuple[float, ...]:
         return tuple(self._seconds[-self._timed :])
@@ -158,7 +141,7 @@ class AutoChoice:
     def _plan(self) -> None:
         """The framework's own steps have been timed: measure links, predict, begin to try."""
         self._own = self._slowest("without compression")
-        began = self._timer()
+        began = time.perf_counter()
         device = self.sync.device
         cluster = measure_cluster(self.sync.ranks, self._all[0].compressor, device, self._group)
         plans = [self._plan_of(each) for each in self._all]
@@ -170,7 +153,7 @@ class AutoChoice:
         self._predicted = {each.name: predicted for each, predicted in zip(self._all, seconds, strict=True)}
         self._waiting = [self._all[at] for at in promising]
         self._tried, self._times = [], []
-        self.trial_s = self._timer() - began
+        self.trial_s = time.perf_counter() - began
         link, predictions = cluster.inter_node, ", ".join(f"{n} {s:.3g} s" for n, s in self._predicted.items())
         self._inform(
             f"a step without compression takes {self._own.median:.3g} s, of which about {compute_s:.3g} s is not"
@@ -227,6 +210,9 @@ class AutoChoice:
             self._settle_own()
             return
         self.active = None
+        self._empty()
+
+    def _empty(self) -> None:
         self.phase = "empty"
         self.sync.use(self.auto)
         self._emptying = 0
@@ -315,8 +301,5 @@ class AutoChoice:
     def after_load(self) -> None:
         """A checkpoint's residuals have been loaded; on all ranks. What nothing would send is sent first."""
         if self.active is None and any(self._share(self._unsent())):
-            self.phase = "empty"
-            self.sync.use(self.auto)
+            self._empty()
             self._take(self._coding)
-            self._emptying = 0
-            self._begin(1, 1)

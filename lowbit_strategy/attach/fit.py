@@ -4,45 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.attach.prepare import Prepared
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.plan.fitting import SHARE_OF_DEVICE, Setup, choices, choose
-from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 
 
-class PreparedModel(Protocol):
-    """What of a prepared model decides: a dataclass with these fields."""
-
-    @property
-    def compressor(self) -> Compressor: ...
-    @property
-    def options(self) -> SyncOptions: ...
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]: ...
-    @property
-    def layout(self) -> Layout: ...
-
-
-_P = TypeVar("_P", bound=PreparedModel)
-
-
 def fitted(
-    prepared: _P,
+    prepared: Prepared,
     weights: WeightCoding | None,
     ranks: Ranks,
     device: torch.device,
     modules: Mapping[str, ModuleLayout] | None = None,
-) -> _P:
+) -> Prepared:
     """`prepared` with what fits, on all ranks alike; as it is where nothing limits the memory.
 
     Raises:
@@ -69,7 +49,7 @@ def fitted(
             chosen.costs,
         )
     options = prepared.options if chosen.weights == weights else replace(prepared.options, weights=chosen.weights)
-    return replace(prepared, compressor=chosen.compressor, options=options)  # type: ignore[type-var]
+    return replace(prepared, compressor=chosen.compressor, options=options)
 
 
 def room_for(memory: float | None, device: torch.device, ranks: Ranks) -> tuple[int | None, int]:

@@ -6,15 +6,15 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lowbit_strategy.attach.shared_state import from_first_rank
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.interfaces import Stateful
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.outer.rule import OuterRule
@@ -31,24 +31,15 @@ STATE_KEY = "outer"
 _log = logging.getLogger("lowbit_strategy")
 
 
-class Stateful(Protocol):
-    """An optimizer or a gradient scaler."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
 class LocalSteps:
     """Between the adapter of a framework and `OuterSync`.
 
     Args:
+        module: The model, which is the same on all ranks of `sync` now.
         sync: Of the model; its group is used by nothing else between steps.
         rule: When ranks synchronise, and how.
-        params: By the names that `sync` knows.
-        buffers: Gives those of the model, by name.
-        reducer: Brings fragments to the other ranks while training goes on.
-        model: DDP around the model, which is to leave gradients and buffers alone; None under FSDP2.
         check_digest: Compare the anchors over the ranks now and then.
+        ddp: Around the model, which is to leave gradients and buffers alone; None under FSDP2.
         membership: Replicas come and go: finds out who is there.
 
     Attributes:
@@ -58,23 +49,23 @@ class LocalSteps:
 
     def __init__(
         self,
+        module: nn.Module,
         sync: GradientSync,
         rule: OuterRule,
-        params: Mapping[str, nn.Parameter],
         *,
-        buffers: Callable[[], Mapping[str, Tensor]],
-        reducer: AsyncReducer | None,
-        model: DistributedDataParallel | None = None,
-        check_digest: bool = True,
-        membership: Membership | None = None,
+        check_digest: bool,
+        ddp: DistributedDataParallel | None,
+        membership: Membership | None,
     ) -> None:
         self.sync = sync
         self.rule = rule
         self.own: Callable[[], Mapping[str, Stateful]] = dict
-        self._params = dict(params)
-        self._buffers = buffers
-        self._reducer = reducer
-        self.wrapped_by(model)
+        self._params = trainable_parameters(module)
+        self._buffers = lambda: {canonical_name(name): buffer for name, buffer in module.named_buffers()}
+        self._reducer: AsyncReducer | None = None  # lets training go on while fragments travel
+        if rule.delay_of(rule.shortest_turn):
+            self._reducer = BucketWorker() if sync.device.type == "cpu" else SideStream(sync.device)
+        self.wrapped_by(ddp)
         self._check_digest = check_digest
         self._seen: list[Optimizer] = []  # have stepped in this process
         self._stepped: set[int] = set()  # since the last step was over
@@ -346,32 +337,3 @@ class LocalSteps:
             return
         if self.outer.model.has_other_weights(earlier.outer.anchors):
             self._loaded = None
-
-
-def local_steps(
-    module: nn.Module,
-    sync: GradientSync,
-    rule: OuterRule,
-    *,
-    check_digest: bool,
-    ddp: DistributedDataParallel | None = None,
-    membership: Membership | None = None,
-) -> LocalSteps:
-    """Local steps of a model that is the same on all ranks of `sync` now."""
-    return LocalSteps(
-        sync,
-        rule,
-        trainable_parameters(module),
-        buffers=lambda: {canonical_name(name): buffer for name, buffer in module.named_buffers()},
-        reducer=reducer_for(rule, sync.device),
-        model=ddp,
-        check_digest=check_digest,
-        membership=membership,
-    )
-
-
-def reducer_for(rule: OuterRule, device: torch.device) -> AsyncReducer | None:
-    """What lets training go on while fragments travel; None where each is applied at once."""
-    if rule.delay_of(rule.shortest_turn) == 0:
-        return None
-    return BucketWorker() if device.type == "cpu" else SideStream(device)

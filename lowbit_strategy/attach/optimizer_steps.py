@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-
-class Watcher(Protocol):
-    """Learns of every step."""
-
-    def on_optimizer_step(self, optimizer: Optimizer) -> None: ...
-
-    def shares_parameters(self, other: Any) -> bool:
-        """Whether both are of the same model, set up twice."""
-
-
-_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_watchers: weakref.WeakSet[Any] = weakref.WeakSet()  # sessions
 _handles: list[Any] = []  # torch's hook, once per process
 
 
-def watch_optimizers(watcher: Watcher) -> None:
-    """Tell `watcher`, as long as it lives, after every step of an optimizer of ``torch.optim``.
+def watch_optimizers(watcher: Any) -> None:
+    """Tell a session, as long as it lives, after every step of an optimizer of ``torch.optim``.
 
     Who watched the same model before watches it no more: another trainer has taken it over.
     """
@@ -35,7 +25,7 @@ def watch_optimizers(watcher: Watcher) -> None:
     _watchers.add(watcher)
 
 
-def forget_optimizers(watcher: Watcher) -> None:
+def forget_optimizers(watcher: Any) -> None:
     """Tell it no more."""
     _watchers.discard(watcher)
 

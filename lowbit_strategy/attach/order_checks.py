@@ -12,6 +12,11 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters
 
 MANY_PASSES = 100  # of one step: more than anyone accumulates
+NO_STEP_HAS_ENDED = (
+    f"{MANY_PASSES} backward passes have come and no step has ended: call session.end_step() after every step, also one"
+    " that is written by hand (in Lightning trainer.strategy.session.end_step()). Until then nothing is compared or"
+    " recorded, no controller decides, and local steps have no turn"
+)
 
 
 def check_bare(module: nn.Module) -> None:
@@ -77,24 +82,3 @@ def why_nothing_was_sent(module: nn.Module, *, waits: bool) -> str:
         "the optimizer has stepped but no gradient has been synchronised yet. If the first loss was not skipped on"
         " purpose, backward does not reach what was set up"
     )
-
-
-class PassCounter:
-    """Backward passes since a step has ended."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def begun(self) -> str | None:
-        """One more. Returns what to warn of, once: nobody accumulates so many."""
-        self._count += 1
-        if self._count != MANY_PASSES:
-            return None
-        return (
-            f"{MANY_PASSES} backward passes have come and no step has ended: call session.end_step() after every"
-            " step, also one that is written by hand (in Lightning trainer.strategy.session.end_step()). Until then"
-            " nothing is compared or recorded, no controller decides, and local steps have no turn"
-        )
-
-    def ended(self) -> None:
-        self._count = 0

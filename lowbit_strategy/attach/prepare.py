@@ -9,13 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from lowbit_strategy.attach.order_checks import check_bare
-from lowbit_strategy.attach.sync_options import SyncOptions, check_elastic, check_outer
+from lowbit_strategy.attach.sync_options import SyncOptions, check_options
 from lowbit_strategy.hooks.ddp import refuse_python_reducer
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.registry import as_compressor
-from lowbit_strategy.methods.weights.registry import check_weights
 from lowbit_strategy.model.handshake import facts, handshake, plain
 from lowbit_strategy.model.parameters import describe_parameters, refuse_sparse_gradients
 from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
@@ -91,14 +90,11 @@ def checked_specs(
         ValueError: They do not.
         RuntimeError: A compiler setting bypasses hooks.
     """
-    if options.shard_size is not None and not scatter:
-        raise ValueError("shard_size is an option of FSDP2 strategies: under DDP no rank has a shard")
+    check_options(options, scatter=scatter)
     specs = tuple(describe_parameters(module))
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronise")
     refuse_sparse_gradients(module)
-    check_outer(options.outer, two_level=options.two_level, scatter=scatter, shard_size=options.shard_size)
-    check_elastic(options.elastic, options.outer)
     if isinstance(compressor, Auto) and options.second_moment:
         raise ValueError("Auto chooses among compressors that do without second_moment: give one, such as LoCo(bits=1)")
     if isinstance(compressor, Auto) and options.outer is not None:
@@ -109,7 +105,6 @@ def checked_specs(
             options.outer.synchronous_compressor.check(specs)
     if not scatter:
         refuse_python_reducer()
-    check_weights(options.weights, scatter=scatter)
     return specs
 
 

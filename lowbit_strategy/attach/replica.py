@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -10,56 +9,45 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lowbit_strategy.attach.prepare import Prepared, settings_of
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
-from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.handshake import facts, plain
 from lowbit_strategy.ranks.membership import Membership
 
 _PATIENCE = timedelta(days=30)
 
 
-def membership_of(
-    compressor: Compressor,
-    options: SyncOptions,
-    module: nn.Module,
-    settings: Mapping[str, object],
-    group: dist.ProcessGroup | None,
-    *,
-    scatter: bool,
-) -> Membership:
+def membership_of(prepared: Prepared, module: nn.Module, group: dist.ProcessGroup | None) -> Membership:
     """How this replica finds the others, whom it meets in `Session.resume`; call on all of its ranks.
 
     Args:
-        compressor: The same on all replicas.
-        options: Those of the run, with ``elastic``.
+        prepared: With ``elastic`` among the options; compressor and options are the same on all replicas.
         module: The model.
-        settings: The options as plain values.
-        group: The ranks of this replica.
-        scatter: They share one model.
+        group: The ranks of this replica, which share one model if it was prepared to be sharded.
 
     Raises:
         ValueError: There are several, and each has a whole model.
         ConnectionError: Nobody answers at the lighthouse's address.
     """
+    options = prepared.options
     assert options.elastic is not None
-    if (num_ranks := dist.get_world_size(group)) > 1 and not scatter:
+    if (num_ranks := dist.get_world_size(group)) > 1 and not prepared.scatter:
         raise ValueError(
             f"elastic serves replicas of one process each under DDP, and this one has {num_ranks}: start each with"
             ' devices=1, num_nodes=1, or let its ranks share one model with LowBitFSDPStrategy(shard_size="node")'
         )
     own = {"elastic", "memory"}  # may differ between replicas
-    everything = facts(compressor, module, scatter=scatter, settings=settings)
+    settings = settings_of(options) | {"shard_size": prepared.shard_size}
+    everything = facts(prepared.compressor, module, scatter=prepared.scatter, settings=settings)
     same = {name: value for name, value in everything.items() if name not in own}
     same |= plain("outer", options.outer) | {"inherit_optimizer": options.elastic.inherit_optimizer}
-    return Membership(options.elastic, same, _agreeing(group) if num_ranks > 1 else None)
-
-
-def _agreeing(group: dist.ProcessGroup | None) -> GroupComm:
-    """The ranks of a replica, on the CPU: while the first one waits for other replicas, they wait for it."""
-    members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    return GroupComm(dist.new_group(members, timeout=_PATIENCE, backend="gloo"))
+    inside = None
+    if num_ranks > 1:  # on the CPU: while the first rank waits for other replicas, they wait for it
+        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        inside = GroupComm(dist.new_group(members, timeout=_PATIENCE, backend="gloo"))
+    return Membership(options.elastic, same, inside)
 
 
 def join_before_forward(session: Session, module: nn.Module) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.attach.auto import AutoChoice
 from lowbit_strategy.attach.local_steps import LocalSteps
 from lowbit_strategy.attach.optimizer_steps import forget_optimizers, watch_optimizers
-from lowbit_strategy.attach.order_checks import PassCounter, why_nothing_was_sent
+from lowbit_strategy.attach.order_checks import MANY_PASSES, NO_STEP_HAS_ENDED, why_nothing_was_sent
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.attach.wiring import DDPWiring
 from lowbit_strategy.checkpoint import capture
@@ -26,6 +26,7 @@ from lowbit_strategy.checkpoint.save import ResidualSaver
 from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
+from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.digest import ParameterDigest
@@ -39,11 +40,7 @@ CHECKPOINT_KEY = "lowbit_strategy"
 _log = logging.getLogger("lowbit_strategy")
 
 
-class Hook(Protocol):
-    """What feeds the engine beside training."""
-
-    def close(self) -> bool:
-        """End its thread. Returns whether nothing of it runs any more."""
+Hook = DDPHook | DDPWiring | BackwardSide  # what feeds the engine beside training
 
 
 class Session:
@@ -85,7 +82,7 @@ class Session:
         self._module, self._hook = module, hook
         self._warned = False
         self._saver = ResidualSaver(sync, group)
-        self._passes = PassCounter()
+        self._num_passes = 0  # backward passes since a step has ended
         self._scale: float | None = None
         self._has_scale = False  # it has been read for the step to come
         self._params = {id(param) for param in module.parameters()}
@@ -143,8 +140,9 @@ class Session:
             RuntimeError: An optimizer has stepped and `end_step` has not been called since; or DDP does not know a
                 parameter that is trained now.
         """
-        if (problem := self._passes.begun()) is not None:
-            self._warn(problem)
+        self._num_passes += 1
+        if self._num_passes == MANY_PASSES:
+            self._warn(NO_STEP_HAS_ENDED)
         if self.newly_trainable():
             self._serve_unfrozen()
         if self.replica is not None:
@@ -174,7 +172,7 @@ class Session:
             DivergenceError: On every rank, if parameters were compared after this step and differ.
         """
         self.sync.acknowledge_step()
-        self._passes.ended()
+        self._num_passes = 0
         if self.trains_locally:
             assert self.local is not None
             self.local.after_optimizer(optimizer)

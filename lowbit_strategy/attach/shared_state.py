@@ -33,7 +33,12 @@ def from_first_rank(state: Any, comm: Comm, device: torch.device) -> Any:
         device: That `comm` sends from.
     """
     tensors: list[Tensor] = []
-    outline = _replaced(state, Tensor, lambda tensor: _noted(tensor, tensors)) if comm.rank == 0 else None
+
+    def noted(tensor: Tensor) -> _Kind:
+        tensors.append(part := local_part(tensor.detach()))
+        return _Kind(tuple(part.shape), part.dtype, part.device.type)
+
+    outline = _replaced(state, Tensor, noted) if comm.rank == 0 else None
     message = torch.frombuffer(bytearray(pickle.dumps(outline)), dtype=torch.uint8)
     length = torch.tensor([message.numel()], device=device)
     comm.broadcast(length, 0).wait()
@@ -49,12 +54,6 @@ def from_first_rank(state: Any, comm: Comm, device: torch.device) -> Any:
         return values.to(kind.device_type)
 
     return _replaced(outline, _Kind, arrived)
-
-
-def _noted(tensor: Tensor, tensors: list[Tensor]) -> _Kind:
-    part = local_part(tensor.detach())
-    tensors.append(part)
-    return _Kind(tuple(part.shape), part.dtype, part.device.type)
 
 
 def _replaced(value: Any, kind: type[Any], replace: Callable[[Any], Any]) -> Any:

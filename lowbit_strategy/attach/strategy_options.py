@@ -20,19 +20,18 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.attach.sync_options import SyncOptions, check_elastic, check_outer
+from lowbit_strategy.attach.sync_options import SyncOptions, check_options
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
-from lowbit_strategy.methods.outer.registry import OUTER_RULES, as_outer, default_compressor
+from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS, as_compressor
 from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.methods.weights.registry import as_weights, check_weights
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
 from lowbit_strategy.model.mixed_precision import policy_of
 from lowbit_strategy.options.suggestions import unknown_option
@@ -66,6 +65,17 @@ class _Options:
     compressor: Compressor
     options: SyncOptions
 
+    def _configure(self, compressor: Compressor | str | None, arguments: Mapping[str, Any], *, scatter: bool) -> None:
+        """`arguments`: of the constructor, which has one of the same name for each option that it offers."""
+        names = [field.name for field in dataclasses.fields(SyncOptions) if field.name in arguments]
+        self.options = SyncOptions(**{name: arguments[name] for name in names})
+        check_options(self.options, scatter=scatter)
+        if compressor is not None:
+            self.compressor = as_compressor(compressor)
+        else:
+            self.compressor = LoCo() if self.options.outer is None else default_compressor(self.options.outer)
+        self.on_configured()
+
     def on_configured(self) -> None:
         """All options are valid and stored; nothing has been attached."""
 
@@ -91,33 +101,17 @@ class DDPConstructor(_Options):
         second_moment: bool = False,
         **kwargs: Any,
     ) -> None:
+        weights = kwargs.pop("weights", None)  # refused, with advice
+        arguments = locals()
         for option in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
             if kwargs.get(option) is not None:  # LightningCLI passes every default
                 raise ValueError(f"the compressor is the communication hook: leave {option} out")
-        if (weights := kwargs.pop("weights", None)) is not None:
-            check_weights(as_weights(weights), scatter=False)
         of_ddp = [
             name for each in (super().__init__, DistributedDataParallel) for name in inspect.signature(each).parameters
         ]
         _refuse_unknown(type(self), kwargs, (*_own_options(DDPConstructor), *of_ddp))
         super().__init__(**kwargs)
-        rule = None if outer is None else as_outer(outer)
-        check_outer(rule, two_level=two_level, scatter=False)
-        check_elastic(elastic, rule)
-        self.compressor = _compressor(compressor, rule)
-        self.options = SyncOptions(
-            seed=seed,
-            on_world_size_change=on_world_size_change,
-            on_missing_residual=on_missing_residual,
-            check_digest=check_digest,
-            two_level=two_level,
-            outer=rule,
-            elastic=elastic,
-            memory=memory,
-            far_links=far_links,
-            second_moment=second_moment,
-        )
-        self.on_configured()
+        self._configure(compressor, arguments, scatter=False)
 
     def choose_buckets(self, device: torch.device) -> None:
         """Before DDP wraps: the default size of its buckets on `device`."""
@@ -155,6 +149,7 @@ class FSDPConstructor(_Options):
         timeout: timedelta | None = timedelta(minutes=30),
         **unknown: Any,
     ) -> None:
+        arguments = locals()
         _refuse_unknown(type(self), unknown, _own_options(FSDPConstructor), _FSDP1_REMEDIES)
         super().__init__(  # type: ignore[call-arg]
             **self.stock_options(),
@@ -163,28 +158,16 @@ class FSDPConstructor(_Options):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self.min_shard_numel = _positive("min_shard_numel", min_shard_numel)
-        self.mp_policy = _policy(mp_policy)
-        self.accumulate = _accumulate(accumulate)
-        rule = None if outer is None else as_outer(outer)
-        check_outer(rule, two_level=two_level, scatter=True, shard_size=shard_size)
-        check_elastic(elastic, rule)
-        self.compressor = _compressor(compressor, rule)
-        self.options = SyncOptions(
-            seed=seed,
-            on_world_size_change=on_world_size_change,
-            on_missing_residual=on_missing_residual,
-            check_digest=check_digest,
-            two_level=two_level,
-            shard_size=shard_size,
-            weights=None if weights is None else as_weights(weights),
-            outer=rule,
-            elastic=elastic,
-            memory=memory,
-            far_links=far_links,
-            second_moment=second_moment,
-        )
-        self.on_configured()
+        if not isinstance(min_shard_numel, int) or isinstance(min_shard_numel, bool) or min_shard_numel < 1:
+            raise ValueError(f"min_shard_numel must be a positive integer, got {min_shard_numel!r}")
+        if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+            raise TypeError(
+                f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy or None, got {mp_policy!r}"
+            )
+        if accumulate not in get_args(Accumulate):
+            raise ValueError(f'accumulate must be "local" or "reduce", got {accumulate!r}')
+        self.min_shard_numel, self.mp_policy, self.accumulate = min_shard_numel, mp_policy, accumulate
+        self._configure(compressor, arguments, scatter=True)
 
     def policy_of(self, plugin: Any) -> MixedPrecisionPolicy:
         """FSDP2's types: the user's own, or what the framework's `plugin` for precision stands for."""
@@ -219,30 +202,6 @@ class FSDPConstructor(_Options):
         return None if self.options.shard_size is not None else stock.device_mesh["data_parallel"].get_group()
 
 
-def _compressor(given: Compressor | str | None, rule: OuterRule | None) -> Compressor:
-    if given is not None:
-        return as_compressor(given)
-    return LoCo() if rule is None else default_compressor(rule)
-
-
-def _positive(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return value
-
-
-def _policy(value: object) -> MixedPrecisionPolicy | None:
-    if value is not None and not isinstance(value, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy or None, got {value!r}")
-    return value
-
-
-def _accumulate(value: object) -> Accumulate:
-    if value not in get_args(Accumulate):
-        raise ValueError(f'accumulate must be "local" or "reduce", got {value!r}')
-    return value  # type: ignore[return-value]
-
-
 def _own_options(constructor: type) -> list[str]:
     signature = inspect.signature(constructor)
     return [name for name, option in signature.parameters.items() if option.kind is not option.VAR_KEYWORD]
@@ -267,10 +226,10 @@ def _whose(strategy: type, name: str) -> str:
     if name in {field.name for field in dataclasses.fields(SyncOptions)} & set(_own_options(FSDPConstructor)):
         return "it is for FSDP2, LowBitFSDPStrategy"  # asked of DDP
     for of, form, configurations in (
-        ("compressor", f"{strategy.__name__}({{}}({{}}=...))", PRESETS),
-        ("outer rule", "outer={}({}=...)", OUTER_RULES),
+        ("compressor", f"{strategy.__name__}({{}}({{}}=...))", (LoCo(), TopK(), *PRESETS.values())),
+        ("outer rule", "outer={}({}=...)", OUTER_RULES.values()),
     ):
-        for each in (LoCo(), TopK(), *configurations.values()) if of == "compressor" else configurations.values():
+        for each in configurations:
             if name in {field.name for field in dataclasses.fields(each)}:
                 return f"it is an option of the {of}, {form.format(type(each).__name__, name)}"
     return ""

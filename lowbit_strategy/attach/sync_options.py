@@ -9,6 +9,7 @@ from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.methods.outer.interval import Seconds
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights.registry import check_weights
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.ranks.elastic import Elastic
 
@@ -81,28 +82,22 @@ class SyncOptions:
             raise ValueError("two_level must not be given with shard_size: replicas of shards are two levels already")
 
 
-def check_outer(
-    rule: OuterRule | None, *, two_level: bool | None, scatter: bool, shard_size: int | str | None = None
-) -> None:
+def check_options(options: SyncOptions, *, scatter: bool) -> None:
     """Raises:
-    ValueError: Local steps do not go together with these options.
+    ValueError: They do not go together, or not with FSDP2 (`scatter`) or DDP.
     """
-    if rule is None:
-        return
-    if two_level:
+    if options.shard_size is not None and not scatter:
+        raise ValueError("shard_size is an option of FSDP2 strategies: under DDP no rank has a shard")
+    check_weights(options.weights, scatter=scatter)
+    rule = options.outer
+    if rule is not None and options.two_level:
         raise ValueError("two_level=True does not go with outer: under DDP each rank takes local steps by itself")
-    if scatter and shard_size is None:
+    if rule is not None and scatter and options.shard_size is None:
         raise ValueError(
             "outer needs replicas that train by themselves, and FSDP2 shards one model over all ranks: give"
             ' shard_size="node" as well, for local steps between nodes'
         )
-
-
-def check_elastic(elastic: Elastic | None, rule: OuterRule | None) -> None:
-    """Raises:
-    ValueError: Replicas that come and go do not go together with these options.
-    """
-    if elastic is None:
+    if options.elastic is None:
         if rule is not None and isinstance(rule.every, Seconds):
             raise ValueError(
                 f'every="{rule.every.seconds:g}s" needs elastic: ranks that stay together take as many steps'
@@ -110,15 +105,8 @@ def check_elastic(elastic: Elastic | None, rule: OuterRule | None) -> None:
         return
     if rule is None:
         raise ValueError("elastic needs local steps: give an outer rule as well, such as outer=DiLoCo(every=50)")
-    unsuitable = {
-        "delay": bool(rule.delay),
-        "synchronous": bool(rule.synchronous),
-        "synchronous_end": bool(rule.synchronous_end),
-        "eager": rule.eager,
-        "average_state": bool(rule.average_state),
-    }
-    for field, used in unsuitable.items():
-        if used:
+    for field in ("delay", "synchronous", "synchronous_end", "eager", "average_state"):
+        if getattr(rule, field):
             raise ValueError(
                 f"elastic does not go with {field} of an outer rule: members change at the beginning of an exchange,"
                 " and are known for that one alone. Leave it out"

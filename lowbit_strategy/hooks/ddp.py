@@ -37,9 +37,7 @@ class DDPHook:
         self.sync = sync
         self._levels = None if sync.ranks.intra_node is None else TwoLevelBuckets(sync)
         self._names = {id(p): canonical_name(name) for name, p in model.module.named_parameters()}
-        on_cpu = sync.device.type == "cpu"
-        self._worker = BucketWorker() if on_cpu else None
-        self._side = None if on_cpu else SideStream(sync.device)
+        self._side: BucketWorker | SideStream = BucketWorker() if sync.device.type == "cpu" else SideStream(sync.device)
         model.register_comm_hook(self, DDPHook.reduce)
 
     def layout(self, bucket: dist.GradBucket) -> BucketLayout:
@@ -59,13 +57,11 @@ class DDPHook:
             stages = self.sync.reduce(layout, buffer, buffer)
         else:
             stages = self._levels.reduce(layout, buffer)
-        side = self._worker if self._worker is not None else self._side
-        assert side is not None
-        return side.submit(stages, buffer, last=bucket.is_last())
+        return self._side.submit(stages, buffer, last=bucket.is_last())
 
     def close(self) -> bool:
         """Whether nothing of it runs any more."""
-        return self._worker is None or self._worker.close()
+        return not isinstance(self._side, BucketWorker) or self._side.close()
 
 
 def refuse_python_reducer() -> None:

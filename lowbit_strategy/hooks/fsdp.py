@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.fsdp_gradients import (
     CompressedReduceScatter,
@@ -16,8 +15,10 @@ from lowbit_strategy.hooks.fsdp_gradients import (
     GradientRows,
     ReplicaAllReduce,
 )
+from lowbit_strategy.hooks.weights import install_weights
 from lowbit_strategy.hooks.worker import BackwardSide
-from lowbit_strategy.model.fsdp_sharding import reduce_unused, sharded_groups
+from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.model.fsdp_sharding import reduce_unused, sharded_groups, take_over_replication
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import Reduced
 
@@ -29,16 +30,6 @@ def reduce_dtype(group: Any) -> torch.dtype:
     return dtype
 
 
-def accumulated_nbytes(module: nn.Module) -> int:
-    """Memory on this rank for gradients of all parameters that wait, unsharded, for the next micro-batch."""
-    return sum(
-        param.sharded_param.numel() * reduce_dtype(each.param_group).itemsize
-        for each in sharded_groups(module)
-        for param in each.param_group.fsdp_params
-        if param.sharded_param.requires_grad
-    )
-
-
 def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -> str | None:
     """In words, for `num_batches` micro-batches per step; None: there is one."""
     if num_batches < 2:
@@ -48,45 +39,49 @@ def cost_of_accumulation(module: nn.Module, num_batches: int, accumulate: str) -
             f"gradients are reduced {num_batches} times per step, and weights gathered as often, because"
             f' accumulate="reduce" keeps none of {num_batches} micro-batches unsharded'
         )
-    gib = accumulated_nbytes(module) / 2**30
+    nbytes = sum(
+        param.sharded_param.numel() * reduce_dtype(each.param_group).itemsize
+        for each in sharded_groups(module)
+        for param in each.param_group.fsdp_params
+        if param.sharded_param.requires_grad
+    )
     return (
-        f"accumulation over {num_batches} micro-batches keeps unsharded gradients, {gib:.2f} GiB on every rank;"
-        f' accumulate="reduce" keeps none and sends {num_batches} times as many bytes'
+        f"accumulation over {num_batches} micro-batches keeps unsharded gradients, {nbytes / 2**30:.2f} GiB on every"
+        f' rank; accumulate="reduce" keeps none and sends {num_batches} times as many bytes'
     )
 
 
-def install(module: nn.Module, sync: GradientSync, side: BackwardSide | None = None) -> int:
-    """Give every FSDP2 module under `module` a compressed reduce-scatter. Returns how many were given one.
+def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: BackwardSide | None = None) -> None:
+    """Give every FSDP2 module under `module` a compressed reduce-scatter, and its all-gather.
+
+    HSDP: an exact reduce-scatter among the ranks that shard, and the engine over the replicas.
 
     Args:
         module: The model.
         sync: The engine.
+        coding: How weights travel.
         side: Where gradients are reduced while backward goes on; None: FSDP2 waits for each module's.
 
     Raises:
         ValueError: A parameter is sharded along another dim than the first, or not at all.
     """
+    if not sync.scatter:
+        take_over_replication(module)
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
     found = _sharded_modules(module, sync, names)
     for child, group in found:
-        child.set_custom_reduce_scatter(CompressedReduceScatter(sync, GradientRows(group, names, sync), group, side))
-    sync.expect(_reduced([group for _, group in found], names))
-    return len(found)
-
-
-def install_replicas(module: nn.Module, sync: GradientSync, inside: Comm, side: BackwardSide) -> int:
-    """HSDP: as `install`, with an exact reduce-scatter among the ranks that shard, and the engine over the replicas."""
-    names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
-    found = _sharded_modules(module, sync, names)
-    for child, group in found:
-        child.set_custom_reduce_scatter(ExactReduceScatter(inside))
+        rows = GradientRows(group, names, sync)
+        if sync.scatter:
+            child.set_custom_reduce_scatter(CompressedReduceScatter(sync, rows, group, side))
+            continue
+        assert sync.ranks.intra_node is not None
+        child.set_custom_reduce_scatter(ExactReduceScatter(sync.ranks.intra_node))
         child.set_gradient_divide_factor(1.0)
         if not sync.ranks.alone:
-            child.set_all_reduce_hook(
-                ReplicaAllReduce(sync, group, GradientRows(group, names, sync), side), stream=side.stream
-            )
+            assert side is not None
+            child.set_all_reduce_hook(ReplicaAllReduce(sync, group, rows, side), stream=side.stream)
     sync.expect(_reduced([group for _, group in found], names))
-    return len(found)
+    install_weights(module, coding, sync, sync.ranks.gathering(sharded_inside=not sync.scatter))
 
 
 def _reduced(groups: Sequence[Any], names: Mapping[int, str]) -> list[Reduced]:

@@ -10,7 +10,7 @@ stream of its own, which FSDP2 waits for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,9 @@ from lowbit_strategy.engine.two_levels import scatter_over_two_levels
 from lowbit_strategy.hooks.worker import BackwardSide
 
 
-class GradientRow(NamedTuple):
-    """One rank's part of a module's gradients: shards of its parameters, one after the other."""
-
-    layout: BucketLayout
-    numel: int
-
-
 class GradientRows:
-    """Of one FSDP2 parameter group, for each set of parameters that are trained together.
+    """Of one FSDP2 parameter group, for each set of parameters that are trained together: one rank's part of the
+    gradients has shards of the parameters, one after the other.
 
     Args:
         param_group: The module's.
@@ -48,16 +42,7 @@ class GradientRows:
         self._param_group = param_group
         self._names = names
         self._sync = sync
-        self._rows: dict[tuple[str, ...], GradientRow] = {}
-
-    def now(self) -> GradientRow:
-        """For the parameters that are trained at present."""
-        params = [p for p in self._param_group.fsdp_params if p.sharded_param.requires_grad]
-        names = tuple(self._names[id(p.sharded_param)] for p in params)
-        if names not in self._rows:
-            cuts = [dim0_cut(tuple(p._orig_size), self._num_ranks).row_numel for p in params]
-            self._rows[names] = self._row(names, cuts)
-        return self._rows[names]
+        self._rows: dict[tuple[str, ...], tuple[BucketLayout, int]] = {}  # with the number of elements of a row
 
     def of(self, numel: int) -> BucketLayout:
         """The layout of rows with `numel` elements, which is how many FSDP2 has come with.
@@ -65,31 +50,30 @@ class GradientRows:
         Raises:
             RuntimeError: The parameters that are trained have another number.
         """
-        row = self.now()
-        if row.numel != numel:
+        params = [p for p in self._param_group.fsdp_params if p.sharded_param.requires_grad]
+        names = tuple(self._names[id(p.sharded_param)] for p in params)
+        if names not in self._rows:
+            self._rows[names] = self._row(names, [tuple(p._orig_size) for p in params])
+        layout, expected = self._rows[names]
+        if numel != expected:
             raise RuntimeError(
-                f"FSDP2 reduces {numel} elements per rank where the trainable parameters have {row.numel}: were"
+                f"FSDP2 reduces {numel} elements per rank where the trainable parameters have {expected}: were"
                 " parameters frozen or unfrozen in the middle of a step? Do that between steps"
             )
-        return row.layout
+        return layout
 
-    @property
-    def _num_ranks(self) -> int:
-        """That share the module."""
-        if self._sync.scatter:
-            return self._sync.ranks.world_size
-        assert self._sync.ranks.share is not None
-        return self._sync.ranks.share.count
-
-    def _row(self, names: tuple[str, ...], cuts: list[int]) -> GradientRow:
+    def _row(self, names: tuple[str, ...], shapes: list[tuple[int, ...]]) -> tuple[BucketLayout, int]:
+        scatter, ranks = self._sync.scatter, self._sync.ranks
+        assert scatter or ranks.share is not None
+        num_ranks = ranks.world_size if ranks.share is None or scatter else ranks.share.count
         entries, at = [], 0
-        for name, numel in zip(names, cuts, strict=True):
-            if self._sync.scatter or self._sync.specs[name].numel:
+        for name, shape in zip(names, shapes, strict=True):
+            if scatter or self._sync.specs[name].numel:
                 entries.append(Entry(name, at))
-            at += numel
-        if self._sync.scatter:
-            return GradientRow(BucketLayout(tuple(entries), row_numel=at), at)
-        return GradientRow(BucketLayout(tuple(entries), alone=True, key=names), at)
+            at += dim0_cut(shape, num_ranks).row_numel
+        if scatter:
+            return BucketLayout(tuple(entries), row_numel=at), at
+        return BucketLayout(tuple(entries), alone=True, key=names), at
 
 
 class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
@@ -116,9 +100,7 @@ class CompressedReduceScatter(_ReduceScatter):
         side: Where gradients are reduced meanwhile; None: FSDP2 waits for each module's.
     """
 
-    def __init__(
-        self, sync: GradientSync, rows: GradientRows, param_group: Any = None, side: BackwardSide | None = None
-    ) -> None:
+    def __init__(self, sync: GradientSync, rows: GradientRows, param_group: Any, side: BackwardSide | None) -> None:
         super().__init__()
         self._sync = sync
         self._rows = rows

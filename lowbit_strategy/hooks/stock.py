@@ -14,12 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy.hooks.patches import SET_ON_GROUPS
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 
 _MIB = 1024 * 1024
 
-_SET = (*SET_ON_GROUPS, "_reduce_scatter_comm", "mesh_info", "post_forward_mesh_info")
+_SET = (  # by attaching, on the parameter groups of FSDP2
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+    "_all_reduce_hook",
+    "_all_reduce_hook_stream",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "reduce_scatter_unused_params",
+    "mesh_info",
+    "post_forward_mesh_info",
+)
 _WRAPPED = ("pre_forward", "post_backward")  # on the instance
 
 
@@ -83,19 +92,14 @@ class StockSharding:
         for group, values, wrapped in self._remembered:
             for name, value in values.items():
                 setattr(group, name, value)
-            self._replicate(group, values)
+            info = values["mesh_info"]
+            if self._info is not None and not isinstance(info, HSDPMeshInfo):  # to be replicated over another dim too
+                group.mesh_info = self._info
+                if values["post_forward_mesh_info"] == info:
+                    group.post_forward_mesh_info = self._info
             for param in group.fsdp_params:
                 if param.post_forward_mesh_info is not None:
                     param.post_forward_mesh_info = group.post_forward_mesh_info
             for name in _WRAPPED:
                 vars(group).pop(name, None)
             vars(group).update(wrapped)
-
-    def _replicate(self, group: Any, values: dict[str, Any]) -> None:
-        """Where what was sharded over one dim is to be replicated over another too: the place that has both."""
-        info = values["mesh_info"]
-        if self._info is None or isinstance(info, HSDPMeshInfo):
-            return
-        group.mesh_info = self._info
-        if values["post_forward_mesh_info"] == info:
-            group.post_forward_mesh_info = self._info

@@ -178,33 +178,23 @@ def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync,
 
 def module_layouts(module: nn.Module) -> dict[str, ModuleLayout]:
     """What FSDP2 gathers as one, by the names of modules."""
-    specs = _specs(module)
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
+    floats = {names[id(param)] for param in module.parameters() if is_float(param)}
+    specs = {spec.name: spec for spec in describe_parameters(module, floats)}  # what can be coded, frozen or not
     return {each.name: _layout(each, names, specs) for each in sharded_groups(module)}
 
 
-def _specs(module: nn.Module) -> Mapping[str, TensorSpec]:
-    """Of all parameters that can be coded, frozen ones too."""
-    floats = {canonical_name(name) for name, param in module.named_parameters() if is_float(param)}
-    return {spec.name: spec for spec in describe_parameters(module, floats)}
-
-
 def _layout(group: ShardedGroup, names: Mapping[int, str], specs: Mapping[str, TensorSpec]) -> ModuleLayout:
-    params = group.param_group.fsdp_params
+    params = [param.sharded_param for param in group.param_group.fsdp_params]
     chosen = group.param_group.mp_policy.param_dtype
-    own = [names[id(param.sharded_param)] for param in params]
-    dtypes = {chosen or param.sharded_param.dtype for param in params if param.sharded_param.is_floating_point()}
-    extended = any(hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather") for param in params)
-    coded = len(dtypes) == 1 and not extended and all(name in specs for name in own)
-    unknown = [
-        TensorSpec(name, tuple(param.sharded_param.shape))
-        for name, param in zip(own, params, strict=True)
-        if name not in specs
-    ]
-    known = {**specs, **{spec.name: spec for spec in unknown}}
+    dtypes = {chosen or param.dtype for param in params if param.is_floating_point()}
+    extended = any(hasattr(param._local_tensor, "fsdp_pre_all_gather") for param in params)
+    coded = len(dtypes) == 1 and not extended and all(names[id(param)] in specs for param in params)
     return ModuleLayout(
-        specs=tuple(known[name] for name in own),
-        dtype=dtypes.pop() if coded else params[0].sharded_param.dtype,
+        specs=tuple(
+            specs.get(names[id(param)]) or TensorSpec(names[id(param)], tuple(param.shape)) for param in params
+        ),
+        dtype=dtypes.pop() if coded else params[0].dtype,
         num_gathers=2 if group.gathered_in_backward else 1,
         coded=coded,
     )

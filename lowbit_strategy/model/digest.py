@@ -20,11 +20,11 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 from lowbit_strategy.kernels.digest import digests
+from lowbit_strategy.model.parts import local_part
 
 EARLY_STEPS = (2, 10, 100)
 EVERY = 1000
@@ -82,8 +82,7 @@ class ParameterDigest:
 
     def _each(self) -> Tensor:
         """int64 ``[parameters]``."""
-        shards = [param.to_local() if isinstance(param, DTensor) else param for param in self._params.values()]
-        return digests(shards, self._device)
+        return digests([local_part(param) for param in self._params.values()], self._device)
 
     def _gather(self, mine_N: Tensor) -> Tensor:
         """int64 ``[W, N]``; past the engine's counters, which count gradients only."""

@@ -18,13 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.model.mixed_precision import needs_own_type
 from lowbit_strategy.model.parameters import canonical_name
+from lowbit_strategy.model.parts import local_part
 
 DEFAULT_MIN_SHARD_NUMEL = 500_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
-
-
-def is_sharded(module: nn.Module) -> bool:
-    return any(isinstance(child, FSDPModule) for child in module.modules())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +69,7 @@ def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:
     * what may run on some ranks only: entries of module dicts, and of lists called experts. FSDP2 gathers a module's
       parameters when it runs, which all ranks must do together
     """
-    uses = Counter(id(param) for child in module.modules() for param in child._parameters.values() if param is not None)
+    uses = _uses(module)
     chosen: list[nn.Module] = []
     optional: set[int] = set()
     for name, child in module.named_modules():
@@ -84,13 +81,15 @@ def blocks_to_shard(module: nn.Module, min_numel: int) -> list[nn.Module]:
     return sorted(unique, key=lambda entry: sum(1 for _ in entry.modules()))
 
 
+def _uses(module: nn.Module) -> Counter[int]:
+    """How many modules hold each parameter."""
+    return Counter(id(param) for child in module.modules() for param in child._parameters.values() if param is not None)
+
+
 def _worth(entry: nn.Module, min_numel: int, uses: Counter[int]) -> bool:
     if isinstance(entry, (nn.ModuleList, nn.ModuleDict)):  # never called themselves
         return False
-    inside = Counter(
-        id(param) for child in entry.modules() for param in child._parameters.values() if param is not None
-    )
-    tied_outside = any(uses[key] != count for key, count in inside.items())
+    tied_outside = any(uses[key] != count for key, count in _uses(entry).items())
     return not tied_outside and sum(param.numel() for param in entry.parameters()) >= min_numel
 
 
@@ -126,7 +125,7 @@ def shard_any(module: nn.Module, mesh: DeviceMesh, device: torch.device, policy:
     Each block is sharded before the next one is brought, so that `device` never holds more than the shards and one
     block. Parameters on the meta device are made after sharding: then no rank ever holds them all anywhere.
     """
-    if not is_sharded(module):
+    if not any(isinstance(child, FSDPModule) for child in module.modules()):
         shard_module(module, mesh, policy, None if _on_meta(module) else functools.partial(bring, device=device))
     else:
         end_iteration(module)
@@ -218,9 +217,9 @@ def check_process_groups(module: nn.Module, shard_group: dist.ProcessGroup | Non
         ValueError: A module is sharded over other ranks, or replicated where `replicated` does not say so.
     """
     ours = dist.get_process_group_ranks(shard_group if shard_group is not None else dist.group.WORLD)
-    for name, param_group in _param_groups(module):
-        where = f"module {name}" if name else "the model"
-        mesh_info: Any = param_group.mesh_info
+    for each in sharded_groups(module):
+        where = f"module {each.name}" if each.name else "the model"
+        mesh_info: Any = each.param_group.mesh_info
         if isinstance(mesh_info, HSDPMeshInfo) and not replicated:
             raise ValueError(
                 f"{where} is sharded over one dim of its mesh and replicated over another (HSDP): give compression"
@@ -241,7 +240,7 @@ def take_over_replication(module: nn.Module) -> None:
     What FSDP2 shards to after a forward pass is replaced with what it shards to otherwise: it takes two unlike objects
     for two meshes, clones a shard of what it has gathered, and gathers that in backward.
     """
-    for _, param_group in _param_groups(module):
+    for param_group in [each.param_group for each in sharded_groups(module)]:
         info: Any = param_group.mesh_info
         if not isinstance(info, HSDPMeshInfo):
             continue
@@ -277,19 +276,10 @@ def fill_unused(param_group: Any) -> None:
     param_group.post_backward = filled_post_backward
 
 
-def _param_groups(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, child in module.named_modules():
-        param_group = child._get_fsdp_state()._fsdp_param_group if isinstance(child, FSDPModule) else None
-        if param_group is not None:
-            yield name, param_group
-
-
 def broadcast_shards(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """The shards of the first replica for all: `group` has the ranks with the same shard."""
     for tensor in (*module.parameters(), *module.buffers()):
-        local = tensor.detach()
-        local = local.to_local() if isinstance(local, DTensor) else local
-        if local.numel():
+        if (local := local_part(tensor.detach())).numel():
             dist.broadcast(local, group_src=0, group=group)
 
 

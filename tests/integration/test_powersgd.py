@@ -19,6 +19,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import install
 from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
+from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.processes.ranks import run_ranks
@@ -153,7 +154,7 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     model = fully_shard(module, mesh=mesh)
-    install(module, sync)
+    install(module, sync, Exact())
     return {"losses": _losses(model, rank, sync), "sum": [p.full_tensor().sum().item() for p in module.parameters()]}
 
 
@@ -202,7 +203,7 @@ def _inside_autocast(rank: int, world_size: int) -> dict[bool, list[float]]:
             scatter=True,
         )
         model = fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
-        install(module, sync)
+        install(module, sync, Exact())
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
         losses[inside] = []
         for step in range(5):

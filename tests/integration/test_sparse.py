@@ -33,6 +33,7 @@ from lowbit_strategy.methods.sparsification.randomk import RandomK
 from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
 from lowbit_strategy.methods.sparsification.sidco import SIDCo
 from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.processes.ranks import run_ranks
@@ -84,7 +85,7 @@ def _train(compressor: Compressor, layout: str, comm: Comm) -> Trained:
         mesh = init_device_mesh("cpu", (comm.world_size,))
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
-        install(model, sync)
+        install(model, sync, Exact())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     data = torch.Generator().manual_seed(comm.rank)
     target = torch.randn(64, 10, generator=torch.Generator().manual_seed(9)) / 8

@@ -8,6 +8,7 @@ import pytest
 
 from lowbit_strategy.accelerate import patches as accelerate_patches
 from lowbit_strategy.hooks import patches as torch_patches
+from lowbit_strategy.hooks import stock
 from lowbit_strategy.lightning import patches as lightning_patches
 from lowbit_strategy.private_names import PrivateName, problems
 from lowbit_strategy.transformers import patches as transformers_patches
@@ -56,3 +57,9 @@ def test_what_has_moved_is_named_with_the_reason() -> None:
     assert found[0] == "torch.nn:Module.forward_again is gone; it is called because of this test"
     assert "torch.nothing_here:Module.forward is gone (No module named" in found[1]
     assert "torch.nn:Linear.forward takes ('self', 'input') instead of ('self', 'tensor')" in found[2]
+
+
+def test_what_attaching_sets_on_fsdp2_s_groups_is_listed() -> None:
+    owner, *others = {name.target.rpartition(".")[0] for name in torch_patches.PATCHES if ".mesh_info" in name.target}
+    assert not others
+    assert {f"{owner}.{name}" for name in stock._SET} <= {name.target for name in torch_patches.PATCHES}
