@@ -52,7 +52,7 @@ def membership_of(
     own = {"elastic", "memory"}  # may differ between replicas
     everything = facts(compressor, module, scatter=scatter, settings=settings)
     same = {name: value for name, value in everything.items() if name not in own}
-    same |= plain("outer", options.outer) | {"inherit_optimizer": options.elastic.inherit_optimizer}
+    same |= plain("outer", options.outer)
     return Membership(options.elastic, same, _agreeing(group) if num_ranks > 1 else None)
 
 

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm
@@ -31,7 +30,6 @@ from lowbit_strategy.rounds.agreement import (
     weights_of,
 )
 from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
-from lowbit_strategy.rounds.fragment import sharded_like
 from lowbit_strategy.rounds.in_flight import InFlight, Prepared
 from lowbit_strategy.rounds.members_change import MembersChange
 from lowbit_strategy.rounds.outer import OuterSync
@@ -58,13 +56,11 @@ class ElasticOuterSync(OuterSync):
 
     Attributes:
         membership: Finds the others.
-        inner: Gives the inner optimizers by name, whose state a new replica inherits where the options say so.
         on_change: Called with a sentence that says who has come and who is lost.
         on_join: Called when this replica is about to meet the others for the first time.
         on_healed: Called when this replica has got the others' state: `sync.step_index` is theirs.
         data: Gives this replica its samples, wherever members have met; None: they do not depend on that.
         changes: Those of the members that no record has yet, the last ones.
-        num_joins, num_losses: Replicas that this one has seen come and go.
         num_heals: How often this one has got the state of another.
     """
 
@@ -74,12 +70,11 @@ class ElasticOuterSync(OuterSync):
         super().__init__(*values, **options)
         self.membership = membership
         self.data: ElasticSampler | None = None
-        self.inner: Callable[[], Mapping[str, Optimizer]] = dict
         self.on_change: Callable[[str], None] = _log.info
         self.on_join: Callable[[], object] = lambda: None
         self.on_healed: Callable[[], object] = lambda: None
         self.changes: deque[MembersChange] = deque(maxlen=_KEPT_CHANGES)
-        self.num_joins = self.num_losses = self.num_heals = 0
+        self.num_heals = 0
         self._turn_began = time.monotonic()
         self._goes_on = True  # where rounds are of so many seconds
         self._clock = 0
@@ -313,8 +308,6 @@ class ElasticOuterSync(OuterSync):
             lost=tuple(name for name in before if name not in now),
             seconds=seconds,
         )
-        if before:
-            self.num_joins, self.num_losses = self.num_joins + len(change.joined), self.num_losses + len(change.lost)
         self.changes.append(change)
         if self.membership.replica.rank == 0:
             self.on_change(str(change))
@@ -362,12 +355,7 @@ class ElasticOuterSync(OuterSync):
         own = ("weights", "flight", "buffers", "since", "losses", "eager")
         shared = {key: value for key, value in state.items() if key not in own}
         shared["losses"] = state["losses"] | {"own": []}
-        inherited = self.inner() if self.membership.options.inherit_optimizer else {}
-        return shared | {
-            "buffers": {"shared": state["buffers"]["shared"]},
-            "step_index": self.sync.step_index,
-            "inner": {name: optimizer.state_dict() for name, optimizer in inherited.items()},
-        }
+        return shared | {"buffers": {"shared": state["buffers"]["shared"]}, "step_index": self.sync.step_index}
 
     def _take_state(self, state: Mapping[str, Any], agreement: Agreement) -> None:
         """Go on from what the others share; what this replica has trained since its last turn is lost."""
@@ -378,11 +366,6 @@ class ElasticOuterSync(OuterSync):
         self._history = agreement.history
         self._marks = [self._trained] * len(self.fragments)
         self._group = 0
-        own = self.inner()
-        for name, saved in state["inner"].items():
-            if name in own:  # JSON has made texts of the parameters' numbers
-                kept = {int(at): each for at, each in saved["state"].items()}
-                own[name].load_state_dict(sharded_like(own[name], saved | {"state": kept}))
         self.sync.forget()
         self._count_from(state["step_index"])
         self.num_heals += 1
