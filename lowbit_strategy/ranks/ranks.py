@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm
-from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
+from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.transports.far_comm import FarComm
@@ -93,9 +93,9 @@ class Ranks:
             sharded_inside: A node's ranks have one model together (HSDP); otherwise all ranks have.
         """
         if self.intra_node is None:
-            return FlatGathering(self.world.twin())
+            return Gathering(self.world.twin())
         inside = self.intra_node.twin()
-        return FlatGathering(inside) if sharded_inside else NodeGathering(self.peers.twin(), inside)
+        return Gathering(inside) if sharded_inside else Gathering(self.peers.twin(), inside)
 
     def destroy(self) -> None:
         """End the groups that were made for this alone."""
