@@ -18,6 +18,7 @@ from torch import Tensor
 from lowbit_strategy.checkpoint.reshard import shared_state
 from lowbit_strategy.collectives.layout import add_ranges_
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.methods._base.method import unsent_part
 from lowbit_strategy.methods._base.tensor_spec import MemoryOrder, in_memory_order
 from lowbit_strategy.model.parts import local_part
@@ -72,10 +73,6 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
-def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: on_host(value) for key, value in tensors.items()}
-
-
 def on_host(value: Tensor) -> Tensor:
     """A copy in the CPU's memory, one and not two: of a large model there is room for one beside the weights'."""
     value = value.detach()
@@ -88,7 +85,7 @@ def _capture_parameter(sync: GradientSync, name: str) -> Saved:
         "shape": list(spec.whole.shape),
         "ranges": None if spec.part is None else [list(run) for run in spec.part.ranges],
         "memory_order": spec.memory_order,
-        "tensors": _copy(sync.state.tensors(name)),
+        "tensors": _on_cpu(sync.state.tensors(name)),
         "numbers": sync.state.store(name).numbers(name),
         "carryover": None if leftover is None else on_host(leftover),
     }
@@ -198,11 +195,7 @@ def _carry_over_(sync: GradientSync, name: str, whole_N: Tensor) -> None:
 
 def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
     """What one saved rank had not sent yet of a whole parameter, in units of the gradient and in `memory_order`."""
-    unsent, leftover = unsent_part(entry["tensors"], entry["numbers"]), entry["carryover"]
-    if leftover is None or unsent is None:
-        unsent = leftover if unsent is None else unsent
-    else:
-        unsent = unsent + leftover
+    unsent = sum_of_known(unsent_part(entry["tensors"], entry["numbers"]), entry["carryover"])
     if unsent is None:
         return None
     if (ranges := entry["ranges"]) is not None:

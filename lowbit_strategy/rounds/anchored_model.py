@@ -55,13 +55,10 @@ class AnchoredModel:
         try:
             yield
         finally:
-            self._return_own()
-
-    def _return_own(self) -> None:
-        if self._aside is not None:
-            self.use(self._aside)
-            self._aside = None
-            self.buffers.use_own()
+            if self._aside is not None:  # nobody has called `keep`
+                self.use(self._aside)
+                self._aside = None
+                self.buffers.use_own()
 
     @torch.no_grad()
     def use(self, weights: Mapping[str, Tensor]) -> None:

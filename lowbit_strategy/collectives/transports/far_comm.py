@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -168,14 +168,11 @@ _REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[[Tensor], Tensor]] = {
 }
 
 
-class _Posted:
+class _Posted(NamedTuple):
     """Receives of one exchange: of each other rank a row."""
 
-    __slots__ = ("rows", "works")
-
-    def __init__(self, rows: Tensor, works: list[tuple[int, Any]]) -> None:
-        self.rows = rows
-        self.works = works
+    rows: Tensor
+    works: list[tuple[int, Any]]
 
 
 class _Channel:
