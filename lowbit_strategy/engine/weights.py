@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.gathering import Gathering
-from lowbit_strategy.collectives.layout import Slot, dim0_cut
+from lowbit_strategy.collectives.layout import Cut, Slot, dim0_cut
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.weight_gather import CodecSlots, WeightGather
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
@@ -39,11 +39,10 @@ class ModuleWeights:
         buffers: WireBuffers,
         flags: StepFlags,
     ) -> None:
-        self.layout = layout
         self.reduced = False
         cuts = [dim0_cut(spec.shape, comm.world_size) for spec in layout.specs]
         self.row_numel = sum(cut.row_numel for cut in cuts)
-        parts = self._parts(coding, cuts)
+        parts = self._parts(coding, layout, cuts) if has_codes(coding, layout) else None
         keep = "nothing" if parts is None and coding.keep == "codes" else coding.keep
         self.is_ours = parts is not None or coding.keep == "replica"  # or FSDP2's own gathers do
         self.costs = module_weights(coding, layout, comm.world_size)
@@ -58,12 +57,10 @@ class ModuleWeights:
             flags=flags,
         )
 
-    def _parts(self, coding: WeightCoding, cuts: Sequence[Any]) -> list[CodecSlots] | None:
-        if not has_codes(coding, self.layout):
-            return None
+    def _parts(self, coding: WeightCoding, layout: ModuleLayout, cuts: Sequence[Cut]) -> list[CodecSlots]:
         slots: dict[Codec | None, list[Slot]] = {}
         at = 0
-        for spec, cut in zip(self.layout.specs, cuts, strict=True):
+        for spec, cut in zip(layout.specs, cuts, strict=True):
             slots.setdefault(coding.codec(spec), []).append(Slot(spec.name, at, self.row_numel, cut))
             at += cut.row_numel
         return [CodecSlots(codec, tuple(members)) for codec, members in slots.items()]
@@ -103,7 +100,8 @@ class WeightSync:
         device: Of weights.
 
     Attributes:
-        step_nbytes: Bytes this rank sent for weights in the last step that ended, counted; None before the first.
+        planned_nbytes: Bytes this rank sends per step of one forward and one backward pass, framing aside.
+        step_nbytes: Bytes it sent in the last step that ended, counted; before there was one: those planned.
         flags: Where weights that were changed behind the engine's back are noted.
     """
 
@@ -119,7 +117,8 @@ class WeightSync:
             name: ModuleWeights(layout, coding, comm, device, self.buffers, self.flags)
             for name, layout in layouts.items()
         }
-        self.step_nbytes: int | None = None
+        self.planned_nbytes = sum(module.costs.step_nbytes for module in self.modules.values())
+        self.step_nbytes = self.planned_nbytes
         self._uncoded_nbytes = 0  # sent by FSDP2 itself in training
         self._before = (0, 0, 0)  # counted, promised, framing at most when the step began
 
@@ -168,16 +167,6 @@ class WeightSync:
                 f"rank {self.comm.rank} sent {sent} bytes for weights in this step where {expected} and at most"
                 f" {framing} of framing were expected: this is a fault of lowbit_strategy, please report it"
             )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes this rank sent in the last step that ended; before there was one: those planned."""
-        return self.planned_nbytes if self.step_nbytes is None else self.step_nbytes
-
-    @property
-    def planned_nbytes(self) -> int:
-        """Bytes this rank sends per step of one forward and one backward pass, framing aside."""
-        return sum(module.costs.step_nbytes for module in self.modules.values())
 
     # -- what is saved --------------------------------------------------------------------------------------------
 
