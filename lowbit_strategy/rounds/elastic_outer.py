@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, ClassVar
 
 import torch
@@ -56,6 +56,7 @@ class ElasticOuterSync(OuterSync):
 
     Attributes:
         membership: Finds the others.
+        members: Names of those who took part in the last turn, this replica among them.
         on_change: Called with a sentence that says who has come and who is lost.
         on_join: Called when this replica is about to meet the others for the first time.
         on_healed: Called when this replica has got the others' state: `sync.step_index` is theirs.
@@ -84,7 +85,7 @@ class ElasticOuterSync(OuterSync):
         self._marks = [0] * len(self.fragments)  # of what has been trained, at the last turn of each
         self._prepared: Prepared | None = None
         self._comm: MemberComm | None = None
-        self._names: list[str] = []
+        self.members: tuple[str, ...] = ()
 
     @property
     def turn_length(self) -> int:
@@ -122,11 +123,6 @@ class ElasticOuterSync(OuterSync):
                 "this replica trains and has not met the others: call the model itself and not one of its modules, or"
                 " call session.resume() before training"
             )
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Names of those who took part in the last turn, this replica among them."""
-        return tuple(self._names)
 
     @property
     def leads(self) -> bool:
@@ -256,7 +252,7 @@ class ElasticOuterSync(OuterSync):
         """Of all that members share."""
         kept = self._optimizer.state_dict().values()
         tensors = [value for state in kept for value in state.values() if isinstance(value, Tensor)]
-        shared = [*self.anchors.values(), *tensors, *self.model.buffers.state_dict()["shared"].values()]
+        shared = [*self.anchors.values(), *tensors, *self.model.buffers.shared.values()]
         return int(digests([digests(shared, torch.device("cpu"))], torch.device("cpu")))
 
     def _settle(self, members: Members, agreement: Agreement) -> None:
@@ -297,13 +293,13 @@ class ElasticOuterSync(OuterSync):
         self.sync.restore_progress(step_index=steps, num_skipped=self.sync.num_skipped, loss_scale=None)
 
     def _log_changes(self, members: Members, seconds: float) -> None:
-        now, before = members.names, self._names
+        now, before = tuple(members.names), self.members
         if now == before:
             return
-        self._names = now
+        self.members = now
         change = MembersChange(
             step=self.sync.step_index,
-            members=tuple(now),
+            members=now,
             joined=tuple(name for name in now if name not in before),
             lost=tuple(name for name in before if name not in now),
             seconds=seconds,
@@ -360,9 +356,7 @@ class ElasticOuterSync(OuterSync):
     def _take_state(self, state: Mapping[str, Any], agreement: Agreement) -> None:
         """Go on from what the others share; what this replica has trained since its last turn is lost."""
         super().load_state_dict({**state, "flight": None}, own=False)
-        self._turn, self._every = state["turn"], state["every"]
-        self.num_turns, self.every = state["num_turns"], state["wanted"]
-        self._rates = (state["rates"][0], state["rates"][1])
+        self._go_on(state)
         self._history = agreement.history
         self._marks = [self._trained] * len(self.fragments)
         self._group = 0
@@ -374,7 +368,7 @@ class ElasticOuterSync(OuterSync):
 
 def _gathered(comm: Comm, mine: Standing) -> list[Standing]:
     """Of all ranks of `comm`."""
-    numbers = torch.tensor(mine.numbers(), dtype=torch.int64)
+    numbers = torch.tensor(astuple(mine), dtype=torch.int64)
     everyone = torch.empty(comm.world_size, numbers.numel(), dtype=torch.int64)
     comm.all_gather(everyone, numbers).wait()
     return [Standing(*row) for row in everyone.tolist()]
