@@ -124,14 +124,12 @@ def restore(
     for name, part in sync.extra_state.items():
         if name in saved["extra"]:
             part.load_state_dict(saved["extra"][name])
+    own, (_, _, count, interleaved) = saved["topology"] == _topology(sync), saved["topology"]
+    num_shards = 1 if interleaved else count
     for name, rank_part in sync.rank_state.items():
         if name in saved["own"]:
-            own, (_, _, count, interleaved) = saved["topology"] == _topology(sync), saved["topology"]
-            mine = saved["own"][name]
-            num_shards = 1 if interleaved else count
-            rank_part.load_state_dict(
-                mine if own else shared_state(sync, name, num_shards=num_shards, load_rank=load_rank), own=own
-            )
+            mine = saved["own"][name] if own else shared_state(sync, name, num_shards=num_shards, load_rank=load_rank)
+            rank_part.load_state_dict(mine, own=own)
     sync.forget()
     if saved["reduces"] != _reduced(sync):
         if sync.ranks.rank == 0:
@@ -141,7 +139,7 @@ def restore(
                 _reduced(sync),
             )
         return
-    if saved["topology"] != _topology(sync):
+    if not own:
         _change_world_size(sync, saved, load_rank, on_world_size_change)
         return
     for name, entry in saved["parameters"].items():

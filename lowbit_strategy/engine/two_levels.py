@@ -28,7 +28,7 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 class _Piece(NamedTuple):
     """One rank's part of one parameter, in a bucket of whole parameters and in the parts of that rank."""
 
-    index: int
+    owner: int
     whole_at: int
     part_at: int
     length: int
@@ -58,7 +58,7 @@ class _Plan:
     def views(self, x: Tensor, parts_LN: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Each piece in the bucket, and in the parts."""
         whole = [x[piece.whole_at : piece.whole_at + piece.length] for piece in self.pieces]
-        parts = [parts_LN[piece.index, piece.part_at : piece.part_at + piece.length] for piece in self.pieces]
+        parts = [parts_LN[piece.owner, piece.part_at : piece.part_at + piece.length] for piece in self.pieces]
         return whole, parts
 
 

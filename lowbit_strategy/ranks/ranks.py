@@ -52,9 +52,9 @@ class Ranks:
     comes_and_goes: bool = False
 
     @classmethod
-    def flat(cls, comm: Comm, topology: Topology | None = None) -> Ranks:
+    def flat(cls, comm: Comm) -> Ranks:
         """One level: all ranks of `comm` reduce whole parameters with each other."""
-        return cls(comm, comm, topology=topology)
+        return cls(comm, comm)
 
     def coming_and_going(self) -> Ranks:
         """These ranks as a replica that has not met the others yet."""
