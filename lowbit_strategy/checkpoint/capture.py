@@ -63,20 +63,18 @@ def _reduced(sync: GradientSync) -> str:
 
 
 def _on_cpu(value: Any) -> Any:
-    """A copy of nested plain data; of a sharded tensor, this rank's part."""
+    """A copy of nested plain data in the CPU's memory; of a sharded tensor, this rank's part.
+
+    One copy and not two: of a large model there is room for one beside the weights'.
+    """
     if isinstance(value, Tensor):
-        return on_host(local_part(value.detach()))
+        part = local_part(value.detach())
+        return part.clone() if part.device.type == "cpu" else part.cpu()
     if isinstance(value, Mapping):
         return {key: _on_cpu(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_on_cpu(each) for each in value)
     return value
-
-
-def on_host(value: Tensor) -> Tensor:
-    """A copy in the CPU's memory, one and not two: of a large model there is room for one beside the weights'."""
-    value = value.detach()
-    return value.clone() if value.device.type == "cpu" else value.cpu()
 
 
 def _capture_parameter(sync: GradientSync, name: str) -> Saved:
@@ -87,7 +85,7 @@ def _capture_parameter(sync: GradientSync, name: str) -> Saved:
         "memory_order": spec.memory_order,
         "tensors": _on_cpu(sync.state.tensors(name)),
         "numbers": sync.state.store(name).numbers(name),
-        "carryover": None if leftover is None else on_host(leftover),
+        "carryover": None if leftover is None else leftover.cpu(),
     }
 
 
