@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from benchmarks.quality import Exchange
 from benchmarks.runs import Runs, warmup_then_cosine
-from lowbit_strategy.collectives.gathering import FlatGathering
+from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.methods.registry import preset
@@ -120,7 +120,7 @@ class Weights:
         self.world = SimulatedWorld(ranks)
         layout = ModuleLayout(specs=tuple(self.specs), dtype=torch.float32, num_gathers=2)
         device = torch.device("cpu")
-        self.syncs = [WeightSync(coding, {"model": layout}, FlatGathering(comm), device) for comm in self.world.comms]
+        self.syncs = [WeightSync(coding, {"model": layout}, Gathering(comm), device) for comm in self.world.comms]
 
     def gather_(self) -> None:
         """Send the exact weights once; the model holds what arrives."""

@@ -133,7 +133,6 @@ class LocalSteps:
         else:
             outer = ElasticOuterSync(self.sync, self._params, self.rule, membership=self._membership, **parts)
             outer.on_change = lambda text: inform("lowbit_strategy: %s", text)
-            outer.inner = lambda: {name: part for name, part in self.own().items() if isinstance(part, Optimizer)}
         outer.on_left_out = self._forget_moments
         if self._check_digest:
             digest = ParameterDigest(outer.anchors, self.sync.ranks.peers, self.sync.device)

@@ -42,7 +42,7 @@ def membership_of(prepared: Prepared, module: nn.Module, group: dist.ProcessGrou
     settings = settings_of(options) | {"shard_size": prepared.shard_size}
     everything = facts(prepared.compressor, module, scatter=prepared.scatter, settings=settings)
     same = {name: value for name, value in everything.items() if name not in own}
-    same |= plain("outer", options.outer) | {"inherit_optimizer": options.elastic.inherit_optimizer}
+    same |= plain("outer", options.outer)
     inside = None
     if num_ranks > 1:  # on the CPU: while the first rank waits for other replicas, they wait for it
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)

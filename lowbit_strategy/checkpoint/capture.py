@@ -18,6 +18,7 @@ from torch import Tensor
 from lowbit_strategy.checkpoint.reshard import shared_state
 from lowbit_strategy.collectives.layout import add_ranges_
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.method_state import sum_of_known
 from lowbit_strategy.methods._base.method import unsent_part
 from lowbit_strategy.methods._base.tensor_spec import MemoryOrder, in_memory_order
 from lowbit_strategy.model.parts import local_part
@@ -62,24 +63,18 @@ def _reduced(sync: GradientSync) -> str:
 
 
 def _on_cpu(value: Any) -> Any:
-    """A copy of nested plain data; of a sharded tensor, this rank's part."""
+    """A copy of nested plain data in the CPU's memory; of a sharded tensor, this rank's part.
+
+    One copy and not two: of a large model there is room for one beside the weights'.
+    """
     if isinstance(value, Tensor):
-        return on_host(local_part(value.detach()))
+        part = local_part(value.detach())
+        return part.clone() if part.device.type == "cpu" else part.cpu()
     if isinstance(value, Mapping):
         return {key: _on_cpu(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_on_cpu(each) for each in value)
     return value
-
-
-def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: on_host(value) for key, value in tensors.items()}
-
-
-def on_host(value: Tensor) -> Tensor:
-    """A copy in the CPU's memory, one and not two: of a large model there is room for one beside the weights'."""
-    value = value.detach()
-    return value.clone() if value.device.type == "cpu" else value.cpu()
 
 
 def _capture_parameter(sync: GradientSync, name: str) -> Saved:
@@ -88,9 +83,9 @@ def _capture_parameter(sync: GradientSync, name: str) -> Saved:
         "shape": list(spec.whole.shape),
         "ranges": None if spec.part is None else [list(run) for run in spec.part.ranges],
         "memory_order": spec.memory_order,
-        "tensors": _copy(sync.state.tensors(name)),
+        "tensors": _on_cpu(sync.state.tensors(name)),
         "numbers": sync.state.store(name).numbers(name),
-        "carryover": None if leftover is None else on_host(leftover),
+        "carryover": None if leftover is None else leftover.cpu(),
     }
 
 
@@ -127,14 +122,12 @@ def restore(
     for name, part in sync.extra_state.items():
         if name in saved["extra"]:
             part.load_state_dict(saved["extra"][name])
+    own, (_, _, count, interleaved) = saved["topology"] == _topology(sync), saved["topology"]
+    num_shards = 1 if interleaved else count
     for name, rank_part in sync.rank_state.items():
         if name in saved["own"]:
-            own, (_, _, count, interleaved) = saved["topology"] == _topology(sync), saved["topology"]
-            mine = saved["own"][name]
-            num_shards = 1 if interleaved else count
-            rank_part.load_state_dict(
-                mine if own else shared_state(sync, name, num_shards=num_shards, load_rank=load_rank), own=own
-            )
+            mine = saved["own"][name] if own else shared_state(sync, name, num_shards=num_shards, load_rank=load_rank)
+            rank_part.load_state_dict(mine, own=own)
     sync.forget()
     if saved["reduces"] != _reduced(sync):
         if sync.ranks.rank == 0:
@@ -144,7 +137,7 @@ def restore(
                 _reduced(sync),
             )
         return
-    if saved["topology"] != _topology(sync):
+    if not own:
         _change_world_size(sync, saved, load_rank, on_world_size_change)
         return
     for name, entry in saved["parameters"].items():
@@ -198,11 +191,7 @@ def _carry_over_(sync: GradientSync, name: str, whole_N: Tensor) -> None:
 
 def _unsent(entry: Saved, memory_order: MemoryOrder) -> Tensor | None:
     """What one saved rank had not sent yet of a whole parameter, in units of the gradient and in `memory_order`."""
-    unsent, leftover = unsent_part(entry["tensors"], entry["numbers"]), entry["carryover"]
-    if leftover is None or unsent is None:
-        unsent = leftover if unsent is None else unsent
-    else:
-        unsent = unsent + leftover
+    unsent = sum_of_known(unsent_part(entry["tensors"], entry["numbers"]), entry["carryover"])
     if unsent is None:
         return None
     if (ranges := entry["ranges"]) is not None:

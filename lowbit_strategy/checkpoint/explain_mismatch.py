@@ -5,8 +5,8 @@ FSDP2's loaders fail on the first tensor, often in words about broadcasting. Thi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from lowbit_strategy.model.parameters import canonical_name
 Shapes = dict[str, tuple[int, ...]]
 
 
-@contextmanager
+@contextlib.contextmanager
 def explain_mismatch(path: Any, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """`path` is loaded inside; `modules` by the name under which the checkpoint has their state.
 
@@ -31,34 +31,25 @@ def explain_mismatch(path: Any, modules: Mapping[str, nn.Module]) -> Iterator[No
         yield
     except (RuntimeError, KeyError, ValueError, CheckpointException) as error:
         for key, module in modules.items():
-            if difference := _difference(_readable_shapes(Path(path), key), module):
+            if difference := _difference(_shapes(Path(path), key), module):
                 raise ValueError(f"the checkpoint {path} is of another model: {difference}") from error
         raise
 
 
-def _readable_shapes(path: Path, key: str) -> Shapes | None:
-    """As `_held`; None if the checkpoint cannot be read safely. Then the framework's own error must do.
+def _shapes(path: Path, key: str) -> Shapes | None:
+    """In a full file or in a folder of shards, under `key`; None if there are none, or the checkpoint cannot be read
+    safely. Then the framework's own error must do.
 
     A checkpoint may come from anywhere, so nothing in it is ever run to explain why it did not load.
     """
-    try:
-        return _held(path, key)
-    except Exception:  # damaged or hostile bytes fail in any of the ways of pickle
-        return None
-
-
-def _held(path: Path, key: str) -> Shapes | None:
-    """Shapes in a full file or in a folder of shards; None if there are none under `key`."""
-    if path.is_dir():
+    with contextlib.suppress(Exception):  # damaged or hostile bytes fail in any of the ways of pickle
+        if not path.is_dir():
+            tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)[key]
+            return {name: tuple(value.shape) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
         entries = FileSystemReader(path).read_metadata().state_dict_metadata
         sizes = {name.removeprefix(f"{key}."): entry for name, entry in entries.items() if name.startswith(f"{key}.")}
         return {name: tuple(entry.size) for name, entry in sizes.items() if hasattr(entry, "size")} or None
-    if not path.is_file():
-        return None
-    tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True).get(key)
-    if not isinstance(tensors, Mapping):
-        return None
-    return {name: tuple(value.shape) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    return None
 
 
 def _difference(saved: Shapes | None, module: nn.Module) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -21,14 +21,6 @@ from lowbit_strategy.engine.engine import GradientSync
 OnMissingResidual = Literal["error", "reset"]
 
 _log = logging.getLogger("lowbit_strategy")
-
-
-class _Shared(NamedTuple):
-    """What is the same on all ranks and so can be had from any of them."""
-
-    num_skipped: int
-    loss_scale: float | None
-    extra: dict[str, Any]
 
 
 def resume(
@@ -70,31 +62,31 @@ def resume(
 
 def _restore(sync: GradientSync, path: Any, stamp: Stamp, policy: OnWorldSizeChange) -> Exception | None:
     """What went wrong, if anything did: a `ValueError` if the files are whole, but of another model."""
-    old_world = stamp["world_size"]
+    rank_then = sync.ranks.world.rank % stamp["world_size"]
 
     def load_rank(rank: int) -> Saved:
         return residual_files.load(path, place_of(stamp, rank))
 
     try:
-        mine = load_rank(sync.ranks.world.rank % old_world)
-        capture.restore(sync, mine, load_rank=load_rank, on_world_size_change=policy)
+        capture.restore(sync, load_rank(rank_then), load_rank=load_rank, on_world_size_change=policy)
     except (ResidualFileError, ValueError) as error:
         return error
     except Exception as error:  # a file of another structure fails in any way
-        place = place_of(stamp, sync.ranks.world.rank % old_world)
-        name, cause = residual_files.path_of(path, place), f"{type(error).__name__}: {error}"
+        name, cause = residual_files.path_of(path, place_of(stamp, rank_then)), f"{type(error).__name__}: {error}"
         wrapped = ResidualFileError(f"the checkpoint's residual file {name} cannot be restored ({cause}): {ADVICE}")
         wrapped.__cause__ = error
         return wrapped
     return None
 
 
-def _shared(sync: GradientSync) -> _Shared:
-    return _Shared(sync.num_skipped, sync.loss_scale, {k: v.state_dict() for k, v in sync.extra_state.items()})
+def _shared(sync: GradientSync) -> dict[str, Any]:
+    """What is the same on all ranks and so can be had from any of them."""
+    progress = {"num_skipped": sync.num_skipped, "loss_scale": sync.loss_scale}
+    return {"progress": progress, "extra": {name: part.state_dict() for name, part in sync.extra_state.items()}}
 
 
 def _start_from_zero(
-    sync: GradientSync, stamp: Stamp, before: _Shared, group: dist.ProcessGroup | None, sources: list[int]
+    sync: GradientSync, stamp: Stamp, before: dict[str, Any], group: dist.ProcessGroup | None, sources: list[int]
 ) -> None:
     """Counters and controllers continue where they were, from a rank that could read them; residuals do not.
 
@@ -104,12 +96,10 @@ def _start_from_zero(
     if sources:
         shared = [_shared(sync)]
         dist.broadcast_object_list(shared, group_src=sources[0], group=group)
-    sync.restore_progress(
-        step_index=stamp["step_index"], num_skipped=shared[0].num_skipped, loss_scale=shared[0].loss_scale
-    )
+    sync.restore_progress(step_index=stamp["step_index"], **shared[0]["progress"])
     if sync.ranks.world.rank not in sources:
         for name, part in sync.extra_state.items():
-            part.load_state_dict(shared[0].extra[name])
+            part.load_state_dict(shared[0]["extra"][name])
     for rank_part in sync.rank_state.values():
         rank_part.forget()
     sync.forget()

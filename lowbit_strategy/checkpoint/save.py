@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -15,27 +14,14 @@ from lowbit_strategy.checkpoint.stamp import Stamp, first_problem, gather
 from lowbit_strategy.engine.engine import GradientSync
 
 
-@dataclass(frozen=True, slots=True)
-class SavedResiduals:
-    """What `save_residuals` has written.
-
-    Args:
-        stamp: Goes into the checkpoint.
-        replaced: This rank's files of a checkpoint that the new one replaces.
-    """
-
-    stamp: Stamp
-    replaced: tuple[str, ...]
-
-    def remove_replaced(self) -> None:
-        """Call when the new checkpoint is complete: until then the old one still needs them."""
-        residual_files.delete(self.replaced)
-
-
-def save_residuals(sync: GradientSync, path: Any, *, group: dist.ProcessGroup | None = None) -> SavedResiduals:
+def save_residuals(sync: GradientSync, path: Any, *, group: dist.ProcessGroup | None) -> tuple[Stamp, list[str]]:
     """Write this rank's file beside the checkpoint `path`; call on all ranks, *before* the checkpoint is written.
 
     When it returns, all ranks have written theirs.
+
+    Returns:
+        The stamp that goes into the checkpoint, and this rank's files of a checkpoint that the new one replaces: to be
+        deleted when that is complete, because until then the old one still needs them.
 
     Raises:
         ResidualFileError: On every rank, if one of them cannot write its file. None leaves a new file behind.
@@ -60,7 +46,7 @@ def save_residuals(sync: GradientSync, path: Any, *, group: dist.ProcessGroup | 
         "parameters": list(sync.specs),
         "checksums": [text for text, _ in outcomes],
     }
-    return SavedResiduals(stamp, tuple(name for name in before if name not in written))
+    return stamp, [name for name in before if name not in written]
 
 
 class ResidualSaver:
@@ -73,7 +59,7 @@ class ResidualSaver:
 
     def __init__(self, sync: GradientSync, group: dist.ProcessGroup | None) -> None:
         self._sync, self._group = sync, group
-        self._replaced: SavedResiduals | None = None  # of a checkpoint that was begun to be written
+        self._replaced: list[str] | None = None  # files, by a checkpoint that was begun to be written
 
     @contextlib.contextmanager
     def around(self, path: Any, *, asynchronous: bool) -> Iterator[Stamp]:
@@ -84,12 +70,12 @@ class ResidualSaver:
         """
         if self._replaced is not None:
             gather(None, self._group)  # all ranks have come here, so what replaced them is complete
-            self._replaced.remove_replaced()
+            residual_files.delete(self._replaced)
             self._replaced = None
-        written = save_residuals(self._sync, path, group=self._group)
-        yield written.stamp
+        stamp, replaced = save_residuals(self._sync, path, group=self._group)
+        yield stamp
         gather(None, self._group)
         if asynchronous:
-            self._replaced = written
+            self._replaced = replaced
         else:
-            written.remove_replaced()
+            residual_files.delete(replaced)

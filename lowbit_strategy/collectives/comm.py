@@ -7,11 +7,12 @@ the caller waits on the returned handle (on CUDA that makes the current stream w
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -168,10 +169,11 @@ class GroupComm(Comm):
     def _begin(self, kind: str, x: Tensor, collective: Callable[..., Any], *values: Any, **options: Any) -> Pending:
         """Start a collective, whose failure names the ranks that did not take part."""
         self._num_exchanges += 1
-        under_way = _UnderWay(self, f"the {kind} of {x.nbytes:,} bytes, exchange {self._num_exchanges}")
-        with under_way.explained():
-            under_way.work = collective(*values, group=self.group, async_op=True, **options)
-        return under_way
+        what = f"the {kind} of {x.nbytes:,} bytes, exchange {self._num_exchanges}"
+        return UnderWay(
+            functools.partial(collective, *values, group=self.group, async_op=True, **options),
+            lambda: naming_lost_ranks(self.group, what, self.place()),
+        )
 
     def _backend(self, device: torch.device) -> str:
         """The backend that serves `device`: a group may have one for each, or call itself "undefined"."""
@@ -182,19 +184,21 @@ class GroupComm(Comm):
         return self._backends[device.type]
 
 
-class _UnderWay:
-    """A collective that has begun."""
+class UnderWay:
+    """A collective that begins.
 
-    __slots__ = ("_comm", "_what", "work")
+    Args:
+        begin: Starts it.
+        explained: Inside it is started and waited for: says what a failure means.
+    """
 
-    def __init__(self, comm: Comm, what: str) -> None:
-        self._comm = comm
-        self._what = what
-        self.work: Any = None
+    __slots__ = ("_explained", "_work")
 
-    def explained(self) -> contextlib.AbstractContextManager[None]:
-        return naming_lost_ranks(self._comm.group, self._what, self._comm.place())
+    def __init__(self, begin: Callable[[], Any], explained: Callable[[], AbstractContextManager[None]]) -> None:
+        self._explained = explained
+        with explained():
+            self._work = begin()
 
     def wait(self) -> object:
-        with self.explained():
-            return self.work.wait()
+        with self._explained():
+            return self._work.wait()

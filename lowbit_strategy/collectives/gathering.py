@@ -7,7 +7,6 @@ only those of (1) leave the node.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -18,27 +17,35 @@ from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.ordered import pieces_of_rows
 
 
-class Gathering(ABC):
+class Gathering:
     """An all-gather of messages among `world_size` ranks, this one being `rank`.
+
+    Args:
+        between: All ranks; on two levels those of equal index, one of each node, in the order of the nodes.
+        inside: The ranks of this node, in order. Rank ``n * inside.world_size + i`` is number i of node n. None: there
+            is one level.
 
     Attributes:
         sent_nbytes: Bytes this rank has sent by it, counted.
     """
 
-    def __init__(self, rank: int, world_size: int, comms: Sequence[Comm]) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, between: Comm, inside: Comm | None = None) -> None:
+        self._between = between
+        self._inside = inside
+        self._comms = [between] if inside is None else [between, inside]
+        num_inside, index = (1, 0) if inside is None else (inside.world_size, inside.rank)
+        self.rank = between.rank * num_inside + index
+        self.world_size = between.world_size * num_inside
         self.sent_nbytes = 0
-        self._comms = comms
 
     def place(self) -> str:
         """Which step a gather belongs to, for errors."""
-        return self._comms[0].place()
+        return self._between.place()
 
     @property
     def is_far(self) -> bool:
         """Whether messages take so long that all are to travel at once, over one level."""
-        return len(self._comms) == 1 and self._comms[0].is_far
+        return self._inside is None and self._between.is_far
 
     @property
     def ahead_nbytes(self) -> int:
@@ -50,51 +57,14 @@ class Gathering(ABC):
         for comm in self._comms:
             comm.release(groups)
 
-    @abstractmethod
     def run(self, out_WB: Tensor, x_B: Tensor) -> Iterator[Pending]:
-        """`x_B` of rank r becomes row r of `out_WB` on every rank; yields while bytes travel."""
+        """`x_B` of rank r becomes row r of `out_WB` on every rank; yields while bytes travel.
 
-    @abstractmethod
-    def between_nodes(self, nbytes: float) -> int:
-        """How much of `nbytes` that a rank sends by it leaves the node."""
-
-    def _counted(self, comm: Comm, out_WB: Tensor, x_B: Tensor) -> Pending:
-        before = comm.sent_nbytes
-        pending = comm.all_gather(out_WB, x_B)
-        self.sent_nbytes += comm.sent_nbytes - before
-        return pending
-
-
-class FlatGathering(Gathering):
-    """One collective among all ranks of `comm`."""
-
-    def __init__(self, comm: Comm) -> None:
-        super().__init__(comm.rank, comm.world_size, [comm])
-        self._comm = comm
-
-    def run(self, out_WB: Tensor, x_B: Tensor) -> Iterator[Pending]:
-        yield self._counted(self._comm, out_WB, x_B)
-
-    def between_nodes(self, nbytes: float) -> int:
-        return self._comm.between_nodes(nbytes)
-
-
-class NodeGathering(Gathering):
-    """Between nodes, then inside of them.
-
-    Args:
-        between: Ranks of equal index, one of each node, in the order of the nodes.
-        inside: The ranks of this node, in order. Rank ``n * inside.world_size + i`` is number i of node n.
-    """
-
-    def __init__(self, between: Comm, inside: Comm) -> None:
-        rank, world_size = between.rank * inside.world_size + inside.rank, between.world_size * inside.world_size
-        super().__init__(rank, world_size, [between, inside])
-        self._between = between
-        self._inside = inside
-
-    def run(self, out_WB: Tensor, x_B: Tensor) -> Iterator[Pending]:
-        """A message goes in pieces of which all ranks' together have at most `MESSAGE_NBYTES`."""
+        On two levels a message goes in pieces of which all ranks' together have at most `MESSAGE_NBYTES`.
+        """
+        if self._inside is None:
+            yield self._counted(self._between, out_WB, x_B)
+            return
         num_nodes, num_inside = self._between.world_size, self._inside.world_size
         out_NLB = out_WB.view(num_nodes, num_inside, -1)
         for start, stop in pieces_of_rows(x_B.numel(), self.world_size * x_B.element_size()):
@@ -105,4 +75,13 @@ class NodeGathering(Gathering):
             out_NLB[:, :, start:stop].copy_(all_LNb.transpose(0, 1))
 
     def between_nodes(self, nbytes: float) -> int:
+        """How much of `nbytes` that a rank sends by it leaves the node."""
+        if self._inside is None:
+            return self._between.between_nodes(nbytes)
         return round(nbytes * (self._between.world_size - 1) / max(self.world_size - 1, 1))
+
+    def _counted(self, comm: Comm, out_WB: Tensor, x_B: Tensor) -> Pending:
+        before = comm.sent_nbytes
+        pending = comm.all_gather(out_WB, x_B)
+        self.sent_nbytes += comm.sent_nbytes - before
+        return pending

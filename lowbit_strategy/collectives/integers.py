@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator
 
 import torch
@@ -53,9 +54,6 @@ def all_of_bits(bits_WB: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]
     """Bitwise AND over all ranks of packed bits, uint8 [W, B], on every rank."""
     received = torch.empty_like(bits_WB)
     yield comm.all_to_all(received, bits_WB)
-    own = received[0].clone()
-    for row in received[1:]:
-        own &= row
     gathered = torch.empty_like(bits_WB)
-    yield comm.all_gather(gathered, own)
+    yield comm.all_gather(gathered, functools.reduce(torch.bitwise_and, received))
     return gathered

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.kernels.dense import decode_sum_
 from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segment, Segments
@@ -55,8 +56,7 @@ def sum_rows(
     comm: Comm,
     *,
     alpha: float = 1.0,
-    borrow: Callable[[int], Tensor] | None = None,
-    give_back: Callable[..., None] = lambda *_: None,
+    buffers: WireBuffers | None = None,
 ) -> Generator[Pending, None, None]:
     """Reduce-scatter: ``out = alpha * sum`` of what the ranks have for this rank, added in float32 in rank order.
 
@@ -68,18 +68,22 @@ def sum_rows(
         out_GN: Contiguous, of the same type.
         comm: Group.
         alpha: Factor.
-        borrow: Lends so many bytes for a message, uint8; None: they are allocated.
-        give_back: Takes what `borrow` has lent.
+        buffers: Lends memory for messages; None: it is allocated.
     """
     num_ranks, num_rows, _ = x_WGN.shape
     size = num_ranks * num_rows * x_WGN.element_size()
-    memory = borrow or (lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=x_WGN.device))
+
+    def room(nbytes: int) -> Tensor:
+        if buffers is not None:
+            return buffers.borrow(1, nbytes).view(-1).view(x_WGN.dtype)
+        return torch.empty(nbytes, dtype=torch.uint8, device=x_WGN.device).view(x_WGN.dtype)
+
     for start, stop in pieces_of_rows(x_WGN.shape[2], size):
         x_WGn = x_WGN[:, :, start:stop]
         as_it_is = x_WGn.is_contiguous()
-        sent_M = x_WGn.new_empty(0) if as_it_is else memory(x_WGn.numel() * x_WGn.element_size()).view(x_WGn.dtype)
+        sent_M = x_WGn.new_empty(0) if as_it_is else room(x_WGn.numel() * x_WGn.element_size())
         rows_WM = (x_WGn if as_it_is else sent_M.view_as(x_WGn).copy_(x_WGn)).reshape(num_ranks, -1)
-        received_WM = memory(rows_WM.nbytes).view(x_WGn.dtype).view_as(rows_WM)
+        received_WM = room(rows_WM.nbytes).view_as(rows_WM)
         yield comm.all_to_all(received_WM, rows_WM)
         if stop - start == out_GN.shape[1]:
             add_rows_(received_WM, out_GN.view(-1), alpha=alpha)
@@ -87,7 +91,8 @@ def sum_rows(
             total_M = torch.empty_like(received_WM[0]) if as_it_is else rows_WM[0]
             add_rows_(received_WM, total_M, alpha=alpha)
             out_GN[:, start:stop].copy_(total_M.view(num_rows, -1))
-        give_back(*(each.view(torch.uint8) for each in (sent_M, received_WM) if each.numel()))
+        if buffers is not None:
+            buffers.give_back(*(each for each in (sent_M, received_WM) if each.numel()))
 
 
 def pieces_of_rows(row_numel: int, column_nbytes: int) -> list[tuple[int, int]]:

@@ -35,12 +35,6 @@ class CodecSlots(NamedTuple):
     slots: tuple[Slot, ...]
 
 
-class _CodecTables(NamedTuple):
-    codec: Codec | None
-    encode: Segments
-    decode: Segments
-
-
 class RowCode:
     """How rows of one layout and dtype become messages and back.
 
@@ -54,44 +48,37 @@ class RowCode:
         self, parts: Sequence[CodecSlots], dtype: torch.dtype, rank: int, world_size: int, device: torch.device
     ) -> None:
         self.dtype = dtype
-        self.nbytes = HEADER_NBYTES
-        places: list[list[tuple[Slot, int]]] = []
+        self.nbytes = HEADER_NBYTES + sum(self._slot_nbytes(codec, slot) for codec, slots in parts for slot in slots)
+        self._coded: list[tuple[Codec, Segments, Segments]] = []  # what is encoded of the own row, decoded of all rows
+        self._exact: list[tuple[Segments, Segments]] = []
+        wire_at = HEADER_NBYTES
         for codec, slots in parts:
-            places.append([])
+            encode, decode = [], []
             for slot in slots:
-                places[-1].append((slot, self.nbytes))
-                numel = slot.cut.row_numel
-                self.nbytes += round_up(
-                    numel * dtype.itemsize if codec is None else codec.wire_nbytes(numel), ALIGNMENT
-                )
-        tables = [
-            self._tabulate(part.codec, placed, rank, world_size) for part, placed in zip(parts, places, strict=True)
-        ]
-        self._coded = [each for each in tables if each.codec is not None]
-        self._exact = [each for each in tables if each.codec is None]
+                if length := slot.cut.row_length(rank):
+                    encode.append(Segment(slot.offset, length, 0, wire_at))
+                for r in range(world_size):
+                    if length := slot.cut.row_length(r):
+                        decode.append(Segment(slot.offset + r * slot.stride, length, 0, r * self.nbytes + wire_at))
+                wire_at += self._slot_nbytes(codec, slot)
+            if codec is None:
+                self._exact.append((Segments(encode), Segments(decode)))
+            else:
+                self._coded.append((codec, Segments(encode), Segments(decode)))
         self.header = layout_header(repr((parts, dtype)).encode(), device)
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)  # kernels note inf and NaN; nobody asks
 
-    def _tabulate(
-        self, codec: Codec | None, placed: Sequence[tuple[Slot, int]], rank: int, world_size: int
-    ) -> _CodecTables:
-        encode, decode = [], []
-        for slot, wire_at in placed:
-            if length := slot.cut.row_length(rank):
-                encode.append(Segment(slot.offset, length, 0, wire_at))
-            for r in range(world_size):
-                if length := slot.cut.row_length(r):
-                    decode.append(Segment(slot.offset + r * slot.stride, length, 0, r * self.nbytes + wire_at))
-        return _CodecTables(codec, Segments(encode), Segments(decode))
+    def _slot_nbytes(self, codec: Codec | None, slot: Slot) -> int:
+        numel = slot.cut.row_numel
+        return round_up(numel * self.dtype.itemsize if codec is None else codec.wire_nbytes(numel), ALIGNMENT)
 
     def encode_(self, x_N: Tensor, coded_N: Tensor, wire_B: Tensor) -> None:
         """Write the message of one row: exempt parameters of `x_N`, the codes of `coded_N`."""
         wire_B[:HEADER_NBYTES] = self.header
         for codec, encode, _ in self._coded:
             if encode.rows:
-                assert codec is not None
                 codec.encode_segments_(coded_N, wire_B, encode, seed=0, flag=self._flag)
-        for _, encode, _ in self._exact:
+        for encode, _ in self._exact:
             if encode.rows:
                 torch._foreach_copy_(self._values(wire_B, encode), pieces_of(x_N, encode, "x_offset"))
 
@@ -99,12 +86,11 @@ class RowCode:
         """Write what is coded in all rows' messages into `out`, ``[W * N]``; the rest of it is left as it is."""
         for codec, _, decode in self._coded:
             if decode.rows:
-                assert codec is not None
                 codec.decode_sum_segments_(wires_WB.view(1, -1), out, decode, alpha=1.0)
 
     def decode_exact_(self, wires_WB: Tensor, out: Tensor) -> None:
         """The same for exempt parameters."""
-        for _, _, decode in self._exact:
+        for _, decode in self._exact:
             if decode.rows:
                 torch._foreach_copy_(pieces_of(out, decode, "x_offset"), self._values(wires_WB.view(-1), decode))
 
@@ -183,24 +169,19 @@ class WeightGather:
             x_N = x_N.clone()
             yield from self._send_exact(self._restored.to(x_N.dtype), out)
             self._restored = None
-        if self._parts is None or (self._differences and not self._has_replica(x_N.dtype)):
-            yield from self._send_exact(x_N, out)
-        else:
+        if self._sends_codes(x_N.dtype):
             yield from self._send_codes(x_N, out)
+        else:
+            yield from self._send_exact(x_N, out)
         self.fresh = self.keeps
 
     def leave(self, x_N: Tensor) -> bool:
         """Send the own row before the module needs the others', if codes are what travels; the next `run` with the same
         row receives them. Returns whether the row is on its way. On all ranks.
         """
-        if self.fresh or self._leaving is not None:
-            return self._leaving is not None
-        if self._parts is None or self._restored is not None:
-            return False
-        if self._differences and not self._has_replica(x_N.dtype):
-            return False
-        self._leaving = self._begin_codes(x_N)
-        return True
+        if not self.fresh and not self.has_left and self._restored is None and self._sends_codes(x_N.dtype):
+            self._leaving = self._begin_codes(x_N)
+        return self.has_left
 
     @property
     def has_left(self) -> bool:
@@ -257,8 +238,10 @@ class WeightGather:
         """Memory for what is kept, now."""
         return sum(each.nbytes for each in (self._codes_WB, self._replica) if each is not None)
 
-    def _has_replica(self, dtype: torch.dtype) -> bool:
-        return self._agreed and self._replica is not None and self._replica.dtype == dtype
+    def _sends_codes(self, dtype: torch.dtype) -> bool:
+        """Or else whole rows: there are no codes, or no replica that all ranks have and differences could be from."""
+        agreed = self._agreed and self._replica is not None and self._replica.dtype == dtype
+        return self._parts is not None and (agreed or not self._differences)
 
     def _replica_of(self, dtype: torch.dtype) -> Tensor:
         if self._replica is None or self._replica.dtype != dtype:
@@ -296,13 +279,12 @@ class WeightGather:
     def _begin_codes(self, x_N: Tensor) -> _Leaving:
         code = self._code_of(x_N.dtype)
         self.num_sent += 1
-        message = self._buffers.borrow(1, code.nbytes)
+        message, coded_N = self._buffers.borrow(1, code.nbytes), x_N
         if self._differences:
             assert self._replica is not None
             self._replica.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)  # or a block would be NaN for good
-            code.encode_(x_N, _difference(x_N, self._own(self._replica)), message.view(-1))
-        else:
-            code.encode_(x_N, x_N, message.view(-1))
+            coded_N = _difference(x_N, self._own(self._replica))
+        code.encode_(x_N, coded_N, message.view(-1))
         received = self._room_for_codes(code)
         stages = self._comm.run(received, message.view(-1))
         return _Leaving(message, received, itertools.chain([next(stages)], stages))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from lowbit_strategy.engine.bucket import Stages
@@ -13,11 +15,9 @@ def without_autocast(stages: Stages, device_type: str) -> Stages:
     A backward pass inside an autocast region would make a method's matrix products bfloat16.
     """
     while True:
+        off = torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
         try:
-            if torch.is_autocast_enabled(device_type):
-                with torch.autocast(device_type, enabled=False):
-                    pending = next(stages)
-            else:
+            with off:
                 pending = next(stages)
         except StopIteration:
             return

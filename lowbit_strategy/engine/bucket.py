@@ -116,7 +116,6 @@ class Bucket:
         for slot in self.slots:
             by_method.setdefault(context.methods[slot.name], []).append(slot)
         routes: list[Route] = []
-        self._exchanged: list[Slot] = []
         self._reducers: list[tuple[ReducerStore, list[Slot]]] = []
         for method, slots in by_method.items():
             store = context.stores[method]
@@ -125,7 +124,6 @@ class Bucket:
             elif slots:
                 assert isinstance(store, CodecStore)
                 routes.append(store.route(slots))
-                self._exchanged += slots
         placement = context.placement
         self.exchange = (
             Exchange(
@@ -183,10 +181,11 @@ class Bucket:
         if not tracers:
             yield from exchange.run(x, out, step)
             return
-        compensated = {slot.name: self.compensated(slot, x, out) for slot in self._exchanged}
+        slots = [slot for route in exchange.routes for slot in route.slots]
+        compensated = {slot.name: self.compensated(slot, x, out) for slot in slots}
         sent = torch.zeros_like(x, dtype=torch.float32)
         yield from exchange.run(x, out, step, sent)
-        for slot in self._exchanged:
+        for slot in slots:
             values = self.view(slot, sent, out).flat()
             for tracer in tracers:
                 tracer.trace(slot.name, compensated[slot.name], values)

@@ -19,20 +19,17 @@ class _Leftover:
     """Of one parameter.
 
     Args:
-        values: float32 ``[numel]`` in units of the gradient; None: `tensors` and `numbers` say it in fewer bytes.
-        tensors, numbers: State of the replaced method, as `unsent_part` reads it.
+        tensors, numbers: State of the replaced method, or of one that has a residual of float32, as `unsent_part` reads
+            it.
         factor: That the loss scale has changed by since.
     """
 
-    values: Tensor | None
     tensors: StateTensors
     numbers: Mapping[str, Any]
     factor: float = 1.0
 
     def read(self) -> Tensor:
-        """float32 ``[numel]``."""
-        if self.values is not None:
-            return self.values
+        """float32 ``[numel]``, a copy."""
         values = unsent_part(self.tensors, self.numbers)
         assert values is not None
         return values if self.factor == 1.0 else values.mul_(self.factor)
@@ -58,14 +55,10 @@ class CarryOver:
     @property
     def nbytes(self) -> int:
         """Memory for what waits."""
-        return sum(
-            tensor.nbytes
-            for each in self._waiting.values()
-            for tensor in ([each.values] if each.values is not None else each.tensors.values())
-        )
+        return sum(tensor.nbytes for each in self._waiting.values() for tensor in each.tensors.values())
 
     def get(self, name: str) -> Tensor | None:
-        """float32 ``[numel]``; None: nothing is left over."""
+        """float32 ``[numel]``, a copy; None: nothing is left over."""
         return self._waiting[name].read() if name in self._waiting else None
 
     def keep(self, name: str, values: Tensor, store: MethodStore | None = None) -> None:
@@ -78,12 +71,12 @@ class CarryOver:
         """
         if not values.any():
             return
-        tensors = {} if store is None else store.tensors(name)
-        if store is not None and sum(tensor.nbytes for tensor in tensors.values()) < values.nbytes:
-            own = {key: tensor.clone() for key, tensor in tensors.items()}  # so that the store's memory is given back
-            self._waiting[name] = _Leftover(None, own, store.numbers(name))
-        else:
-            self._waiting[name] = _Leftover(values.to(self._device), {}, {})
+        tensors = {"residual": values.to(self._device)}
+        numbers: Mapping[str, Any] = {"numel": values.numel(), "residual_gain": 1.0}
+        if store is not None and sum(tensor.nbytes for tensor in store.tensors(name).values()) < values.nbytes:
+            tensors = {key: each.clone() for key, each in store.tensors(name).items()}  # its own memory is given back
+            numbers = store.numbers(name)
+        self._waiting[name] = _Leftover(tensors, numbers)
 
     def release(self, name: str) -> Tensor | None:
         """Remove and return the carryover of `name`, for a method that keeps a residual itself."""
@@ -108,10 +101,7 @@ class CarryOver:
 
     def rescale_(self, factor: float) -> None:
         for each in self._waiting.values():
-            if each.values is not None:
-                each.values.mul_(factor)
-            else:
-                each.factor *= factor
+            each.factor *= factor
 
     def forget(self) -> None:
         self._waiting, self._added = {}, {}

@@ -105,40 +105,28 @@ class MethodState:
             Stores that are not used any more; a stream may still read them.
         """
         earlier, old_stores = self.assignments, self.stores
-        names: dict[Method, list[str]] = {}
-        for name, assignment in assignments.items():
-            names.setdefault(assignment.method, []).append(name)
-        before: dict[Method, list[str]] = {}
-        for name, assignment in earlier.items():
-            before.setdefault(assignment.method, []).append(name)
+        before = _by_method(earlier)
         self.assignments, self.stores, self._kept = dict(assignments), {}, []
-        for method, members in names.items():
+        for method, members in _by_method(assignments).items():
             if before.get(method) == members:
                 self.stores[method] = old_stores[method]
                 continue
             store = method.make_store({name: self.specs[name] for name in members}, self.placement)
             self.stores[method] = store
-            for name in members:
-                if name in earlier:
-                    self._hand_over(name, earlier[name].method, old_stores[earlier[name].method])
+            for name in (name for name in members if name in earlier):
+                old = earlier[name].method
+                if method.continues(old):
+                    _copy_where_equal(store.tensors(name), old_stores[old].tensors(name))
+                else:
+                    self._take_over(name, old_stores[old])
         return [store for method, store in old_stores.items() if self.stores.get(method) is not store]
-
-    def _hand_over(self, name: str, earlier: Method, old_store: MethodStore) -> None:
-        """Bring one parameter's state from its old store to its new one."""
-        if self.assignments[name].method.continues(earlier):
-            _copy_where_equal(self.tensors(name), old_store.tensors(name))
-            return
-        self._take_over(name, old_store)
 
     def _take_over(self, name: str, old_store: MethodStore) -> None:
         """Make what has not been sent yet of one parameter the residual of its fresh state."""
-        unsent, leftover = old_store.export_unsent(name), self.carryover.release(name)
-        if unsent is None or leftover is None:
-            unsent, only = (leftover, None) if unsent is None else (unsent, old_store)
-        else:
-            unsent, only = unsent.add_(leftover), None
+        leftover = self.carryover.release(name)
+        unsent = sum_of_known(old_store.export_unsent(name), leftover)
         if unsent is not None:
-            self.carry_over_(name, unsent, only)
+            self.carry_over_(name, unsent, old_store if leftover is None else None)
 
     def carry_over_(self, name: str, unsent: Tensor, store: MethodStore | None = None) -> None:
         """Make `unsent`, in units of the gradient, the residual of a parameter whose state is fresh.
@@ -164,10 +152,7 @@ class MethodState:
 
     def export_unsent(self, name: str) -> Tensor | None:
         """What this rank has not sent yet of one parameter, in units of the gradient, leftovers included."""
-        unsent, leftover = self.store(name).export_unsent(name), self.carryover.get(name)
-        if leftover is None:
-            return unsent
-        return leftover.clone() if unsent is None else unsent.add_(leftover)
+        return sum_of_known(self.store(name).export_unsent(name), self.carryover.get(name))
 
     def all_tensors(self) -> list[Tensor]:
         return [tensor for store in self.stores.values() for tensor in store.state_tensors()]
@@ -204,6 +189,20 @@ class MethodState:
     def nbytes(self) -> int:
         """Bytes of all state on this rank."""
         return sum(store.nbytes for store in self.stores.values())
+
+
+def _by_method(assignments: Mapping[str, Assignment]) -> dict[Method, list[str]]:
+    names: dict[Method, list[str]] = {}
+    for name, assignment in assignments.items():
+        names.setdefault(assignment.method, []).append(name)
+    return names
+
+
+def sum_of_known(unsent: Tensor | None, leftover: Tensor | None) -> Tensor | None:
+    """Of what a method has not sent yet and what one before it has left over; None: nothing is known of either."""
+    if unsent is None or leftover is None:
+        return leftover if unsent is None else unsent
+    return unsent + leftover
 
 
 def _copy_where_equal(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:

@@ -192,8 +192,9 @@ class SecondMoment:
         yield from stages
         if not listens:
             return
+        divisor = self._placement.world_size if self._placement.scatter else 1  # under FSDP2 a result is a sum
         for view, known in zip(views, all_known, strict=True):
-            decoded = _mean_squares(self._own(view, view.out)).div_(self._divisor**2)
+            decoded = _mean_squares(self._own(view, view.out)).div_(divisor**2)
             known.decoded_sums = decoded if known.decoded_sums is None else known.decoded_sums.add_(decoded)
             known.num_sums += 1
         if sketches is not None:
@@ -235,11 +236,6 @@ class SecondMoment:
     def _own(self, view: View, values: Tensor) -> Tensor:
         """Of ``[numel]`` or of a padded row, the elements that this rank's optimizer steps."""
         return values[: view.cut.row_length(self._placement.rank)] if view.scatter else values
-
-    @property
-    def _divisor(self) -> int:
-        """Of a result: under FSDP2 it is a sum."""
-        return self._placement.world_size if self._placement.scatter else 1
 
     # -- the optimizer --------------------------------------------------------------------------------------------
 
@@ -300,9 +296,8 @@ class SecondMoment:
         device = self._sync.device
         self._first_step = state["first_step"]
         for name, kept in state["known"].items():
-            known = self._known[name] = _Known()
-            for key, value in kept.items():
-                setattr(known, key, value.to(device) if isinstance(value, Tensor) else value)
+            known: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in kept.items()}
+            self._known[name] = _Known(**known)
 
 
 def _sketch(view: View, step: StepContext) -> Tensor:

@@ -12,6 +12,7 @@ the same index, and each of them ends with its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +25,13 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
-class _Piece:
+class _Piece(NamedTuple):
     """One rank's part of one parameter, in a bucket of whole parameters and in the parts of that rank."""
 
-    __slots__ = ("index", "length", "part_at", "whole_at")
-
-    def __init__(self, index: int, whole_at: int, part_at: int, length: int) -> None:
-        self.index, self.whole_at, self.part_at, self.length = index, whole_at, part_at, length
+    owner: int
+    whole_at: int
+    part_at: int
+    length: int
 
 
 class _Plan:
@@ -57,7 +58,7 @@ class _Plan:
     def views(self, x: Tensor, parts_LN: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Each piece in the bucket, and in the parts."""
         whole = [x[piece.whole_at : piece.whole_at + piece.length] for piece in self.pieces]
-        parts = [parts_LN[piece.index, piece.part_at : piece.part_at + piece.length] for piece in self.pieces]
+        parts = [parts_LN[piece.owner, piece.part_at : piece.part_at + piece.length] for piece in self.pieces]
         return whole, parts
 
 
@@ -100,8 +101,7 @@ class TwoLevelBuckets:
             part_N.view(1, -1),
             intra_node,
             alpha=1.0 / num_inside,
-            borrow=lambda nbytes: buffers.borrow(1, nbytes).view(-1),
-            give_back=buffers.give_back,
+            buffers=buffers,
         )
         buffers.give_back(sent)
         yield from between
@@ -133,8 +133,7 @@ def scatter_over_two_levels(
         mean_N.view(-1, out.numel()),
         intra_node,
         alpha=1.0 / num_inside,
-        borrow=lambda nbytes: sync.buffers.borrow(1, nbytes).view(-1),
-        give_back=sync.buffers.give_back,
+        buffers=sync.buffers,
     )
     yield from between
     out.mul_(num_inside)  # FSDP2 divides by the number of all ranks

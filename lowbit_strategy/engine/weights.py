@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.gathering import Gathering
-from lowbit_strategy.collectives.layout import Slot, dim0_cut
+from lowbit_strategy.collectives.layout import Cut, Slot, dim0_cut
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.weight_gather import CodecSlots, WeightGather
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
@@ -25,6 +25,9 @@ class ModuleWeights:
         layout: What is gathered.
         coding: How.
         comm, device, buffers, flags: Shared by all modules.
+
+    Attributes:
+        reduced: Whether its gradients have been, since it was gathered for a forward pass.
     """
 
     def __init__(
@@ -36,11 +39,10 @@ class ModuleWeights:
         buffers: WireBuffers,
         flags: StepFlags,
     ) -> None:
-        self.layout = layout
-        self._reduced = False  # its gradients, since it was gathered for a forward pass
+        self.reduced = False
         cuts = [dim0_cut(spec.shape, comm.world_size) for spec in layout.specs]
         self.row_numel = sum(cut.row_numel for cut in cuts)
-        parts = self._parts(coding, cuts)
+        parts = self._parts(coding, layout, cuts) if has_codes(coding, layout) else None
         keep = "nothing" if parts is None and coding.keep == "codes" else coding.keep
         self.is_ours = parts is not None or coding.keep == "replica"  # or FSDP2's own gathers do
         self.costs = module_weights(coding, layout, comm.world_size)
@@ -55,12 +57,10 @@ class ModuleWeights:
             flags=flags,
         )
 
-    def _parts(self, coding: WeightCoding, cuts: Sequence[Any]) -> list[CodecSlots] | None:
-        if not has_codes(coding, self.layout):
-            return None
+    def _parts(self, coding: WeightCoding, layout: ModuleLayout, cuts: Sequence[Cut]) -> list[CodecSlots]:
         slots: dict[Codec | None, list[Slot]] = {}
         at = 0
-        for spec, cut in zip(self.layout.specs, cuts, strict=True):
+        for spec, cut in zip(layout.specs, cuts, strict=True):
             slots.setdefault(coding.codec(spec), []).append(Slot(spec.name, at, self.row_numel, cut))
             at += cut.row_numel
         return [CodecSlots(codec, tuple(members)) for codec, members in slots.items()]
@@ -70,25 +70,24 @@ class ModuleWeights:
 
         Backward passes under way still compute with what their forward pass had.
         """
-        self._reduced = True
+        self.reduced = True
 
     def begin_forward(self) -> None:
         """A forward pass wants the weights."""
-        if self._reduced:
+        if self.reduced:
             self.invalidate()
-
-    def unchanged(self) -> None:
-        """Nothing steps on the gradients that have been reduced: those of a micro-batch."""
-        self._reduced = False
 
     def invalidate(self) -> None:
         """The weights have changed: the next gather sends. On all ranks."""
-        self._reduced = False
+        self.reduced = False
         self.gather.invalidate()
 
-    def promised_nbytes(self, num_coded: int, num_exact: int) -> int:
-        """Bytes for so many messages."""
-        return num_coded * self.costs.gather_nbytes + num_exact * self.costs.exact_nbytes
+    @property
+    def promised_nbytes(self) -> tuple[int, int]:
+        """Bytes for all messages so far, and what framing may add to them."""
+        costs, num_sent, num_exact = self.costs, self.gather.num_sent, self.gather.num_exact
+        promised = (num_sent - num_exact) * costs.gather_nbytes + num_exact * costs.exact_nbytes
+        return promised, num_sent * costs.framing_nbytes
 
 
 class WeightSync:
@@ -101,8 +100,9 @@ class WeightSync:
         device: Of weights.
 
     Attributes:
-        step_nbytes: Bytes this rank sent for weights in the last step that ended, counted; None before the first.
-        evaluation_nbytes: Sent for exact weights outside of training.
+        planned_nbytes: Bytes this rank sends per step of one forward and one backward pass, framing aside.
+        step_nbytes: Bytes it sent in the last step that ended, counted; before there was one: those planned.
+        flags: Where weights that were changed behind the engine's back are noted.
     """
 
     def __init__(
@@ -112,24 +112,21 @@ class WeightSync:
         self.layouts = dict(layouts)
         self.comm = comm
         self.buffers = WireBuffers(device, several=comm.is_far)
-        self._flags = StepFlags(device)
+        self.flags = StepFlags(device)
         self.modules = {
-            name: ModuleWeights(layout, coding, comm, device, self.buffers, self._flags)
+            name: ModuleWeights(layout, coding, comm, device, self.buffers, self.flags)
             for name, layout in layouts.items()
         }
-        self.step_nbytes: int | None = None
-        self.evaluation_nbytes = 0
+        self.planned_nbytes = sum(module.costs.step_nbytes for module in self.modules.values())
+        self.step_nbytes = self.planned_nbytes
         self._uncoded_nbytes = 0  # sent by FSDP2 itself in training
         self._before = (0, 0, 0)  # counted, promised, framing at most when the step began
 
     # -- gathers --------------------------------------------------------------------------------------------------
 
-    def count_exact(self, nbytes: int, *, training: bool) -> None:
-        """FSDP2 gathers weights as they are: this rank sends `nbytes`."""
-        if training:
-            self._uncoded_nbytes += nbytes
-        else:
-            self.evaluation_nbytes += nbytes
+    def count_exact(self, nbytes: int) -> None:
+        """FSDP2 gathers weights as they are, in training: this rank sends `nbytes`."""
+        self._uncoded_nbytes += nbytes
 
     def invalidate(self) -> None:
         """The weights have changed: what is kept is old. On all ranks."""
@@ -139,20 +136,7 @@ class WeightSync:
     def unchanged(self) -> None:
         """The gradients that have been reduced are those of a micro-batch: no weights change before the next one."""
         for module in self.modules.values():
-            module.unchanged()
-
-    def check_unchanged(self, name: str, noted: Tensor, present: Tensor) -> None:
-        """What is kept of a module is about to be used: its owner's row must be the one that was sent.
-
-        Args:
-            name: The module's.
-            noted: int64 ``[1]``, the digest of the own row when it was sent.
-            present: The same, now.
-
-        Raises:
-            RuntimeError: They differ. On CUDA at the end of a later step.
-        """
-        self._flags.check_unchanged(noted, present, name)
+            module.reduced = False
 
     def forget(self) -> None:
         """Other weights have been loaded. On all ranks."""
@@ -172,8 +156,9 @@ class WeightSync:
                 message of another layout.
         """
         self.invalidate()
-        self._flags.raise_if_broken(self.comm.rank)
-        now = (self.comm.sent_nbytes, self._promised_nbytes(), self._framing_nbytes())
+        self.flags.raise_if_broken(self.comm.rank)
+        promised = [module.promised_nbytes for module in self.modules.values()]
+        now = (self.comm.sent_nbytes, sum(each for each, _ in promised), sum(framing for _, framing in promised))
         sent, expected, framing = (after - before for after, before in zip(now, self._before, strict=True))
         self.step_nbytes = sent + self._uncoded_nbytes
         self._before, self._uncoded_nbytes = now, 0
@@ -182,27 +167,6 @@ class WeightSync:
                 f"rank {self.comm.rank} sent {sent} bytes for weights in this step where {expected} and at most"
                 f" {framing} of framing were expected: this is a fault of lowbit_strategy, please report it"
             )
-
-    def _promised_nbytes(self) -> int:
-        return sum(
-            module.promised_nbytes(module.gather.num_sent - module.gather.num_exact, module.gather.num_exact)
-            for module in self.modules.values()
-        )
-
-    def _framing_nbytes(self) -> int:
-        return sum(module.costs.framing_nbytes * module.gather.num_sent for module in self.modules.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes this rank sent in the last step that ended; before there was one: those planned."""
-        return self.planned_nbytes if self.step_nbytes is None else self.step_nbytes
-
-    # -- cost -----------------------------------------------------------------------------------------------------
-
-    @property
-    def planned_nbytes(self) -> int:
-        """Bytes this rank sends per step of one forward and one backward pass, framing aside."""
-        return sum(module.costs.step_nbytes for module in self.modules.values())
 
     # -- what is saved --------------------------------------------------------------------------------------------
 

@@ -92,7 +92,8 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
     def _exact(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *, async_op: bool
     ) -> dist.Work | None:
-        self._weights.count_exact(input_tensor.nbytes * (group.size() - 1), training=self._coded)
+        if self._coded:
+            self._weights.count_exact(input_tensor.nbytes * (group.size() - 1))
         what = f"the all-gather of the exact weights of {self._name or 'the model'}"
         with naming_lost_ranks(group, what, self._weights.comm.place()):
             return self._stock(output_tensor, input_tensor, group, async_op)
@@ -125,7 +126,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         digest = digests([row_N], row_N.device)
         gather = self._module.gather
         if (gather.fresh or gather.has_left) and self._noted is not None:
-            self._weights.check_unchanged(self._name or "the model", self._noted, digest)
+            self._weights.flags.check_unchanged(self._noted, digest, self._name or "the model")
         self._noted = digest
 
     def reshard_leftovers(self, pre_forward: Callable[..., Any], *args: Any) -> Any:

@@ -33,8 +33,6 @@ class Elastic:
         timeout: Seconds that a message may take; after that a replica that has stopped counts as lost.
         connect_timeout: Seconds in which replicas have to connect to each other.
         patience: Seconds to wait for the lighthouse, or for `min_replicas`, before giving up.
-        inherit_optimizer: A new replica copies the inner optimizers' state of the one that helps it, instead of
-            starting with its own; the same on all replicas.
 
     Raises:
         ValueError: A value is out of range, or there is no lighthouse.
@@ -47,7 +45,6 @@ class Elastic:
     timeout: float = 60.0
     connect_timeout: float = 10.0
     patience: float = 3600.0
-    inherit_optimizer: bool = False
 
     def __post_init__(self) -> None:
         if self.min_replicas < 1:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm
+from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm, as_failed_exchange
 from lowbit_strategy.ranks.elastic import Elastic
-from lowbit_strategy.ranks.quorum import Patience, Quorum, Registration, address_towards, import_torchft
+from lowbit_strategy.ranks.quorum import Identity, Patience, Quorum, Registration, address_towards, import_torchft
 from lowbit_strategy.ranks.watched import has_ended, watched
 
 _FACTS = "lowbit_strategy/facts"
@@ -40,36 +40,6 @@ class RefusedError(RuntimeError):
 _SHARED_ERRORS: dict[str, type[Exception]] = {
     each.__name__: each for each in (RefusedError, ConnectionError, ImportError, ValueError)
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What a replica tells the lighthouse of itself, which every other one sees before it connects.
-
-    Args:
-        name: The user's; replicas are ordered by it.
-        store: Address of its store.
-        fits: Digest of all that must be the same on all replicas.
-        process: Tells apart those that are started again.
-    """
-
-    name: str
-    store: str
-    fits: str
-    process: str
-
-    def __str__(self) -> str:
-        return "|".join((self.name, self.store, self.fits, self.process))
-
-    @classmethod
-    def parse(cls, text: str) -> Identity:
-        """Raises:
-        ValueError: It is none of this package's.
-        """
-        parts = text.split("|")
-        if len(parts) != 4:
-            raise ValueError(f"the lighthouse knows a replica {text!r} of another program: give each run a lighthouse")
-        return cls(*parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +106,7 @@ class Membership:
             if self._members is not None and present == self._present:
                 return self._members
             try:
-                self._members = self.together(functools.partial(self._connected, quorum))
+                self._members = self.together(functools.partial(self._connect, quorum))
             except ExchangeFailedError as error:
                 self.fail(error)
                 continue
@@ -235,9 +205,7 @@ class Membership:
             hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()[:16],
             uuid.uuid4().hex[:8],
         )
-        self._registration = Registration(
-            options, name=identity.name, identity=str(identity), store=identity.store, address=address
-        )
+        self._registration = Registration(options, identity, address)
         return str(identity)
 
     def _found(self, round_index: int) -> Quorum:
@@ -273,7 +241,10 @@ class Membership:
 
     def _why_refused(self, reference: Identity) -> str:
         try:
-            theirs = json.loads(self._client_of(reference.store).get(_FACTS))
+            host, _, port = reference.store.rpartition(":")
+            timeout = timedelta(seconds=self.options.connect_timeout)
+            store = dist.TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
+            theirs = json.loads(store.get(_FACTS))
         except (RuntimeError, ValueError) as error:
             theirs, difference = {}, f"what it trains cannot be read ({str(error).splitlines()[0]})"
         for name in theirs.keys() | self._facts.keys():
@@ -285,19 +256,9 @@ class Membership:
             " replicas must have the same model, options and versions; another run needs a lighthouse of its own"
         )
 
-    def _client_of(self, address: str) -> dist.TCPStore:
-        host, _, port = address.rpartition(":")
-        timeout = timedelta(seconds=self.options.connect_timeout)
-        return dist.TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
-
     # -- connections ----------------------------------------------------------------------------------------------
 
-    def _connected(self, quorum: Quorum) -> Members:
-        try:
-            return self._connect(quorum)
-        except RuntimeError as error:
-            raise ExchangeFailedError(str(error).splitlines()[0]) from error
-
+    @as_failed_exchange()
     def _connect(self, quorum: Quorum) -> Members:
         """This rank, and those of the same index in the other replicas."""
         self._abort()
@@ -343,6 +304,3 @@ def _who_has_ended(addresses: Sequence[str]) -> str:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 200 else text[:200] + " ..."
-
-
-__all__ = ["ExchangeFailedError", "Identity", "Members", "Membership", "RefusedError"]

@@ -27,6 +27,36 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 @dataclass(frozen=True, slots=True)
+class Identity:
+    """What a replica tells the lighthouse of itself, which every other one sees before it connects.
+
+    Args:
+        name: The user's; replicas are ordered by it.
+        store: Address of its store.
+        fits: Digest of all that must be the same on all replicas.
+        process: Tells apart those that are started again.
+    """
+
+    name: str
+    store: str
+    fits: str
+    process: str
+
+    def __str__(self) -> str:
+        return "|".join((self.name, self.store, self.fits, self.process))
+
+    @classmethod
+    def parse(cls, text: str) -> Identity:
+        """Raises:
+        ValueError: It is none of this package's.
+        """
+        parts = text.split("|")
+        if len(parts) != 4:
+            raise ValueError(f"the lighthouse knows a replica {text!r} of another program: give each run a lighthouse")
+        return cls(*parts)
+
+
+@dataclass(frozen=True, slots=True)
 class Quorum:
     """What the lighthouse has answered.
 
@@ -48,9 +78,7 @@ class Registration:
 
     Args:
         options: As the user has given them.
-        name: Of this replica, in messages.
         identity: What it tells of itself.
-        store: Address of its store.
         address: Of this machine, as the others reach it.
 
     Raises:
@@ -58,17 +86,17 @@ class Registration:
         ConnectionError: Nobody answers at the lighthouse's address.
     """
 
-    def __init__(self, options: Elastic, *, name: str, identity: str, store: str, address: str) -> None:
+    def __init__(self, options: Elastic, identity: Identity, address: str) -> None:
         torchft = import_torchft()
-        self._lighthouse, self._name = options.lighthouse_address, name
+        self._lighthouse, self._name = options.lighthouse_address, identity.name
         timeout = timedelta(seconds=options.connect_timeout)
         try:
             self._server = torchft.coordination.ManagerServer(
-                replica_id=identity,
+                replica_id=str(identity),
                 lighthouse_addr=self._lighthouse,
                 hostname=address,
                 bind=f"{address}:0",
-                store_addr=store,
+                store_addr=identity.store,
                 world_size=1,
                 heartbeat_interval=_HEARTBEAT,
                 connect_timeout=timeout,

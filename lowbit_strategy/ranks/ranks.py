@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm
-from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
+from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.transports.far_comm import FarComm
@@ -52,9 +52,9 @@ class Ranks:
     comes_and_goes: bool = False
 
     @classmethod
-    def flat(cls, comm: Comm, topology: Topology | None = None) -> Ranks:
+    def flat(cls, comm: Comm) -> Ranks:
         """One level: all ranks of `comm` reduce whole parameters with each other."""
-        return cls(comm, comm, topology=topology)
+        return cls(comm, comm)
 
     def coming_and_going(self) -> Ranks:
         """These ranks as a replica that has not met the others yet."""
@@ -93,9 +93,9 @@ class Ranks:
             sharded_inside: A node's ranks have one model together (HSDP); otherwise all ranks have.
         """
         if self.intra_node is None:
-            return FlatGathering(self.world.twin())
+            return Gathering(self.world.twin())
         inside = self.intra_node.twin()
-        return FlatGathering(inside) if sharded_inside else NodeGathering(self.peers.twin(), inside)
+        return Gathering(inside) if sharded_inside else Gathering(self.peers.twin(), inside)
 
     def destroy(self) -> None:
         """End the groups that were made for this alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 _ANSWER_S = 5.0
@@ -28,24 +29,20 @@ def watched(call: Callable[[], T], why_not: Callable[[], str], *, every: float, 
     Raises:
         RuntimeError: Nobody can answer any more.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(call())
+            outcome.set_result(call())
         except BaseException as error:
-            errors.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="lowbit_strategy members")
-    thread.start()
+    threading.Thread(target=run, daemon=True, name="lowbit_strategy members").start()
     reasons: list[str] = []
     while len(reasons) < num_looks:
-        thread.join(every)
-        if not thread.is_alive():
-            if errors:
-                raise errors[0]
-            return results[0]
+        wait([outcome], every)
+        if outcome.done():
+            return outcome.result()
         reason = why_not()
         reasons = [*reasons, reason] if reason else []
     raise RuntimeError(reasons[-1])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from lowbit_strategy.kernels.reference.rng import hash32
 
@@ -42,9 +42,6 @@ class Standing:
     due: int
     group: int
     position: int
-
-    def numbers(self) -> tuple[int, ...]:
-        return astuple(self)
 
 
 @dataclass(frozen=True, slots=True)

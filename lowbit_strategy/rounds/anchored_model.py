@@ -26,7 +26,8 @@ class AnchoredModel:
         self.fragments = list(fragments)
         self.buffers = buffers
         self._sync = sync
-        self._aside: dict[str, Tensor] | None = None  # this rank's own weights, while the model has the anchors
+        # this rank's own weights and buffers, while the model has what all ranks share
+        self._aside: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
 
     @property
     def anchors(self) -> dict[str, Tensor]:
@@ -41,7 +42,12 @@ class AnchoredModel:
     @property
     def own_weights(self) -> dict[str, Tensor]:
         """This rank's, whatever the model has at present."""
-        return self.params if self._aside is None else self._aside
+        return self.params if self._aside is None else self._aside[0]
+
+    @property
+    def own_buffers(self) -> dict[str, Tensor]:
+        """Likewise."""
+        return self.buffers.own if self._aside is None else self._aside[1]
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -49,19 +55,17 @@ class AnchoredModel:
         if self._aside is not None:
             yield
             return
-        self._aside = {name: param.clone() for name, param in self.params.items()}
-        self._pull_anchors()
-        self.buffers.use_averages()
+        weights, buffers = self.params, self.buffers.own
+        self._aside = {k: v.clone() for k, v in weights.items()}, {k: v.clone() for k, v in buffers.items()}
+        self.use_shared()
         try:
             yield
         finally:
-            self._return_own()
-
-    def _return_own(self) -> None:
-        if self._aside is not None:
-            self.use(self._aside)
-            self._aside = None
-            self.buffers.use_own()
+            if self._aside is not None:  # nobody has called `keep`
+                weights, buffers = self._aside
+                self.use(weights)
+                self.buffers.use(buffers)
+                self._aside = None
 
     @torch.no_grad()
     def use(self, weights: Mapping[str, Tensor]) -> None:
@@ -86,7 +90,6 @@ class AnchoredModel:
     def keep(self) -> None:
         """In `shared`: this rank goes on from what the model has."""
         self._aside = None
-        self.buffers.keep()
 
     def rebase(self) -> None:
         """What the model has are the anchors from now on."""
@@ -104,14 +107,11 @@ class AnchoredModel:
             self.anchors[name].copy_(total / peers.world_size)
 
     def use_shared(self) -> None:
-        """This rank goes on from the anchors."""
-        self._pull_anchors()
-        self.buffers.use_shared()
-
-    def _pull_anchors(self) -> None:
+        """The model has the anchors and the averaged buffers from now on."""
         for fragment in self.fragments:
             fragment.pull_(0.0)
         self._changed()
+        self.buffers.use(self.buffers.shared)
 
     def _changed(self) -> None:
         if self._sync.weights is not None:

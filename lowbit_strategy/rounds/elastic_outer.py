@@ -9,12 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm
@@ -31,7 +30,6 @@ from lowbit_strategy.rounds.agreement import (
     weights_of,
 )
 from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
-from lowbit_strategy.rounds.fragment import sharded_like
 from lowbit_strategy.rounds.in_flight import InFlight, Prepared
 from lowbit_strategy.rounds.members_change import MembersChange
 from lowbit_strategy.rounds.outer import OuterSync
@@ -58,13 +56,12 @@ class ElasticOuterSync(OuterSync):
 
     Attributes:
         membership: Finds the others.
-        inner: Gives the inner optimizers by name, whose state a new replica inherits where the options say so.
+        members: Names of those who took part in the last turn, this replica among them.
         on_change: Called with a sentence that says who has come and who is lost.
         on_join: Called when this replica is about to meet the others for the first time.
         on_healed: Called when this replica has got the others' state: `sync.step_index` is theirs.
         data: Gives this replica its samples, wherever members have met; None: they do not depend on that.
         changes: Those of the members that no record has yet, the last ones.
-        num_joins, num_losses: Replicas that this one has seen come and go.
         num_heals: How often this one has got the state of another.
     """
 
@@ -74,12 +71,11 @@ class ElasticOuterSync(OuterSync):
         super().__init__(*values, **options)
         self.membership = membership
         self.data: ElasticSampler | None = None
-        self.inner: Callable[[], Mapping[str, Optimizer]] = dict
         self.on_change: Callable[[str], None] = _log.info
         self.on_join: Callable[[], object] = lambda: None
         self.on_healed: Callable[[], object] = lambda: None
         self.changes: deque[MembersChange] = deque(maxlen=_KEPT_CHANGES)
-        self.num_joins = self.num_losses = self.num_heals = 0
+        self.num_heals = 0
         self._turn_began = time.monotonic()
         self._goes_on = True  # where rounds are of so many seconds
         self._clock = 0
@@ -89,7 +85,7 @@ class ElasticOuterSync(OuterSync):
         self._marks = [0] * len(self.fragments)  # of what has been trained, at the last turn of each
         self._prepared: Prepared | None = None
         self._comm: MemberComm | None = None
-        self._names: list[str] = []
+        self.members: tuple[str, ...] = ()
 
     @property
     def turn_length(self) -> int:
@@ -127,11 +123,6 @@ class ElasticOuterSync(OuterSync):
                 "this replica trains and has not met the others: call the model itself and not one of its modules, or"
                 " call session.resume() before training"
             )
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Names of those who took part in the last turn, this replica among them."""
-        return tuple(self._names)
 
     @property
     def leads(self) -> bool:
@@ -261,7 +252,7 @@ class ElasticOuterSync(OuterSync):
         """Of all that members share."""
         kept = self._optimizer.state_dict().values()
         tensors = [value for state in kept for value in state.values() if isinstance(value, Tensor)]
-        shared = [*self.anchors.values(), *tensors, *self.model.buffers.state_dict()["shared"].values()]
+        shared = [*self.anchors.values(), *tensors, *self.model.buffers.shared.values()]
         return int(digests([digests(shared, torch.device("cpu"))], torch.device("cpu")))
 
     def _settle(self, members: Members, agreement: Agreement) -> None:
@@ -302,19 +293,17 @@ class ElasticOuterSync(OuterSync):
         self.sync.restore_progress(step_index=steps, num_skipped=self.sync.num_skipped, loss_scale=None)
 
     def _log_changes(self, members: Members, seconds: float) -> None:
-        now, before = members.names, self._names
+        now, before = tuple(members.names), self.members
         if now == before:
             return
-        self._names = now
+        self.members = now
         change = MembersChange(
             step=self.sync.step_index,
-            members=tuple(now),
+            members=now,
             joined=tuple(name for name in now if name not in before),
             lost=tuple(name for name in before if name not in now),
             seconds=seconds,
         )
-        if before:
-            self.num_joins, self.num_losses = self.num_joins + len(change.joined), self.num_losses + len(change.lost)
         self.changes.append(change)
         if self.membership.replica.rank == 0:
             self.on_change(str(change))
@@ -362,27 +351,15 @@ class ElasticOuterSync(OuterSync):
         own = ("weights", "flight", "buffers", "since", "losses", "eager")
         shared = {key: value for key, value in state.items() if key not in own}
         shared["losses"] = state["losses"] | {"own": []}
-        inherited = self.inner() if self.membership.options.inherit_optimizer else {}
-        return shared | {
-            "buffers": {"shared": state["buffers"]["shared"]},
-            "step_index": self.sync.step_index,
-            "inner": {name: optimizer.state_dict() for name, optimizer in inherited.items()},
-        }
+        return shared | {"buffers": {"shared": state["buffers"]["shared"]}, "step_index": self.sync.step_index}
 
     def _take_state(self, state: Mapping[str, Any], agreement: Agreement) -> None:
         """Go on from what the others share; what this replica has trained since its last turn is lost."""
         super().load_state_dict({**state, "flight": None}, own=False)
-        self._turn, self._every = state["turn"], state["every"]
-        self.num_turns, self.every = state["num_turns"], state["wanted"]
-        self._rates = (state["rates"][0], state["rates"][1])
+        self._go_on(state)
         self._history = agreement.history
         self._marks = [self._trained] * len(self.fragments)
         self._group = 0
-        own = self.inner()
-        for name, saved in state["inner"].items():
-            if name in own:  # JSON has made texts of the parameters' numbers
-                kept = {int(at): each for at, each in saved["state"].items()}
-                own[name].load_state_dict(sharded_like(own[name], saved | {"state": kept}))
         self.sync.forget()
         self._count_from(state["step_index"])
         self.num_heals += 1
@@ -391,7 +368,7 @@ class ElasticOuterSync(OuterSync):
 
 def _gathered(comm: Comm, mine: Standing) -> list[Standing]:
     """Of all ranks of `comm`."""
-    numbers = torch.tensor(mine.numbers(), dtype=torch.int64)
+    numbers = torch.tensor(astuple(mine), dtype=torch.int64)
     everyone = torch.empty(comm.world_size, numbers.numel(), dtype=torch.int64)
     comm.all_gather(everyone, numbers).wait()
     return [Standing(*row) for row in everyone.tolist()]

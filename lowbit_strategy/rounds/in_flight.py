@@ -9,22 +9,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import Pending, wait_for_all
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.bucket_schedule import BucketSchedule
 from lowbit_strategy.rounds.fragment import Fragment
 from lowbit_strategy.rounds.turn_header import TurnHeader
 
 
-class Arrival(Protocol):
-    """Waits until something that travels has arrived."""
-
-    def wait(self) -> object: ...
-
-
 class AsyncReducer(Protocol):
     """Reduces what it is given while its caller goes on."""
 
-    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival: ...
+    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Pending: ...
 
 
 class Inline:
@@ -33,7 +28,7 @@ class Inline:
     def __init__(self) -> None:
         self._schedule = BucketSchedule()
 
-    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Arrival:
+    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Pending:
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if result.is_cuda else None)
         try:
             self._schedule.start(stages, result, future, last=last)
@@ -60,7 +55,7 @@ class InFlight:
     fragment: int
     x: Tensor
     header: TurnHeader
-    arrivals: Sequence[Arrival]
+    arrivals: Sequence[Pending]
     delay: int
     age: int = 0
     weights: tuple[float, ...] = ()
@@ -71,8 +66,7 @@ class InFlight:
 
     def wait(self) -> None:
         """Until it has arrived as a whole."""
-        for arrival in self.arrivals:
-            arrival.wait()
+        wait_for_all(self.arrivals)
 
     def state_dict(self, fragments: Sequence[Fragment]) -> dict[str, Any]:
         """Of what has arrived."""
@@ -84,8 +78,9 @@ class InFlight:
         cls, saved: Mapping[str, Any] | None, fragments: Sequence[Fragment], device: torch.device
     ) -> InFlight | None:
         """What was under way; None if nothing was, or the model is cut otherwise: other parameters are trained."""
-        for at, fragment in enumerate(fragments if saved is not None else ()):
-            assert saved is not None
+        if saved is None:
+            return None
+        for at, fragment in enumerate(fragments):
             if fragment.anchors.keys() == saved["means"].keys():
                 x_N = torch.empty(fragment.numel, dtype=torch.float32, device=device)
                 for name, view in fragment.views(x_N).items():

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import ALL_STATE, AverageState
 from lowbit_strategy.methods.outer.state_code import StateCode
-from lowbit_strategy.plan.rounds import BUCKET_NUMEL
+from lowbit_strategy.plan.rounds import buckets_of
 
 # Squares are sent as their roots, whose range is half as wide. None of these is ever negative.
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
@@ -83,8 +85,9 @@ class InnerState:
         if not kept:
             return
         self._exchange.begin_step()
-        for part in _buckets(kept):
-            self._reduce(part)
+        left = iter(kept)
+        for specs in buckets_of([each.spec for each in kept]):
+            self._reduce(list(itertools.islice(left, len(specs))))
         self._exchange.end_step()
 
     @torch.no_grad()
@@ -94,9 +97,7 @@ class InnerState:
             entries.append(Entry(_joined(each.key, each.spec.name), at))
             at += each.spec.numel
         x_N = torch.cat([each.sent(self._sync.device) for each in part])
-        for pending in self._exchange.reduce(BucketLayout(tuple(entries), last=True), x_N, x_N):
-            if pending is not None:
-                pending.wait()
+        wait_for_all(self._exchange.reduce(BucketLayout(tuple(entries), last=True), x_N, x_N))
         for each, mean_N in zip(part, x_N.split([each.spec.numel for each in part]), strict=True):
             each.take_(mean_N * (self._sync.ranks.peers.world_size / each.num_ranks))
 
@@ -147,15 +148,3 @@ class _Kept(NamedTuple):
 
 def _joined(key: str, name: str) -> str:
     return f"{name}[{key}]"
-
-
-def _buckets(items: Iterable[_Kept]) -> Iterator[list[_Kept]]:
-    """As many in each as have `BUCKET_NUMEL` elements together, or a larger one alone."""
-    part: list[_Kept] = []
-    for item in items:
-        if part and sum(each.spec.numel for each in part) + item.spec.numel > BUCKET_NUMEL:
-            yield part
-            part = []
-        part.append(item)
-    if part:
-        yield part

@@ -104,10 +104,6 @@ class OuterSync:
         return self.model.anchors
 
     @property
-    def params(self) -> dict[str, Tensor]:
-        return self.model.params
-
-    @property
     def fragments(self) -> list[Fragment]:
         return self.model.fragments
 
@@ -194,15 +190,7 @@ class OuterSync:
             if own != 1.0:
                 mine.mul_(own)
         header = TurnHeader.of(
-            x_N[fragment.sample],
-            changes,
-            done=done,
-            asks=self.asks(),
-            steps=sync.step_index,
-            loss=self._losses.take(),
-            finite=finite,
-            rank=sync.ranks.peers.rank,
-            world_size=sync.ranks.peers.world_size,
+            sync, x_N[fragment.sample], changes, done=done, asks=self.asks(), loss=self._losses.take(), finite=finite
         )
         if self._eager is not None and not done:
             self._eager.go_ahead(fragment, x_N, sync.step_index)
@@ -351,7 +339,7 @@ class OuterSync:
             "optimizer": self._optimizer.state_dict(),
             "weights": self.model.own_weights,
             "eager": None if self._eager is None else self._eager.state_dict(),
-            "buffers": self.model.buffers.state_dict(),
+            "buffers": {"shared": self.model.buffers.shared, "own": self.model.own_buffers},
             "flight": None if in_flight is None else in_flight.state_dict(self.fragments),
         }
 
@@ -387,10 +375,15 @@ class OuterSync:
             self._in_flight, self._since, self._turn = None, 0, 0
             self.model.use_shared()
             return
-        self._every, self._turn, self._since = state["every"], state["turn"] % len(self.fragments), state["since"]
-        self.num_turns, self.every = state["num_turns"], state["wanted"]
-        earlier, last = state["rates"]
-        self._rates = (earlier, last)
+        self._since = state["since"]
+        self._go_on(state)
         self.model.use(state["weights"])
         if self._eager is not None:
             self._eager.load_state_dict(state["eager"])
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """At the turn at which it was saved."""
+        self._every, self._turn = state["every"], state["turn"] % len(self.fragments)
+        self.num_turns, self.every = state["num_turns"], state["wanted"]
+        earlier, last = state["rates"]
+        self._rates = (earlier, last)

@@ -33,36 +33,33 @@ class TurnHeader:
     @classmethod
     def of(
         cls,
+        sync: GradientSync,
         sample: Tensor,
         changes: Sequence[Tensor],
         *,
         done: bool,
         asks: bool,
-        steps: int,
         loss: Tensor | None,
         finite: Tensor,
-        rank: int,
-        world_size: int,
     ) -> TurnHeader:
         """This rank's.
 
         Args:
+            sync: Its engine, which counts its steps.
             sample: Of its pseudo-gradient; zeros if the rank is left out.
             changes: Of its buffers; likewise.
             done: It has no more steps.
             asks: All ranks are to do something together after this turn.
-            steps: Optimizer steps that it has completed.
             loss: Mean of its losses since the last turn; None: not known.
             finite: 1 or 0; 0 leaves the rank out.
-            rank: This rank.
-            world_size: Ranks that take the turn.
         """
-        facts = torch.zeros(NUM_FACTS + world_size, device=sample.device)
-        facts[0], facts[1], facts[2] = float(done), float(asks), float(steps)
+        peers = sync.ranks.peers
+        facts = torch.zeros(NUM_FACTS + peers.world_size, device=sample.device)
+        facts[0], facts[1], facts[2] = float(done), float(asks), float(sync.step_index)
         facts[3] = torch.nan if loss is None else loss
         facts[4] = torch.dot(sample, sample)
-        facts[NUM_FACTS + rank] = finite
-        return cls(torch.cat([facts, sample, *changes]), world_size, sample.numel())
+        facts[NUM_FACTS + peers.rank] = finite
+        return cls(torch.cat([facts, sample, *changes]), peers.world_size, sample.numel())
 
     @property
     def num_done(self) -> int:

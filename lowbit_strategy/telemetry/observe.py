@@ -265,7 +265,7 @@ class Observer:
             sent_nbytes=sent,
             between_nbytes=between,
             inside_nbytes=inside,
-            weights_nbytes=0.0 if sync.weights is None else float(sync.weights.nbytes),
+            weights_nbytes=0.0 if sync.weights is None else float(sync.weights.step_nbytes),
             dense_nbytes=4 * self._hops() * sum(spec.whole.numel for spec in sync.specs.values()),
             codec_ms=1000 * codec,
             comm_ms=1000 * waiting,

@@ -118,7 +118,7 @@ class Replica:
         turn = Turn(
             history=self.outer._history,
             digest=self.outer._digest(),
-            members=list(self.outer._names),
+            members=list(self.outer.members),
             turn=self.outer.num_turns,
             sent=self.sync.ranks.peers.sent_nbytes,
             weights=list(self.outer.weights),

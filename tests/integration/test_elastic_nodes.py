@@ -214,7 +214,6 @@ def fit_and_watch(
         "losses": model.losses,
         "steps": made.global_step,
         "healed": watched.outer.num_heals,
-        "inner": [int(state["step"]) for state in made.optimizers[0].state.values()],
     }
 
 
@@ -305,8 +304,7 @@ def test_a_node_of_which_one_rank_is_terminated_leaves_and_the_others_go_on(tmp_
 def test_a_node_that_comes_later_gets_what_the_others_share(tmp_path: Path) -> None:
     with Replicas(tmp_path) as run:
         for name in "abc":
-            options = {"num_ranks": NUM_RANKS, "held": True, "inherit_optimizer": True}
-            run.start(name, fit_and_watch, tmp_path, 50, **options)
+            run.start(name, fit_and_watch, tmp_path, 50, num_ranks=NUM_RANKS, held=True)
         run.release(*nodes("ab"))
         run.wait_for(lambda: steps_of(tmp_path, "b1") >= 9, "nine steps")
         run.release(*nodes("c"))
@@ -316,7 +314,6 @@ def test_a_node_that_comes_later_gets_what_the_others_share(tmp_path: Path) -> N
         assert results[key]["healed"] == 1
         assert results[key]["steps"] == 50
         assert len(results[key]["losses"]) < 50
-        assert set(results[key]["inner"]) == {50}
         turns = [turn["weights"] for turn in results["a"]["turns"] if turn["members"] == ["a", "b", "c"]]
         assert turns[0] == [1.5, 1.5, 0.0]  # it has nothing to give yet
         assert turns[1] == [1.0, 1.0, 1.0]

@@ -50,7 +50,7 @@ def sharded(folder: Path) -> Facts:
         "announced": announced.buffer_nbytes,
         "module": world_size * sum(sync.state.sent_nbytes(name) for name in ("0.weight", "0.bias")) // (world_size - 1),
         "weights": announced.weights.used.step_nbytes,
-        "counted": sync.weights.nbytes,
+        "counted": sync.weights.step_nbytes,
         "parameters": sum(spec.numel for spec in sync.specs.values()),
     }
 

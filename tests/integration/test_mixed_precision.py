@@ -52,7 +52,7 @@ def in_precision(folder: Path, precision: str) -> Facts:
             "losses": model.losses,
             "weights_nbytes": sync.weights.step_nbytes,
             "gradient_nbytes": sum(sync.state.sent_nbytes(spec) for spec in sync.specs),
-            "gathered": {str(module.layout.dtype) for module in sync.weights.modules.values()},
+            "gathered": {str(layout.dtype) for layout in sync.weights.layouts.values()},
             "computed": model.seen,
             "reduced": {str(each.param_group.mp_policy.reduce_dtype) for each in sharded_groups(model)},
             "kept": {str(param.dtype) for param in model.parameters()},

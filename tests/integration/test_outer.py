@@ -489,7 +489,7 @@ def other_world(folder: Path, rule: str) -> Facts:
     local.resume()
     anchors = local.outer.anchors
     return {
-        "shared": all(torch.equal(param, anchors[name]) for name, param in local.outer.params.items()),
+        "shared": all(torch.equal(param, anchors[name]) for name, param in local.outer.model.params.items()),
         "step": sync.step_index,
         "print": fingerprint(model),
     }

@@ -65,7 +65,7 @@ def measure(session: Any, step: Any, steps: int = 1) -> Facts:
         "promised": plan.sent_nbytes,
         "series": plan.in_series,
         "buckets": len(plan.gradients),
-        "weights": None if sync.weights is None else sync.weights.nbytes,
+        "weights": None if sync.weights is None else sync.weights.step_nbytes,
         "planned weights": step_nbytes(plan.weights),
         "residuals": sync.state.nbytes,
         "planned residuals": plan.memory.residuals,

@@ -103,7 +103,7 @@ def once_per_step(folder: Path, coding: WeightCoding, reshard: bool | None) -> F
             run.model.set_requires_gradient_sync(last)  # type: ignore[operator]
             run.backward()
         run.step()
-    return {"sent": run.sent, "losses": run.losses, "step": run.session.sync.weights.nbytes}
+    return {"sent": run.sent, "losses": run.losses, "step": run.session.sync.weights.step_nbytes}
 
 
 @scenarios(once_per_step, coding=(WeightCode(), WeightDelta(), Exact(keep="replica")), reshard=(True, False))
@@ -308,7 +308,7 @@ def validated(folder: Path, weights: str) -> Facts:
     return {
         "tested": tested,
         "expected": sum(losses) / len(losses),
-        "sent": sync.weights.nbytes,
+        "sent": sync.weights.step_nbytes,
         "losses": model.losses,
     }
 

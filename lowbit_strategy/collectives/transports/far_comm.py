@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,9 +67,9 @@ class FarComm(GroupComm):
         under_way = self._under_way("uneven all-to-all", x.nbytes)
         came[self.rank].copy_(sent[self.rank])
         with under_way.explained():
-            under_way.receives = [(r, channel.post(came[r], r)) for r in self._others() if came[r].numel()]
             under_way.sent = sent
-            under_way.sends = [channel.send(sent[r], r) for r in self._others() if sent[r].numel()]
+            under_way.works = [channel.post(came[r], r) for r in self._others() if came[r].numel()]
+            under_way.works += [channel.send(sent[r], r) for r in self._others() if sent[r].numel()]
         return under_way
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
@@ -83,13 +83,16 @@ class FarComm(GroupComm):
         padded_N = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % self.world_size))
         rows_WN = padded_N.view(self.world_size, -1)
         came_WN, result_WN = torch.empty_like(rows_WN), torch.empty_like(rows_WN)
-        first = self._exchange("all-to-all", came_WN, list(rows_WN))
+        under_way = self._exchange("all-to-all", came_WN, list(rows_WN))
+        arrived = under_way.arrived
 
         def goes_on() -> None:
+            arrived()
             self._exchange("all-gather", result_WN, [reduce(came_WN)] * self.world_size).wait()
             x.copy_(result_WN.view(-1)[: x.numel()].view_as(x))
 
-        return _Then(first, goes_on)
+        under_way.arrived = goes_on
+        return under_way
 
     def twin(self) -> FarComm:
         """For exchanges that another thread begins: the same ranks, other tags."""
@@ -105,7 +108,7 @@ class FarComm(GroupComm):
             self._ending.clear()
         super().release(groups)
 
-    def _exchange(self, kind: str, out_WB: Tensor, rows: Sequence[Tensor]) -> Pending:
+    def _exchange(self, kind: str, out_WB: Tensor, rows: Sequence[Tensor]) -> _Travelling:
         row_nbytes = rows[0].nbytes
         under_way = self._under_way(kind, row_nbytes * self.world_size)
         out_WB[self.rank].copy_(rows[self.rank])
@@ -115,12 +118,11 @@ class FarComm(GroupComm):
         channel.last_use = self._num_exchanges
         with under_way.explained():
             posted = channel.take()
-            under_way.receives = posted.works
             under_way.sent = rows
-            under_way.sends = [channel.send(rows[r], r) for r in self._others()]
+            under_way.works = posted.works + [channel.send(rows[r], r) for r in self._others()]
 
         def arrived() -> None:
-            for (r, _), row_B in zip(posted.works, posted.rows, strict=True):
+            for r, row_B in zip(self._others(), posted.rows, strict=True):
                 out_WB[r].copy_(row_B.view(out_WB.dtype))
             with contextlib.suppress(RuntimeError):  # who was done first may have left; the next exchange would say so
                 channel.post_ahead(posted.rows)
@@ -168,14 +170,11 @@ _REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[[Tensor], Tensor]] = {
 }
 
 
-class _Posted:
+class _Posted(NamedTuple):
     """Receives of one exchange: of each other rank a row."""
 
-    __slots__ = ("rows", "works")
-
-    def __init__(self, rows: Tensor, works: list[tuple[int, Any]]) -> None:
-        self.rows = rows
-        self.works = works
+    rows: Tensor
+    works: list[Any]
 
 
 class _Channel:
@@ -207,7 +206,7 @@ class _Channel:
         return self.posted.popleft()
 
     def post_ahead(self, rows: Tensor) -> None:
-        works = [(r, self.post(row_B, r)) for r, row_B in zip(self._others, rows, strict=True)]
+        works = [self.post(row_B, r) for r, row_B in zip(self._others, rows, strict=True)]
         self.posted.append(_Posted(rows, works))
 
     def end(self) -> None:
@@ -216,7 +215,7 @@ class _Channel:
         self._sends = [self.send(nothing, r) for _ in self.posted for r in self._others]
 
     def wait_for_end(self) -> None:
-        for work in (*(work for each in self.posted for _, work in each.works), *self._sends):
+        for work in (*(work for each in self.posted for work in each.works), *self._sends):
             work.wait()
 
 
@@ -229,8 +228,7 @@ class _Travelling:
         self._comm = comm
         self._what = what
         self._done = False
-        self.receives: list[tuple[int, Any]] = []
-        self.sends: list[Any] = []
+        self.works: list[Any] = []  # receives and sends
         self.sent: Sequence[Tensor] = ()  # stays until it has left
         self.arrived: Callable[[], None] = lambda: None
 
@@ -241,23 +239,9 @@ class _Travelling:
         if self._done:
             return None
         with self.explained():
-            for work in (*(work for _, work in self.receives), *self.sends):
+            for work in self.works:
                 work.wait()
-        self.arrived()
         self._done, self.sent = True, ()
         self._comm._num_under_way -= 1
+        self.arrived()  # which may begin another exchange
         return None
-
-
-class _Then:
-    """Goes on with what has travelled."""
-
-    is_far = True
-
-    def __init__(self, pending: Pending, goes_on: Callable[[], object]) -> None:
-        self._pending = pending
-        self._goes_on = goes_on
-
-    def wait(self) -> object:
-        self._pending.wait()
-        return self._goes_on()

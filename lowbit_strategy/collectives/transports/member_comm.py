@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.comm import Comm, Pending, UnderWay, ring_nbytes
 
 
 class ExchangeFailedError(RuntimeError):
@@ -40,7 +41,7 @@ class MemberComm(Comm):
         return self._all_to_all(out_WB, x_B.reshape(1, -1).expand(self.world_size, -1).contiguous(), [], [])
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        self.sent_nbytes += 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
+        self.sent_nbytes += ring_nbytes(x, self.world_size)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
         return self._begin("allreduce", [x], options)
@@ -65,23 +66,14 @@ class MemberComm(Comm):
         return self._begin("alltoall_base", out, x, out_splits, in_splits, dist.AllToAllOptions())
 
     def _begin(self, operation: str, *values: Any) -> Pending:
-        with _failing():
-            return _UnderWay(getattr(self._members, operation)(*values))
-
-
-class _UnderWay:
-    __slots__ = ("_work",)
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def wait(self) -> object:
-        with _failing():
-            return self._work.wait()
+        return UnderWay(functools.partial(getattr(self._members, operation), *values), as_failed_exchange)
 
 
 @contextlib.contextmanager
-def _failing() -> Iterator[None]:
+def as_failed_exchange() -> Iterator[None]:
+    """Raises:
+    ExchangeFailedError: What torch has raised inside.
+    """
     try:
         yield
     except RuntimeError as error:  # torch's own are derived from it

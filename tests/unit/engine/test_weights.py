@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowbit_strategy import Exact, WeightCode, WeightDelta
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.collectives.gathering import FlatGathering, Gathering, NodeGathering
+from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.format import uniform
@@ -41,7 +41,7 @@ class Shards:
         layout = ModuleLayout(specs=self.specs, dtype=dtype, num_gathers=2)
         self.syncs = [
             WeightSync(coding, {"net": layout}, gathering, CPU)
-            for gathering in gatherings or map(FlatGathering, self.world.comms)
+            for gathering in gatherings or map(Gathering, self.world.comms)
         ]
         generator = torch.Generator().manual_seed(len(self.specs))
         self.values = {spec.name: torch.randn(spec.shape, generator=generator).to(dtype) for spec in self.specs}
@@ -265,7 +265,7 @@ def test_a_message_of_another_layout_is_noticed() -> None:
     shards = Shards(WeightCode(), 2)
     renamed = tuple(TensorSpec(f"other.{spec.name}", spec.shape, spec.role) for spec in SPECS)
     layout = ModuleLayout(specs=renamed, dtype=torch.float32, num_gathers=2)
-    shards.syncs[1] = WeightSync(WeightCode(), {"net": layout}, FlatGathering(shards.world.comms[1]), CPU)
+    shards.syncs[1] = WeightSync(WeightCode(), {"net": layout}, Gathering(shards.world.comms[1]), CPU)
     with pytest.raises(RuntimeError, match="rank 1 sent a message of another layout than rank 0 expects"):
         shards.gather()
 
@@ -279,7 +279,7 @@ def test_on_two_levels_each_byte_travels_to_each_other_node_once(
     between = [SimulatedWorld(num_nodes) for _ in range(num_inside)]
     inside = [SimulatedWorld(num_inside) for _ in range(num_nodes)]
     gatherings = [
-        NodeGathering(
+        Gathering(
             between[rank % num_inside].comms[rank // num_inside], inside[rank // num_inside].comms[rank % num_inside]
         )
         for rank in range(world_size)

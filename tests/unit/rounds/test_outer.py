@@ -346,7 +346,8 @@ def test_the_outer_rate_falls_by_steps_that_all_ranks_agree_on(decay: Any, facto
             ranks.local_step(rank, 1)
         before = {name: anchor.clone() for name, anchor in ranks.outers[0].anchors.items()}
         moved = [
-            {name: before[name] - param.detach() for name, param in outer.params.items()} for outer in ranks.outers
+            {name: before[name] - param.detach() for name, param in outer.model.params.items()}
+            for outer in ranks.outers
         ]
         ranks.together(lambda rank: ranks.outers[rank].after_step())
         for name, anchor in ranks.outers[1].anchors.items():
@@ -360,7 +361,7 @@ def test_the_outer_rate_falls_by_steps_that_all_ranks_agree_on(decay: Any, facto
 def test_eager_updates_are_those_published() -> None:
     """Each rank's weights after a turn are its own outer optimizer's, with its new share and the others' last one."""
     ranks = Replicas(EagerDiLoCo(every=3, lr=0.7, momentum=0.9))
-    starts = [{name: param.detach().clone() for name, param in outer.params.items()} for outer in ranks.outers]
+    starts = [{name: param.detach().clone() for name, param in outer.model.params.items()} for outer in ranks.outers]
     optimizers = [torch.optim.SGD(list(start.values()), lr=0.7, momentum=0.9, nesterov=True) for start in starts]
     last = [{name: torch.zeros_like(value) for name, value in start.items()} for start in starts]
     for turn in range(5):
@@ -369,7 +370,7 @@ def test_eager_updates_are_those_published() -> None:
         for rank in range(2):
             ranks.local_step(rank, 10 * turn + 2)
         own = [
-            {name: start[name] - param.detach() for name, param in outer.params.items()}
+            {name: start[name] - param.detach() for name, param in outer.model.params.items()}
             for start, outer in zip(starts, ranks.outers, strict=True)
         ]
         ranks.together(lambda rank: ranks.outers[rank].after_step())
@@ -378,7 +379,7 @@ def test_eager_updates_are_those_published() -> None:
                 mean = (last[0][name] + last[1][name]) / 2
                 value.grad = own[rank][name] / 2 + mean - last[rank][name] / 2
             optimizer.step()
-            for name, param in ranks.outers[rank].params.items():
+            for name, param in ranks.outers[rank].model.params.items():
                 torch.testing.assert_close(param, start[name], rtol=1e-4, atol=1e-5)
         last = own
     assert not torch.equal(ranks.weights(0), ranks.weights(1))
@@ -433,7 +434,7 @@ def test_the_mean_of_sparse_messages_is_exact() -> None:
     for rank in range(4):
         ranks.local_step(rank, 2)
     before = {name: anchor.clone() for name, anchor in ranks.outers[0].anchors.items()}
-    moved = [{name: before[name] - param for name, param in outer.params.items()} for outer in ranks.outers]
+    moved = [{name: before[name] - param for name, param in outer.model.params.items()} for outer in ranks.outers]
     ranks.together(lambda rank: ranks.outers[rank].after_step())
     for name, spec in ranks.outers[0].sync.specs.items():
         if spec.ndim > 1:
