@@ -13,14 +13,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse.layout import (
-    COUNT_NBYTES,
-    Chosen,
-    Message,
-    SparseLayout,
-    counts_nbytes,
-    entries_nbytes,
-)
+from lowbit_strategy.collectives.sparse.layout import Chosen, Message, SparseLayout, counts_nbytes, entries_nbytes
 
 Received = Generator[Pending, None, list[list[Chosen]]]
 
@@ -74,12 +67,11 @@ def _scatter(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -
 
 
 def _gather_same(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -> Received:
-    table_nbytes = COUNT_NBYTES * layout.num_blocks
-    own = torch.cat([message.counts_DK[0].view(torch.uint8), message.wires[0]])
+    own = message.whole
     received = torch.empty(comm.world_size, own.numel(), dtype=torch.uint8, device=layout.device)
     yield comm.all_gather(received, own)
-    counts_SK = received[:, :table_nbytes].reshape(-1).clone().view(torch.int32).view(comm.world_size, -1)
-    return _unpack(layout, codec, counts_SK, layout.sizes(counts_SK), received[:, table_nbytes:].unbind())
+    counts_SK, wires_SB = layout.opened(received)
+    return _unpack(layout, codec, counts_SK, layout.sizes(counts_SK), wires_SB.unbind())
 
 
 def _unpack(

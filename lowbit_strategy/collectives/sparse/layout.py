@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -64,14 +64,18 @@ class Message(NamedTuple):
     wires: list[Tensor]
     sent: list[Chosen]
 
+    @property
+    def whole(self) -> Tensor:
+        """uint8: the only destination's table of counts and its entries, as one message."""
+        return torch.cat([self.counts_DK[0].view(torch.uint8), self.wires[0]])
+
 
 class SparseLayout:
     """Where a bucket's parameters stand in sparse messages, on one rank. Use `sparse_layout` to make one.
 
     Attributes:
         num_destinations: Different messages a rank makes: 1 under all-reduce, W under reduce-scatter.
-        numel: Elements of a received sum: all parameters, or the own rows.
-        starts: Where each parameter begins in it.
+        spans: Elements of each parameter, or of its rows.
     """
 
     def __init__(
@@ -80,11 +84,9 @@ class SparseLayout:
         self.names = tuple(names)
         self.num_destinations = world_size if scatter else 1
         self.spans = tuple(cut.row_numel if scatter else cut.numel for cut in cuts)
-        self.starts = _running(self.spans)
-        self.numel = sum(self.spans)
         blocks = [counts_nbytes(span) // COUNT_NBYTES for span in self.spans]
-        self.num_blocks = sum(blocks)
-        self._first_block = _running(blocks)
+        *self._first_block, self.num_blocks = accumulate(blocks, initial=0)
+        self.table_nbytes = COUNT_NBYTES * self.num_blocks
         owner = [v for v, n in enumerate(blocks) for _ in range(n)]
         starts = [b << BLOCK_BITS for n in blocks for b in range(n)]
         self._lengths = [min(self.spans[v] - start, 1 << BLOCK_BITS) for v, start in zip(owner, starts, strict=True)]
@@ -134,6 +136,11 @@ class SparseLayout:
         if not wires:
             return values.new_empty(0, dtype=torch.uint8), values
         return torch.cat(wires), torch.cat(decoded)
+
+    def opened(self, messages_SB: Tensor) -> tuple[Tensor, Tensor]:
+        """The tables of counts and the entries of messages that have both (`Message.whole`)."""
+        counts_SK = messages_SB[:, : self.table_nbytes].reshape(-1).clone().view(torch.int32)
+        return counts_SK.view(len(messages_SB), self.num_blocks), messages_SB[:, self.table_nbytes :]
 
     def sizes(self, counts_SK: Tensor) -> list[list[int]]:
         """Entries of each parameter that received tables of counts announce, one row per source.
@@ -231,14 +238,6 @@ def sparse_layout(
 ) -> SparseLayout:
     """The layout of a bucket; made once, since buckets come round every step."""
     return SparseLayout(names, cuts, world_size, device, scatter=scatter)
-
-
-def _running(sizes: Sequence[int]) -> list[int]:
-    starts, at = [], 0
-    for size in sizes:
-        starts.append(at)
-        at += size
-    return starts
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -6,8 +6,7 @@ import math
 import zlib
 from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence
-from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,30 +14,15 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import flat_cut
-from lowbit_strategy.collectives.sparse.layout import (
-    POSITION_NBYTES,
-    SparseLayout,
-    damaged_message,
-    joined,
-    sparse_layout,
-)
+from lowbit_strategy.collectives.sparse.layout import POSITION_NBYTES, damaged_message, joined, sparse_layout
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
+from lowbit_strategy.kernels.select import TINY, largest_threshold, sample_magnitudes, select_above, top_k
 from lowbit_strategy.kernels.sums import OverflowedSum
 from lowbit_strategy.methods._base.reducer import ReducerState, View
-from lowbit_strategy.methods._sparse_base.block_partitions import (
-    make_grid,
-)
-from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    Condition,
-    no_entries,
-    num_kept,
-    pending_sums,
-    undo_,
-)
+from lowbit_strategy.methods._sparse_base.block_partitions import make_grid
+from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, form_, num_kept, pending_sums, undo_
 
 _SAMPLE_KEPT = 256  # of all ranks' samples above the threshold: the count is off by 6 % then
-_TINY = torch.finfo(torch.float32).tiny
 _MOST = 4  # times the wanted count, whatever the gradient: a spike must not fill the network
 
 
@@ -64,14 +48,11 @@ class FlatModel:
     """
 
     def __init__(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> None:
-        self.views, self.comm, self.step = views, comm, step
+        self.views, self.state, self.comm, self.step = views, state, comm, step
         self.found, self._totals = pending_sums(views, state)
         self.residuals = [state[view.spec.name]["residual"] for view in views]
-        self.starts, at = [], 0
-        for view in views:
-            self.starts.append(at)
-            at += view.spec.numel
-        self.grid = make_grid(at)
+        *self.starts, numel = accumulate((view.spec.numel for view in views), initial=0)
+        self.grid = make_grid(numel)
         self.device = views[0].x.device
 
     def bounds(self, sizes: Sequence[int]) -> list[int]:
@@ -117,7 +98,7 @@ class FlatModel:
         yield self.comm.all_gather(tails, message)
         kept = num_kept(density, int(tails[:, 0].sum()))
         threshold = largest_threshold(tails[:, 1:].reshape(-1), kept)
-        return max(threshold, _TINY)  # nothing but zeros: from the smallest number on, so that zeros are not chosen
+        return max(threshold, TINY)  # nothing but zeros: from the smallest number on, so that zeros are not chosen
 
     def select(self, threshold: float, bounds: Sequence[int], wanted: int) -> Generator[Pending, None, Selection]:
         """Choose in the own partition; inform all ranks. Together they choose at most four times what is wanted.
@@ -131,7 +112,8 @@ class FlatModel:
         self._form()  # the values of the views outside of the own partition
         if world_size == 1:
             return Selection(self._split(positions), [positions.numel()], Condition.NONFINITE not in self.found)
-        layout = _partition_layout(max(1, *(stop - start for start, stop in pairwise(bounds))), self.device)
+        longest = max(1, *(stop - start for start, stop in pairwise(bounds)))
+        layout = sparse_layout(("",), (flat_cut(longest, 1, 1),), 1, self.device, scatter=False)
         located = layout.locate([positions])
         if Condition.NONFINITE in self.found:
             located.counts_DK.bitwise_not_()  # negative ones announce it
@@ -170,26 +152,19 @@ class FlatModel:
                     self._totals[i].formed()
                     found = select_above(self.residuals[i][piece.start : piece.stop], threshold, expected=share)
             except OverflowedSum:
-                self._overflowed(i)
+                undo_(self.residuals[i], self.views[i].flat())
+                self.found[i] = Condition.NONFINITE
                 continue
             reached.append((found[0].long().add_(at) if at else found[0].long(), found[1]))
         if not reached:
-            return no_entries(self.device).indices
+            return torch.empty(0, dtype=torch.int64, device=self.device)
         indices = joined([indices for indices, _ in reached])
         if indices.numel() <= most:
             return indices
         return indices.index_select(0, top_k(joined([values for _, values in reached]), most)[0])
 
     def _form(self) -> None:
-        for i, total in enumerate(self._totals):
-            try:
-                total.formed()
-            except OverflowedSum:
-                self._overflowed(i)
-
-    def _overflowed(self, i: int) -> None:
-        undo_(self.residuals[i], self.views[i].flat())
-        self.found[i] = Condition.NONFINITE
+        form_(self.views, self.state, self.found, self._totals)
 
     def _split(self, positions: Tensor) -> list[Tensor]:
         """Ascending positions in the model as ascending positions in each view."""
@@ -204,9 +179,3 @@ class FlatModel:
         parts = [indices + start for indices, start in zip(selection.indices, self.starts, strict=True)]
         block = (torch.cat(parts) // self.grid.block_numel).clamp_(max=self.grid.num_blocks - 1)
         return torch.bincount(block, minlength=self.grid.num_blocks)
-
-
-@lru_cache
-def _partition_layout(numel: int, device: torch.device) -> SparseLayout:
-    """Of messages about the positions in one partition."""
-    return sparse_layout(("",), (flat_cut(numel, 1, 1),), 1, device, scatter=False)

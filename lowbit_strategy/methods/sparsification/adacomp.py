@@ -56,10 +56,10 @@ def select_in_bins(g: Tensor, gradient: Tensor, bin_size: int, most: int | None 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaCompReducer(SparseReducer):
-    """Fields as in `AdaComp`; ``codec`` of the values."""
+    """Fields as in `AdaComp`."""
 
-    codec: Codec
     bin_size: int
+    density: float = 1.0  # not used: the number follows from the gradient
 
     @property
     def label(self) -> str:
@@ -91,8 +91,7 @@ class AdaComp(Compressor):
         bin_size: Elements of a bin in matrices. Larger: fewer are sent.
         conv_bin_size: The same in tensors of three and more dims.
         values: How values travel: ``signs``, or as in `TopK`.
-        residual: See `TopK`.
-        exempt, high_precision: Which parameters; see `Compressor`.
+        residual, exempt, high_precision: See `TopK`.
 
     Raises:
         ValueError: A field is out of range.
@@ -129,5 +128,5 @@ class AdaComp(Compressor):
         return value_codec(names)
 
     def method(self, spec: TensorSpec) -> Reducer:
-        reducer = AdaCompReducer(codec=self._codec(), bin_size=self.conv_bin_size if spec.ndim > 2 else self.bin_size)
-        return compact(reducer, self.residual)
+        bin_size = self.conv_bin_size if spec.ndim > 2 else self.bin_size
+        return compact(AdaCompReducer(codec=self._codec(), bin_size=bin_size), self.residual)

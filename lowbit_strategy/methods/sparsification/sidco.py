@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
@@ -18,7 +17,6 @@ from lowbit_strategy.kernels.select import largest_threshold
 from lowbit_strategy.kernels.sums import Sum, top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.fitted_thresholds import (
     DISTRIBUTIONS,
     Distribution,
@@ -27,12 +25,7 @@ from lowbit_strategy.methods._sparse_base.fitted_thresholds import (
     most_stages,
 )
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    SparseReducer,
-    nonzero,
-    value_codec,
-    zero_residuals,
-)
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, nonzero, zero_residuals
 from lowbit_strategy.options.configuration import configuration
 
 _SAMPLE_NUMEL = 1 << 14
@@ -49,8 +42,6 @@ _TINY = torch.finfo(torch.float32).tiny
 class SIDCoReducer(SparseReducer):
     """Fields as in `SIDCo`."""
 
-    density: float
-    codec: Codec
     distribution: Distribution
 
     @property
@@ -151,8 +142,7 @@ class SIDCo(SparseCompressor):
         values: How values travel, as in `TopK`.
         distribution: ``pareto``: counts were nearest to the target in tests, whatever the true distribution;
             ``gamma`` (then Pareto): as near, the slowest fit; ``exponential``: the fastest, off by up to a fifth.
-        residual: See `TopK`.
-        exempt, high_precision: Which parameters; see `Compressor`.
+        residual, exempt, high_precision: See `TopK`.
 
     Raises:
         ValueError: A field is out of range.
@@ -171,6 +161,5 @@ class SIDCo(SparseCompressor):
         if self.distribution not in DISTRIBUTIONS:
             raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {self.distribution!r}")
 
-    def method(self, spec: TensorSpec) -> Reducer:
-        reducer = SIDCoReducer(density=self.density, codec=value_codec(self.values), distribution=self.distribution)
-        return compact(reducer, self.residual)
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        return SIDCoReducer(density=self.density, codec=self.codec, distribution=self.distribution)
