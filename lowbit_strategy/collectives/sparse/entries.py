@@ -14,6 +14,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse.layout import Chosen, Message, SparseLayout, counts_nbytes, entries_nbytes
+from lowbit_strategy.collectives.uneven import scatter_uneven
 
 Received = Generator[Pending, None, list[list[Chosen]]]
 
@@ -61,9 +62,8 @@ def _scatter(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -
     yield comm.all_to_all(counts_SK, message.counts_DK)
     sizes_SV = layout.sizes(counts_SK)
     lengths = [layout.nbytes(sizes_V, codec) for sizes_V in sizes_SV]
-    received = torch.empty(sum(lengths), dtype=torch.uint8, device=layout.device)
-    yield comm.all_to_all_uneven(received, torch.cat(message.wires), lengths, [wire.numel() for wire in message.wires])
-    return _unpack(layout, codec, counts_SK, sizes_SV, received.split(lengths))
+    wires = yield from scatter_uneven(message.wires, comm, lengths)
+    return _unpack(layout, codec, counts_SK, sizes_SV, wires)
 
 
 def _gather_same(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -> Received:

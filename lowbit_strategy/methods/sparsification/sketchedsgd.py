@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
+from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference.rng import dither, hash32, stream_key
 from lowbit_strategy.kernels.select import top_k
@@ -87,11 +87,7 @@ class SketchReducer(CommonPositionsReducer):
             seed = step.shared_seed ^ zlib.crc32(view.spec.name.encode())
             sketches.append(CountSketch(view.spec.numel, self.rows, self._columns(view.spec), seed, view.x.device))
             tables.append(sketches[-1].of(state[view.spec.name]["residual"]))
-        totals: list[Tensor] = []
-        if live:
-            flat = torch.cat([table.reshape(-1) for table in tables])
-            parts = (yield from sum_ordered(flat, comm)).split([table.numel() for table in tables])
-            totals = [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
+        totals = (yield from sum_each(tables, comm)) if live else []
         found = {
             view.spec.name: top_k(sketch.estimate(total).nan_to_num_(), self.num_kept(view.spec))[0].long()
             for view, sketch, total in zip(live, sketches, totals, strict=True)
