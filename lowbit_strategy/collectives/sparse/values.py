@@ -13,7 +13,6 @@ Both are returned, so that error feedback can keep them.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
@@ -23,10 +22,10 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.layout import ALIGNMENT, Cut, flat_cut, round_up
+from lowbit_strategy.collectives.layout import ALIGNMENT, Cut, flat_cut, round_up, salt_of
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
-from lowbit_strategy.collectives.sparse.layout import Chosen, joined, split
-from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
+from lowbit_strategy.collectives.sparse.layout import Chosen, entries_at, joined
+from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 _FLOATS = DenseCodec("float32")
@@ -106,7 +105,7 @@ class ValueSum:
             for name, edges, k in zip(names, edges_V, self.counts, strict=True):
                 length = edges[r + 1] - edges[r]
                 if length:
-                    salt = hash32(zlib.crc32(name.encode()) + r * GOLDEN)
+                    salt = salt_of(name, r)
                     everything.append(Segment(start + edges[r], length, 0, at, salt))
                 if r == self.comm.rank:
                     self.own_places.append(slice(edges[r], edges[r + 1]))
@@ -133,7 +132,7 @@ class ValueSum:
     def run(self) -> Generator[Pending, None, Sums]:
         if self.exact and not self.scatter:
             sums_E = yield from sum_ordered(self._values_E, self.comm)
-            return Sums(self._totals(sums_E), None)
+            return Sums(entries_at(self.indices, sums_E), None)
         comm, world_size, own_nbytes = self.comm, self.comm.world_size, self.row_nbytes[self.comm.rank]
         received_WB = torch.empty(world_size, own_nbytes, dtype=torch.uint8, device=self.device)
         if self.scatter:
@@ -142,22 +141,17 @@ class ValueSum:
             yield comm.all_to_all(received_WB, self._wire.view(world_size, -1))
         own_sums = self._decode(received_WB, self._own, self._own_numel)
         own_indices = [index[place] for index, place in zip(self.indices, self.own_places, strict=True)]
-        own_counts = [index.numel() for index in own_indices]
         if self.scatter:
             starts = [comm.rank * cut.row_numel for cut in self.cuts]
             local = [index - start for index, start in zip(own_indices, starts, strict=True)]
-            return Sums([Chosen(*pair) for pair in zip(local, own_sums.split(own_counts), strict=True)], None)
+            return Sums(entries_at(local, own_sums), None)
         message = torch.zeros(own_nbytes, dtype=torch.uint8, device=self.device)
         self._encode_(own_sums, message, self._own)
         gathered_WB = torch.empty_like(received_WB)
         yield comm.all_gather(gathered_WB, message)
         sums_E = self._decode(gathered_WB.view(1, -1), self._all, sum(self.counts))
         lost = (own_sums - self._decode(message[None], self._own, self._own_numel)).nan_to_num_(0.0, 0.0, 0.0)
-        lost_V = [Chosen(*pair) for pair in zip(own_indices, lost.split(own_counts), strict=True)]
-        return Sums(self._totals(sums_E), lost_V)
-
-    def _totals(self, sums_E: Tensor) -> list[Chosen]:
-        return [Chosen(*pair) for pair in zip(self.indices, split(sums_E, self.counts), strict=True)]
+        return Sums(entries_at(self.indices, sums_E), entries_at(own_indices, lost))
 
 
 def value_sum_nbytes(count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:

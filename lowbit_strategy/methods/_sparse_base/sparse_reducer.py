@@ -45,7 +45,7 @@ _CODECS: dict[str, Codec] = {
 }
 
 
-def value_codec(values: Values | Codec) -> Codec:
+def value_codec(values: str | Codec) -> Codec:
     """The codec of sparse values.
 
     Raises:
@@ -62,7 +62,7 @@ def check_density(density: float, field: str = "density") -> None:
     """Raises:
     ValueError: Outside (0, 1].
     """
-    if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0.0 < density <= 1.0:
+    if not 0.0 < density <= 1.0:
         raise ValueError(f"{field} must be in (0, 1] (0.01 keeps one element in a hundred), got {density!r}")
 
 
@@ -218,8 +218,13 @@ class ResidualReducer(Reducer):
 class DensityReducer(ResidualReducer):
     """Sends a share of each parameter's elements, their values through a codec."""
 
+    title: ClassVar[str]
     density: float
     codec: Codec
+
+    @property
+    def label(self) -> str:
+        return f"{self.title} {self.density:g}"
 
     def num_kept(self, spec: TensorSpec) -> int:
         """Entries that are meant to be sent for a parameter."""

@@ -25,7 +25,7 @@ def matrix_shape(spec: TensorSpec) -> tuple[int, int]:
 
 
 def random_factor(spec: TensorSpec, dim: int, rank: int, seed: int) -> Tensor:
-    """Normal numbers, the parameter's own, the same on all ranks: float32 [rows, rank], or [columns, rank] for dim 1."""
+    """Normal numbers, a parameter's own, the same on all ranks: float32 [rows, rank], or [columns, rank] for dim 1."""
     generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()) ^ seed)
     return torch.randn(matrix_shape(spec)[dim], rank, generator=generator, dtype=torch.float32)
 

@@ -17,10 +17,11 @@ from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.sums import Sum
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.compact_residual import ResidualDtype, compact
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, Values, value_codec
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, value_codec
 from lowbit_strategy.options.configuration import configuration
 
 _SIGNS = BlockCodec(BlockFormat(bits=1, block_size=64, scale_rule="mean_abs", codebook=(-1.0, 1.0)))
@@ -112,20 +113,15 @@ class AdaComp(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        for field in ("bin_size", "conv_bin_size"):
-            size = getattr(self, field)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{field} must be a positive integer, got {size!r}")
+        check_positive("bin_size", self.bin_size)
+        check_positive("conv_bin_size", self.conv_bin_size)
         self._codec()
 
     def conserving(self) -> AdaComp:
         return replace(self, residual="float32")
 
     def _codec(self) -> Codec:
-        if self.values == "signs":
-            return _SIGNS
-        names: Values | Codec = self.values  # type: ignore[assignment]
-        return value_codec(names)
+        return _SIGNS if self.values == "signs" else value_codec(self.values)
 
     def method(self, spec: TensorSpec) -> Reducer:
         bin_size = self.conv_bin_size if spec.ndim > 2 else self.bin_size

@@ -88,12 +88,9 @@ def _split(wanted: int, norms: Sequence[float], lengths: Sequence[int]) -> list[
 class DEFTReducer(CommonPositionsReducer):
     """Fields as in `DEFT`."""
 
+    title: ClassVar[str] = "deft"
     whole_model: ClassVar[bool] = True
     position_messages: ClassVar[int] = 2
-
-    @property
-    def label(self) -> str:
-        return f"deft {self.density:g}"
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         views = in_order([view for view in views if view.spec.numel], state)

@@ -235,7 +235,7 @@ class DGC(SparseCompressor):
             raise ValueError("nesterov=True needs momentum above 0")
         if self.clip_norm is not None and not self.clip_norm > 0.0:
             raise ValueError(f"clip_norm must be positive or None, got {self.clip_norm!r}")
-        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+        if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be an integer, 0 for none, got {self.warmup_steps!r}")
         for density in self.warmup_densities:
             check_density(density, "warmup_densities")

@@ -25,11 +25,8 @@ from lowbit_strategy.options.configuration import configuration
 class GSparReducer(SparseReducer):
     """Fields as in `GSpar`. What a sparse method keeps is there for the length of a step."""
 
+    title: ClassVar[str] = "unbiased"
     temporary_nbytes: ClassVar[float] = 3.7
-
-    @property
-    def label(self) -> str:
-        return f"unbiased {self.density:g}"
 
     @property
     def residual_gain(self) -> float | None:

@@ -42,9 +42,7 @@ def merge(a: Chosen, b: Chosen, k: int) -> tuple[Chosen, Chosen]:
 class GTopKReducer(DensityReducer):
     """Fields as in `GTopK`."""
 
-    @property
-    def label(self) -> str:
-        return f"global top-k {self.density:g}"
+    title: ClassVar[str] = "global top-k"
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         if not views:

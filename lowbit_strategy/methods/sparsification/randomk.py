@@ -19,11 +19,7 @@ from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    Condition,
-    accumulate_,
-    conditions,
-)
+from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, accumulate_, conditions
 from lowbit_strategy.options.configuration import configuration
 
 

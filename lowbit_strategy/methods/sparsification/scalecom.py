@@ -37,11 +37,8 @@ class ScaleComReducer(CommonPositionsReducer):
     beta: float
     selection: Selection
 
+    title: ClassVar[str] = "scalecom"
     position_messages: ClassVar[int] = 1
-
-    @property
-    def label(self) -> str:
-        return f"scalecom {self.density:g}"
 
     @property
     def residual_gain(self) -> float | None:

@@ -68,12 +68,9 @@ class SketchReducer(CommonPositionsReducer):
     rows: int
     columns_per_entry: int
 
+    title: ClassVar[str] = "sketched"
     position_messages: ClassVar[int] = 2
     temporary_nbytes: ClassVar[float] = 62.0
-
-    @property
-    def label(self) -> str:
-        return f"sketched {self.density:g}"
 
     def _columns(self, spec: TensorSpec) -> int:
         return self.columns_per_entry * self.num_kept(spec)

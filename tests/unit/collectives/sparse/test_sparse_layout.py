@@ -123,7 +123,7 @@ def test_a_damaged_message_is_an_error(what: str) -> None:
         layout.unpack(message.counts_DK[0], layout.sizes(message.counts_DK)[0], wire, DenseCodec())
 
 
-@pytest.mark.parametrize("num_blocks", [3, 90])  # small tables are checked as numbers, large ones as tensors
+@pytest.mark.parametrize("num_blocks", [3, 90])
 @pytest.mark.parametrize("counts", [(-5, 25, 10), (10, 9, 31), (31, 0, 30)])
 def test_a_table_that_no_rank_could_have_sent_is_an_error(counts: tuple[int, int, int], num_blocks: int) -> None:
     """Its sum may be right: then the message has the size that is announced, and only the table itself is wrong."""
