@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 
 import torch
 from torch import Tensor
@@ -49,16 +49,16 @@ def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
     return gathered_WN.view(-1)[:numel]
 
 
-def sum_each(tensors: Sequence[Tensor], comm: Comm) -> Generator[Pending, None, list[Tensor]]:
+def sum_each(tensors: list[Tensor], comm: Comm) -> Generator[Pending, None, list[Tensor]]:
     """`sum_ordered` of several tensors in one message; the sums have their shapes."""
     return shaped_like(tensors, (yield from sum_ordered(flattened(tensors), comm)))
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
+def flattened(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def shaped_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+def shaped_like(tensors: list[Tensor], flat: Tensor) -> list[Tensor]:
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 

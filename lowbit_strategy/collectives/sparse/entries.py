@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse.layout import Chosen, Message, SparseLayout, counts_nbytes, entries_nbytes
-from lowbit_strategy.collectives.uneven import scatter_uneven
+from lowbit_strategy.collectives.uneven import gather_uneven, scatter_uneven
 
 Received = Generator[Pending, None, list[list[Chosen]]]
 
@@ -50,10 +50,7 @@ def exchange_entries(
     yield comm.all_gather(counts_SK, message.counts_DK[0])
     sizes_SV = layout.sizes(counts_SK)
     lengths = [layout.nbytes(sizes_V, codec) for sizes_V in sizes_SV]
-    own = torch.nn.functional.pad(message.wires[0], (0, max(lengths) - message.wires[0].numel()))
-    received = torch.empty(comm.world_size, own.numel(), dtype=torch.uint8, device=layout.device)
-    yield comm.all_gather(received, own)
-    wires = [row[:length] for row, length in zip(received, lengths, strict=True)]
+    wires = yield from gather_uneven(message.wires[0], comm, lengths)
     return _unpack(layout, codec, counts_SK, sizes_SV, wires)
 
 

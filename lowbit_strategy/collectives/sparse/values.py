@@ -48,8 +48,7 @@ class ValueSum:
 
     Args:
         names: What the parameters are called.
-        values: What each parameter sends, float32 [k].
-        indices: Where these lie, int64 [k], ascending, the same on all ranks.
+        chosen: What each parameter sends; its positions are the same on all ranks.
         cuts: How each parameter is cut over the ranks.
         codec: Encodes the values.
         comm: Group to sum over.
@@ -63,8 +62,7 @@ class ValueSum:
     def __init__(
         self,
         names: Sequence[str],
-        values: Sequence[Tensor],
-        indices: Sequence[Tensor],
+        chosen: Sequence[Chosen],
         cuts: Sequence[Cut],
         codec: Codec,
         comm: Comm,
@@ -73,15 +71,15 @@ class ValueSum:
         seed: int,
     ) -> None:
         self.codec, self.comm, self.scatter, self.seed = codec, comm, scatter, seed
-        self.indices, self.cuts = indices, cuts
-        self.counts = [part.numel() for part in values]
+        self.indices, self.cuts = [part.indices for part in chosen], cuts
+        self.counts = [index.numel() for index in self.indices]
         self.exact = codec == _FLOATS
-        self._values_E = joined(values)
+        self._values_E = joined([part.values for part in chosen])
         self.device = self._values_E.device
         if self.exact and not scatter:
-            self.sent = list(values)
+            self.sent = [part.values for part in chosen]
             return
-        self._tables(names, [self._edges(*pair) for pair in zip(indices, cuts, strict=True)])
+        self._tables(names, [self._edges(*pair) for pair in zip(self.indices, cuts, strict=True)])
         self._wire = torch.zeros(sum(self.row_nbytes), dtype=torch.uint8, device=self.device)
         self._encode_(self._values_E, self._wire, self._all)
         sent_E = self._values_E if self.exact else self._decode(self._wire[None], self._all, sum(self.counts))

@@ -70,16 +70,8 @@ class CommonPositionsReducer(DensityReducer):
     ) -> Iterator[Pending]:
         """Send the values at the positions, take them out of the residuals, write the means."""
         chosen = [self._chosen(*part, state) for part in zip(views, found, indices, strict=True)]
-        exchange = ValueSum(
-            [view.spec.name for view in views],
-            [part.values for part in chosen],
-            indices,
-            [view.cut for view in views],
-            self.codec,
-            comm,
-            scatter=views[0].scatter,
-            seed=step.seed,
-        )
+        names, cuts = [view.spec.name for view in views], [view.cut for view in views]
+        exchange = ValueSum(names, chosen, cuts, self.codec, comm, scatter=views[0].scatter, seed=step.seed)
         for view, condition, part, sent in zip(views, found, chosen, exchange.sent, strict=True):
             tensors = state.get(view.spec.name, {})
             observe_(view, tensors.get("residual"), condition, part, sent)

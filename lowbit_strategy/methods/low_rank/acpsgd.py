@@ -93,11 +93,7 @@ class ACPSGD(LowRankCompressor):
     Sums and products are formed as `PowerSGD` forms them.
 
     Args:
-        rank: Of the approximation. Bytes grow with it; 1 to 4 is usual.
-        min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
-        epsilon: Times the matrix's norm, added to norms in the orthonormalisation.
-        exempt: Parameters that stay dense; see `Compressor`.
-        high_precision: Not used: there is no method of higher precision.
+        rank, min_compression_rate, epsilon, exempt, high_precision: See `PowerSGD`.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.

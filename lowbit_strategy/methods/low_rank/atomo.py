@@ -91,10 +91,8 @@ class ATOMO(LowRankCompressor):
 
     Args:
         rank: Atoms that a rank sends. Bytes grow with it, noise falls.
-        min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
         epsilon: Not used.
-        exempt: Parameters that stay dense; see `Compressor`.
-        high_precision: Not used: there is no method of higher precision.
+        min_compression_rate, exempt, high_precision: See `PowerSGD`.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.

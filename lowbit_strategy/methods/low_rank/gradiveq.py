@@ -63,7 +63,7 @@ class GradiVeQReducer(ResidualReducer):
             view.write_mean_(product(total / comm.world_size, basis).reshape(-1)[:numel], comm.rank)
 
     def _learn_(
-        self, slices: Sequence[Tensor], bases: Sequence[Tensor], comm: Comm, leader: int
+        self, slices: list[Tensor], bases: list[Tensor], comm: Comm, leader: int
     ) -> Generator[Pending, None, None]:
         """The leader's principal components become everyone's basis."""
         found = bases[0].new_empty(sum(basis.numel() for basis in bases))

@@ -16,9 +16,7 @@ class MiCRO(SparseCompressor):
     """As `ExDyna`, but partitions keep their size: simpler, and uneven where large gradients lie together.
 
     Args:
-        density: Share of the model's elements that is sent, in (0, 1].
-        values: See `TopK`; the owner's rounding error stays in the owner's residual.
-        residual, exempt, high_precision: See `TopK`.
+        density, values, residual, exempt, high_precision: See `ExDyna`.
 
     Raises:
         ValueError: A field is out of range.

@@ -127,8 +127,6 @@ class ScaleCom(SparseCompressor):
         SparseCompressor.__post_init__(self)
         if not 0.0 < self.beta <= 1.0:
             raise ValueError(f"beta must be in (0, 1], got {self.beta!r}")
-        if self.selection not in ("exact", "chunk"):
-            raise ValueError(f"selection must be 'exact' or 'chunk', got {self.selection!r}")
 
     def reducer(self, spec: TensorSpec) -> Reducer:
         return ScaleComReducer(density=self.density, codec=self.codec, beta=self.beta, selection=self.selection)

@@ -18,7 +18,6 @@ from lowbit_strategy.kernels.sums import Sum, top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.fitted_thresholds import (
-    DISTRIBUTIONS,
     Distribution,
     default_stages,
     fitted_threshold,
@@ -151,11 +150,6 @@ class SIDCo(SparseCompressor):
     name: ClassVar[str] = "sidco"
 
     distribution: Distribution = "pareto"
-
-    def __post_init__(self) -> None:
-        SparseCompressor.__post_init__(self)
-        if self.distribution not in DISTRIBUTIONS:
-            raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {self.distribution!r}")
 
     def reducer(self, spec: TensorSpec) -> Reducer:
         return SIDCoReducer(density=self.density, codec=self.codec, distribution=self.distribution)
