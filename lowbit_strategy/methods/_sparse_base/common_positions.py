@@ -20,6 +20,7 @@ from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     DensityReducer,
     accumulate_,
     filler,
+    in_order,
     observe_,
     take_out_,
     write_sums_,
@@ -53,8 +54,11 @@ class CommonPositionsReducer(DensityReducer):
         take_out_(tensors["residual"], chosen, sent)
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        views = [view for view in views if view.spec.numel]
         if not views:
             return
+        if self.whole_model:
+            views = in_order(views, state)
         found = self.accumulate_(views, state)
         indices = yield from self.positions(views, state, comm, step)
         yield from self.sum_at(indices, views, found, state, comm, step)

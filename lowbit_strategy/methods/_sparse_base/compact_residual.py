@@ -70,11 +70,10 @@ class CompactResidualReducer(Reducer):
         for tensors in state.values():
             if "residual" not in tensors:
                 continue
-            numel = tensors["residual"].numel()
             if self.residual == "bfloat16":
-                tensors["residual"] = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+                tensors["residual"] = tensors["residual"].bfloat16()
             else:
-                num_blocks = -(-numel // _BLOCK)
+                num_blocks = -(-tensors["residual"].numel() // _BLOCK)
                 tensors["residual"] = torch.zeros(num_blocks * _BLOCK, dtype=torch.int8, device=device)
                 tensors["residual_scale"] = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
         return state

@@ -35,7 +35,7 @@ def expected_per_bin(bin_size: int) -> int:
     return max(1, round(math.log2(bin_size)))
 
 
-def select_in_bins(g: Tensor, gradient: Tensor, bin_size: int, most: int | None = None) -> Tensor:
+def select_in_bins(g: Tensor, gradient: Tensor, bin_size: int, most: int) -> Tensor:
     """Positions where ``|g + gradient|`` reaches the largest ``|g|`` of their bin, int64; none in a bin of zeros.
 
     Args:
@@ -48,10 +48,9 @@ def select_in_bins(g: Tensor, gradient: Tensor, bin_size: int, most: int | None 
     largest = torch.nn.functional.pad(g.abs(), (0, padding)).view(-1, bin_size).amax(1, keepdim=True)
     reach = torch.nn.functional.pad((g + gradient).abs(), (0, padding)).view(-1, bin_size)
     chosen = (reach >= largest) & (largest > 0)
-    if most is not None:
-        full = (chosen.sum(1) > most).nonzero().view(-1)
-        order = reach[full].argsort(dim=1, descending=True, stable=True)[:, :most]
-        chosen[full] = torch.zeros_like(chosen[full]).scatter_(1, order, True)
+    full = (chosen.sum(1) > most).nonzero().view(-1)
+    order = reach[full].argsort(dim=1, descending=True, stable=True)[:, :most]
+    chosen[full] = torch.zeros_like(chosen[full]).scatter_(1, order, True)
     return chosen.view(-1)[: g.numel()].nonzero().view(-1)
 
 

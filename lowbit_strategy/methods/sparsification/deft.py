@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import in_order, num_kept
+from lowbit_strategy.methods._sparse_base.sparse_reducer import num_kept
 from lowbit_strategy.options.configuration import configuration
 
 _POSITION_NBYTES = 4
@@ -91,10 +91,6 @@ class DEFTReducer(CommonPositionsReducer):
     title: ClassVar[str] = "deft"
     whole_model: ClassVar[bool] = True
     position_messages: ClassVar[int] = 2
-
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
-        views = in_order([view for view in views if view.spec.numel], state)
-        yield from CommonPositionsReducer.reduce(self, views, state, comm, step)
 
     def positions(
         self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext

@@ -96,6 +96,7 @@ class DGCReducer(SparseReducer):
         return self.density == 1.0 or matching(self.exempt, spec) is not None
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        views = [view for view in views if view.spec.numel]
         if not views:
             return
         if self.whole_model:

@@ -78,19 +78,16 @@ class SketchReducer(CommonPositionsReducer):
     def positions(
         self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
-        live = [view for view in views if view.spec.numel]
         sketches, tables = [], []
-        for view in live:
+        for view in views:
             seed = step.shared_seed ^ zlib.crc32(view.spec.name.encode())
             sketches.append(CountSketch(view.spec.numel, self.rows, self._columns(view.spec), seed, view.x.device))
             tables.append(sketches[-1].of(state[view.spec.name]["residual"]))
-        totals = (yield from sum_each(tables, comm)) if live else []
-        found = {
-            view.spec.name: top_k(sketch.estimate(total).nan_to_num_(), self.num_kept(view.spec))[0].long()
-            for view, sketch, total in zip(live, sketches, totals, strict=True)
-        }
-        none = torch.empty(0, dtype=torch.int64, device=views[0].x.device)
-        return [found.get(view.spec.name, none) for view in views]
+        totals = yield from sum_each(tables, comm)
+        return [
+            top_k(sketch.estimate(total).nan_to_num_(), self.num_kept(view.spec))[0].long()
+            for view, sketch, total in zip(views, sketches, totals, strict=True)
+        ]
 
     def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         return ordered_nbytes(self.rows * self._columns(spec), 4, world_size) if spec.numel else 0
