@@ -14,7 +14,6 @@ Both are returned, so that error feedback can keep them.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,18 +28,6 @@ from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 _FLOATS = DenseCodec("float32")
-
-
-class Sums(NamedTuple):
-    """What came of one bucket, parameter by parameter.
-
-    Args:
-        totals: Sums over ranks and where they belong in the result (reduce-scatter: in the own row).
-        lost: What this rank's encoding of the sums lost, at flat positions of the parameter; None if nothing.
-    """
-
-    totals: list[Chosen]
-    lost: list[Chosen] | None
 
 
 class ValueSum:
@@ -127,10 +114,13 @@ class ValueSum:
             self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=1.0)
         return out
 
-    def run(self) -> Generator[Pending, None, Sums]:
+    def run(self) -> Generator[Pending, None, tuple[list[Chosen], list[Chosen]]]:
+        """Parameter by parameter, sums over ranks where they belong in the result (reduce-scatter: in the own row), and
+        what this rank's encoding of its sums lost, at flat positions of the parameter; empty if nothing.
+        """
         if self.exact and not self.scatter:
             sums_E = yield from sum_ordered(self._values_E, self.comm)
-            return Sums(entries_at(self.indices, sums_E), None)
+            return entries_at(self.indices, sums_E), []
         comm, world_size, own_nbytes = self.comm, self.comm.world_size, self.row_nbytes[self.comm.rank]
         received_WB = torch.empty(world_size, own_nbytes, dtype=torch.uint8, device=self.device)
         if self.scatter:
@@ -142,14 +132,14 @@ class ValueSum:
         if self.scatter:
             starts = [comm.rank * cut.row_numel for cut in self.cuts]
             local = [index - start for index, start in zip(own_indices, starts, strict=True)]
-            return Sums(entries_at(local, own_sums), None)
+            return entries_at(local, own_sums), []
         message = torch.zeros(own_nbytes, dtype=torch.uint8, device=self.device)
         self._encode_(own_sums, message, self._own)
         gathered_WB = torch.empty_like(received_WB)
         yield comm.all_gather(gathered_WB, message)
         sums_E = self._decode(gathered_WB.view(1, -1), self._all, sum(self.counts))
         lost = (own_sums - self._decode(message[None], self._own, self._own_numel)).nan_to_num_(0.0, 0.0, 0.0)
-        return Sums(entries_at(self.indices, sums_E), entries_at(own_indices, lost))
+        return entries_at(self.indices, sums_E), entries_at(own_indices, lost)
 
 
 def value_sum_nbytes(count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:

@@ -81,12 +81,11 @@ class CommonPositionsReducer(DensityReducer):
             observe_(view, tensors.get("residual"), condition, part, sent)
             if condition is Condition.LIVE:
                 self.keep_(view, tensors, part, sent)
-        sums = yield from exchange.run()
-        if sums.lost is not None:
-            for view, lost in zip(views, sums.lost, strict=True):
-                if "residual" in (tensors := state.get(view.spec.name, {})):
-                    tensors["residual"].index_add_(0, lost.indices, lost.values, alpha=self.residual_gain or 1.0)
-        write_sums_(views, [sums.totals], comm.world_size)
+        totals, lost = yield from exchange.run()
+        for view, part in zip(views, lost, strict=bool(lost)):
+            if "residual" in (tensors := state.get(view.spec.name, {})):
+                tensors["residual"].index_add_(0, part.indices, part.values, alpha=self.residual_gain or 1.0)
+        write_sums_(views, [totals], comm.world_size)
 
     def _chosen(self, view: View, condition: Condition, indices: Tensor, state: ReducerState) -> Chosen:
         if condition is Condition.LIVE:

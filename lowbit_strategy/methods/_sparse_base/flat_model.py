@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -66,13 +65,9 @@ class FlatModel:
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, range]]:
         """What lies in [start, stop): of which view, where it begins, counted from `start`, and its elements."""
-        first = max(bisect_right(self.starts, start) - 1, 0)
-        for i in range(first, len(self.views)):
-            if self.starts[i] >= stop:
-                break
-            numel = self.views[i].spec.numel
-            if piece := range(max(start - self.starts[i], 0), min(stop - self.starts[i], numel)):
-                yield i, max(start, self.starts[i]) - start, piece
+        for i, (view, first) in enumerate(zip(self.views, self.starts, strict=True)):
+            if piece := range(max(start - first, 0), min(stop - first, view.spec.numel)):
+                yield i, max(start, first) - start, piece
 
     def estimate(self, density: float, bounds: Sequence[int]) -> Generator[Pending, None, float]:
         """A threshold from samples of what each rank is about to choose from: their tails are put together."""
