@@ -71,7 +71,7 @@ class FlatModel:
 
     def estimate(self, density: float, bounds: Sequence[int]) -> Generator[Pending, None, float]:
         """A threshold from samples of what each rank is about to choose from: their tails are put together."""
-        self._form()
+        form_(self.views, self.state, self.found, self._totals)
         num = min(self.grid.numel, math.ceil(_SAMPLE_KEPT / density))
         tail = num_kept(density, num)
         sample = torch.cat(
@@ -104,7 +104,7 @@ class FlatModel:
         comm, world_size, shift = self.comm, self.comm.world_size, self.step.index
         most = _MOST * wanted * (comm.rank + 1) // world_size - _MOST * wanted * comm.rank // world_size
         positions = self._above(threshold, *self._own(bounds), most)
-        self._form()  # the values of the views outside of the own partition
+        form_(self.views, self.state, self.found, self._totals)  # the values of the views outside of the own partition
         if world_size == 1:
             return Selection(self._split(positions), [positions.numel()], Condition.NONFINITE not in self.found)
         longest = max(1, *(stop - start for start, stop in pairwise(bounds)))
@@ -157,9 +157,6 @@ class FlatModel:
         if indices.numel() <= most:
             return indices
         return indices.index_select(0, top_k(joined([values for _, values in reached]), most)[0])
-
-    def _form(self) -> None:
-        form_(self.views, self.state, self.found, self._totals)
 
     def _split(self, positions: Tensor) -> list[Tensor]:
         """Ascending positions in the model as ascending positions in each view."""

@@ -38,7 +38,6 @@ class SparseCompressor(Compressor):
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_density(self.density)
-        value_codec(self.values)
 
     @property
     def codec(self) -> Codec:
