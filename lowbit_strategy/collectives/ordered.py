@@ -50,6 +50,20 @@ def sum_ordered(x_N: Tensor, comm: Comm) -> Generator[Pending, None, Tensor]:
     return gathered_WN.view(-1)[:numel]
 
 
+def sum_each(tensors: list[Tensor], comm: Comm) -> Generator[Pending, None, list[Tensor]]:
+    """`sum_ordered` of several tensors in one message; the sums have their shapes."""
+    return shaped_like(tensors, (yield from sum_ordered(flattened(tensors), comm)))
+
+
+def flattened(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def shaped_like(tensors: list[Tensor], flat: Tensor) -> list[Tensor]:
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def sum_rows(
     x_WGN: Tensor,
     out_GN: Tensor,

@@ -10,14 +10,23 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import Comm, Pending
 
 
-def gather_uneven(wire_B: Tensor, comm: Comm) -> Generator[Pending, None, list[Tensor]]:
-    """Every rank's message, uint8, on every rank, in rank order. They travel as long as the longest."""
+def gather_uneven(
+    wire_B: Tensor, comm: Comm, lengths: Sequence[int] | None = None
+) -> Generator[Pending, None, list[Tensor]]:
+    """Every rank's message, uint8, on every rank, in rank order. They travel as long as the longest.
+
+    Args:
+        wire_B: The own one.
+        comm: Group.
+        lengths: Of every rank's, where that is known; None: they travel first.
+    """
     if comm.world_size == 1:
         return [wire_B]
-    length = torch.tensor([wire_B.numel()], device=wire_B.device)
-    lengths_W = torch.empty(comm.world_size, 1, dtype=torch.int64, device=wire_B.device)
-    yield comm.all_gather(lengths_W, length)
-    lengths = lengths_W.view(-1).tolist()
+    if lengths is None:
+        length = torch.tensor([wire_B.numel()], device=wire_B.device)
+        lengths_W = torch.empty(comm.world_size, 1, dtype=torch.int64, device=wire_B.device)
+        yield comm.all_gather(lengths_W, length)
+        lengths = lengths_W.view(-1).tolist()
     received_WB = wire_B.new_empty(comm.world_size, max(lengths))
     yield comm.all_gather(received_WB, torch.nn.functional.pad(wire_B, (0, max(lengths) - wire_B.numel())))
     return [row[:length] for row, length in zip(received_WB, lengths, strict=True)]

@@ -13,14 +13,8 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse.layout import (
-    COUNT_NBYTES,
-    Chosen,
-    Message,
-    SparseLayout,
-    counts_nbytes,
-    entries_nbytes,
-)
+from lowbit_strategy.collectives.sparse.layout import Chosen, Message, SparseLayout, counts_nbytes, entries_nbytes
+from lowbit_strategy.collectives.uneven import gather_uneven, scatter_uneven
 
 Received = Generator[Pending, None, list[list[Chosen]]]
 
@@ -56,10 +50,7 @@ def exchange_entries(
     yield comm.all_gather(counts_SK, message.counts_DK[0])
     sizes_SV = layout.sizes(counts_SK)
     lengths = [layout.nbytes(sizes_V, codec) for sizes_V in sizes_SV]
-    own = torch.nn.functional.pad(message.wires[0], (0, max(lengths) - message.wires[0].numel()))
-    received = torch.empty(comm.world_size, own.numel(), dtype=torch.uint8, device=layout.device)
-    yield comm.all_gather(received, own)
-    wires = [row[:length] for row, length in zip(received, lengths, strict=True)]
+    wires = yield from gather_uneven(message.wires[0], comm, lengths)
     return _unpack(layout, codec, counts_SK, sizes_SV, wires)
 
 
@@ -68,18 +59,16 @@ def _scatter(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -
     yield comm.all_to_all(counts_SK, message.counts_DK)
     sizes_SV = layout.sizes(counts_SK)
     lengths = [layout.nbytes(sizes_V, codec) for sizes_V in sizes_SV]
-    received = torch.empty(sum(lengths), dtype=torch.uint8, device=layout.device)
-    yield comm.all_to_all_uneven(received, torch.cat(message.wires), lengths, [wire.numel() for wire in message.wires])
-    return _unpack(layout, codec, counts_SK, sizes_SV, received.split(lengths))
+    wires = yield from scatter_uneven(message.wires, comm, lengths)
+    return _unpack(layout, codec, counts_SK, sizes_SV, wires)
 
 
 def _gather_same(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -> Received:
-    table_nbytes = COUNT_NBYTES * layout.num_blocks
-    own = torch.cat([message.counts_DK[0].view(torch.uint8), message.wires[0]])
+    own = message.whole
     received = torch.empty(comm.world_size, own.numel(), dtype=torch.uint8, device=layout.device)
     yield comm.all_gather(received, own)
-    counts_SK = received[:, :table_nbytes].reshape(-1).clone().view(torch.int32).view(comm.world_size, -1)
-    return _unpack(layout, codec, counts_SK, layout.sizes(counts_SK), received[:, table_nbytes:].unbind())
+    counts_SK, wires_SB = layout.opened(received)
+    return _unpack(layout, codec, counts_SK, layout.sizes(counts_SK), wires_SB.unbind())
 
 
 def _unpack(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,6 @@ from lowbit_strategy.kernels.sparse import locate, positions
 
 COUNT_NBYTES = 4
 POSITION_NBYTES = 2
-_FEW_BLOCKS = 64
 
 
 def counts_nbytes(numel: int) -> int:
@@ -64,14 +63,18 @@ class Message(NamedTuple):
     wires: list[Tensor]
     sent: list[Chosen]
 
+    @property
+    def whole(self) -> Tensor:
+        """uint8: the only destination's table of counts and its entries, as one message."""
+        return torch.cat([self.counts_DK[0].view(torch.uint8), self.wires[0]])
+
 
 class SparseLayout:
     """Where a bucket's parameters stand in sparse messages, on one rank. Use `sparse_layout` to make one.
 
     Attributes:
         num_destinations: Different messages a rank makes: 1 under all-reduce, W under reduce-scatter.
-        numel: Elements of a received sum: all parameters, or the own rows.
-        starts: Where each parameter begins in it.
+        spans: Elements of each parameter, or of its rows.
     """
 
     def __init__(
@@ -80,20 +83,18 @@ class SparseLayout:
         self.names = tuple(names)
         self.num_destinations = world_size if scatter else 1
         self.spans = tuple(cut.row_numel if scatter else cut.numel for cut in cuts)
-        self.starts = _running(self.spans)
-        self.numel = sum(self.spans)
         blocks = [counts_nbytes(span) // COUNT_NBYTES for span in self.spans]
-        self.num_blocks = sum(blocks)
-        self._first_block = _running(blocks)
+        *first_blocks, self.num_blocks = accumulate(blocks, initial=0)
+        self.table_nbytes = COUNT_NBYTES * self.num_blocks
         owner = [v for v, n in enumerate(blocks) for _ in range(n)]
         starts = [b << BLOCK_BITS for n in blocks for b in range(n)]
-        self._lengths = [min(self.spans[v] - start, 1 << BLOCK_BITS) for v, start in zip(owner, starts, strict=True)]
+        lengths = [min(self.spans[v] - start, 1 << BLOCK_BITS) for v, start in zip(owner, starts, strict=True)]
         self._view_of_block_K = torch.tensor(owner, dtype=torch.int64, device=device)
-        spans, first_blocks, block_starts, lengths = (
+        span_V, first_block_V, start_K, length_K = (
             torch.tensor(table, dtype=torch.int64, device=device)
-            for table in (self.spans, self._first_block, starts, self._lengths)
+            for table in (self.spans, first_blocks, starts, lengths)
         )
-        self._grid = BlockGrid(spans, first_blocks, block_starts, lengths, self.num_destinations)
+        self._grid = BlockGrid(span_V, first_block_V, start_K, length_K, self.num_destinations)
         self.device = device
 
     def locate(self, indices: Sequence[Tensor]) -> Located:
@@ -115,9 +116,7 @@ class SparseLayout:
         sent_E = joined(sent)
         if located.order is not None:
             sent_E = torch.empty_like(sent_E).index_copy_(0, located.order, sent_E)
-        sent_V = split(sent_E, [part.indices.numel() for part in chosen])
-        entries = [Chosen(part.indices, values) for part, values in zip(chosen, sent_V, strict=True)]
-        return Message(located.counts_DK, wires, entries)
+        return Message(located.counts_DK, wires, entries_at([part.indices for part in chosen], sent_E))
 
     def _encode(
         self, values: Tensor, counts: Sequence[int], codec: Codec, seed: int, destination: int
@@ -135,32 +134,25 @@ class SparseLayout:
             return values.new_empty(0, dtype=torch.uint8), values
         return torch.cat(wires), torch.cat(decoded)
 
+    def opened(self, messages_SB: Tensor) -> tuple[Tensor, Tensor]:
+        """The tables of counts and the entries of messages that have both (`Message.whole`)."""
+        counts_SK = messages_SB[:, : self.table_nbytes].reshape(-1).clone().view(torch.int32)
+        return counts_SK.view(len(messages_SB), self.num_blocks), messages_SB[:, self.table_nbytes :]
+
     def sizes(self, counts_SK: Tensor) -> list[list[int]]:
         """Entries of each parameter that received tables of counts announce, one row per source.
 
         Raises:
             RuntimeError: A table that no rank could have sent.
         """
-        if counts_SK.numel() <= _FEW_BLOCKS and counts_SK.device.type == "cpu":
-            return self._few_sizes(counts_SK.tolist())
         counts_SV = torch.zeros(counts_SK.shape[0], 1 + len(self.names), dtype=torch.int64, device=counts_SK.device)
         counts_SV[:, 0] = ((counts_SK < 0) | (counts_SK > self._grid.length_K)).sum(1)
         counts_SV[:, 1:].index_add_(1, self._view_of_block_K, counts_SK.long())
         rows: list[list[int]] = counts_SV.tolist()
         for source, row in enumerate(rows):
-            if row[0]:
-                raise _impossible(source, row[0], self.num_blocks)
+            if wrong := row[0]:
+                raise damaged_message(f"table {source} of counts is impossible for {wrong} of {self.num_blocks} blocks")
         return [row[1:] for row in rows]
-
-    def _few_sizes(self, counts_SK: list[list[int]]) -> list[list[int]]:
-        """The same from numbers: for small tables faster than operations on tensors."""
-        edges = list(pairwise([*self._first_block, self.num_blocks]))
-        rows = []
-        for source, counts_K in enumerate(counts_SK):
-            if wrong := sum(not 0 <= count <= most for count, most in zip(counts_K, self._lengths, strict=True)):
-                raise _impossible(source, wrong, self.num_blocks)
-            rows.append([sum(counts_K[first:last]) for first, last in edges])
-        return rows
 
     def nbytes(self, sizes_V: Sequence[int], codec: Codec) -> int:
         """Bytes of the wire that holds so many entries of each parameter."""
@@ -180,7 +172,7 @@ class SparseLayout:
         found = positions(counts_K, wire, k, self._grid)
         if found is None:
             raise damaged_message("a position lies beyond the end of its parameter")
-        return split(found, sizes_V)
+        return list(found.split(list(sizes_V)))
 
     def unpack(self, counts_K: Tensor, sizes_V: Sequence[int], wire: Tensor, codec: Codec) -> list[Chosen]:
         """The entries of each parameter (its row) that one source's message holds.
@@ -198,7 +190,7 @@ class SparseLayout:
             raise damaged_message(f"{self.nbytes(sizes_V, codec)} bytes are announced, {wire.numel()} came")
         indices = self.positions(counts_K, sizes_V, wire)
         values = self._decode(wire[POSITION_NBYTES * sum(sizes_V) :], sizes_V, codec)
-        return [Chosen(*pair) for pair in zip(indices, split(values, sizes_V), strict=True)]
+        return entries_at(indices, values)
 
     def _decode(self, wire: Tensor, sizes_V: Sequence[int], codec: Codec) -> Tensor:
         if isinstance(codec, DenseCodec):
@@ -210,11 +202,6 @@ class SparseLayout:
                 values.append(codec.decode_sum(wire[None, at : at + nbytes].contiguous(), k))
                 at += nbytes
         return torch.cat(values)
-
-
-def _impossible(source: int, wrong: int, num_blocks: int) -> RuntimeError:
-    """The error for a table of counts that no rank could have sent."""
-    return damaged_message(f"table {source} of counts is impossible for {wrong} of {num_blocks} blocks")
 
 
 def damaged_message(what: str) -> RuntimeError:
@@ -233,19 +220,12 @@ def sparse_layout(
     return SparseLayout(names, cuts, world_size, device, scatter=scatter)
 
 
-def _running(sizes: Sequence[int]) -> list[int]:
-    starts, at = [], 0
-    for size in sizes:
-        starts.append(at)
-        at += size
-    return starts
-
-
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """One after the other; a single one as it is, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def split(x_E: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Views of the parts that `joined` put together."""
-    return [x_E] if len(sizes) == 1 else list(x_E.split(list(sizes)))
+def entries_at(indices: Sequence[Tensor], values_E: Tensor) -> list[Chosen]:
+    """Entries of each parameter, of values that were joined."""
+    values = values_E.split([part.numel() for part in indices])
+    return [Chosen(*pair) for pair in zip(indices, values, strict=True)]

@@ -13,9 +13,7 @@ Both are returned, so that error feedback can keep them.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Generator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,25 +21,13 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.layout import ALIGNMENT, Cut, flat_cut, round_up
+from lowbit_strategy.collectives.layout import ALIGNMENT, Cut, flat_cut, round_up, salt_of
 from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
-from lowbit_strategy.collectives.sparse.layout import Chosen, joined, split
-from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
+from lowbit_strategy.collectives.sparse.layout import Chosen, entries_at, joined
+from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 _FLOATS = DenseCodec("float32")
-
-
-class Sums(NamedTuple):
-    """What came of one bucket, parameter by parameter.
-
-    Args:
-        totals: Sums over ranks and where they belong in the result (reduce-scatter: in the own row).
-        lost: What this rank's encoding of the sums lost, at flat positions of the parameter; None if nothing.
-    """
-
-    totals: list[Chosen]
-    lost: list[Chosen] | None
 
 
 class ValueSum:
@@ -49,8 +35,7 @@ class ValueSum:
 
     Args:
         names: What the parameters are called.
-        values: What each parameter sends, float32 [k].
-        indices: Where these lie, int64 [k], ascending, the same on all ranks.
+        chosen: What each parameter sends; its positions are the same on all ranks.
         cuts: How each parameter is cut over the ranks.
         codec: Encodes the values.
         comm: Group to sum over.
@@ -64,8 +49,7 @@ class ValueSum:
     def __init__(
         self,
         names: Sequence[str],
-        values: Sequence[Tensor],
-        indices: Sequence[Tensor],
+        chosen: Sequence[Chosen],
         cuts: Sequence[Cut],
         codec: Codec,
         comm: Comm,
@@ -74,15 +58,15 @@ class ValueSum:
         seed: int,
     ) -> None:
         self.codec, self.comm, self.scatter, self.seed = codec, comm, scatter, seed
-        self.indices, self.cuts = indices, cuts
-        self.counts = [part.numel() for part in values]
+        self.indices, self.cuts = [part.indices for part in chosen], cuts
+        self.counts = [index.numel() for index in self.indices]
         self.exact = codec == _FLOATS
-        self._values_E = joined(values)
+        self._values_E = joined([part.values for part in chosen])
         self.device = self._values_E.device
         if self.exact and not scatter:
-            self.sent = list(values)
+            self.sent = [part.values for part in chosen]
             return
-        self._tables(names, [self._edges(*pair) for pair in zip(indices, cuts, strict=True)])
+        self._tables(names, [self._edges(*pair) for pair in zip(self.indices, cuts, strict=True)])
         self._wire = torch.zeros(sum(self.row_nbytes), dtype=torch.uint8, device=self.device)
         self._encode_(self._values_E, self._wire, self._all)
         sent_E = self._values_E if self.exact else self._decode(self._wire[None], self._all, sum(self.counts))
@@ -106,7 +90,7 @@ class ValueSum:
             for name, edges, k in zip(names, edges_V, self.counts, strict=True):
                 length = edges[r + 1] - edges[r]
                 if length:
-                    salt = hash32(zlib.crc32(name.encode()) + r * GOLDEN)
+                    salt = salt_of(name, r)
                     everything.append(Segment(start + edges[r], length, 0, at, salt))
                 if r == self.comm.rank:
                     self.own_places.append(slice(edges[r], edges[r + 1]))
@@ -130,10 +114,13 @@ class ValueSum:
             self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=1.0)
         return out
 
-    def run(self) -> Generator[Pending, None, Sums]:
+    def run(self) -> Generator[Pending, None, tuple[list[Chosen], list[Chosen]]]:
+        """Parameter by parameter, sums over ranks where they belong in the result (reduce-scatter: in the own row), and
+        what this rank's encoding of its sums lost, at flat positions of the parameter; empty if nothing.
+        """
         if self.exact and not self.scatter:
             sums_E = yield from sum_ordered(self._values_E, self.comm)
-            return Sums(self._totals(sums_E), None)
+            return entries_at(self.indices, sums_E), []
         comm, world_size, own_nbytes = self.comm, self.comm.world_size, self.row_nbytes[self.comm.rank]
         received_WB = torch.empty(world_size, own_nbytes, dtype=torch.uint8, device=self.device)
         if self.scatter:
@@ -142,22 +129,17 @@ class ValueSum:
             yield comm.all_to_all(received_WB, self._wire.view(world_size, -1))
         own_sums = self._decode(received_WB, self._own, self._own_numel)
         own_indices = [index[place] for index, place in zip(self.indices, self.own_places, strict=True)]
-        own_counts = [index.numel() for index in own_indices]
         if self.scatter:
             starts = [comm.rank * cut.row_numel for cut in self.cuts]
             local = [index - start for index, start in zip(own_indices, starts, strict=True)]
-            return Sums([Chosen(*pair) for pair in zip(local, own_sums.split(own_counts), strict=True)], None)
+            return entries_at(local, own_sums), []
         message = torch.zeros(own_nbytes, dtype=torch.uint8, device=self.device)
         self._encode_(own_sums, message, self._own)
         gathered_WB = torch.empty_like(received_WB)
         yield comm.all_gather(gathered_WB, message)
         sums_E = self._decode(gathered_WB.view(1, -1), self._all, sum(self.counts))
         lost = (own_sums - self._decode(message[None], self._own, self._own_numel)).nan_to_num_(0.0, 0.0, 0.0)
-        lost_V = [Chosen(*pair) for pair in zip(own_indices, lost.split(own_counts), strict=True)]
-        return Sums(self._totals(sums_E), lost_V)
-
-    def _totals(self, sums_E: Tensor) -> list[Chosen]:
-        return [Chosen(*pair) for pair in zip(self.indices, split(sums_E, self.counts), strict=True)]
+        return entries_at(self.indices, sums_E), entries_at(own_indices, lost)
 
 
 def value_sum_nbytes(count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 MAX_BLOCKS = 1024
@@ -20,12 +21,8 @@ class Grid(NamedTuple):
 
     def bounds(self, sizes: Sequence[int]) -> list[int]:
         """First element of each partition, and the end, for partitions of so many blocks."""
-        bounds, block = [0], 0
-        for size in sizes:
-            block += size
-            bounds.append(block * self.block_numel)
-        bounds[-1] = self.numel
-        return bounds
+        *starts, _ = accumulate(sizes, initial=0)
+        return [*(block * self.block_numel for block in starts), self.numel]
 
 
 def make_grid(numel: int) -> Grid:

@@ -51,10 +51,6 @@ class CompactResidualReducer(Reducer):
         return self.inner.whole_model
 
     @property
-    def fixed_size(self) -> bool:  # type: ignore[override]
-        return self.inner.fixed_size
-
-    @property
     def label(self) -> str:
         return f"{self.inner.label}, {self.residual} residual"
 
@@ -74,11 +70,10 @@ class CompactResidualReducer(Reducer):
         for tensors in state.values():
             if "residual" not in tensors:
                 continue
-            numel = tensors["residual"].numel()
             if self.residual == "bfloat16":
-                tensors["residual"] = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+                tensors["residual"] = tensors["residual"].bfloat16()
             else:
-                num_blocks = -(-numel // _BLOCK)
+                num_blocks = -(-tensors["residual"].numel() // _BLOCK)
                 tensors["residual"] = torch.zeros(num_blocks * _BLOCK, dtype=torch.int8, device=device)
                 tensors["residual_scale"] = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
         return state
@@ -110,12 +105,7 @@ class CompactResidualReducer(Reducer):
             tensors["residual_scale"][at // _BLOCK : at // _BLOCK + scale_K.numel()] = blocks.to_bfloat16(scale_K)
 
     def rescale_(self, state: ReducerState, factor: float) -> None:
-        """The scales of an int8 residual stand for it."""
-        units = {
-            name: {key.replace("residual_scale", "residual"): tensor for key, tensor in tensors.items()}
-            for name, tensors in state.items()
-        }
-        self.inner.rescale_(units, factor)
+        self.inner.rescale_(state, factor)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
         return self.inner.num_messages(specs, world_size, scatter=scatter)

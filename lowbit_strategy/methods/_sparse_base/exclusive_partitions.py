@@ -14,14 +14,11 @@ from typing import ClassVar
 
 import torch
 
-from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse.layout import (
-    POSITION_NBYTES,
-)
+from lowbit_strategy.collectives.sparse.layout import POSITION_NBYTES
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.block_partitions import (
     MAX_BLOCKS,
@@ -30,12 +27,9 @@ from lowbit_strategy.methods._sparse_base.block_partitions import (
     equal_sizes,
     is_lopsided,
 )
-from lowbit_strategy.methods._sparse_base.common_positions import PositionSumReducer
+from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
 from lowbit_strategy.methods._sparse_base.flat_model import FlatModel, Selection
-from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    num_kept,
-    zero_residuals,
-)
+from lowbit_strategy.methods._sparse_base.sparse_reducer import in_order, num_kept, zero_residuals
 
 _BAND = 1.1  # counts further than this factor from the target: the threshold is estimated anew
 _CALM = 0.03  # largest move of an estimate, in its logarithm, that the online rule can follow
@@ -44,13 +38,13 @@ _MEMORY = 0.7  # weight of older counts in loads: one step's counts are noisy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExclusiveReducer(PositionSumReducer):
-    """Fields as in `ExDyna`; ``codec`` of the values; ``adjust``: whether partitions are balanced by their loads."""
+class ExclusiveReducer(CommonPositionsReducer):
+    """Fields as in `ExDyna`; ``adjust``: whether partitions are balanced by their loads."""
 
-    density: float
-    codec: Codec
     adjust: bool
+
     whole_model: ClassVar[bool] = True
+    position_messages: ClassVar[int] = 2  # once thresholds follow the trend; an estimate costs one more
 
     @property
     def label(self) -> str:
@@ -72,15 +66,14 @@ class ExclusiveReducer(PositionSumReducer):
         return state
 
     def rescale_(self, state: ReducerState, factor: float) -> None:
+        Reducer.rescale_(self, state, factor)
         for tensors in state.values():
-            tensors["residual"].mul_(factor)
             tensors["threshold"].mul_(factor)
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         if not views:
             return
-        order = {name: i for i, name in enumerate(state)}  # buckets come in any order
-        views = sorted(views, key=lambda view: order[view.spec.name])
+        views = in_order(views, state)
         model = FlatModel(views, state, comm, step)
         control = state[views[0].spec.name]
         sizes = self._sizes(model, control)
@@ -135,14 +128,8 @@ class ExclusiveReducer(PositionSumReducer):
         else:
             _keep_sizes_(control, balanced(sizes, loads, max(1, model.grid.num_blocks // (4 * len(sizes)))))
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
-        """Once thresholds follow the trend; an estimate costs one more."""
-        return 2 + PositionSumReducer.num_messages(self, specs, world_size, scatter=scatter)
-
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        count = num_kept(self.density, spec.numel)
-        positions = POSITION_NBYTES * -(-count // world_size) * (world_size - 1)
-        return positions + PositionSumReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
+    def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        return POSITION_NBYTES * -(-self.num_kept(spec) // world_size) * (world_size - 1)
 
 
 def _keep_sizes_(control: StateTensors, sizes: Sequence[int]) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 Distribution = Literal["exponential", "gamma", "pareto"]
-DISTRIBUTIONS: tuple[Distribution, ...] = ("exponential", "gamma", "pareto")
 FIRST_SHARE = 0.25  # of the sample that the first of several stages keeps
 _FEWEST = 2  # survivors that another stage can be fitted to
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence
-from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,30 +13,15 @@ from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.layout import flat_cut
-from lowbit_strategy.collectives.sparse.layout import (
-    POSITION_NBYTES,
-    SparseLayout,
-    damaged_message,
-    joined,
-    sparse_layout,
-)
+from lowbit_strategy.collectives.sparse.layout import POSITION_NBYTES, damaged_message, joined, sparse_layout
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.select import largest_threshold, sample_magnitudes, select_above, top_k
+from lowbit_strategy.kernels.select import TINY, largest_threshold, sample_magnitudes, select_above, top_k
 from lowbit_strategy.kernels.sums import OverflowedSum
 from lowbit_strategy.methods._base.reducer import ReducerState, View
-from lowbit_strategy.methods._sparse_base.block_partitions import (
-    make_grid,
-)
-from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    Condition,
-    no_entries,
-    num_kept,
-    pending_sums,
-    undo_,
-)
+from lowbit_strategy.methods._sparse_base.block_partitions import make_grid
+from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, form_, num_kept, pending_sums, undo_
 
 _SAMPLE_KEPT = 256  # of all ranks' samples above the threshold: the count is off by 6 % then
-_TINY = torch.finfo(torch.float32).tiny
 _MOST = 4  # times the wanted count, whatever the gradient: a spike must not fill the network
 
 
@@ -64,14 +47,11 @@ class FlatModel:
     """
 
     def __init__(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> None:
-        self.views, self.comm, self.step = views, comm, step
+        self.views, self.state, self.comm, self.step = views, state, comm, step
         self.found, self._totals = pending_sums(views, state)
         self.residuals = [state[view.spec.name]["residual"] for view in views]
-        self.starts, at = [], 0
-        for view in views:
-            self.starts.append(at)
-            at += view.spec.numel
-        self.grid = make_grid(at)
+        *self.starts, numel = accumulate((view.spec.numel for view in views), initial=0)
+        self.grid = make_grid(numel)
         self.device = views[0].x.device
 
     def bounds(self, sizes: Sequence[int]) -> list[int]:
@@ -85,17 +65,13 @@ class FlatModel:
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, range]]:
         """What lies in [start, stop): of which view, where it begins, counted from `start`, and its elements."""
-        first = max(bisect_right(self.starts, start) - 1, 0)
-        for i in range(first, len(self.views)):
-            if self.starts[i] >= stop:
-                break
-            numel = self.views[i].spec.numel
-            if piece := range(max(start - self.starts[i], 0), min(stop - self.starts[i], numel)):
-                yield i, max(start, self.starts[i]) - start, piece
+        for i, (view, first) in enumerate(zip(self.views, self.starts, strict=True)):
+            if piece := range(max(start - first, 0), min(stop - first, view.spec.numel)):
+                yield i, max(start, first) - start, piece
 
     def estimate(self, density: float, bounds: Sequence[int]) -> Generator[Pending, None, float]:
         """A threshold from samples of what each rank is about to choose from: their tails are put together."""
-        self._form()
+        form_(self.views, self.state, self.found, self._totals)
         num = min(self.grid.numel, math.ceil(_SAMPLE_KEPT / density))
         tail = num_kept(density, num)
         sample = torch.cat(
@@ -117,7 +93,7 @@ class FlatModel:
         yield self.comm.all_gather(tails, message)
         kept = num_kept(density, int(tails[:, 0].sum()))
         threshold = largest_threshold(tails[:, 1:].reshape(-1), kept)
-        return max(threshold, _TINY)  # nothing but zeros: from the smallest number on, so that zeros are not chosen
+        return max(threshold, TINY)  # nothing but zeros: from the smallest number on, so that zeros are not chosen
 
     def select(self, threshold: float, bounds: Sequence[int], wanted: int) -> Generator[Pending, None, Selection]:
         """Choose in the own partition; inform all ranks. Together they choose at most four times what is wanted.
@@ -128,10 +104,11 @@ class FlatModel:
         comm, world_size, shift = self.comm, self.comm.world_size, self.step.index
         most = _MOST * wanted * (comm.rank + 1) // world_size - _MOST * wanted * comm.rank // world_size
         positions = self._above(threshold, *self._own(bounds), most)
-        self._form()  # the values of the views outside of the own partition
+        form_(self.views, self.state, self.found, self._totals)  # the values of the views outside of the own partition
         if world_size == 1:
             return Selection(self._split(positions), [positions.numel()], Condition.NONFINITE not in self.found)
-        layout = _partition_layout(max(1, *(stop - start for start, stop in pairwise(bounds))), self.device)
+        longest = max(1, *(stop - start for start, stop in pairwise(bounds)))
+        layout = sparse_layout(("",), (flat_cut(longest, 1, 1),), 1, self.device, scatter=False)
         located = layout.locate([positions])
         if Condition.NONFINITE in self.found:
             located.counts_DK.bitwise_not_()  # negative ones announce it
@@ -170,26 +147,16 @@ class FlatModel:
                     self._totals[i].formed()
                     found = select_above(self.residuals[i][piece.start : piece.stop], threshold, expected=share)
             except OverflowedSum:
-                self._overflowed(i)
+                undo_(self.residuals[i], self.views[i].flat())
+                self.found[i] = Condition.NONFINITE
                 continue
             reached.append((found[0].long().add_(at) if at else found[0].long(), found[1]))
         if not reached:
-            return no_entries(self.device).indices
+            return torch.empty(0, dtype=torch.int64, device=self.device)
         indices = joined([indices for indices, _ in reached])
         if indices.numel() <= most:
             return indices
         return indices.index_select(0, top_k(joined([values for _, values in reached]), most)[0])
-
-    def _form(self) -> None:
-        for i, total in enumerate(self._totals):
-            try:
-                total.formed()
-            except OverflowedSum:
-                self._overflowed(i)
-
-    def _overflowed(self, i: int) -> None:
-        undo_(self.residuals[i], self.views[i].flat())
-        self.found[i] = Condition.NONFINITE
 
     def _split(self, positions: Tensor) -> list[Tensor]:
         """Ascending positions in the model as ascending positions in each view."""
@@ -204,9 +171,3 @@ class FlatModel:
         parts = [indices + start for indices, start in zip(selection.indices, self.starts, strict=True)]
         block = (torch.cat(parts) // self.grid.block_numel).clamp_(max=self.grid.num_blocks - 1)
         return torch.bincount(block, minlength=self.grid.num_blocks)
-
-
-@lru_cache
-def _partition_layout(numel: int, device: torch.device) -> SparseLayout:
-    """Of messages about the positions in one partition."""
-    return sparse_layout(("",), (flat_cut(numel, 1, 1),), 1, device, scatter=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-import torch
+from torch import Tensor
 
 from lowbit_strategy.collectives.sparse.layout import Chosen
-from lowbit_strategy.kernels.select import largest_threshold
+from lowbit_strategy.kernels.select import TINY, largest_threshold
 from lowbit_strategy.kernels.sums import Sum, top_k
 from lowbit_strategy.methods._sparse_base.sparse_reducer import nonzero
 
@@ -15,7 +15,6 @@ _SAMPLE_SHARE = 0.01
 _SAMPLE_KEPT = 128  # of the sample above the threshold, if 1 % has fewer: the count is off by 9 % then
 _MAX_ROUNDS = 10
 _LEAST = 0.8
-_TINY = torch.finfo(torch.float32).tiny
 
 
 def select_by_sample(total: Sum, k: int, *, seed: int) -> Chosen:
@@ -30,13 +29,18 @@ def select_by_sample(total: Sum, k: int, *, seed: int) -> Chosen:
     if 4 * num >= numel:
         return nonzero(Chosen(*top_k(total, k)))
     sample = total.sample(num, seed=seed)
-    threshold = max(largest_threshold(sample, round(k / numel * num)), _TINY)  # zeros are never sent
+    threshold = max(largest_threshold(sample, round(k / numel * num)), TINY)  # zeros are never sent
     for _ in range(1 + _MAX_ROUNDS):
         indices, values = total.above(threshold, expected=k)
-        if indices.numel() >= _LEAST * k or threshold == _TINY:
+        if indices.numel() >= _LEAST * k or threshold == TINY:
             break
-        threshold = max(threshold * 0.8, _TINY)
-    if indices.numel() > k:
-        chosen, values = top_k(Sum(values), k)
+        threshold = max(threshold * 0.8, TINY)
+    return largest_of(indices, values, k)
+
+
+def largest_of(indices: Tensor, values: Tensor, most: int) -> Chosen:
+    """What was selected; of more than `most` the largest."""
+    if indices.numel() > most:
+        chosen, values = top_k(Sum(values), most)
         indices = indices.index_select(0, chosen)
     return Chosen(indices.long(), values)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._sparse_base.compact_residual import ResidualDtype
+from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.reducer import Reducer
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.compact_residual import ResidualDtype, compact
 from lowbit_strategy.methods._sparse_base.sparse_reducer import Values, check_density, value_codec
 from lowbit_strategy.options.configuration import configuration
 
@@ -34,7 +38,18 @@ class SparseCompressor(Compressor):
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         check_density(self.density)
-        value_codec(self.values)
+
+    @property
+    def codec(self) -> Codec:
+        """Encodes the values."""
+        return value_codec(self.values)
+
+    @abstractmethod
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        """The method of a parameter, with its residual in float32."""
+
+    def method(self, spec: TensorSpec) -> Method:
+        return compact(self.reducer(spec), self.residual)
 
     def conserving(self) -> SparseCompressor:
         return replace(self, residual="float32")

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal
 
@@ -44,7 +45,7 @@ _CODECS: dict[str, Codec] = {
 }
 
 
-def value_codec(values: Values | Codec) -> Codec:
+def value_codec(values: str | Codec) -> Codec:
     """The codec of sparse values.
 
     Raises:
@@ -61,7 +62,7 @@ def check_density(density: float, field: str = "density") -> None:
     """Raises:
     ValueError: Outside (0, 1].
     """
-    if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0.0 < density <= 1.0:
+    if not 0.0 < density <= 1.0:
         raise ValueError(f"{field} must be in (0, 1] (0.01 keeps one element in a hundred), got {density!r}")
 
 
@@ -86,10 +87,6 @@ def conditions(tensors: Sequence[Tensor]) -> list[Condition]:
     ]
 
 
-def no_entries(device: torch.device) -> Chosen:
-    return Chosen(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.float32, device=device))
-
-
 def nonzero(chosen: Chosen) -> Chosen:
     """The entries without zeros, which need not be sent."""
     if chosen.values.all():
@@ -98,15 +95,22 @@ def nonzero(chosen: Chosen) -> Chosen:
     return Chosen(*(part.index_select(0, keep) for part in chosen))
 
 
-def leading_entries(count: int, value: float, device: torch.device) -> Chosen:
-    """The first `count` positions with the same value: NaN to inform all ranks, zeros to keep a message's size."""
+def filler(count: int, condition: Condition, device: torch.device) -> Chosen:
+    """The first `count` positions where nothing is chosen: NaN to inform all ranks, zeros to keep a message's size."""
+    value = math.nan if condition is Condition.NONFINITE else 0.0
     return Chosen(torch.arange(count, device=device), torch.full((count,), value, dtype=torch.float32, device=device))
 
 
-def layout_of(views: Sequence[View], comm: Comm) -> SparseLayout:
+def in_order(views: Sequence[View], state: ReducerState) -> list[View]:
+    """The views in the order of the model, whatever the order of buckets."""
+    order = {name: i for i, name in enumerate(state)}
+    return sorted(views, key=lambda view: order[view.spec.name])
+
+
+def layout_of(views: Sequence[View], comm: Comm, *, scatter: bool) -> SparseLayout:
     """Where the views' parameters stand in sparse messages."""
     names, cuts = tuple(view.spec.name for view in views), tuple(view.cut for view in views)
-    return sparse_layout(names, cuts, comm.world_size, views[0].x.device, scatter=views[0].scatter)
+    return sparse_layout(names, cuts, comm.world_size, views[0].x.device, scatter=scatter)
 
 
 def write_sums_(views: Sequence[View], parts_SV: Sequence[Sequence[Chosen]], world_size: int) -> None:
@@ -134,15 +138,44 @@ def zero_residuals(specs: Sequence[TensorSpec], device: torch.device) -> Reducer
 def pending_sums(views: Sequence[View], state: ReducerState) -> tuple[list[Condition], list[Sum]]:
     """The condition of each gradient and ``h = g + e``, on the CPU yet to be formed, in its residual.
 
-    Elsewhere, where every look at a result is a pause, the sums are formed at once, as by `accumulate_`.
+    Elsewhere, where every look at a result is a pause, the sums are formed at once.
     """
-    if views[0].x.device.type != "cpu":
-        return accumulate_(views, state), [Sum(state[view.spec.name]["residual"]) for view in views]
     found = conditions([view.x for view in views])
+    pending = views[0].x.device.type == "cpu"
+    if not pending:
+        add_at_once_(views, state, found, lambda t, g: t["residual"].add_(g), lambda t, g: undo_(t["residual"], g))
     return found, [
-        Sum(state[view.spec.name]["residual"], view.flat() if condition is Condition.LIVE else None)
+        Sum(state[view.spec.name]["residual"], view.flat() if pending and condition is Condition.LIVE else None)
         for view, condition in zip(views, found, strict=True)
     ]
+
+
+def add_at_once_(
+    views: Sequence[View],
+    state: ReducerState,
+    found: list[Condition],
+    add_: Callable[[StateTensors, Tensor], object],
+    take_back_: Callable[[StateTensors, Tensor], object],
+) -> None:
+    """Add live gradients to the state; where a residual overflows take that back, and mark it as not finite."""
+    live = [i for i, condition in enumerate(found) if condition is Condition.LIVE]
+    for i in live:
+        add_(state[views[i].spec.name], views[i].flat())
+    now = conditions([state[views[i].spec.name]["residual"] for i in live])
+    for i, condition in zip(live, now, strict=True):
+        if condition is Condition.NONFINITE:
+            take_back_(state[views[i].spec.name], views[i].flat())
+            found[i] = condition
+
+
+def form_(views: Sequence[View], state: ReducerState, found: list[Condition], totals: Sequence[Sum]) -> None:
+    """Form sums that are pending; where one overflows take it back, and mark it as not finite."""
+    for i, (view, total) in enumerate(zip(views, totals, strict=True)):
+        try:
+            total.formed()
+        except OverflowedSum:
+            undo_(state[view.spec.name]["residual"], view.flat())
+            found[i] = Condition.NONFINITE
 
 
 def accumulate_(views: Sequence[View], state: ReducerState) -> list[Condition]:
@@ -150,37 +183,14 @@ def accumulate_(views: Sequence[View], state: ReducerState) -> list[Condition]:
 
     A sum of finite numbers that overflows counts as not finite: what overflowed is dropped from the residual.
     """
-    if views[0].x.device.type == "cpu":
-        found, totals = pending_sums(views, state)
-        for i, (view, total) in enumerate(zip(views, totals, strict=True)):
-            try:
-                total.formed()
-            except OverflowedSum:
-                undo_(state[view.spec.name]["residual"], view.flat())
-                found[i] = Condition.NONFINITE
-        return found
-    found = conditions([view.x for view in views])
-    for view, condition in zip(views, found, strict=True):
-        if condition is Condition.LIVE:
-            state[view.spec.name]["residual"].add_(view.flat())
-    for i in overflowed(views, state, found):
-        undo_(state[views[i].spec.name]["residual"], views[i].flat())
-        found[i] = Condition.NONFINITE
+    found, totals = pending_sums(views, state)
+    form_(views, state, found, totals)
     return found
 
 
 def undo_(residual: Tensor, gradient: Tensor) -> None:
     """Take an overflow back, to rounding; what is not finite is dropped."""
     residual.sub_(gradient).nan_to_num_(0.0, 0.0, 0.0)
-
-
-def overflowed(views: Sequence[View], state: ReducerState, found: Sequence[Condition]) -> list[int]:
-    """Which live views have residuals that are not finite."""
-    live = [i for i, condition in enumerate(found) if condition is Condition.LIVE]
-    if not live:
-        return []
-    now = conditions([state[views[i].spec.name]["residual"] for i in live])
-    return [i for i, condition in zip(live, now, strict=True) if condition is Condition.NONFINITE]
 
 
 def observe_(view: View, residual: Tensor | None, condition: Condition, chosen: Chosen, sent: Tensor) -> None:
@@ -204,19 +214,27 @@ class ResidualReducer(Reducer):
         return zero_residuals(specs, device)
 
 
-class SparseReducer(ResidualReducer):
-    """Methods in which each rank chooses its own positions, parameter by parameter.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DensityReducer(ResidualReducer):
+    """Sends a share of each parameter's elements, their values through a codec."""
 
-    Subclasses are frozen dataclasses with the fields ``density`` and ``codec``.
-    """
-
+    title: ClassVar[str]
     density: float
     codec: Codec
-    same_counts: ClassVar[bool] = False  # every rank sends `num_kept` entries, whatever its gradient
+
+    @property
+    def label(self) -> str:
+        return f"{self.title} {self.density:g}"
 
     def num_kept(self, spec: TensorSpec) -> int:
         """Entries that are meant to be sent for a parameter."""
         return num_kept(self.density, spec.numel)
+
+
+class SparseReducer(DensityReducer):
+    """Methods in which each rank chooses its own positions, parameter by parameter."""
+
+    same_counts: ClassVar[bool] = False  # every rank sends `num_kept` entries, whatever its gradient
 
     def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> tuple[list[Condition], list[Sum]]:
         """Conditions, and the sums to choose from: an overflow may show only when they are formed."""
@@ -252,7 +270,7 @@ class SparseReducer(ResidualReducer):
             self._choose(view, total, state[view.spec.name], condition, step)
             for view, total, condition in zip(views, totals, found, strict=True)
         ]
-        layout = layout_of(views, comm)
+        layout = layout_of(views, comm, scatter=views[0].scatter)
         message = layout.pack([part for _, part in entries], self.codec, seed=step.seed)
         for view, (condition, part), sent in zip(views, entries, message.sent, strict=True):
             tensors = state[view.spec.name]
@@ -267,16 +285,14 @@ class SparseReducer(ResidualReducer):
         self, view: View, total: Sum, tensors: StateTensors, condition: Condition, step: StepContext
     ) -> tuple[Condition, Chosen]:
         """Entries to send, and the condition, which an overflow changes."""
-        spec, device = view.spec, tensors["residual"].device
         if condition is Condition.LIVE:
             try:
                 return condition, self.choose(view, total, tensors, step)
             except OverflowedSum:
                 undo_(tensors["residual"], view.flat())
                 condition = Condition.NONFINITE
-        if condition is Condition.NONFINITE:
-            return condition, leading_entries(self.num_kept(spec) if self.same_counts else 1, math.nan, device)
-        return condition, leading_entries(self.num_kept(spec), 0.0, device) if self.same_counts else no_entries(device)
+        count = self.num_kept(view.spec) if self.same_counts else int(condition is Condition.NONFINITE)
+        return condition, filler(count, condition, tensors["residual"].device)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
         return 1 if self.same_counts and not scatter else 2  # counts, entries

@@ -9,19 +9,19 @@ from typing import ClassVar
 import torch
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
+from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.low_rank import (
     LowRankCompressor,
     LowRankReducer,
-    check_rank,
-    flattened,
+    keep_error_,
+    keep_factor_,
     matrix_shape,
-    random_p,
-    random_q,
-    shaped_like,
+    observe_,
+    random_factor,
 )
 from lowbit_strategy.methods.low_rank.orthogonal import orthogonalize_all, product
 from lowbit_strategy.options.configuration import configuration
@@ -31,7 +31,6 @@ from lowbit_strategy.options.configuration import configuration
 class ACPSGDReducer(LowRankReducer):
     """Fields as in `ACPSGD`. State: ``residual`` flat, ``p`` [rows, rank], ``q`` [columns, rank]."""
 
-    rank: int
     epsilon: float
 
     temporary_nbytes: ClassVar[float] = 1.7
@@ -44,16 +43,12 @@ class ACPSGDReducer(LowRankReducer):
     def residual_gain(self) -> float | None:
         return 1.0
 
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        state: ReducerState = {}
-        for spec in specs:
-            check_rank(self.rank, spec)
-            state[spec.name] = {
-                "p": random_p(spec, self.rank, seed=1).to(device),
-                "q": random_q(spec, self.rank, seed=0).to(device),
-                "residual": torch.zeros(spec.numel, dtype=torch.float32, device=device),
-            }
-        return state
+    def fresh(self, spec: TensorSpec, device: torch.device) -> StateTensors:
+        return {
+            "p": random_factor(spec, 0, self.rank, seed=1).to(device),
+            "q": random_factor(spec, 1, self.rank, seed=0).to(device),
+            "residual": torch.zeros(spec.numel, dtype=torch.float32, device=device),
+        }
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         sends, keeps = ("p", "q") if step.index % 2 == 0 else ("q", "p")
@@ -64,21 +59,16 @@ class ACPSGDReducer(LowRankReducer):
             matrices.append(h_NM if sends == "p" else h_NM.T)
         bases = orthogonalize_all([state[view.spec.name][keeps] for view in views], self.epsilon)
         own = [matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)]
-        sums = shaped_like(own, (yield from sum_ordered(flattened(own), comm)))
+        sums = yield from sum_each(own, comm)
         for view, matrix, basis, own_factor, total in zip(views, matrices, bases, own, sums, strict=True):
             tensors, mean_factor = state[view.spec.name], total / comm.world_size
             sent, mean = product(own_factor, basis), product(mean_factor, basis)
             error = matrix - sent
             if sends == "q":
                 matrix, sent, mean, error = matrix.T, sent.T, mean.T, error.T
-            if view.compensated is not None:
-                view.compensated.copy_(matrix.reshape(-1))
-            if view.sent is not None:
-                view.sent.copy_(sent.reshape(-1))
-            usable = mean_factor.isfinite().all(0) & (mean_factor != 0).any(0)
-            tensors[sends].copy_(torch.where(usable, mean_factor, tensors[sends]))
-            error_N = error.reshape(-1)
-            tensors["residual"].copy_(torch.where(error_N.isfinite(), error_N, tensors["residual"]))
+            observe_(view, matrix, sent)
+            keep_factor_(tensors[sends], mean_factor)
+            keep_error_(tensors["residual"], error)
             view.write_mean_(mean.reshape(-1), comm.rank)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
@@ -103,11 +93,7 @@ class ACPSGD(LowRankCompressor):
     Sums and products are formed as `PowerSGD` forms them.
 
     Args:
-        rank: Of the approximation. Bytes grow with it; 1 to 4 is usual.
-        min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
-        epsilon: Times the matrix's norm, added to norms in the orthonormalisation.
-        exempt: Parameters that stay dense; see `Compressor`.
-        high_precision: Not used: there is no method of higher precision.
+        rank, min_compression_rate, epsilon, exempt, high_precision: See `PowerSGD`.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.ordered import flattened
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
 from lowbit_strategy.methods._base.chances import chances
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.low_rank.low_rank import LowRankCompressor, check_rank, matrix_shape
+from lowbit_strategy.methods.low_rank.low_rank import LowRankCompressor, LowRankReducer, matrix_shape, observe_
 from lowbit_strategy.methods.low_rank.orthogonal import product
 from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ATOMOReducer(Reducer):
+class ATOMOReducer(LowRankReducer):
     """Fields as in `ATOMO`."""
-
-    rank: int
 
     fixed_size: ClassVar[bool] = True
 
@@ -33,22 +30,12 @@ class ATOMOReducer(Reducer):
     def label(self) -> str:
         return f"{self.rank} atoms"
 
-    def serves(self, spec: TensorSpec) -> bool:
-        return self.rank <= min(matrix_shape(spec))
-
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        for spec in specs:
-            check_rank(self.rank, spec)
-        return {}
-
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         own = []
         for view in views:
             g_NM = view.flat().float().view(matrix_shape(view.spec))
-            if view.compensated is not None:
-                view.compensated.copy_(g_NM.reshape(-1))
             own.append(_drawn(g_NM, self.rank, step.seed ^ zlib.crc32(view.spec.name.encode())))
-        message = torch.cat([factor.reshape(-1) for pair in own for factor in pair])
+        message = flattened([factor for pair in own for factor in pair])
         received_WN = message.new_empty(comm.world_size, message.numel())
         yield comm.all_gather(received_WN, message)
         parts = received_WN.split([sum(factor.numel() for factor in pair) for pair in own], dim=1)
@@ -58,7 +45,7 @@ class ATOMOReducer(Reducer):
             for row in part_WN:
                 total += product(row[: rows * self.rank].view(rows, -1), row[rows * self.rank :].view(columns, -1))
             if view.sent is not None:
-                view.sent.copy_(product(*pair).reshape(-1))
+                observe_(view, view.flat(), product(*pair))
             view.write_mean_((total / comm.world_size).reshape(-1), comm.rank)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
@@ -104,10 +91,8 @@ class ATOMO(LowRankCompressor):
 
     Args:
         rank: Atoms that a rank sends. Bytes grow with it, noise falls.
-        min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
         epsilon: Not used.
-        exempt: Parameters that stay dense; see `Compressor`.
-        high_precision: Not used: there is no method of higher precision.
+        min_compression_rate, exempt, high_precision: See `PowerSGD`.
 
     Raises:
         ValueError: A field is out of range; `rank` is larger than every matrix of the model.

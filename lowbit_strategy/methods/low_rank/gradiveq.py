@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
+from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_each
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference.blocks import to_blocks
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, dense_method
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.parameter_selectors import Selector
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.low_rank.low_rank import flattened, shaped_like
+from lowbit_strategy.methods._sparse_base.sparse_reducer import ResidualReducer
+from lowbit_strategy.methods.low_rank.low_rank import keep_error_, observe_
 from lowbit_strategy.methods.low_rank.orthogonal import product
 from lowbit_strategy.options.configuration import configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GradiVeQReducer(Reducer):
+class GradiVeQReducer(ResidualReducer):
     """Fields as in `GradiVeQ`. State: ``residual`` flat, ``basis`` [slice_size, kept], zeros before the first step."""
 
     slice_size: int
@@ -37,43 +38,32 @@ class GradiVeQReducer(Reducer):
     def label(self) -> str:
         return f"{self.kept} of {self.slice_size} principal components"
 
-    @property
-    def residual_gain(self) -> float | None:
-        return 1.0
-
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        return {
-            spec.name: {
-                "basis": torch.zeros(self.slice_size, self.kept, dtype=torch.float32, device=device),
-                "residual": torch.zeros(spec.numel, dtype=torch.float32, device=device),
-            }
-            for spec in specs
-        }
+        state = ResidualReducer.init(self, specs, device)
+        for tensors in state.values():
+            tensors["basis"] = torch.zeros(self.slice_size, self.kept, dtype=torch.float32, device=device)
+        return state
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         views = [view for view in views if view.spec.numel]
+        if not views:
+            return
         sums = [view.flat().float() + state[view.spec.name]["residual"] for view in views]
         slices = [to_blocks(h_N, self.slice_size) for h_N in sums]
         bases = [state[view.spec.name]["basis"] for view in views]
-        if views and (step.index % self.period == 0 or not all(bool(basis.any()) for basis in bases)):
+        if step.index % self.period == 0 or not all(bool(basis.any()) for basis in bases):
             yield from self._learn_(slices, bases, comm, step.index % comm.world_size)
         own = [x @ basis for x, basis in zip(slices, bases, strict=True)]
-        if not own:
-            return
-        totals = shaped_like(own, (yield from sum_ordered(flattened(own), comm)))
+        totals = yield from sum_each(own, comm)
         for view, h_N, basis, coefficients, total in zip(views, sums, bases, own, totals, strict=True):
-            numel, residual = view.spec.numel, state[view.spec.name]["residual"]
+            numel = view.spec.numel
             sent_N = product(coefficients, basis).reshape(-1)[:numel]
-            if view.compensated is not None:
-                view.compensated.copy_(h_N)
-            if view.sent is not None:
-                view.sent.copy_(sent_N)
-            error_N = h_N - sent_N
-            residual.copy_(torch.where(error_N.isfinite(), error_N, residual))
+            observe_(view, h_N, sent_N)
+            keep_error_(state[view.spec.name]["residual"], h_N - sent_N)
             view.write_mean_(product(total / comm.world_size, basis).reshape(-1)[:numel], comm.rank)
 
     def _learn_(
-        self, slices: Sequence[Tensor], bases: Sequence[Tensor], comm: Comm, leader: int
+        self, slices: list[Tensor], bases: list[Tensor], comm: Comm, leader: int
     ) -> Generator[Pending, None, None]:
         """The leader's principal components become everyone's basis."""
         found = bases[0].new_empty(sum(basis.numel() for basis in bases))
@@ -82,10 +72,6 @@ class GradiVeQReducer(Reducer):
         yield comm.broadcast(found, leader)
         for basis, each in zip(bases, shaped_like(bases, found), strict=True):
             basis.copy_(each)
-
-    def rescale_(self, state: ReducerState, factor: float) -> None:
-        for tensors in state.values():
-            tensors["residual"].mul_(factor)
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
         return 2

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, dense_method
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.parameter_selectors import Selector
-from lowbit_strategy.methods._base.reducer import Reducer
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -22,50 +24,54 @@ def matrix_shape(spec: TensorSpec) -> tuple[int, int]:
     return rows, spec.numel // rows if rows else 0
 
 
-def check_rank(rank: int, spec: TensorSpec) -> None:
-    """Raises:
-    ValueError: The parameter is smaller.
-    """
-    rows, columns = matrix_shape(spec)
-    if rank > min(rows, columns):
-        raise ValueError(
-            f"rank {rank} is larger than {spec.name} allows, a matrix of {rows} x {columns}: choose a rank"
-            f" of at most {min(rows, columns)} or exempt it"
-        )
-
-
-def random_q(spec: TensorSpec, rank: int, seed: int) -> Tensor:
-    """float32 [columns, rank] on the CPU: normal, the same on all ranks, different for every parameter."""
-    return _normal(spec, matrix_shape(spec)[1], rank, seed)
-
-
-def random_p(spec: TensorSpec, rank: int, seed: int) -> Tensor:
-    """float32 [rows, rank], likewise."""
-    return _normal(spec, matrix_shape(spec)[0], rank, seed)
-
-
-def _normal(spec: TensorSpec, length: int, rank: int, seed: int) -> Tensor:
+def random_factor(spec: TensorSpec, dim: int, rank: int, seed: int) -> Tensor:
+    """Normal numbers, a parameter's own, the same on all ranks: float32 [rows, rank], or [columns, rank] for dim 1."""
     generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()) ^ seed)
-    return torch.randn(length, rank, generator=generator, dtype=torch.float32)
+    return torch.randn(matrix_shape(spec)[dim], rank, generator=generator, dtype=torch.float32)
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def keep_factor_(factor: Tensor, mean: Tensor) -> None:
+    """The mean becomes the next step's factor; a column that has vanished or is not finite stays what it was."""
+    usable = mean.isfinite().all(0) & (mean != 0).any(0)
+    factor.copy_(torch.where(usable, mean, factor))
 
 
-def shaped_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+def keep_error_(residual_N: Tensor, error: Tensor) -> None:
+    """The error becomes the residual where it is finite."""
+    error_N = error.reshape(-1)
+    residual_N.copy_(torch.where(error_N.isfinite(), error_N, residual_N))
 
 
+def observe_(view: View, compensated: Tensor, sent: Tensor) -> None:
+    """Fill in what monitors asked for. Call before the mean is written, perhaps over the gradient."""
+    if view.compensated is not None:
+        view.compensated.copy_(compensated.reshape(-1))
+    if view.sent is not None:
+        view.sent.copy_(sent.reshape(-1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LowRankReducer(Reducer):
-    """Sends two thin matrices in the place of each parameter. Subclasses are frozen dataclasses with these fields."""
+    """Sends two thin matrices in the place of each parameter."""
 
     rank: int
-    epsilon: float
 
     def serves(self, spec: TensorSpec) -> bool:
         return self.rank <= min(matrix_shape(spec))
+
+    def fresh(self, spec: TensorSpec, device: torch.device) -> StateTensors:
+        """The state of one parameter at the start."""
+        return {}
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        for spec in specs:
+            if not self.serves(spec):
+                rows, columns = matrix_shape(spec)
+                raise ValueError(
+                    f"rank {self.rank} is larger than {spec.name} allows, a matrix of {rows} x {columns}: choose a rank"
+                    f" of at most {min(rows, columns)} or exempt it"
+                )
+        return {spec.name: self.fresh(spec, device) for spec in specs}
 
 
 @configuration
@@ -94,8 +100,8 @@ class LowRankCompressor(Compressor):
     def pays(self, spec: TensorSpec) -> bool:
         """Whether two thin matrices are enough smaller than the parameter."""
         rows, columns = matrix_shape(spec)
-        fits = self.rank <= min(rows, columns)
-        return fits and (rows + columns) * self.rank * self.min_compression_rate < rows * columns
+        is_smaller = (rows + columns) * self.rank * self.min_compression_rate < rows * columns
+        return is_smaller and self.rank <= min(rows, columns)
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
         candidates = [spec for spec in specs if self.exempted(spec) is None]

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
+from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -19,11 +18,11 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.low_rank.low_rank import (
     LowRankCompressor,
     LowRankReducer,
-    check_rank,
-    flattened,
+    keep_error_,
+    keep_factor_,
     matrix_shape,
-    random_q,
-    shaped_like,
+    observe_,
+    random_factor,
 )
 from lowbit_strategy.methods.low_rank.orthogonal import orthogonalize_all, product
 from lowbit_strategy.methods.quantization.dense import Dense
@@ -34,7 +33,6 @@ from lowbit_strategy.options.configuration import configuration
 class PowerSGDReducer(LowRankReducer):
     """Fields as in `PowerSGD`. State: ``residual`` flat, ``q`` [columns, rank]."""
 
-    rank: int
     warm_start: bool
     feedback: bool
     epsilon: float
@@ -50,65 +48,46 @@ class PowerSGDReducer(LowRankReducer):
     def residual_gain(self) -> float | None:
         return 1.0 if self.feedback else None
 
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        state: ReducerState = {}
-        for spec in specs:
-            check_rank(self.rank, spec)
-            state[spec.name] = {"q": random_q(spec, self.rank, seed=0).to(device)}
-            if self.feedback:
-                state[spec.name]["residual"] = torch.zeros(spec.numel, dtype=torch.float32, device=device)
-        return state
+    def fresh(self, spec: TensorSpec, device: torch.device) -> StateTensors:
+        tensors = {"q": random_factor(spec, 1, self.rank, seed=0).to(device)}
+        if self.feedback:
+            tensors["residual"] = torch.zeros(spec.numel, dtype=torch.float32, device=device)
+        return tensors
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         matrices, qs = [], []
         for view in views:
-            tensors = state[view.spec.name]
-            matrices.append(self._matrix(view, tensors))
-            q = tensors["q"] if self.warm_start else random_q(view.spec, self.rank, step.shared_seed).to(view.x.device)
-            qs.append(q)
+            spec, tensors = view.spec, state[view.spec.name]
+            h_N = view.flat().to(torch.float32, copy=True)
+            if self.feedback:
+                h_N += tensors["residual"]
+            matrices.append(h_N.view(matrix_shape(spec)))
+            q = tensors["q"] if self.warm_start else random_factor(spec, 1, self.rank, step.shared_seed)
+            qs.append(q.to(view.x.device))
         qs = orthogonalize_all(qs, self.epsilon)
 
-        ps = [m @ q for m, q in zip(matrices, qs, strict=True)]
-        ps = shaped_like(ps, (yield from sum_ordered(flattened(ps), comm)))
+        ps = yield from sum_each([m @ q for m, q in zip(matrices, qs, strict=True)], comm)
         # Q must not become NaN, which would stay for ever: the matrix is taken to be zero, and the result is NaN.
         bad = [~p.isfinite().all() for p in ps]
         ps = orthogonalize_all([torch.where(b, 0.0, p) for p, b in zip(ps, bad, strict=True)], self.epsilon)
 
         own_qs = [m.T @ p for m, p in zip(matrices, ps, strict=True)]
-        sums = shaped_like(own_qs, (yield from sum_ordered(flattened(own_qs), comm)))
+        sums = yield from sum_each(own_qs, comm)
         for i, view in enumerate(views):
-            mean_q = sums[i] / comm.world_size
+            tensors, mean_q = state[view.spec.name], sums[i] / comm.world_size
             mean = torch.where(bad[i], torch.nan, product(ps[i], mean_q))
-            self._observe_(view, matrices[i], ps[i], own_qs[i])
-            self._update_(state[view.spec.name], matrices[i], mean, mean_q)
+            if view.sent is not None:
+                observe_(view, matrices[i], ps[i] @ own_qs[i].T)
+            keep_factor_(tensors["q"], mean_q)
+            if self.feedback:
+                keep_error_(tensors["residual"], matrices[i] - mean)  # against the common result
             view.write_mean_(mean.reshape(-1), comm.rank)
-
-    def _matrix(self, view: View, tensors: StateTensors) -> Tensor:
-        h = view.flat().to(torch.float32, copy=True)
-        if self.feedback:
-            h += tensors["residual"]
-        return h.view(matrix_shape(view.spec))
-
-    def _observe_(self, view: View, matrix: Tensor, p: Tensor, own_q: Tensor) -> None:
-        if view.compensated is not None:
-            view.compensated.copy_(matrix.reshape(-1))
-        if view.sent is not None:
-            view.sent.copy_((p @ own_q.T).reshape(-1))
-
-    def _update_(self, tensors: StateTensors, matrix: Tensor, mean: Tensor, mean_q: Tensor) -> None:
-        """The error against the common result; a column of Q that has vanished or is not finite stays what it was."""
-        usable = mean_q.isfinite().all(0) & (mean_q != 0).any(0)
-        tensors["q"].copy_(torch.where(usable, mean_q, tensors["q"]))
-        if self.feedback:
-            error = (matrix - mean).reshape(-1)
-            tensors["residual"].copy_(torch.where(error.isfinite(), error, tensors["residual"]))
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
         return 4  # both factors, each summed and gathered
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        rows, columns = matrix_shape(spec)
-        return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in (rows, columns))
+        return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in matrix_shape(spec))
 
 
 @configuration

@@ -17,10 +17,11 @@ from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.sums import Sum
 from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.compact_residual import ResidualDtype, compact
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, Values, value_codec
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, value_codec
 from lowbit_strategy.options.configuration import configuration
 
 _SIGNS = BlockCodec(BlockFormat(bits=1, block_size=64, scale_rule="mean_abs", codebook=(-1.0, 1.0)))
@@ -34,7 +35,7 @@ def expected_per_bin(bin_size: int) -> int:
     return max(1, round(math.log2(bin_size)))
 
 
-def select_in_bins(g: Tensor, gradient: Tensor, bin_size: int, most: int | None = None) -> Tensor:
+def select_in_bins(g: Tensor, gradient: Tensor, bin_size: int, most: int) -> Tensor:
     """Positions where ``|g + gradient|`` reaches the largest ``|g|`` of their bin, int64; none in a bin of zeros.
 
     Args:
@@ -47,19 +48,18 @@ def select_in_bins(g: Tensor, gradient: Tensor, bin_size: int, most: int | None 
     largest = torch.nn.functional.pad(g.abs(), (0, padding)).view(-1, bin_size).amax(1, keepdim=True)
     reach = torch.nn.functional.pad((g + gradient).abs(), (0, padding)).view(-1, bin_size)
     chosen = (reach >= largest) & (largest > 0)
-    if most is not None:
-        full = (chosen.sum(1) > most).nonzero().view(-1)
-        order = reach[full].argsort(dim=1, descending=True, stable=True)[:, :most]
-        chosen[full] = torch.zeros_like(chosen[full]).scatter_(1, order, True)
+    full = (chosen.sum(1) > most).nonzero().view(-1)
+    order = reach[full].argsort(dim=1, descending=True, stable=True)[:, :most]
+    chosen[full] = torch.zeros_like(chosen[full]).scatter_(1, order, True)
     return chosen.view(-1)[: g.numel()].nonzero().view(-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaCompReducer(SparseReducer):
-    """Fields as in `AdaComp`; ``codec`` of the values."""
+    """Fields as in `AdaComp`."""
 
-    codec: Codec
     bin_size: int
+    density: float = 1.0  # not used: the number follows from the gradient
 
     @property
     def label(self) -> str:
@@ -91,8 +91,7 @@ class AdaComp(Compressor):
         bin_size: Elements of a bin in matrices. Larger: fewer are sent.
         conv_bin_size: The same in tensors of three and more dims.
         values: How values travel: ``signs``, or as in `TopK`.
-        residual: See `TopK`.
-        exempt, high_precision: Which parameters; see `Compressor`.
+        residual, exempt, high_precision: See `TopK`.
 
     Raises:
         ValueError: A field is out of range.
@@ -113,21 +112,16 @@ class AdaComp(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        for field in ("bin_size", "conv_bin_size"):
-            size = getattr(self, field)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{field} must be a positive integer, got {size!r}")
+        check_positive("bin_size", self.bin_size)
+        check_positive("conv_bin_size", self.conv_bin_size)
         self._codec()
 
     def conserving(self) -> AdaComp:
         return replace(self, residual="float32")
 
     def _codec(self) -> Codec:
-        if self.values == "signs":
-            return _SIGNS
-        names: Values | Codec = self.values  # type: ignore[assignment]
-        return value_codec(names)
+        return _SIGNS if self.values == "signs" else value_codec(self.values)
 
     def method(self, spec: TensorSpec) -> Reducer:
-        reducer = AdaCompReducer(codec=self._codec(), bin_size=self.conv_bin_size if spec.ndim > 2 else self.bin_size)
-        return compact(reducer, self.residual)
+        bin_size = self.conv_bin_size if spec.ndim > 2 else self.bin_size
+        return compact(AdaCompReducer(codec=self._codec(), bin_size=bin_size), self.residual)

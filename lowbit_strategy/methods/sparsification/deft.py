@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
-from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import num_kept, value_codec
+from lowbit_strategy.methods._sparse_base.sparse_reducer import num_kept
 from lowbit_strategy.options.configuration import configuration
 
 _POSITION_NBYTES = 4
@@ -88,22 +85,12 @@ def _split(wanted: int, norms: Sequence[float], lengths: Sequence[int]) -> list[
     return [max(1, each) for each in kept]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DEFTReducer(CommonPositionsReducer):
     """Fields as in `DEFT`."""
 
-    density: float
-    codec: Codec
+    title: ClassVar[str] = "deft"
     whole_model: ClassVar[bool] = True
-
-    @property
-    def label(self) -> str:
-        return f"deft {self.density:g}"
-
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
-        order = {name: at for at, name in enumerate(state)}  # buckets come in any order
-        views = sorted((view for view in views if view.spec.numel), key=lambda view: order[view.spec.name])
-        yield from CommonPositionsReducer.reduce(self, views, state, comm, step)
+    position_messages: ClassVar[int] = 2
 
     def positions(
         self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
@@ -129,12 +116,8 @@ class DEFTReducer(CommonPositionsReducer):
             taken[piece.rank] += piece.kept
         return [torch.cat(each) for each in found]
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
-        return 2 + CommonPositionsReducer.num_messages(self, specs, world_size, scatter=scatter)
-
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        positions = _POSITION_NBYTES * -(-self.num_kept(spec) // world_size) * (world_size - 1)
-        return positions + CommonPositionsReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
+    def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        return _POSITION_NBYTES * -(-self.num_kept(spec) // world_size) * (world_size - 1)
 
 
 @configuration
@@ -156,8 +139,7 @@ class DEFT(SparseCompressor):
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
         values: See `TopK`; the summing rank's rounding error stays in its residual.
-        residual: See `TopK`.
-        exempt, high_precision: Which parameters; see `Compressor`.
+        residual, exempt, high_precision: See `TopK`.
 
     Raises:
         ValueError: A field is out of range.
@@ -169,5 +151,5 @@ class DEFT(SparseCompressor):
 
     name: ClassVar[str] = "deft"
 
-    def method(self, spec: TensorSpec) -> Reducer:
-        return compact(DEFTReducer(density=self.density, codec=value_codec(self.values)), self.residual)
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        return DEFTReducer(density=self.density, codec=self.codec)

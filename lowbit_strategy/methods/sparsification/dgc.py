@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse.layout import Chosen
@@ -25,33 +25,40 @@ from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec
-from lowbit_strategy.methods._sparse_base.common_positions import WholeReducer
-from lowbit_strategy.methods._sparse_base.compact_residual import compact
+from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
 from lowbit_strategy.methods._sparse_base.sampled_selection import select_by_sample
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
     SparseReducer,
+    add_at_once_,
     check_density,
     conditions,
-    overflowed,
+    in_order,
     pending_sums,
-    value_codec,
     zero_residuals,
 )
 from lowbit_strategy.options.configuration import configuration
 
-_WHOLE = WholeReducer()
+_WHOLE = CommonPositionsReducer(density=1.0, codec=DenseCodec("float32"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DGCReducer(SparseReducer):
-    """Fields as in `DGC`. The residual is the velocity: momentum that has not been sent."""
+    """Fields as in `DGC`. The residual is the velocity: momentum that has not been sent.
 
-    density: float
-    codec: Codec
+    For local clipping all gradients of the model (under FSDP2: of the module) must be there, those of exempt parameters
+    too: they count in the norm, are scaled by it, and are sent whole.
+    """
+
     momentum: float
     nesterov: bool
+    clip_norm: float | None
+    exempt: tuple[Selector, ...]  # in the norm; none without clipping
+
+    @property
+    def whole_model(self) -> bool:  # type: ignore[override]
+        return self.clip_norm is not None
 
     @property
     def label(self) -> str:
@@ -63,7 +70,7 @@ class DGCReducer(SparseReducer):
 
     @property
     def residual_gain(self) -> float | None:
-        return 1.0 if self.momentum == 0.0 else None
+        return 1.0 if self.momentum == 0.0 and self.clip_norm is None else None
 
     def continues(self, earlier: Method) -> bool:
         return isinstance(earlier, DGCReducer) and (earlier.momentum, earlier.nesterov) == (
@@ -79,17 +86,21 @@ class DGCReducer(SparseReducer):
         return state
 
     def rescale_(self, state: ReducerState, factor: float) -> None:
+        Reducer.rescale_(self, state, factor)
         for tensors in state.values():
-            for tensor in tensors.values():
-                tensor.mul_(factor)
+            if self.momentum:
+                tensors["momentum"].mul_(factor)
 
     def is_dense(self, spec: TensorSpec) -> bool:
         """Whether all of a parameter is sent: nothing is masked then, so that momentum goes on as in the optimizer."""
-        return self.density == 1.0
+        return self.density == 1.0 or matching(self.exempt, spec) is not None
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        views = [view for view in views if view.spec.numel]
         if not views:
             return
+        if self.whole_model:
+            views = in_order(views, state)  # of which the norm's sum must not depend
         found, totals = self.accumulate_(views, state, comm)
         sparse, whole = (
             [i for i, view in enumerate(views) if self.is_dense(view.spec) is dense] for dense in (False, True)
@@ -98,7 +109,9 @@ class DGCReducer(SparseReducer):
             picked = [views[i] for i in sparse], [found[i] for i in sparse], [totals[i] for i in sparse]
             yield from self.send(*picked, state, comm, step)
         if whole:
-            yield from _WHOLE.sum_all([views[i] for i in whole], [found[i] for i in whole], state, comm, step)
+            views = [views[i] for i in whole]
+            indices = yield from _WHOLE.positions(views, state, comm, step)
+            yield from _WHOLE.sum_at(indices, views, [found[i] for i in whole], state, comm, step)
 
     def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> tuple[list[Condition], list[Sum]]:
         """Momentum and velocity move on. With momentum a gradient of zeros is one like any other: momentum decays, and
@@ -110,16 +123,17 @@ class DGCReducer(SparseReducer):
         if self.momentum:
             found = [Condition.LIVE if condition is Condition.IDLE else condition for condition in found]
         factor = self.clip_factor(views, found, comm)
-        for view, condition in zip(views, found, strict=True):
-            if condition is Condition.LIVE:
-                self._add_(state[view.spec.name], view.flat(), factor)
-        for i in overflowed(views, state, found):
-            self._undo_(state[views[i].spec.name], views[i].flat(), factor)
-            found[i] = Condition.NONFINITE
+        add_at_once_(views, state, found, partial(self._add_, factor=factor), partial(self._undo_, factor=factor))
         return found, [Sum(state[view.spec.name]["residual"]) for view in views]
 
     def clip_factor(self, views: Sequence[View], found: Sequence[Condition], comm: Comm) -> float:
-        return 1.0
+        if self.clip_norm is None:
+            return 1.0
+        live = [view.flat() for view, condition in zip(views, found, strict=True) if condition is Condition.LIVE]
+        squares = [float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2 for x in live]
+        limit = self.clip_norm / math.sqrt(comm.world_size)
+        norm = math.sqrt(sum(squares))
+        return limit / norm if norm > limit else 1.0
 
     def _add_(self, tensors: StateTensors, gradient: Tensor, factor: float) -> None:
         velocity = tensors["residual"]
@@ -164,36 +178,6 @@ class DGCReducer(SparseReducer):
         if self.is_dense(spec):
             return _WHOLE.wire_nbytes(spec, world_size, scatter=scatter)
         return SparseReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClippedDGCReducer(DGCReducer):
-    """DGC with local clipping, for which all gradients of the model (under FSDP2: of the module) must be there.
-
-    Exempt parameters belong to it too: they count in the norm, are scaled by it, and are sent whole.
-    """
-
-    clip_norm: float
-    exempt: tuple[Selector, ...] = ()
-    whole_model: ClassVar[bool] = True
-
-    @property
-    def residual_gain(self) -> float | None:
-        return None
-
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
-        order = {name: i for i, name in enumerate(state)}  # buckets come in any order, sums of norms must not
-        return DGCReducer.reduce(self, sorted(views, key=lambda view: order[view.spec.name]), state, comm, step)
-
-    def is_dense(self, spec: TensorSpec) -> bool:
-        return self.density == 1.0 or matching(self.exempt, spec) is not None
-
-    def clip_factor(self, views: Sequence[View], found: Sequence[Condition], comm: Comm) -> float:
-        live = [view.flat() for view, condition in zip(views, found, strict=True) if condition is Condition.LIVE]
-        squares = [float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2 for x in live]
-        limit = self.clip_norm / math.sqrt(comm.world_size)
-        norm = math.sqrt(sum(squares))
-        return limit / norm if norm > limit else 1.0
 
 
 @configuration
@@ -252,7 +236,7 @@ class DGC(SparseCompressor):
             raise ValueError("nesterov=True needs momentum above 0")
         if self.clip_norm is not None and not self.clip_norm > 0.0:
             raise ValueError(f"clip_norm must be positive or None, got {self.clip_norm!r}")
-        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+        if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be an integer, 0 for none, got {self.warmup_steps!r}")
         for density in self.warmup_densities:
             check_density(density, "warmup_densities")
@@ -270,20 +254,15 @@ class DGC(SparseCompressor):
     def momenta(self) -> frozenset[float]:
         return frozenset({self.momentum})
 
-    def method(self, spec: TensorSpec) -> Reducer:
-        reducer = DGCReducer(
-            density=self.density, codec=value_codec(self.values), momentum=self.momentum, nesterov=self.nesterov
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        return DGCReducer(
+            density=self.density,
+            codec=self.codec,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            clip_norm=self.clip_norm,
+            exempt=() if self.clip_norm is None else self.exempt,
         )
-        if self.clip_norm is not None:
-            reducer = ClippedDGCReducer(
-                density=self.density,
-                codec=reducer.codec,
-                momentum=self.momentum,
-                nesterov=self.nesterov,
-                clip_norm=self.clip_norm,
-                exempt=self.exempt,
-            )
-        return compact(reducer, self.residual)
 
     def exempted(self, spec: TensorSpec) -> Assignment | None:
         assignment = SparseCompressor.exempted(self, spec)

@@ -6,10 +6,8 @@ from typing import ClassVar
 
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.exclusive_partitions import ExclusiveReducer
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import value_codec
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -38,8 +36,7 @@ class ExDyna(SparseCompressor):
     Args:
         density: Share of the model's elements that is sent, in (0, 1].
         values: See `TopK`; the owner's rounding error stays in the owner's residual.
-        residual: See `TopK`.
-        exempt, high_precision: Which parameters; see `Compressor`.
+        residual, exempt, high_precision: See `TopK`.
 
     Raises:
         ValueError: A field is out of range.
@@ -51,6 +48,5 @@ class ExDyna(SparseCompressor):
 
     name: ClassVar[str] = "exdyna"
 
-    def method(self, spec: TensorSpec) -> Reducer:
-        reducer = ExclusiveReducer(density=self.density, codec=value_codec(self.values), adjust=True)
-        return compact(reducer, self.residual)
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        return ExclusiveReducer(density=self.density, codec=self.codec, adjust=True)

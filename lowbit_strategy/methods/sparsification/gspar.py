@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
@@ -20,22 +18,15 @@ from lowbit_strategy.methods._base.chances import chances
 from lowbit_strategy.methods._base.reducer import ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, value_codec, zero_residuals
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, zero_residuals
 from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class GSparReducer(SparseReducer):
     """Fields as in `GSpar`. What a sparse method keeps is there for the length of a step."""
 
-    density: float
-    codec: Codec
-
+    title: ClassVar[str] = "unbiased"
     temporary_nbytes: ClassVar[float] = 3.7
-
-    @property
-    def label(self) -> str:
-        return f"unbiased {self.density:g}"
 
     @property
     def residual_gain(self) -> float | None:
@@ -88,5 +79,7 @@ class GSpar(SparseCompressor):
 
     density: float = 0.1
 
-    def method(self, spec: TensorSpec) -> GSparReducer:
-        return GSparReducer(density=self.density, codec=value_codec(self.values))
+    def reducer(self, spec: TensorSpec) -> GSparReducer:
+        return GSparReducer(density=self.density, codec=self.codec)
+
+    method = reducer  # there is no residual to be kept otherwise

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse.layout import (
-    COUNT_NBYTES,
-    Chosen,
-    SparseLayout,
-    counts_nbytes,
-    entries_nbytes,
-    sparse_layout,
-)
+from lowbit_strategy.collectives.sparse.layout import Chosen, SparseLayout, counts_nbytes, entries_nbytes
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from lowbit_strategy.methods._sparse_base.sparse_reducer import (
     Condition,
-    ResidualReducer,
+    DensityReducer,
     accumulate_,
-    leading_entries,
-    num_kept,
+    filler,
+    layout_of,
     observe_,
-    value_codec,
 )
 from lowbit_strategy.options.configuration import configuration
 
@@ -50,16 +39,10 @@ def merge(a: Chosen, b: Chosen, k: int) -> tuple[Chosen, Chosen]:
     return Chosen(indices[kept], values[kept]), Chosen(indices[dropped], values[dropped])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GTopKReducer(ResidualReducer):
+class GTopKReducer(DensityReducer):
     """Fields as in `GTopK`."""
 
-    density: float
-    codec: Codec
-
-    @property
-    def label(self) -> str:
-        return f"global top-k {self.density:g}"
+    title: ClassVar[str] = "global top-k"
 
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         if not views:
@@ -68,18 +51,12 @@ class GTopKReducer(ResidualReducer):
         residuals = [state[view.spec.name]["residual"] for view in views]
         own = []
         for view, condition, residual in zip(views, found, residuals, strict=True):
-            k = num_kept(self.density, view.spec.numel)
-            if condition is Condition.LIVE:
-                own.append(Chosen(*top_k(residual, k)))
-            else:
-                own.append(leading_entries(k, torch.nan if condition is Condition.NONFINITE else 0.0, residual.device))
+            k, is_live = self.num_kept(view.spec), condition is Condition.LIVE
+            own.append(Chosen(*top_k(residual, k)) if is_live else filler(k, condition, residual.device))
             observe_(view, residual, condition, own[-1], own[-1].values)  # rounding comes later and is put back
-            if condition is Condition.LIVE:
+            if is_live:
                 residual.index_fill_(0, own[-1].indices, 0.0)
-        names, cuts = tuple(view.spec.name for view in views), tuple(view.cut for view in views)
-        layout = sparse_layout(names, cuts, comm.world_size, views[0].x.device, scatter=False)
-        tree = _Tree(layout, self.codec, comm, step.seed)
-        result, dropped = yield from tree.merge(own)
+        result, dropped = yield from self._merged(own, layout_of(views, comm, scatter=False), comm, step.seed)
         for i, view in enumerate(views):
             final = torch.zeros(view.spec.numel, dtype=torch.bool, device=view.x.device)
             final[result[i].indices] = True
@@ -91,11 +68,61 @@ class GTopKReducer(ResidualReducer):
             mean.index_copy_(0, result[i].indices, result[i].values * (1.0 / comm.world_size))
             view.write_mean_(mean, comm.rank)
 
+    def _merged(
+        self, own: Sequence[Chosen], layout: SparseLayout, comm: Comm, seed: int
+    ) -> Generator[Pending, None, tuple[list[Chosen], list[list[Chosen]]]]:
+        """The common result, and what this rank dropped in merges or lost by rounding, for each parameter.
+
+        A binary tree of merges with rank 0 at its root. All messages have the same size.
+        """
+        current = list(own)
+        dropped: list[list[Chosen]] = [[] for _ in own]
+        counts = [part.indices.numel() for part in own]
+        nbytes = layout.table_nbytes + layout.nbytes(counts, self.codec)
+        stride = 1
+        while stride < comm.world_size:
+            place = comm.rank % (2 * stride)
+            sends, receives = place == stride, place == 0 and comm.rank + stride < comm.world_size
+            to, source = [0] * comm.world_size, [0] * comm.world_size
+            message = torch.empty(0, dtype=torch.uint8, device=layout.device)
+            if sends:
+                to[comm.rank - stride] = nbytes
+                message = self._pack(current, dropped, layout, seed)
+            if receives:
+                source[comm.rank + stride] = nbytes
+            received = torch.empty(sum(source), dtype=torch.uint8, device=layout.device)
+            yield comm.all_to_all_uneven(received, message, source, to)
+            if receives:
+                for i, other in enumerate(self._unpack(received, counts, layout)):
+                    current[i], rest = merge(current[i], other, counts[i])
+                    dropped[i].append(rest)
+            stride *= 2
+        result = torch.empty(nbytes, dtype=torch.uint8, device=layout.device)
+        if comm.rank == 0:
+            result = self._pack(current, dropped, layout, seed)
+        yield comm.broadcast(result, 0)
+        return self._unpack(result, counts, layout), dropped
+
+    def _pack(self, chosen: Sequence[Chosen], dropped: list[list[Chosen]], layout: SparseLayout, seed: int) -> Tensor:
+        """The message; what its rounding loses is added to `dropped`."""
+        message = layout.pack(chosen, self.codec, seed=seed)
+        if self.codec != DenseCodec("float32"):
+            for part, sent, lost in zip(chosen, message.sent, dropped, strict=True):
+                lost.append(Chosen(part.indices, part.values - sent.values))
+        return message.whole
+
+    def _unpack(self, message: Tensor, counts: Sequence[int], layout: SparseLayout) -> list[Chosen]:
+        counts_SK, (wire,) = layout.opened(message[None])
+        (sizes_V,) = layout.sizes(counts_SK)
+        if list(sizes_V) != list(counts):
+            raise RuntimeError(f"a partner sent {sizes_V} entries where all ranks send {list(counts)}")
+        return layout.unpack(counts_SK[0], sizes_V, wire, self.codec)
+
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
         return (world_size - 1).bit_length() + 1  # rounds of merges, and the broadcast
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        message = counts_nbytes(spec.numel) + entries_nbytes(num_kept(self.density, spec.numel), self.codec)
+        message = counts_nbytes(spec.numel) + entries_nbytes(self.num_kept(spec), self.codec)
         return 2 * message * (world_size - 1) // world_size  # the mean over ranks: the first sends the most
 
 
@@ -103,62 +130,6 @@ def _put_back_(residual: Tensor, part: Chosen, where: Tensor) -> None:
     """Add finite entries at the positions of a mask."""
     here = where[part.indices] & part.values.isfinite()
     residual.index_add_(0, part.indices[here], part.values[here])
-
-
-class _Tree:
-    """A binary tree of merges with rank 0 at its root. All messages have the same size."""
-
-    def __init__(self, layout: SparseLayout, codec: Codec, comm: Comm, seed: int) -> None:
-        self.layout = layout
-        self.codec = codec
-        self.comm = comm
-        self.seed = seed
-
-    def merge(self, own: Sequence[Chosen]) -> Generator[Pending, None, tuple[list[Chosen], list[list[Chosen]]]]:
-        """The common result, and what this rank dropped in merges or lost by rounding, for each parameter."""
-        comm, device = self.comm, self.layout.device
-        current = list(own)
-        dropped: list[list[Chosen]] = [[] for _ in own]
-        counts = [part.indices.numel() for part in own]
-        nbytes = COUNT_NBYTES * self.layout.num_blocks + self.layout.nbytes(counts, self.codec)
-        stride = 1
-        while stride < comm.world_size:
-            place = comm.rank % (2 * stride)
-            sends, receives = place == stride, place == 0 and comm.rank + stride < comm.world_size
-            to, source = [0] * comm.world_size, [0] * comm.world_size
-            message = torch.empty(0, dtype=torch.uint8, device=device)
-            if sends:
-                to[comm.rank - stride] = nbytes
-                message = self._pack(current, dropped)
-            if receives:
-                source[comm.rank + stride] = nbytes
-            received = torch.empty(sum(source), dtype=torch.uint8, device=device)
-            yield comm.all_to_all_uneven(received, message, source, to)
-            if receives:
-                for i, other in enumerate(self._unpack(received, counts)):
-                    current[i], rest = merge(current[i], other, counts[i])
-                    dropped[i].append(rest)
-            stride *= 2
-        is_root = comm.rank == 0
-        result = self._pack(current, dropped) if is_root else torch.empty(nbytes, dtype=torch.uint8, device=device)
-        yield comm.broadcast(result, 0)
-        return self._unpack(result, counts), dropped
-
-    def _pack(self, chosen: Sequence[Chosen], dropped: list[list[Chosen]]) -> Tensor:
-        """The message; what its rounding loses is added to `dropped`."""
-        message = self.layout.pack(chosen, self.codec, seed=self.seed)
-        if self.codec != DenseCodec("float32"):
-            for part, sent, lost in zip(chosen, message.sent, dropped, strict=True):
-                lost.append(Chosen(part.indices, part.values - sent.values))
-        return torch.cat([message.counts_DK[0].view(torch.uint8), message.wires[0]])
-
-    def _unpack(self, message: Tensor, counts: Sequence[int]) -> list[Chosen]:
-        table = COUNT_NBYTES * self.layout.num_blocks
-        counts_K = message[:table].clone().view(torch.int32)
-        sizes_V = self.layout.sizes(counts_K[None])[0]
-        if list(sizes_V) != list(counts):
-            raise RuntimeError(f"a partner sent {sizes_V} entries where all ranks send {list(counts)}")
-        return self.layout.unpack(counts_K, sizes_V, message[table:], self.codec)
 
 
 @configuration
@@ -179,8 +150,7 @@ class GTopK(SparseCompressor):
     Args:
         density: Share of each parameter's elements in the result, in (0, 1].
         values: See `TopK`; each rank's rounding error goes to its residual.
-        residual: See `TopK`.
-        exempt, high_precision: Which parameters; see `Compressor`.
+        residual, exempt, high_precision: See `TopK`.
 
     Raises:
         ValueError: A field is out of range.
@@ -192,6 +162,5 @@ class GTopK(SparseCompressor):
 
     name: ClassVar[str] = "gtopk"
 
-    def method(self, spec: TensorSpec) -> Reducer:
-        reducer = GTopKReducer(density=self.density, codec=value_codec(self.values))
-        return compact(reducer, self.residual)
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        return GTopKReducer(density=self.density, codec=self.codec)

@@ -6,10 +6,8 @@ from typing import ClassVar
 
 from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.exclusive_partitions import ExclusiveReducer
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import value_codec
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -18,10 +16,7 @@ class MiCRO(SparseCompressor):
     """As `ExDyna`, but partitions keep their size: simpler, and uneven where large gradients lie together.
 
     Args:
-        density: Share of the model's elements that is sent, in (0, 1].
-        values: See `TopK`; the owner's rounding error stays in the owner's residual.
-        residual: See `TopK`.
-        exempt, high_precision: Which parameters; see `Compressor`.
+        density, values, residual, exempt, high_precision: See `ExDyna`.
 
     Raises:
         ValueError: A field is out of range.
@@ -33,6 +28,5 @@ class MiCRO(SparseCompressor):
 
     name: ClassVar[str] = "micro"
 
-    def method(self, spec: TensorSpec) -> Reducer:
-        reducer = ExclusiveReducer(density=self.density, codec=value_codec(self.values), adjust=False)
-        return compact(reducer, self.residual)
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        return ExclusiveReducer(density=self.density, codec=self.codec, adjust=False)

@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
 from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
@@ -19,14 +18,8 @@ from lowbit_strategy.kernels.reference.select import sample_positions
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
-from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    Condition,
-    accumulate_,
-    conditions,
-    value_codec,
-)
+from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, accumulate_, conditions
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -34,8 +27,6 @@ from lowbit_strategy.options.configuration import configuration
 class RandomKReducer(CommonPositionsReducer):
     """Fields as in `RandomK`."""
 
-    density: float
-    codec: Codec
     scale: bool
 
     @property
@@ -90,8 +81,7 @@ class RandomK(SparseCompressor):
         values: See `TopK`; the summing rank's rounding error stays in its residual. With `scale` there is none, and
             what the codec loses is lost.
         scale: Send ``g / chance`` instead, without residual: unbiased, with n / k times the variance.
-        residual: See `TopK`.
-        exempt, high_precision: Which parameters; see `Compressor`.
+        residual, exempt, high_precision: See `TopK`.
 
     Raises:
         ValueError: A field is out of range.
@@ -104,6 +94,5 @@ class RandomK(SparseCompressor):
 
     scale: bool = False
 
-    def method(self, spec: TensorSpec) -> Reducer:
-        reducer = RandomKReducer(density=self.density, codec=value_codec(self.values), scale=self.scale)
-        return compact(reducer, self.residual)
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        return RandomKReducer(density=self.density, codec=self.codec, scale=self.scale)

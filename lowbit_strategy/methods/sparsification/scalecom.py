@@ -9,25 +9,16 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.sparse.layout import (
-    COUNT_NBYTES,
-    POSITION_NBYTES,
-    Chosen,
-    counts_nbytes,
-    sparse_layout,
-)
+from lowbit_strategy.collectives.sparse.layout import POSITION_NBYTES, Chosen, counts_nbytes
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
-from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import value_codec
+from lowbit_strategy.methods._sparse_base.sparse_reducer import layout_of
 from lowbit_strategy.options.configuration import configuration
 
 Selection = Literal["exact", "chunk"]
@@ -43,14 +34,11 @@ def largest_of_chunks(x: Tensor, chunk: int) -> Tensor:
 class ScaleComReducer(CommonPositionsReducer):
     """Fields as in `ScaleCom`. With ``beta < 1`` the residual holds ``beta`` of what has not been sent."""
 
-    density: float
-    codec: Codec
     beta: float
     selection: Selection
 
-    @property
-    def label(self) -> str:
-        return f"scalecom {self.density:g}"
+    title: ClassVar[str] = "scalecom"
+    position_messages: ClassVar[int] = 1
 
     @property
     def residual_gain(self) -> float | None:
@@ -74,29 +62,18 @@ class ScaleComReducer(CommonPositionsReducer):
         self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
         leader = step.index % comm.world_size
-        names, cuts = tuple(view.spec.name for view in views), tuple(view.cut for view in views)
-        layout = sparse_layout(names, cuts, comm.world_size, views[0].x.device, scatter=False)
+        layout = layout_of(views, comm, scatter=False)
         count = sum(self.num_kept(view.spec) for view in views)
-        message = torch.empty(
-            COUNT_NBYTES * layout.num_blocks + POSITION_NBYTES * count, dtype=torch.uint8, device=layout.device
-        )
+        message = torch.empty(layout.table_nbytes + POSITION_NBYTES * count, dtype=torch.uint8, device=layout.device)
         if comm.rank == leader:
-            chosen = [self._choose(state[view.spec.name], view.spec) for view in views]
-            packed = layout.pack(
-                [Chosen(c, torch.empty(c.numel(), dtype=torch.float32, device=c.device)) for c in chosen],
-                _POSITIONS,
-                seed=0,
-            )
-            message.copy_(
-                torch.cat([packed.counts_DK[0].view(torch.uint8), packed.wires[0][: POSITION_NBYTES * count]])
-            )
+            located = layout.locate([self._choose(state[view.spec.name], view.spec) for view in views])
+            message = torch.cat([located.counts_DK[0].view(torch.uint8), located.positions])
         yield comm.broadcast(message, leader)
-        table = COUNT_NBYTES * layout.num_blocks
-        counts_K = message[:table].clone().view(torch.int32)
-        sizes_V = layout.sizes(counts_K[None])[0]
+        counts_SK, (wire,) = layout.opened(message[None])
+        (sizes_V,) = layout.sizes(counts_SK)
         if sum(sizes_V) != count:
             raise RuntimeError(f"rank {leader} announces {sum(sizes_V)} positions where all ranks send {count}")
-        return layout.positions(counts_K, sizes_V, message[table:])
+        return layout.positions(counts_SK[0], sizes_V, wire)
 
     def keep_(self, view: View, tensors: StateTensors, chosen: Chosen, sent: Tensor) -> None:
         if self.beta == 1.0:
@@ -107,16 +84,9 @@ class ScaleComReducer(CommonPositionsReducer):
         tensors["residual"].index_copy_(0, chosen.indices, left)
         tensors["residual"].add_(view.flat(), alpha=self.beta - 1.0)
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
-        return 1 + CommonPositionsReducer.num_messages(self, specs, world_size, scatter=scatter)
-
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        count = self.num_kept(spec)
-        broadcast = (counts_nbytes(spec.numel) + POSITION_NBYTES * count) * (world_size - 1) // world_size
-        return broadcast + CommonPositionsReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
-
-
-_POSITIONS = DenseCodec("bfloat16")  # only the positions of what it packs are used
+    def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        message = counts_nbytes(spec.numel) + POSITION_NBYTES * self.num_kept(spec)
+        return message * (world_size - 1) // world_size
 
 
 @configuration
@@ -138,8 +108,7 @@ class ScaleCom(SparseCompressor):
         beta: The low-pass filter has it, in (0, 1]: 1 is plain error feedback; 0.1 to 0.3 for large learning rates,
             where the ranks' residuals otherwise drift apart.
         selection: ``exact``: the k largest; ``chunk``: the largest of every ``1 / density`` neighbours, in one pass.
-        residual: See `TopK`.
-        exempt, high_precision: Which parameters; see `Compressor`.
+        residual, exempt, high_precision: See `TopK`.
 
     Raises:
         ValueError: A field is out of range.
@@ -158,11 +127,6 @@ class ScaleCom(SparseCompressor):
         SparseCompressor.__post_init__(self)
         if not 0.0 < self.beta <= 1.0:
             raise ValueError(f"beta must be in (0, 1], got {self.beta!r}")
-        if self.selection not in ("exact", "chunk"):
-            raise ValueError(f"selection must be 'exact' or 'chunk', got {self.selection!r}")
 
-    def method(self, spec: TensorSpec) -> Reducer:
-        reducer = ScaleComReducer(
-            density=self.density, codec=value_codec(self.values), beta=self.beta, selection=self.selection
-        )
-        return compact(reducer, self.residual)
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        return ScaleComReducer(density=self.density, codec=self.codec, beta=self.beta, selection=self.selection)

@@ -10,29 +10,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.sparse.layout import Chosen
 from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.select import largest_threshold
+from lowbit_strategy.kernels.select import TINY, largest_threshold
 from lowbit_strategy.kernels.sums import Sum, top_k
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.fitted_thresholds import (
-    DISTRIBUTIONS,
     Distribution,
     default_stages,
     fitted_threshold,
     most_stages,
 )
+from lowbit_strategy.methods._sparse_base.sampled_selection import largest_of
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    SparseReducer,
-    nonzero,
-    value_codec,
-    zero_residuals,
-)
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, nonzero, zero_residuals
 from lowbit_strategy.options.configuration import configuration
 
 _SAMPLE_NUMEL = 1 << 14
@@ -42,15 +35,12 @@ _LARGE = 1e9  # for infinity: no state may hold one
 _TOLERANCE = 1.2
 _MOST = 1.3  # times the wanted count, whatever the gradient: of more the largest are sent
 _REACH = 2.0  # the fit may be off by this factor; beyond it the sample's own quantile takes over
-_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SIDCoReducer(SparseReducer):
     """Fields as in `SIDCo`."""
 
-    density: float
-    codec: Codec
     distribution: Distribution
 
     @property
@@ -81,26 +71,22 @@ class SIDCoReducer(SparseReducer):
         if not math.isfinite(float(sample.max())):
             total.formed()  # raises: there is nothing to be learned from an overflow
         indices, values = total.above(self._threshold(sample, tensors), expected=wanted)
-        if indices.numel() > (most := math.floor(_MOST * wanted)):
-            kept, values = top_k(Sum(values), most)
-            indices = indices.index_select(0, kept)
-        return Chosen(indices.long(), values)
+        return largest_of(indices, values, math.floor(_MOST * wanted))
 
     def _threshold(self, sample: Tensor, tensors: StateTensors) -> float:
         """From the fit, but between the sample's quantiles of twice and half the density."""
-        nonzero_n = (
-            sample if float(sample.min()) > 0 else sample[sample > 0]
-        )  # rows that a step did not touch would distort the fit of the others
+        # Rows that a step did not touch would distort the fit of the others.
+        nonzero_n = sample if float(sample.min()) > 0 else sample[sample > 0]
         n = nonzero_n.numel()
         share = self.density * sample.numel() / max(n, 1)
         if n == 0 or share >= 1.0:
-            return _TINY  # from the smallest number on: zeros are never sent
+            return TINY  # from the smallest number on: zeros are never sent
         fitted = fitted_threshold(nonzero_n, share, int(tensors["stages"]), self.distribution)
         tail = top_k(Sum(nonzero_n), min(n, max(1, round(_REACH * share * n))))[1]
         least, most = float(tail.min()), largest_threshold(tail, round(share * n / _REACH))
         reached = int((nonzero_n >= fitted).sum())
         self._learn_(tensors, reached / (share * n))
-        return max(_TINY, min(max(fitted, least), most))
+        return max(TINY, min(max(fitted, least), most))
 
     def _learn_(self, tensors: StateTensors, ratio: float) -> None:
         """One stage more or fewer where the fit's counts of the last steps were off on average.
@@ -151,8 +137,7 @@ class SIDCo(SparseCompressor):
         values: How values travel, as in `TopK`.
         distribution: ``pareto``: counts were nearest to the target in tests, whatever the true distribution;
             ``gamma`` (then Pareto): as near, the slowest fit; ``exponential``: the fastest, off by up to a fifth.
-        residual: See `TopK`.
-        exempt, high_precision: Which parameters; see `Compressor`.
+        residual, exempt, high_precision: See `TopK`.
 
     Raises:
         ValueError: A field is out of range.
@@ -166,11 +151,5 @@ class SIDCo(SparseCompressor):
 
     distribution: Distribution = "pareto"
 
-    def __post_init__(self) -> None:
-        SparseCompressor.__post_init__(self)
-        if self.distribution not in DISTRIBUTIONS:
-            raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {self.distribution!r}")
-
-    def method(self, spec: TensorSpec) -> Reducer:
-        reducer = SIDCoReducer(density=self.density, codec=value_codec(self.values), distribution=self.distribution)
-        return compact(reducer, self.residual)
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        return SIDCoReducer(density=self.density, codec=self.codec, distribution=self.distribution)

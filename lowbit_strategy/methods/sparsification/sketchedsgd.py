@@ -10,9 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_ordered
+from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference.rng import dither, hash32, stream_key
 from lowbit_strategy.kernels.select import top_k
@@ -20,9 +19,7 @@ from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
-from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import value_codec
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -68,16 +65,12 @@ class CountSketch:
 class SketchReducer(CommonPositionsReducer):
     """Fields as in `SketchedSGD`."""
 
-    density: float
-    codec: Codec
     rows: int
     columns_per_entry: int
 
+    title: ClassVar[str] = "sketched"
+    position_messages: ClassVar[int] = 2
     temporary_nbytes: ClassVar[float] = 62.0
-
-    @property
-    def label(self) -> str:
-        return f"sketched {self.density:g}"
 
     def _columns(self, spec: TensorSpec) -> int:
         return self.columns_per_entry * self.num_kept(spec)
@@ -85,32 +78,19 @@ class SketchReducer(CommonPositionsReducer):
     def positions(
         self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext
     ) -> Generator[Pending, None, list[Tensor]]:
-        live = [view for view in views if view.spec.numel]
         sketches, tables = [], []
-        for view in live:
+        for view in views:
             seed = step.shared_seed ^ zlib.crc32(view.spec.name.encode())
-            sketch = CountSketch(view.spec.numel, self.rows, self._columns(view.spec), seed, view.x.device)
-            h_N = state[view.spec.name]["residual"]
-            sketches.append(sketch)
-            tables.append(sketch.of(h_N))
-        totals: list[Tensor] = []
-        if live:
-            flat = torch.cat([table.reshape(-1) for table in tables])
-            parts = (yield from sum_ordered(flat, comm)).split([table.numel() for table in tables])
-            totals = [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
-        found = {
-            view.spec.name: top_k(sketch.estimate(total).nan_to_num_(), self.num_kept(view.spec))[0].long()
-            for view, sketch, total in zip(live, sketches, totals, strict=True)
-        }
-        none = torch.empty(0, dtype=torch.int64, device=views[0].x.device)
-        return [found.get(view.spec.name, none) for view in views]
+            sketches.append(CountSketch(view.spec.numel, self.rows, self._columns(view.spec), seed, view.x.device))
+            tables.append(sketches[-1].of(state[view.spec.name]["residual"]))
+        totals = yield from sum_each(tables, comm)
+        return [
+            top_k(sketch.estimate(total).nan_to_num_(), self.num_kept(view.spec))[0].long()
+            for view, sketch, total in zip(views, sketches, totals, strict=True)
+        ]
 
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
-        return 2 + CommonPositionsReducer.num_messages(self, specs, world_size, scatter=scatter)
-
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        table = ordered_nbytes(self.rows * self._columns(spec), 4, world_size) if spec.numel else 0
-        return table + CommonPositionsReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
+    def positions_nbytes(self, spec: TensorSpec, world_size: int) -> int:
+        return ordered_nbytes(self.rows * self._columns(spec), 4, world_size) if spec.numel else 0
 
 
 @configuration
@@ -132,8 +112,7 @@ class SketchedSGD(SparseCompressor):
         values: See `TopK`; the summing rank's rounding error stays in its residual.
         rows: Of the sketch. More: fewer small elements are taken for large ones.
         columns_per_entry: Columns per element that is to be found. More: likewise.
-        residual: See `TopK`.
-        exempt, high_precision: Which parameters; see `Compressor`.
+        residual, exempt, high_precision: See `TopK`.
 
     Raises:
         ValueError: A field is out of range.
@@ -153,11 +132,7 @@ class SketchedSGD(SparseCompressor):
         check_positive("rows", self.rows)
         check_positive("columns_per_entry", self.columns_per_entry)
 
-    def method(self, spec: TensorSpec) -> Reducer:
-        reducer = SketchReducer(
-            density=self.density,
-            codec=value_codec(self.values),
-            rows=self.rows,
-            columns_per_entry=self.columns_per_entry,
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        return SketchReducer(
+            density=self.density, codec=self.codec, rows=self.rows, columns_per_entry=self.columns_per_entry
         )
-        return compact(reducer, self.residual)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lowbit_strategy.codecs.base import Codec
@@ -16,25 +15,17 @@ from lowbit_strategy.kernels.sums import Sum, top_k
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.gathered import GatheredReducer
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.reducer import View
+from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec, FeedbackReducer
-from lowbit_strategy.methods._sparse_base.compact_residual import compact
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
-from lowbit_strategy.methods._sparse_base.sparse_reducer import (
-    SparseReducer,
-    check_density,
-    value_codec,
-)
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, check_density
 from lowbit_strategy.options.configuration import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TopKReducer(SparseReducer):
     """Exact top-k of each parameter. Fields as in `TopK`."""
 
-    density: float
-    codec: Codec
     same_counts: ClassVar[bool] = True
 
     @property
@@ -120,7 +111,7 @@ class TopK(SparseCompressor):
         if self.cosines is not None and self.selection != "chunk":
             raise ValueError(f"cosines need selection='chunk', got selection={self.selection!r}")
         if self.cosines is not None:
-            self._codec(self.density)  # checks the size
+            self._chunks(self.density)  # checks the size
         if self.gather and self.selection == "exact":
             raise ValueError("gather=True needs selection='chunk' or 'group': the exact selection gathers anyway")
         if self.gather and self.return_density is not None:
@@ -138,20 +129,22 @@ class TopK(SparseCompressor):
         if self.decay < 1.0 and self.selection == "exact":
             raise ValueError("decay needs selection='chunk' or 'group': the exact selection keeps all of its residual")
 
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        return TopKReducer(density=self.density, codec=self.codec)
+
     def method(self, spec: TensorSpec) -> Method:
         if self.selection == "exact":
-            return compact(TopKReducer(density=self.density, codec=value_codec(self.values)), self.residual)
+            return SparseCompressor.method(self, spec)
         if self.gather:
-            return FeedbackReducer(inner=GatheredReducer(codec=self._codec(self.density)), decay=self.decay)
+            return FeedbackReducer(inner=GatheredReducer(codec=self._chunks(self.density)), decay=self.decay)
         return CodecPair(*(self._feedback(d) for d in (self.density, self.return_density or self.density)))
 
     def _feedback(self, density: float) -> FeedbackCodec:
         residual: Literal["float32", "int8"] = "int8" if self.residual == "int8" else "float32"
-        return FeedbackCodec(codec=self._codec(density), residual=residual, decay=self.decay)
+        return FeedbackCodec(codec=self._chunks(density), residual=residual, decay=self.decay)
 
-    def _codec(self, density: float) -> Codec:
-        values = value_codec(self.values)
+    def _chunks(self, density: float) -> Codec:
         if self.selection == "group":
-            return GroupTop(round(1 / density), values)
-        codec = ChunkTopK(density, values)
+            return GroupTop(round(1 / density), self.codec)
+        codec = ChunkTopK(density, self.codec)
         return codec if self.cosines is None else RotatedCodec(codec, self.cosines, "cosine")

@@ -50,6 +50,7 @@ class EF21(Wrapper):
     """
 
     name: ClassVar[str] = "ef21"
+    approaches_mean: ClassVar[bool] = True
 
     compressor: Compressor = field(default_factory=EFSignSGD)
     momentum: float = 0.0
@@ -58,10 +59,6 @@ class EF21(Wrapper):
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
         Wrapper.__post_init__(self)
-
-    @property
-    def approaches_mean(self) -> bool:  # type: ignore[override]
-        return True
 
     def wrap(self, method: Method) -> Method:
         wrapped = Wrapper.wrap(self, method)

@@ -50,6 +50,7 @@ class ErrorFeedback(Wrapper):
     """
 
     name: ClassVar[str] = "errorfeedback"
+    approaches_mean: ClassVar[bool] = True
 
     compressor: Compressor = field(default_factory=lambda: QSGD(bits=3))
     decay: float = 1.0
@@ -58,10 +59,6 @@ class ErrorFeedback(Wrapper):
     def __post_init__(self) -> None:
         check_decay(self.decay)
         Wrapper.__post_init__(self)
-
-    @property
-    def approaches_mean(self) -> bool:  # type: ignore[override]
-        return True
 
     def conserving(self) -> ErrorFeedback:
         return replace(self, compressor=self.compressor.conserving(), decay=1.0, residual="float32")

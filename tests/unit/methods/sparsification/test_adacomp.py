@@ -17,14 +17,14 @@ def test_the_choice_is_that_of_a_loop(numel: int, bin_size: int) -> None:
     for start in range(0, numel, bin_size):
         largest = g[start : start + bin_size].abs().max()
         wanted += [i for i in range(start, min(start + bin_size, numel)) if (g[i] + gradient[i]).abs() >= largest]
-    assert select_in_bins(g, gradient, bin_size).tolist() == wanted
+    assert select_in_bins(g, gradient, bin_size, most=bin_size).tolist() == wanted
 
 
 def test_a_bin_of_zeros_sends_nothing() -> None:
     g = torch.zeros(100)
     g[70] = 1.0
-    assert select_in_bins(g, torch.zeros(100), 50).tolist() == [70]
-    assert not select_in_bins(torch.zeros(100), torch.zeros(100), 50).numel()
+    assert select_in_bins(g, torch.zeros(100), 50, most=50).tolist() == [70]
+    assert not select_in_bins(torch.zeros(100), torch.zeros(100), 50, most=50).numel()
 
 
 def test_convolutions_have_smaller_bins() -> None:
@@ -43,7 +43,7 @@ def test_bad_options_are_refused() -> None:
 def test_a_bin_sends_at_most_so_many_those_that_reach_furthest(bin_size: int) -> None:
     generator = torch.Generator().manual_seed(1)
     g, gradient = torch.randn(2003, generator=generator).round(), torch.randn(2003, generator=generator)
-    everything = select_in_bins(g, gradient, bin_size).tolist()
+    everything = select_in_bins(g, gradient, bin_size, most=bin_size).tolist()
     kept = select_in_bins(g, gradient, bin_size, 7).tolist()
     reach = (g + gradient).abs()
     for start in range(0, 2003, bin_size):
@@ -62,7 +62,7 @@ def test_the_expected_count_is_near_the_real_one(kind: str, bin_size: int) -> No
         x = torch.randn(numel, generator=generator)
         x = {"normal": x, "laplace": x.sign() * x.square(), "cubed": x**3}[kind]
         residual += x
-        chosen = select_in_bins(residual, x, bin_size)
+        chosen = select_in_bins(residual, x, bin_size, most=bin_size)
         residual[chosen] = 0
         counts.append(chosen.numel())
     expected = AdaComp(bin_size=bin_size).method(TensorSpec("p", (200, 500))).num_kept(TensorSpec("p", (200, 500)))

@@ -156,6 +156,13 @@ def test_momentum_decays_where_the_gradient_is_zero() -> None:
     torch.testing.assert_close(ranks.state(0)["residual"][unsent], (velocity + 0.5 * before)[unsent])
 
 
+def test_momentum_of_an_empty_parameter_is_nothing() -> None:
+    gradients = {"weight": gaussian((64, 64), 0), "empty": torch.empty(0)}
+    (mean,) = _model(DGC(density=0.1, momentum=0.9, exempt=()), gradients, 1)
+    assert mean["weight"].count_nonzero()
+    assert not mean["empty"].numel()
+
+
 def _optimizer(kind: str) -> torch.optim.Optimizer:
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3))]
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "momentum": 0.9}]

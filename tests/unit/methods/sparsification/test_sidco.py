@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,6 @@ from lowbit_strategy.kernels.sums import Sum
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.fitted_thresholds import (
-    DISTRIBUTIONS,
     Distribution,
     default_stages,
     fitted_threshold,
@@ -50,7 +51,7 @@ def test_pareto_stages_reach_the_density(kind: str, density: float) -> None:
     assert int((magnitudes >= threshold).sum()) == pytest.approx(density * _NUMEL, rel=0.2)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", get_args(Distribution))
 @pytest.mark.parametrize("num_stages", [1, 2, 5])
 def test_a_laplacian_is_met_by_all(distribution: Distribution, num_stages: int) -> None:
     magnitudes = _values("laplace").abs()
@@ -59,7 +60,7 @@ def test_a_laplacian_is_met_by_all(distribution: Distribution, num_stages: int) 
         assert int((magnitudes >= threshold).sum()) == pytest.approx(density * _NUMEL, rel=0.05)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", get_args(Distribution))
 def test_equal_magnitudes_and_few_of_them(distribution: Distribution) -> None:
     assert fitted_threshold(torch.full((1000,), 2.0), 0.01, 3, distribution) > 0
     assert fitted_threshold(torch.tensor([3.0]), 0.001, 10, distribution) > 0
@@ -78,7 +79,7 @@ def test_quantiles_are_those_of_the_distributions() -> None:
     assert gamma_quantile(mean, mean_log, 0.1) == pytest.approx(wanted, rel=0.02)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", get_args(Distribution))
 @pytest.mark.parametrize("kind", ["normal", "cubed", "sparse"])
 def test_the_count_follows_the_density_of_accumulated_gradients(kind: str, distribution: Distribution) -> None:
     spec = TensorSpec("weight", (_NUMEL,))
