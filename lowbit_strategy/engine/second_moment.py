@@ -28,6 +28,7 @@ from lowbit_strategy.collectives.comm import ring_nbytes
 from lowbit_strategy.collectives.layout import salt_of
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, Stages
+from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.kernels.reference.rng import hash32
@@ -157,7 +158,10 @@ class SecondMoment:
             )
             for method in set(methods.values())
         }
-        self._inner = replace(context, specs=self._specs, methods=methods, stores=stores, notes_overflow=False)
+        no_leftover = CarryOver(context.placement.device)  # the engine's is for gradients
+        self._inner = replace(
+            context, specs=self._specs, methods=methods, stores=stores, carryover=no_leftover, notes_overflow=False
+        )
         self._buckets: dict[BucketLayout, Bucket] = {}
         self._places = {name: at for at, name in enumerate(self._specs)}
         self._known = {name: known for name, known in self._known.items() if name in self._specs}
