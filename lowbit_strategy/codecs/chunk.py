@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec, decode_sum_alone, encode_alone
+from lowbit_strategy.codecs.base import BucketCodec, Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.kernels.segments import Segment, Segments
@@ -28,7 +28,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkTopK(Codec):
+class ChunkTopK(BucketCodec):
     """The largest of each chunk.
 
     Args:
@@ -69,12 +69,6 @@ class ChunkTopK(Codec):
     def wire_nbytes(self, numel: int) -> int:
         kept = self.num_kept(numel)
         return _positions_nbytes(kept) + self.values.wire_nbytes(kept)
-
-    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        return encode_alone(self, x_N, seed=seed)
-
-    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        return decode_sum_alone(self, wire_WB, numel)
 
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
         table = _table(segments, self)

@@ -72,8 +72,6 @@ class EdenCodec(BlockwiseCodec):
         return self._back(self._rotated(payload_KC))
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
         total = torch.zeros(packed.num_blocks, self.block_size, dtype=torch.float32, device=out.device)
         for wire in wire_WB:

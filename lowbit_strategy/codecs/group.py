@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec, decode_sum_alone, encode_alone
+from lowbit_strategy.codecs.base import BucketCodec, Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.kernels.segments import Segments
@@ -29,7 +29,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class GroupTop(Codec):
+class GroupTop(BucketCodec):
     """The largest of each group.
 
     Args:
@@ -64,15 +64,7 @@ class GroupTop(Codec):
         num_blocks = -(-numel // self.block_size)
         return _aligned(num_blocks) + self.values.wire_nbytes(num_blocks * self._per_byte)
 
-    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        return encode_alone(self, x_N, seed=seed)
-
-    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        return decode_sum_alone(self, wire_WB, numel)
-
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
         groups_KG = packed.collect(x).view(-1, self.group)
         flag |= (~groups_KG.isfinite().all()).to(flag.dtype)
@@ -82,8 +74,6 @@ class GroupTop(Codec):
         packed.store_wire_(wire, (position_K.view(-1, self._per_byte) << self._shifts(x)).sum(1, keepdim=True).byte())
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
         first_K = torch.arange(0, packed.numel, self.group, device=out.device)
         total = torch.zeros(packed.numel, dtype=torch.float32, device=out.device)

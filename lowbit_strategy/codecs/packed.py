@@ -160,7 +160,7 @@ def parts_of(segments: Segments, device: torch.device) -> tuple[Segments, ...]:
                 room = limit
             runs[-1].append(row)
             room -= row.numel
-        parts = (segments,) if len(runs) <= 1 else tuple(map(Segments, runs))
+        parts = (segments,) if len(runs) == 1 else tuple(map(Segments, runs))
         segments.cache[key] = parts
     return parts
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -135,22 +134,6 @@ def finite_gain(residual_gain: float | None) -> float:
     return 1.0 if residual_gain is None or math.isinf(residual_gain) else residual_gain
 
 
-@dataclass(frozen=True, slots=True)
-class _Hops:
-    """The state of a codec pair, hop by hop."""
-
-    uplink: StateTensors
-    downlink: StateTensors
-
-
-def _hops(tensors: Mapping[str, Tensor]) -> _Hops:
-    parts: dict[str, StateTensors] = {"uplink": {}, "downlink": {}}
-    for key, value in tensors.items():
-        hop, _, name = key.partition(".")
-        parts[hop][name] = value
-    return _Hops(**parts)
-
-
 def unsent_part(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Tensor | None:
     """What a parameter's state, live or saved, has not sent yet: float32 ``[numel]``, in units of the gradient.
 
@@ -161,12 +144,12 @@ def unsent_part(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Te
     if not any("." in key for key in tensors):
         values = read_residual(tensors)
         return None if values is None else values[:numel] / numbers["residual_gain"]
-    hops, row_numel, world_size = _hops(tensors), numbers["row_numel"], numbers["world_size"]
+    row_numel, world_size = numbers["row_numel"], numbers["world_size"]
     unsent: Tensor | None = None
-    if (values := read_residual(hops.uplink)) is not None:
+    if (values := read_residual(tensors, "uplink.")) is not None:
         rows = values.view(world_size, -1)[:, :row_numel]
         unsent = rows.reshape(-1)[:numel] / numbers["residual_gain"]
-    if (values := read_residual(hops.downlink)) is not None:
+    if (values := read_residual(tensors, "downlink.")) is not None:
         start = numbers["rank"] * row_numel
         length = max(0, min(row_numel, numel - start))
         unsent = torch.zeros(numel, dtype=torch.float32, device=values.device) if unsent is None else unsent

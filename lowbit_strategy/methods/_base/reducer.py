@@ -83,13 +83,13 @@ class Reducer(Method):
         """As `Codec.nearest`: the least error instead of no bias, for use with feedback."""
         return self
 
-    @abstractmethod
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        """State by parameter name.
+        """State by parameter name; none by default.
 
         A tensor called ``residual``, flat in the parameter's order, is what is added to the next gradient (with
         ``residual_scale`` beside it where it is int8): it is carried over when the method changes.
         """
+        return {}
 
     @abstractmethod
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:

@@ -10,12 +10,13 @@ from lowbit_strategy.collectives.stateful_codec import StateTensors
 from lowbit_strategy.kernels.reference import blocks
 
 
-def read_residual(state: Mapping[str, Tensor]) -> Tensor | None:
+def read_residual(state: Mapping[str, Tensor], hop: str = "") -> Tensor | None:
     """float32, 1-D: the values of a residual of any kind; None where there is none.
 
-    `state` has ``residual`` and, where that is int8, ``residual_scale``, one entry per block.
+    `state` has ``residual`` and, where that is int8, ``residual_scale``, one entry per block; of a pair
+    of codecs their names begin with `hop`, ``uplink.`` or ``downlink.``.
     """
-    residual, scale = state.get("residual"), state.get("residual_scale")
+    residual, scale = state.get(f"{hop}residual"), state.get(f"{hop}residual_scale")
     if residual is None:
         return None
     flat = residual.reshape(-1).float()

@@ -16,19 +16,20 @@ from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.collectives.comm import Comm, Pending, wait_for_all
 from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
+from lowbit_strategy.collectives.stateful_codec import Arena, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.stateful_codec import CodecWithRule
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 ResidualDtype = Literal["float32", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FeedbackCodec(StatefulCodec):
+class FeedbackCodec(CodecWithRule):
     """A codec with a residual, on every piece of a bucket at once:
 
     1. ``h = g + e``
@@ -55,10 +56,6 @@ class FeedbackCodec(StatefulCodec):
         return f"{self.codec.label}, error feedback"
 
     @property
-    def block_size(self) -> int:
-        return self.codec.block_size
-
-    @property
     def residual_gain(self) -> float | None:
         return 1.0 - self.beta if self.decay == 1.0 else None
 
@@ -70,14 +67,9 @@ class FeedbackCodec(StatefulCodec):
             return {"residual": Arena(torch.float32)}
         return {"residual": Arena(torch.int8), "residual_scale": Arena(torch.bfloat16, per_block=True)}
 
-    def wire_nbytes(self, numel: int) -> int:
-        return self.codec.wire_nbytes(numel)
-
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
         g = packed.collect(x)
         e = self._read(packed, state)
@@ -89,9 +81,6 @@ class FeedbackCodec(StatefulCodec):
         updated = (e * self.beta + (h - sent) * (1.0 - self.beta)) * self.decay
         keep = idle | ~updated.isfinite()
         self._write_(packed, state, torch.where(keep, e, updated), keep, step)
-
-    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
-        self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)
 
     def _read(self, packed: Packed, state: StateTensors) -> Tensor:
         e = packed.collect_state(state["residual"])

@@ -240,14 +240,7 @@ class OuterRule(ABC):
     def round_length(
         self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None
     ) -> int:
-        """Optimizer steps of the round that begins.
-
-        Args:
-            step: Optimizer steps completed.
-            learning_rate: What the inner optimizer's first parameter group has; None if it is not known.
-            rising: Whether the step before had a lower one.
-            progress: The mean loss of the last round that is known over that of the first one; None: not known.
-        """
+        """Optimizer steps of the round that begins; arguments as of `Interval.at`."""
         if isinstance(self.every, int):
             return self.every
         return self.every.at(step, learning_rate, rising=rising, progress=progress)

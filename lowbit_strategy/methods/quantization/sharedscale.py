@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -50,21 +50,23 @@ class SharedScaleReducer(Reducer):
     def nearest(self) -> SharedScaleReducer:
         return replace(self, rounding="nearest")
 
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        return {}
-
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         shared = SharedViews(views, comm, step, self.block_size)
         if not shared.views:
             return
         norms = [self._norm(shared.blocks(i), shared.views[i].spec) for i in range(len(shared.views))]
         agreed = yield from shared.agree(norms)
-        scales = [shared.spread(norm_K / self.limit, i) for i, norm_K in enumerate(agreed)]
+        scales = yield from self._scales(shared, agreed)
         bounds = [None if self.clip_sigmas is None else shared.spread(norm_K, i) for i, norm_K in enumerate(norms)]
         codes = [shared.round(i, scale_N, self.limit, self.rounding, bounds[i]) for i, scale_N in enumerate(scales)]
         shared.observe_(codes, scales)
         totals = yield from sum_integers(shared.rows(codes), self.limit, comm, scatter=shared.scatter)
         shared.write_(totals, scales)
+
+    def _scales(self, shared: SharedViews, agreed: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
+        """For every view the step of each element, from the norms that all ranks have agreed on."""
+        yield from ()
+        return [shared.spread(norm_K / self.limit, i) for i, norm_K in enumerate(agreed)]
 
     def _norm(self, h_KB: Tensor, spec: TensorSpec) -> Tensor:
         """float32 [K]: largest magnitude of each block after clipping; not finite where the block is not."""

@@ -13,7 +13,7 @@ from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
+from lowbit_strategy.collectives.stateful_codec import Arena, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.codebooks import ternary
 from lowbit_strategy.kernels.format import SCALE_NBYTES, uniform
@@ -23,7 +23,7 @@ from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
+from lowbit_strategy.methods._base.stateful_codec import CodecWithRule, PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec, average_
 from lowbit_strategy.options.configuration import configuration
@@ -55,7 +55,7 @@ class SignCodec(BlockwiseCodec):
 
 
 @dataclass(frozen=True, slots=True)
-class VoteCodec(StatefulCodec):
+class VoteCodec(CodecWithRule):
     """Signs to the owner, which takes the sign of their sum; blocks that are all zero abstain.
 
     Where a rank's block is not finite, neither is the result.
@@ -70,15 +70,8 @@ class VoteCodec(StatefulCodec):
         what = f"signs of momentum {self.momentum:g}" if self.momentum else "signs"
         return f"{what}, majority vote, blocks of {self.block_size}"
 
-    @property
-    def block_size(self) -> int:
-        return self.codec.block_size
-
     def arenas(self) -> dict[str, Arena]:
         return {"momentum": Arena(torch.float32)} if self.momentum else {}
-
-    def wire_nbytes(self, numel: int) -> int:
-        return self.codec.wire_nbytes(numel)
 
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
@@ -90,8 +83,6 @@ class VoteCodec(StatefulCodec):
         self.codec.encode_segments_(x, wire, segments, seed=step.seed, flag=flag)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
         votes = torch.zeros(packed.numel, dtype=torch.float32, device=out.device)
         size = torch.zeros_like(votes)

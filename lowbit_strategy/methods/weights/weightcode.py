@@ -53,7 +53,3 @@ class WeightCode(BlockWeights):
     @property
     def label(self) -> str:
         return f"{self.bits}-bit codes"
-
-    @property
-    def code_bits(self) -> int:
-        return self.bits

@@ -65,7 +65,3 @@ class WeightDelta(BlockWeights):
     @property
     def label(self) -> str:
         return f"{self.bits}-bit codes of differences"
-
-    @property
-    def code_bits(self) -> int:
-        return self.bits

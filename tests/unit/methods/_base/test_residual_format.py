@@ -56,8 +56,7 @@ def test_parts_have_every_piece_once_and_are_as_small_as_they_may_be(monkeypatch
     rows = [Segment(0, numel, 0, 0, salt) for salt, numel in enumerate((60, 40, 1, 300, 0, 99, 1, 1))]
     parts = parts_of(Segments(rows), torch.device("cpu"))
     assert [[row.numel for row in part.rows] for part in parts] == [[60, 40], [1], [300], [0, 99, 1], [1]]
-    (nothing,) = parts_of(Segments([]), torch.device("cpu"))
-    assert not nothing.rows
+    assert parts_of(Segments([]), torch.device("cpu")) == ()
 
 
 def test_only_an_even_grid_can_do_without_residual() -> None:
