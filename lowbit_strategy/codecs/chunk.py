@@ -14,6 +14,8 @@ something inside its segment.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,8 +115,7 @@ def _unpack_positions(packed: Tensor) -> Tensor:
     return torch.stack([first | (second & 0xF) << 8, second >> 4 | third << 4], 1).view(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
+class _Places(NamedTuple):
     """Index tensors of a table on one device.
 
     Args:
@@ -136,38 +137,34 @@ class _Table:
     """What follows from a table of segments: made once and kept with it."""
 
     def __init__(self, segments: Segments, codec: ChunkTopK) -> None:
-        kept, room = [], codec.kept
-        rows, self.packed_nbytes, self._starts, pair, slot_P, pair_K = [], [], [], 0, [], []
-        self.num_kept = chunk = 0
+        counts = [codec.num_kept(row.numel) for row in segments.rows]
+        self.num_kept = sum(counts)
+        self.packed_nbytes = [(count + 1) // 2 * 3 for count in counts]
+        self._starts = [row.wire_offset for row in segments.rows]
+        self.values = Segments(
+            Segment(first, count, 0, row.wire_offset + _positions_nbytes(count), row.salt)
+            for row, count, first in zip(segments.rows, counts, accumulate(counts, initial=0), strict=False)
+            if count
+        )
+        kept: list[int] = []
         for row in segments.rows:
             whole, tail = divmod(row.numel, CHUNK_NUMEL)
-            own = [room] * whole + [codec.kept_of_tail(tail)] * (tail > 0)
-            count = sum(own)
-            slots = torch.cat([torch.arange(k) + (chunk + i) * room for i, k in enumerate(own)] or [torch.arange(0)])
-            slot_P += [slots, torch.full((count % 2,), -1)]
-            pair_K.append(torch.arange(count) + pair)
-            pair += count + count % 2
-            self.packed_nbytes.append((count + 1) // 2 * 3)
-            self._starts.append(row.wire_offset)
-            if count:
-                rows.append(Segment(self.num_kept, count, 0, row.wire_offset + _positions_nbytes(count), row.salt))
-            self.num_kept += count
-            chunk += len(own)
-            kept += own
-        self.values = Segments(rows)
-        slots_P = torch.cat(slot_P or [torch.arange(0)])
-        slots_K = slots_P[slots_P >= 0]
-        slots_P[slots_P < 0] = chunk * room  # the zero behind all entries
-        starts_K = slots_K // room * CHUNK_NUMEL
-        pairs_K = torch.cat(pair_K or [torch.arange(0)])
-        self._cpu = _Places(torch.tensor(kept, dtype=torch.int32), slots_K, slots_P, pairs_K, starts_K)
-        self._on_device: dict[torch.device, _Places] = {torch.device("cpu"): self._cpu}
+            kept += [codec.kept] * whole + [codec.kept_of_tail(tail)] * (tail > 0)
+        kept_M = torch.tensor(kept, dtype=torch.int32)
+        sent_MK = torch.arange(codec.kept) < kept_M[:, None]
+        slot_K = sent_MK.view(-1).nonzero().view(-1)
+        count_S = torch.tensor(counts, dtype=torch.int64)
+        odd_S = count_S % 2
+        pair_K = torch.arange(self.num_kept) + torch.repeat_interleave(odd_S.cumsum(0) - odd_S, count_S)
+        slot_P = torch.full((self.num_kept + int(odd_S.sum()),), sent_MK.numel())  # the zero behind all entries
+        slot_P[pair_K] = slot_K
+        own = _Places(kept_M, slot_K, slot_P, pair_K, slot_K // codec.kept * CHUNK_NUMEL)
+        self._on_device = {torch.device("cpu"): own}
 
     def on(self, device: torch.device) -> _Places:
         if device not in self._on_device:
-            own = self._cpu
-            parts = (own.kept_M, own.slot_K, own.slot_P, own.pair_K, own.chunk_start_K)
-            self._on_device[device] = _Places(*(part.to(device) for part in parts))
+            own = self._on_device[torch.device("cpu")]
+            self._on_device[device] = _Places(*(part.to(device) for part in own))
         return self._on_device[device]
 
     def position_bytes(self, wire: Tensor) -> list[Tensor]:

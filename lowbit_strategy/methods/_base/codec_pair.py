@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.exchange import Hop, Route
 from lowbit_strategy.collectives.layout import Cut, Slot, round_up
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement, finite_gain
 from lowbit_strategy.methods._base.residual_format import read_residual, write_residual_
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
@@ -67,6 +69,11 @@ class CodecPair(Method):
 
     def transform(self, codec: Callable[[StatefulCodec], StatefulCodec], reducer: Callable[[Any], Any]) -> CodecPair:
         return CodecPair(codec(self.uplink), codec(self.downlink))
+
+
+def plain_pair(codec: Codec) -> CodecPair:
+    """One codec on both hops, without memory."""
+    return CodecPair(PlainCodec(codec), PlainCodec(codec))
 
 
 @dataclass(frozen=True, slots=True)

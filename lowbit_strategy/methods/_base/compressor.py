@@ -13,11 +13,10 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.optimizer_checks import check_momentum
 from lowbit_strategy.methods._base.parameter_selectors import Selector, describe, matching, validate_selectors
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -109,8 +108,7 @@ class Compressor(ABC):
 
 def dense_method() -> CodecPair:
     """Exempt tensors: float32 through the shared messages."""
-    stateful = PlainCodec(DenseCodec("float32"))
-    return CodecPair(stateful, stateful)
+    return plain_pair(DenseCodec("float32"))
 
 
 def assign_all(compressor: Compressor, specs: Sequence[TensorSpec]) -> Mapping[str, Assignment]:

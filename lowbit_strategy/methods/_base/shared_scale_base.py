@@ -119,18 +119,6 @@ class SharedViews:
                 view.sent.copy_(code * scale_N)
 
 
-def num_blocks(spec: TensorSpec, block_size: int) -> int:
-    return -(-spec.numel // block_size)
-
-
 def agreed_nbytes(spec: TensorSpec, block_size: int, world_size: int) -> int:
     """Bytes a rank sends to agree on the norms of one parameter."""
-    return 2 * (world_size - 1) * num_blocks(spec, block_size) * 4 // world_size
-
-
-def row_numel(spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-    """Elements of one rank's row."""
-    if not scatter:
-        return -(-spec.numel // world_size)
-    dim0 = spec.shape[0] if spec.shape else 1
-    return -(-dim0 // world_size) * (spec.numel // dim0) if dim0 else 0
+    return 2 * (world_size - 1) * -(-spec.numel // block_size) * 4 // world_size

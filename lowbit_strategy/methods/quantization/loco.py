@@ -43,6 +43,8 @@ _FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # bits that there are, and
 class LoCoCodec(StatefulCodec):
     """Codes with LoCo's residual: the fused kernel and its arenas. Fields as in `LoCo`."""
 
+    in_one_pass: ClassVar[bool] = True
+
     fmt: BlockFormat
     beta: float
     reset_steps: int | None
@@ -61,10 +63,6 @@ class LoCoCodec(StatefulCodec):
     @property
     def block_size(self) -> int:
         return self.fmt.block_size
-
-    @property
-    def in_one_pass(self) -> bool:
-        return True
 
     @property
     def residual_gain(self) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
 from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.collectives.integers import all_of_bits
-from lowbit_strategy.methods._base.shared_scale_base import SharedViews, row_numel
+from lowbit_strategy.methods._base.shared_scale_base import SharedViews
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.sharedscale import SharedScale, SharedScaleReducer
 from lowbit_strategy.options.configuration import configuration
@@ -48,7 +48,7 @@ class MultiScaleReducer(SharedScaleReducer):
         return where_it_fits + SharedScaleReducer.num_messages(self, specs, world_size, scatter=scatter)
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        bits = 2 * (world_size - 1) * -(-row_numel(spec, world_size, scatter=scatter) // 8)
+        bits = 2 * (world_size - 1) * -(-spec.cut(world_size, 1, scatter=scatter).row_numel // 8)
         return bits + SharedScaleReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
 
 

@@ -8,7 +8,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.qsgd import L2Codec, Norm
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
@@ -68,5 +68,4 @@ class QSGD(Compressor):
         return CodecPair(PlainCodec(self.codec(self.bits)), PlainCodec(self.codec(self.return_bits or self.bits)))
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        stateful = PlainCodec(self.codec(max(self.bits, self.high_precision_bits)))
-        return CodecPair(stateful, stateful)
+        return plain_pair(self.codec(max(self.bits, self.high_precision_bits)))

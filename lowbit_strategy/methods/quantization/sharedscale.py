@@ -17,7 +17,7 @@ from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
-from lowbit_strategy.methods._base.shared_scale_base import SharedViews, agreed_nbytes, row_numel
+from lowbit_strategy.methods._base.shared_scale_base import SharedViews, agreed_nbytes
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -79,7 +79,7 @@ class SharedScaleReducer(Reducer):
         return 2 if scatter else 3  # norms; codes, on one hop or two
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        numel = row_numel(spec, world_size, scatter=scatter)
+        numel = spec.cut(world_size, 1, scatter=scatter).row_numel
         codes = sum_nbytes(numel, self.limit, world_size, scatter=scatter)
         return codes + agreed_nbytes(spec, self.block_size, world_size)
 

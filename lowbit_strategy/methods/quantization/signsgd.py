@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.dense import DenseCodec
@@ -20,7 +21,7 @@ from lowbit_strategy.kernels.format import SCALE_NBYTES, uniform
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.stateful_codec import CodecWithRule, PlainCodec
@@ -143,17 +144,16 @@ class SignSGD(Compressor):
 
     def exempted(self, spec: TensorSpec) -> Assignment | None:
         assignment = Compressor.exempted(self, spec)
-        if assignment is None or not self.momentum:
-            return assignment
-        stateful = MomentumCodec(momentum=self.momentum, averaged=True)
-        return assignment._replace(method=CodecPair(stateful, PlainCodec(DenseCodec())))
+        return None if assignment is None else assignment._replace(method=self._averaged(DenseCodec()))
 
     def method(self, spec: TensorSpec) -> CodecPair:
         vote = VoteCodec(SignCodec(self.block_size), self.scale, self.momentum)
         return CodecPair(vote, PlainCodec(BlockCodec(ternary(self.block_size))))
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        codec = BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic")
-        if self.momentum:
-            return CodecPair(MomentumCodec(momentum=self.momentum, averaged=True, codec=codec), PlainCodec(codec))
-        return CodecPair(PlainCodec(codec), PlainCodec(codec))
+        return self._averaged(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
+
+    def _averaged(self, codec: Codec) -> CodecPair:
+        if not self.momentum:
+            return plain_pair(codec)
+        return CodecPair(MomentumCodec(momentum=self.momentum, averaged=True, codec=codec), PlainCodec(codec))

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.ternary import TernaryCodec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
@@ -74,5 +74,4 @@ class TernGrad(Compressor):
         return CodecPair(PlainCodec(TernaryCodec(self.block_size, self.clip_sigmas)), PlainCodec(downlink))
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        stateful = PlainCodec(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
-        return CodecPair(stateful, stateful)
+        return plain_pair(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
