@@ -22,11 +22,9 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import BucketCodec, Codec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.codecs.packed import pack_segments
+from lowbit_strategy.codecs.packed import aligned, kept_with, pack_segments
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.kernels.select import CHUNK_NUMEL, chunk_top_k
-
-_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class ChunkTopK(BucketCodec):
         return _positions_nbytes(kept) + self.values.wire_nbytes(kept)
 
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
-        table = _table(segments, self)
+        table = kept_with(segments, ("chunk", self), lambda: _Table(segments, self))
         if not table.num_kept:
             return
         places = table.on(x.device)
@@ -86,7 +84,7 @@ class ChunkTopK(BucketCodec):
         torch._foreach_copy_(table.position_bytes(wire), list(parts))
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
-        table = _table(segments, self)
+        table = kept_with(segments, ("chunk", self), lambda: _Table(segments, self))
         if not table.num_kept:
             return
         places, packing = table.on(out.device), pack_segments(segments, CHUNK_NUMEL)
@@ -100,7 +98,7 @@ class ChunkTopK(BucketCodec):
 
 
 def _positions_nbytes(kept: int) -> int:
-    return -(-((kept + 1) // 2 * 3) // _ALIGNMENT) * _ALIGNMENT
+    return aligned((kept + 1) // 2 * 3)
 
 
 def _pack_positions(positions_P: Tensor) -> Tensor:
@@ -134,7 +132,7 @@ class _Places(NamedTuple):
 
 
 class _Table:
-    """What follows from a table of segments: made once and kept with it."""
+    """Where what is sent of a table of segments lies."""
 
     def __init__(self, segments: Segments, codec: ChunkTopK) -> None:
         counts = [codec.num_kept(row.numel) for row in segments.rows]
@@ -169,11 +167,3 @@ class _Table:
 
     def position_bytes(self, wire: Tensor) -> list[Tensor]:
         return [wire[start : start + n] for start, n in zip(self._starts, self.packed_nbytes, strict=True)]
-
-
-def _table(segments: Segments, codec: ChunkTopK) -> _Table:
-    key = ("chunk", codec)
-    table = segments.cache.get(key)
-    if not isinstance(table, _Table):
-        table = segments.cache[key] = _Table(segments, codec)
-    return table

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import BucketCodec, Codec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.codecs.packed import Packed, pack_segments
+from lowbit_strategy.codecs.packed import Packed, aligned, kept_with, pack_segments
 from lowbit_strategy.kernels.segments import Segments
 
 _POSITION_BITS = {4: 2, 16: 4, 256: 8}
 GROUPS = tuple(_POSITION_BITS)
-_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class GroupTop(BucketCodec):
 
     def wire_nbytes(self, numel: int) -> int:
         num_blocks = -(-numel // self.block_size)
-        return _aligned(num_blocks) + self.values.wire_nbytes(num_blocks * self._per_byte)
+        return aligned(num_blocks) + self.values.wire_nbytes(num_blocks * self._per_byte)
 
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
         packed = pack_segments(segments, self.block_size)
@@ -89,18 +88,14 @@ class GroupTop(BucketCodec):
         return torch.arange(self._per_byte, device=like.device) * _POSITION_BITS[self.group]
 
     def _value_segments(self, packed: Packed) -> Segments:
-        """The pieces' values, one per group, behind their positions; made once and kept with the packing."""
-        key = ("group", self.group, self.values)
-        found = packed.segments.cache.get(key)
-        if not isinstance(found, Segments):
+        """The pieces' values, one per group, behind their positions."""
+
+        def segments() -> Segments:
             rows = []
             for row, length in zip(packed.segments.rows, packed.lengths, strict=True):
-                at = row.wire_offset + _aligned(length // self.block_size)
+                at = row.wire_offset + aligned(length // self.block_size)
                 count = length // self.group
                 rows.append(row._replace(x_offset=row.x_offset // self.group, numel=count, wire_offset=at))
-            found = packed.segments.cache[key] = Segments(rows)
-        return found
+            return Segments(rows)
 
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return kept_with(packed.segments, ("group", self.group, self.values), segments)

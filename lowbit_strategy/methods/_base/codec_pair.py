@@ -14,7 +14,6 @@ from lowbit_strategy.collectives.exchange import Hop, Route
 from lowbit_strategy.collectives.layout import Cut, Slot, round_up
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement, finite_gain
-from lowbit_strategy.methods._base.residual_format import read_residual, write_residual_
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
@@ -107,6 +106,8 @@ class CodecStore(MethodStore):
     Under FSDP2 nothing travels back, so the downlink keeps nothing.
     """
 
+    hop = "uplink."
+
     def __init__(self, pair: CodecPair, specs: Mapping[str, TensorSpec], placement: Placement) -> None:
         self.pair = pair
         self.placement = placement
@@ -140,13 +141,6 @@ class CodecStore(MethodStore):
     def state_tensors(self) -> list[Tensor]:
         return [*self.uplink.state.values(), *self.downlink.state.values()]
 
-    def residual(self, name: str) -> Tensor | None:
-        values = read_residual(self.uplink.tensors(name))
-        if values is None:
-            return None
-        cut = self.cuts[name]
-        return values.view(cut.world_size, -1)[:, : cut.row_numel].reshape(-1)[: cut.numel]
-
     def numbers(self, name: str) -> dict[str, Any]:
         cut = self.cuts[name]
         return {
@@ -157,18 +151,6 @@ class CodecStore(MethodStore):
             "residual_gain": finite_gain(self.pair.uplink.residual_gain),
             "downlink_residual_gain": finite_gain(self.pair.downlink.residual_gain),
         }
-
-    def import_unsent_(self, name: str, values: Tensor) -> bool:
-        tensors = self.uplink.tensors(name)
-        if "residual" not in tensors:
-            return False
-        cut = self.cuts[name]
-        residual = values.to(self.placement.device) * finite_gain(self.pair.uplink.residual_gain)
-        padded = torch.nn.functional.pad(residual, (0, cut.row_numel * cut.world_size - cut.numel))
-        rows = padded.view(cut.world_size, cut.row_numel)
-        row_state = self.uplink.lengths[name] // cut.world_size
-        write_residual_(tensors, torch.nn.functional.pad(rows, (0, row_state - cut.row_numel)).reshape(-1))
-        return True
 
     def rescale_(self, factor: float) -> None:
         for tensor in self.state_tensors():  # float residuals, or the scales of int8 ones

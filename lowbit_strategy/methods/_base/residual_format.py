@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.stateful_codec import StateTensors
+from lowbit_strategy.collectives.stateful_codec import Arena, StateTensors
 from lowbit_strategy.kernels.reference import blocks
+
+ResidualDtype = Literal["float32", "int8"]
+
+
+def residual_arenas(dtype: ResidualDtype) -> dict[str, Arena]:
+    if dtype == "float32":
+        return {"residual": Arena(torch.float32)}
+    return {"residual": Arena(torch.int8), "residual_scale": Arena(torch.bfloat16, per_block=True)}
 
 
 def read_residual(state: Mapping[str, Tensor], hop: str = "") -> Tensor | None:
@@ -25,13 +35,13 @@ def read_residual(state: Mapping[str, Tensor], hop: str = "") -> Tensor | None:
     return (flat.view(scale.numel(), -1) * scale.float()[:, None]).view(-1)
 
 
-def write_residual_(state: StateTensors, values: Tensor) -> None:
+def write_residual_(state: StateTensors, values: Tensor, hop: str = "") -> None:
     """Store float32 `values`, padded to whole blocks where the residual has blocks."""
-    residual = state["residual"]
-    if "residual_scale" not in state or not residual.numel():
+    residual, scale = state[f"{hop}residual"], state.get(f"{hop}residual_scale")
+    if scale is None or not residual.numel():
         residual.copy_(values.view_as(residual))
         return
-    values_KB = values.to(residual.device).view(state["residual_scale"].numel(), -1)
+    values_KB = values.to(residual.device).view(scale.numel(), -1)
     codes, scale_K = blocks.quantize_residual(values_KB)
     residual.copy_(codes.view(-1))
-    state["residual_scale"].copy_(scale_K)
+    scale.copy_(scale_K)

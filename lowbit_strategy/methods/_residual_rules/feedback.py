@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,10 +21,9 @@ from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.residual_format import ResidualDtype, residual_arenas
 from lowbit_strategy.methods._base.stateful_codec import CodecWithRule
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-
-ResidualDtype = Literal["float32", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +61,7 @@ class FeedbackCodec(CodecWithRule):
         return self.codec
 
     def arenas(self) -> dict[str, Arena]:
-        if self.residual == "float32":
-            return {"residual": Arena(torch.float32)}
-        return {"residual": Arena(torch.int8), "residual_scale": Arena(torch.bfloat16, per_block=True)}
+        return residual_arenas(self.residual)
 
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor

@@ -35,6 +35,7 @@ class EagerDiLoCo(DiLoCo):
 
     name: ClassVar[str] = "eagerdiloco"
     eager: ClassVar[bool] = True
+    travels_a_turn: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         DiLoCo.__post_init__(self)
@@ -48,9 +49,6 @@ class EagerDiLoCo(DiLoCo):
                 f"optimizer_class must be left at 'SGD', got {self.optimizer_class!r}: a rank's own share and the"
                 " others' are stepped apart and added up, which holds for a linear optimizer only"
             )
-
-    def delay_of(self, turn_length: int) -> int:
-        return turn_length
 
     @property
     def moment_nbytes(self) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
@@ -22,6 +21,7 @@ from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits
+from lowbit_strategy.methods._base.residual_format import residual_arenas
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
@@ -72,9 +72,7 @@ class LoCoCodec(StatefulCodec):
         return BlockCodec(self.fmt, self.rounding)
 
     def arenas(self) -> dict[str, Arena]:
-        if self.residual == "float32":
-            return {"residual": Arena(torch.float32)}
-        return {"residual": Arena(torch.int8), "residual_scale": Arena(torch.bfloat16, per_block=True)}
+        return residual_arenas(self.residual)
 
     def wire_nbytes(self, numel: int) -> int:
         return self.fmt.wire_nbytes(numel)
