@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -42,10 +43,8 @@ class Packed:
         self.source = source
         self.block_size = block_size
         self.lengths = [-(-row.numel // block_size) * block_size for row in source.rows]
-        rows, self.numel = [], 0
-        for row, length in zip(source.rows, self.lengths, strict=True):
-            rows.append(row._replace(x_offset=self.numel))
-            self.numel += length
+        *starts, self.numel = accumulate(self.lengths, initial=0)
+        rows = [row._replace(x_offset=start) for row, start in zip(source.rows, starts, strict=True)]
         self.segments = Segments(rows)
         self.padded_segments = Segments(
             [row._replace(numel=length) for row, length in zip(rows, self.lengths, strict=True)]

@@ -20,8 +20,7 @@ class EagerDiLoCo(DiLoCo):
     ranks share, to validate and to save, is moved by the means that have arrived.
 
     Args:
-        fragments, average_state: See `OuterRule`.
-        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
+        fragments, average_state, synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
         every, lr, momentum, nesterov, decay: See `DiLoCo`.
         delay, mix: Left at 0.
         optimizer_class: Left at SGD: the anchor and a rank's own share add up because it is linear.

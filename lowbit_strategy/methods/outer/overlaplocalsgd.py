@@ -19,8 +19,7 @@ class OverlapLocalSGD(LocalSGD):
     Args:
         every: Optimizer steps of a round; see `OuterRule`.
         momentum: The anchor moves on with it, in [0, 1).
-        fragments, average_state: See `OuterRule`.
-        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
+        fragments, average_state, synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
         delay: Left at 0: it is the whole time until the next fragment is sent.
         mix: Share of a rank's own weights that is kept in step 1.
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
 from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.collectives.integers import all_of_bits
-from lowbit_strategy.methods._base.shared_scale_base import SharedViews
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.quantization.sharedscale import SharedScale, SharedScaleReducer
+from lowbit_strategy.methods.quantization.sharedscale import SharedScale, SharedScaleReducer, SharedViews
 from lowbit_strategy.options.configuration import configuration
 
 

@@ -23,7 +23,7 @@ from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
+from lowbit_strategy.methods._base.option_checks import check_codes
 from lowbit_strategy.methods._base.stateful_codec import CodecWithRule, PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec, average_
@@ -137,8 +137,7 @@ class SignSGD(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        check_block_size(self.block_size)
-        check_bits("high_precision_bits", self.high_precision_bits)
+        check_codes(self.block_size, high_precision_bits=self.high_precision_bits)
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
 
