@@ -44,11 +44,14 @@ def filled(text: str) -> str:
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
+_REFERS = re.compile(r"ee `(OuterRule|EFSignSGD)`")
+
+
 def _texts_of(cls: type) -> dict[str, str]:
     """What docstrings say of a class's options, its bases' included."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        refers = {name for name, text in arguments(base).items() if name in texts and "ee `OuterRule`" in text}
+        refers = {name for name, text in arguments(base).items() if name in texts and _REFERS.search(text)}
         texts |= {name: text for name, text in arguments(base).items() if name not in refers}
     return texts
 

@@ -39,8 +39,8 @@ def _loco(name: str, compressor: LoCo | None = None, **options: Any) -> Case:
 
 
 CASES: tuple[Case, ...] = (
-    *(_loco(f"loco_fsdp, residual {each}", LoCo(residual=each)) for each in ("float32", "int4", "none")),
-    *(_loco(f"loco_ddp, residual {each}", LoCo(residual=each), kind="ddp") for each in ("float32", "int4", "none")),
+    *(_loco(f"loco_fsdp, residual {each}", LoCo(residual=each)) for each in ("float32", "none")),
+    *(_loco(f"loco_ddp, residual {each}", LoCo(residual=each), kind="ddp") for each in ("float32", "none")),
     _loco("loco_fsdp, weights exact", weights=Exact()),
     _loco("loco_fsdp, weights exact and kept", weights=Exact(keep="replica")),
     _loco("loco_fsdp, weights gathered again", weights=WeightCode(keep="nothing")),

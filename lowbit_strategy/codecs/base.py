@@ -16,8 +16,7 @@ class Codec(ABC):
     """float[n] <-> uint8[wire_nbytes(n)].
 
     A codec is a frozen dataclass. It implements `encode` and `decode_sum` for one tensor; the versions that work on
-    the segments of a bucket have defaults that loop over them. Codecs with bucket-wide kernels override those, and one
-    tensor is to them a bucket of one segment: `encode_alone`, `decode_sum_alone`.
+    the segments of a bucket have defaults that loop over them. What codes a whole bucket at once is a `BucketCodec`.
     """
 
     in_one_pass: ClassVar[bool] = False  # a kernel's, without temporary memory per element; else parts take turns
@@ -72,16 +71,19 @@ class Codec(ABC):
             out[row.x_offset : row.x_offset + row.numel] = total.mul_(alpha)
 
 
-def encode_alone(codec: Codec, x_N: Tensor, *, seed: int) -> Tensor:
-    """`Codec.encode` by ``encode_segments_``."""
-    wire = torch.zeros(codec.wire_nbytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
-    flag = torch.zeros(1, dtype=torch.int32, device=x_N.device)
-    codec.encode_segments_(x_N.contiguous(), wire, Segments([Segment(0, x_N.numel(), 0, 0)]), seed=seed, flag=flag)
-    return wire
+class BucketCodec(Codec):
+    """A codec that codes all segments of a bucket at once; one tensor is to it a bucket of one segment.
 
+    It implements `encode_segments_` and `decode_sum_segments_`.
+    """
 
-def decode_sum_alone(codec: Codec, wire_WB: Tensor, numel: int) -> Tensor:
-    """`Codec.decode_sum` by ``decode_sum_segments_``."""
-    out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
-    codec.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
-    return out
+    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
+        wire = torch.zeros(self.wire_nbytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
+        flag = torch.zeros(1, dtype=torch.int32, device=x_N.device)
+        self.encode_segments_(x_N.contiguous(), wire, Segments([Segment(0, x_N.numel(), 0, 0)]), seed=seed, flag=flag)
+        return wire
+
+    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
+        out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
+        self.decode_sum_segments_(wire_WB, out, Segments([Segment(0, numel, 0, 0)]), alpha=1.0)
+        return out

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec, decode_sum_alone, encode_alone
+from lowbit_strategy.codecs.base import BucketCodec
 from lowbit_strategy.codecs.contraction import contracts
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import BlockFormat
@@ -21,7 +21,7 @@ Rounding = Literal["nearest", "stochastic"]
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCodec(Codec):
+class BlockCodec(BucketCodec):
     """Codes and scales as `fmt` says.
 
     Args:
@@ -55,12 +55,6 @@ class BlockCodec(Codec):
 
     def wire_nbytes(self, numel: int) -> int:
         return self.fmt.wire_nbytes(numel)
-
-    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        return encode_alone(self, x_N, seed=seed)
-
-    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        return decode_sum_alone(self, wire_WB, numel)
 
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
         encode_(x, wire, segments, self.fmt, flag=flag, stochastic=self.rounding == "stochastic", seed=seed)

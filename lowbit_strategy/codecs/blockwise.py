@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.base import BucketCodec
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.kernels.segments import Segment, Segments
+from lowbit_strategy.kernels.segments import Segments
 
 Noise = Callable[[int], Tensor]  # stream -> float32 [K, B], uniform in [-0.5, 0.5)
 
 
-class BlockwiseCodec(Codec):
+class BlockwiseCodec(BucketCodec):
     """Every block of ``block_size`` elements becomes ``block_nbytes`` bytes; one pass over a whole bucket.
 
     A subclass codes and decodes [K, B] blocks. Blocks with inf or NaN arrive as zeros with ``finite_K`` False and must
@@ -38,21 +39,10 @@ class BlockwiseCodec(Codec):
     def wire_nbytes(self, numel: int) -> int:
         return -(-numel // self.block_size) * self.block_nbytes
 
-    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        wire = torch.zeros(self.wire_nbytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
-        flag = torch.zeros(1, dtype=torch.int32, device=x_N.device)
-        self.encode_segments_(x_N, wire, _whole(x_N.numel()), seed=seed, flag=flag)
-        return wire
-
-    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        out = torch.empty(numel, dtype=torch.float32, device=wire_WB.device)
-        self.decode_sum_segments_(wire_WB, out, _whole(numel), alpha=1.0)
-        return out
-
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
+        if not packed.numel:
+            return
         h_KB = packed.collect(x).view(-1, self.block_size)
         finite_K = h_KB.isfinite().all(-1)
         h_KB = torch.where(finite_K[:, None], h_KB, 0.0)
@@ -63,12 +53,7 @@ class BlockwiseCodec(Codec):
         flag |= (~finite_K.all()).to(flag.dtype)
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
-        if not segments.rows:
-            return
-        total: Tensor | None = None
-        for values in self.decode_rows(wire_WB, segments):
-            total = values if total is None else total.add_(values)
-        assert total is not None
+        total = functools.reduce(Tensor.add_, self.decode_rows(wire_WB, segments))
         pack_segments(segments, self.block_size).spread_(total.mul_(alpha), out)
 
     def decode_rows(self, wire_WB: Tensor, segments: Segments) -> Iterator[Tensor]:
@@ -81,7 +66,3 @@ class BlockwiseCodec(Codec):
 def trailer(payload_KC: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
     """The last bytes of every block as numbers, [K, ...]; a copy, since views need aligned offsets and strides."""
     return payload_KC[:, -nbytes:].clone(memory_format=torch.contiguous_format).view(dtype)
-
-
-def _whole(numel: int) -> Segments:
-    return Segments([Segment(0, numel, 0, 0)] if numel else [])

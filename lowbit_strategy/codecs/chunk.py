@@ -14,21 +14,21 @@ something inside its segment.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec, decode_sum_alone, encode_alone
+from lowbit_strategy.codecs.base import BucketCodec, Codec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.codecs.packed import pack_segments
+from lowbit_strategy.codecs.packed import aligned, kept_with, pack_segments
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.kernels.select import CHUNK_NUMEL, chunk_top_k
 
-_ALIGNMENT = 16
-
 
 @dataclass(frozen=True, slots=True)
-class ChunkTopK(Codec):
+class ChunkTopK(BucketCodec):
     """The largest of each chunk.
 
     Args:
@@ -70,14 +70,8 @@ class ChunkTopK(Codec):
         kept = self.num_kept(numel)
         return _positions_nbytes(kept) + self.values.wire_nbytes(kept)
 
-    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        return encode_alone(self, x_N, seed=seed)
-
-    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        return decode_sum_alone(self, wire_WB, numel)
-
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
-        table = _table(segments, self)
+        table = kept_with(segments, ("chunk", self), lambda: _Table(segments, self))
         if not table.num_kept:
             return
         places = table.on(x.device)
@@ -90,7 +84,7 @@ class ChunkTopK(Codec):
         torch._foreach_copy_(table.position_bytes(wire), list(parts))
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
-        table = _table(segments, self)
+        table = kept_with(segments, ("chunk", self), lambda: _Table(segments, self))
         if not table.num_kept:
             return
         places, packing = table.on(out.device), pack_segments(segments, CHUNK_NUMEL)
@@ -104,7 +98,7 @@ class ChunkTopK(Codec):
 
 
 def _positions_nbytes(kept: int) -> int:
-    return -(-((kept + 1) // 2 * 3) // _ALIGNMENT) * _ALIGNMENT
+    return aligned((kept + 1) // 2 * 3)
 
 
 def _pack_positions(positions_P: Tensor) -> Tensor:
@@ -119,8 +113,7 @@ def _unpack_positions(packed: Tensor) -> Tensor:
     return torch.stack([first | (second & 0xF) << 8, second >> 4 | third << 4], 1).view(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
+class _Places(NamedTuple):
     """Index tensors of a table on one device.
 
     Args:
@@ -139,50 +132,38 @@ class _Places:
 
 
 class _Table:
-    """What follows from a table of segments: made once and kept with it."""
+    """Where what is sent of a table of segments lies."""
 
     def __init__(self, segments: Segments, codec: ChunkTopK) -> None:
-        kept, room = [], codec.kept
-        rows, self.packed_nbytes, self._starts, pair, slot_P, pair_K = [], [], [], 0, [], []
-        self.num_kept = chunk = 0
+        counts = [codec.num_kept(row.numel) for row in segments.rows]
+        self.num_kept = sum(counts)
+        self.packed_nbytes = [(count + 1) // 2 * 3 for count in counts]
+        self._starts = [row.wire_offset for row in segments.rows]
+        self.values = Segments(
+            Segment(first, count, 0, row.wire_offset + _positions_nbytes(count), row.salt)
+            for row, count, first in zip(segments.rows, counts, accumulate(counts, initial=0), strict=False)
+            if count
+        )
+        kept: list[int] = []
         for row in segments.rows:
             whole, tail = divmod(row.numel, CHUNK_NUMEL)
-            own = [room] * whole + [codec.kept_of_tail(tail)] * (tail > 0)
-            count = sum(own)
-            slots = torch.cat([torch.arange(k) + (chunk + i) * room for i, k in enumerate(own)] or [torch.arange(0)])
-            slot_P += [slots, torch.full((count % 2,), -1)]
-            pair_K.append(torch.arange(count) + pair)
-            pair += count + count % 2
-            self.packed_nbytes.append((count + 1) // 2 * 3)
-            self._starts.append(row.wire_offset)
-            if count:
-                rows.append(Segment(self.num_kept, count, 0, row.wire_offset + _positions_nbytes(count), row.salt))
-            self.num_kept += count
-            chunk += len(own)
-            kept += own
-        self.values = Segments(rows)
-        slots_P = torch.cat(slot_P or [torch.arange(0)])
-        slots_K = slots_P[slots_P >= 0]
-        slots_P[slots_P < 0] = chunk * room  # the zero behind all entries
-        starts_K = slots_K // room * CHUNK_NUMEL
-        pairs_K = torch.cat(pair_K or [torch.arange(0)])
-        self._cpu = _Places(torch.tensor(kept, dtype=torch.int32), slots_K, slots_P, pairs_K, starts_K)
-        self._on_device: dict[torch.device, _Places] = {torch.device("cpu"): self._cpu}
+            kept += [codec.kept] * whole + [codec.kept_of_tail(tail)] * (tail > 0)
+        kept_M = torch.tensor(kept, dtype=torch.int32)
+        sent_MK = torch.arange(codec.kept) < kept_M[:, None]
+        slot_K = sent_MK.view(-1).nonzero().view(-1)
+        count_S = torch.tensor(counts, dtype=torch.int64)
+        odd_S = count_S % 2
+        pair_K = torch.arange(self.num_kept) + torch.repeat_interleave(odd_S.cumsum(0) - odd_S, count_S)
+        slot_P = torch.full((self.num_kept + int(odd_S.sum()),), sent_MK.numel())  # the zero behind all entries
+        slot_P[pair_K] = slot_K
+        own = _Places(kept_M, slot_K, slot_P, pair_K, slot_K // codec.kept * CHUNK_NUMEL)
+        self._on_device = {torch.device("cpu"): own}
 
     def on(self, device: torch.device) -> _Places:
         if device not in self._on_device:
-            own = self._cpu
-            parts = (own.kept_M, own.slot_K, own.slot_P, own.pair_K, own.chunk_start_K)
-            self._on_device[device] = _Places(*(part.to(device) for part in parts))
+            own = self._on_device[torch.device("cpu")]
+            self._on_device[device] = _Places(*(part.to(device) for part in own))
         return self._on_device[device]
 
     def position_bytes(self, wire: Tensor) -> list[Tensor]:
         return [wire[start : start + n] for start, n in zip(self._starts, self.packed_nbytes, strict=True)]
-
-
-def _table(segments: Segments, codec: ChunkTopK) -> _Table:
-    key = ("chunk", codec)
-    table = segments.cache.get(key)
-    if not isinstance(table, _Table):
-        table = segments.cache[key] = _Table(segments, codec)
-    return table

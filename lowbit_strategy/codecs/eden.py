@@ -69,16 +69,14 @@ class EdenCodec(BlockwiseCodec):
         return torch.cat([*planes, scale_K[:, None].view(torch.uint8)], 1)
 
     def decode_blocks(self, payload_KC: Tensor) -> Tensor:
-        return self._back(self._rotated(payload_KC))
+        return rotate(self._rotated(payload_KC), inverse=True)
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
         total = torch.zeros(packed.num_blocks, self.block_size, dtype=torch.float32, device=out.device)
         for wire in wire_WB:
             total += self._rotated(packed.collect_wire(wire, self.block_nbytes))
-        packed.spread_(self._back(total).mul_(alpha).view(-1), out)
+        packed.spread_(rotate(total, inverse=True).mul_(alpha).view(-1), out)
 
     def _rotated(self, payload_KC: Tensor) -> Tensor:
         scale_K1 = trailer(payload_KC, _SCALE_NBYTES, torch.bfloat16).float()
@@ -86,9 +84,6 @@ class EdenCodec(BlockwiseCodec):
         code_KB = sum(unpack_bits(plane).long() << bit for bit, plane in enumerate(planes))
         assert isinstance(code_KB, Tensor)
         return self._codebook(payload_KC.device)[code_KB] * scale_K1
-
-    def _back(self, y_KB: Tensor) -> Tensor:
-        return rotate(y_KB, inverse=True)
 
     def _codebook(self, device: torch.device) -> Tensor:
         return torch.tensor(gaussian_codebook(2**self.bits), dtype=torch.float32, device=device)

@@ -18,18 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec, decode_sum_alone, encode_alone
+from lowbit_strategy.codecs.base import BucketCodec, Codec
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.codecs.packed import Packed, pack_segments
+from lowbit_strategy.codecs.packed import Packed, aligned, kept_with, pack_segments
 from lowbit_strategy.kernels.segments import Segments
 
 _POSITION_BITS = {4: 2, 16: 4, 256: 8}
 GROUPS = tuple(_POSITION_BITS)
-_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class GroupTop(Codec):
+class GroupTop(BucketCodec):
     """The largest of each group.
 
     Args:
@@ -62,17 +61,9 @@ class GroupTop(Codec):
 
     def wire_nbytes(self, numel: int) -> int:
         num_blocks = -(-numel // self.block_size)
-        return _aligned(num_blocks) + self.values.wire_nbytes(num_blocks * self._per_byte)
-
-    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        return encode_alone(self, x_N, seed=seed)
-
-    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        return decode_sum_alone(self, wire_WB, numel)
+        return aligned(num_blocks) + self.values.wire_nbytes(num_blocks * self._per_byte)
 
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
         groups_KG = packed.collect(x).view(-1, self.group)
         flag |= (~groups_KG.isfinite().all()).to(flag.dtype)
@@ -82,8 +73,6 @@ class GroupTop(Codec):
         packed.store_wire_(wire, (position_K.view(-1, self._per_byte) << self._shifts(x)).sum(1, keepdim=True).byte())
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
         first_K = torch.arange(0, packed.numel, self.group, device=out.device)
         total = torch.zeros(packed.numel, dtype=torch.float32, device=out.device)
@@ -99,18 +88,14 @@ class GroupTop(Codec):
         return torch.arange(self._per_byte, device=like.device) * _POSITION_BITS[self.group]
 
     def _value_segments(self, packed: Packed) -> Segments:
-        """The pieces' values, one per group, behind their positions; made once and kept with the packing."""
-        key = ("group", self.group, self.values)
-        found = packed.segments.cache.get(key)
-        if not isinstance(found, Segments):
+        """The pieces' values, one per group, behind their positions."""
+
+        def segments() -> Segments:
             rows = []
             for row, length in zip(packed.segments.rows, packed.lengths, strict=True):
-                at = row.wire_offset + _aligned(length // self.block_size)
+                at = row.wire_offset + aligned(length // self.block_size)
                 count = length // self.group
                 rows.append(row._replace(x_offset=row.x_offset // self.group, numel=count, wire_offset=at))
-            found = packed.segments.cache[key] = Segments(rows)
-        return found
+            return Segments(rows)
 
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return kept_with(packed.segments, ("group", self.group, self.values), segments)

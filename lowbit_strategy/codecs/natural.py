@@ -27,11 +27,8 @@ class NaturalCodec(BlockwiseCodec):
     2. below the smallest power ``2**(E-K+1)``: that power with probability ``|h|`` over it, else 0
     3. the code is the sign and the exponent's distance from ``E - K``, 0 for zero; then one byte for ``E``
 
-    Args:
-        bits: A code has so many, 2 to 8. 8 bits reach down to ``2**-126`` of the largest magnitude.
-        block_size: Elements that share ``E``.
-        rounding: ``stochastic`` as above, without bias; ``nearest``: the nearer of the two powers, or of 0 and the
-            smallest value.
+    Fields as in `NaturalCompression`. With `rounding` ``nearest`` it is the nearer of the two powers, or of 0 and the
+    smallest value.
     """
 
     bits: int = 4

@@ -19,9 +19,6 @@ class TwoMeansCodec(BlockwiseCodec):
 
     1. the bit says whether ``h >= 0``
     2. it decodes to the mean of the block's elements that share it
-
-    Args:
-        block_size: Elements that share two means (a column in the publication).
     """
 
     block_size: int = 512

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.reference.rng import dither_at, stream_keys
 from lowbit_strategy.kernels.segments import Segment, Segments, pieces_of
+
+T = TypeVar("T")
 
 PART_NUMEL = {False: 1 << 18, True: 1 << 22}  # of a part: what a CPU's cache holds; enough work for a GPU's launches
 _HASHED_AT_ONCE = 1 << 20  # elements
@@ -40,10 +43,8 @@ class Packed:
         self.source = source
         self.block_size = block_size
         self.lengths = [-(-row.numel // block_size) * block_size for row in source.rows]
-        rows, self.numel = [], 0
-        for row, length in zip(source.rows, self.lengths, strict=True):
-            rows.append(row._replace(x_offset=self.numel))
-            self.numel += length
+        *starts, self.numel = accumulate(self.lengths, initial=0)
+        rows = [row._replace(x_offset=start) for row, start in zip(source.rows, starts, strict=True)]
         self.segments = Segments(rows)
         self.padded_segments = Segments(
             [row._replace(numel=length) for row, length in zip(rows, self.lengths, strict=True)]
@@ -134,24 +135,26 @@ class Packed:
         return [wire[s : s + size] for s, size in zip(starts, sizes, strict=True)]
 
 
+def kept_with(segments: Segments, key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
+    """What follows from a table: made once and kept with it."""
+    if key not in segments.cache:
+        segments.cache[key] = make()
+    return cast(T, segments.cache[key])
+
+
 def pack_segments(segments: Segments, block_size: int) -> Packed:
-    """The packing of a table, made once and kept with it."""
-    key = ("packed", block_size)
-    packed = segments.cache.get(key)
-    if not isinstance(packed, Packed):
-        packed = segments.cache[key] = Packed(segments, block_size)
-    return packed
+    """The packing of a table."""
+    return kept_with(segments, ("packed", block_size), lambda: Packed(segments, block_size))
 
 
 def parts_of(segments: Segments, device: torch.device) -> tuple[Segments, ...]:
-    """The pieces in runs of at most some millions of elements, or of one piece that has more; made once per table.
+    """The pieces in runs of at most some millions of elements, or of one piece that has more.
 
     What plain PyTorch does on each of them in turn takes temporary memory for one of them.
     """
     limit = PART_NUMEL[device.type == "cuda"]
-    key = ("parts", limit)
-    parts = segments.cache.get(key)
-    if not isinstance(parts, tuple):
+
+    def parts() -> tuple[Segments, ...]:
         runs: list[list[Segment]] = []
         room = 0
         for row in segments.rows:
@@ -160,9 +163,14 @@ def parts_of(segments: Segments, device: torch.device) -> tuple[Segments, ...]:
                 room = limit
             runs[-1].append(row)
             room -= row.numel
-        parts = (segments,) if len(runs) <= 1 else tuple(map(Segments, runs))
-        segments.cache[key] = parts
-    return parts
+        return (segments,) if len(runs) == 1 else tuple(map(Segments, runs))
+
+    return kept_with(segments, ("parts", limit), parts)
+
+
+def aligned(nbytes: int) -> int:
+    """Up to the next multiple of 16."""
+    return -(-nbytes // 16) * 16
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

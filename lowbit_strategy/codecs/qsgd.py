@@ -28,9 +28,7 @@ class L2Codec(BlockwiseCodec):
     2. each ``v_i / scale`` is rounded to one of the two neighbouring integers at random, without bias
     3. codes packed, then the scale
 
-    Args:
-        bits: A code has so many, 2 to 8.
-        block_size: Elements of a bucket.
+    Fields as in `QSGD`.
     """
 
     bits: int = 4

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.base import Codec, decode_sum_alone, encode_alone
-from lowbit_strategy.codecs.packed import Packed, pack_segments
+from lowbit_strategy.codecs.base import BucketCodec, Codec
+from lowbit_strategy.codecs.packed import pack_segments
 from lowbit_strategy.kernels.rotation import rotate
 from lowbit_strategy.kernels.segments import Segments
 
@@ -20,7 +20,7 @@ DENSE_BLOCK = 128  # rotated together where the codec itself has no blocks
 
 
 @dataclass(frozen=True, slots=True)
-class RotatedCodec(Codec):
+class RotatedCodec(BucketCodec):
     """``codec`` on ``H D x / sqrt(n)``, block by block; the sum of what all ranks send is rotated back once.
 
     ``H`` is the Hadamard matrix of n = `size` elements, ``D`` fixed random signs, so that a constant block is spread
@@ -68,36 +68,20 @@ class RotatedCodec(Codec):
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(-(-numel // self.block_size) * self.block_size)
 
-    def encode(self, x_N: Tensor, *, seed: int) -> Tensor:
-        return encode_alone(self, x_N, seed=seed)
-
-    def decode_sum(self, wire_WB: Tensor, numel: int) -> Tensor:
-        return decode_sum_alone(self, wire_WB, numel)
-
     def encode_segments_(self, x: Tensor, wire: Tensor, segments: Segments, *, seed: int, flag: Tensor) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
-        rotated = self._rotated(packed.collect(x).view(-1, self.rotation_size)).view(-1)
+        rotated = self._transformed(packed.collect(x))
         self.codec.encode_segments_(rotated, wire, packed.padded_segments, seed=seed, flag=flag)
 
     def decode_sum_segments_(self, wire_WB: Tensor, out: Tensor, segments: Segments, *, alpha: float) -> None:
-        if not segments.rows:
-            return
-        packed: Packed = pack_segments(segments, self.block_size)
+        packed = pack_segments(segments, self.block_size)
         rotated = torch.empty(packed.numel, dtype=torch.float32, device=out.device)
         self.codec.decode_sum_segments_(wire_WB, rotated, packed.padded_segments, alpha=alpha)
-        packed.spread_(self._restored(rotated.view(-1, self.rotation_size)).view(-1), out)
+        packed.spread_(self._transformed(rotated, inverse=True), out)
 
-    def _rotated(self, x_KN: Tensor) -> Tensor:
-        if self.transform == "cosine":
-            return cosines(x_KN, inverse=False)
-        return rotate(x_KN)
-
-    def _restored(self, y_KN: Tensor) -> Tensor:
-        if self.transform == "cosine":
-            return cosines(y_KN, inverse=True)
-        return rotate(y_KN, inverse=True)
+    def _transformed(self, x_N: Tensor, *, inverse: bool = False) -> Tensor:
+        transform = cosines if self.transform == "cosine" else rotate
+        return transform(x_N.view(-1, self.rotation_size), inverse=inverse).view(-1)
 
 
 def cosines(x_KN: Tensor, *, inverse: bool) -> Tensor:

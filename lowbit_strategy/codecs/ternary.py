@@ -24,10 +24,7 @@ class TernaryCodec(BlockwiseCodec):
     2. the scaler is ``s = max|g|``, float32
     3. ``sign(g)`` with probability ``|g| / s``, else 0
 
-    Args:
-        block_size: Elements that share a scaler.
-        clip_sigmas: None does not clip.
-        rounding: ``stochastic`` as above; ``nearest``: 0 below half of s.
+    Fields as in `TernGrad`. With `rounding` ``nearest`` it is 0 below half of s.
     """
 
     block_size: int = 1024

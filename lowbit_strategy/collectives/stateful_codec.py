@@ -23,17 +23,15 @@ class Arena(NamedTuple):
         dtype: What its elements are.
         extent: ``sender``: as many elements as are encoded; ``receiver``: as many as are decoded.
         per_block: One entry per block instead of one per element.
-        packed: Elements per entry, where it is not per block: 2 of 4 bits in a byte.
     """
 
     dtype: torch.dtype
     extent: Literal["sender", "receiver"] = "sender"
     per_block: bool = False
-    packed: int = 1
 
     def unit(self, block_size: int) -> int:
         """Elements per entry."""
-        return block_size if self.per_block else self.packed
+        return block_size if self.per_block else 1
 
 
 class StatefulCodec(ABC):
@@ -82,8 +80,8 @@ class StatefulCodec(ABC):
 
     @abstractmethod
     def arenas(self) -> dict[str, Arena]:
-        """State by name. ``residual`` is carried over when the codec changes: floats, or int8, or uint8 with two codes
-        of 4 bits in a byte, these with a ``residual_scale``.
+        """State by name. ``residual`` is carried over when the codec changes: floats, or int8
+        with a ``residual_scale``.
         """
 
     @abstractmethod

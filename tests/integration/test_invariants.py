@@ -25,7 +25,6 @@ EVERYWHERE = {
     "EF21, 4 bits",
     "LoCo, 1 bit after two steps",
     "LoCo, 2 bits up, 4 down",
-    "LoCo, residual of 4 bits",
     "dense",
     "dgc",
     "eden",

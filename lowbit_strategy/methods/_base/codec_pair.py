@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.collectives.exchange import Hop, Route
 from lowbit_strategy.collectives.layout import Cut, Slot, round_up
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement, finite_gain
-from lowbit_strategy.methods._base.residual_format import read_residual, write_residual_
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
@@ -69,29 +71,17 @@ class CodecPair(Method):
         return CodecPair(codec(self.uplink), codec(self.downlink))
 
 
-@dataclass(frozen=True, slots=True)
-class _HopArenas:
-    """One codec's arenas on one hop, and how many elements each parameter takes in them."""
+def plain_pair(codec: Codec) -> CodecPair:
+    """One codec on both hops, without memory."""
+    return CodecPair(PlainCodec(codec), PlainCodec(codec))
 
-    stateful: StatefulCodec
-    state: StateTensors
-    offsets: Mapping[str, int]  # of each parameter, in arenas of the sender's extent
-    lengths: Mapping[str, int]
-    receiver_offsets: Mapping[str, int]  # the same, receiver's extent
-    receiver_lengths: Mapping[str, int]
 
-    def tensors(self, name: str) -> StateTensors:
-        """Views of one parameter's state."""
-        views: StateTensors = {}
-        arenas = self.stateful.arenas()
-        for key in self.state:
-            arena = arenas[key]
-            sender = arena.extent == "sender"
-            start = (self.offsets if sender else self.receiver_offsets)[name]
-            length = (self.lengths if sender else self.receiver_lengths)[name]
-            unit = arena.unit(self.stateful.block_size)
-            views[key] = self.state[key][start // unit : (start + length) // unit]
-        return views
+class _Arena(NamedTuple):
+    """One state tensor of all parameters, which lie in it in order."""
+
+    values: Tensor
+    num_chunks: int  # of each parameter: one per rank where whole parameters are coded, else the own one
+    unit: int  # elements per entry
 
 
 class CodecStore(MethodStore):
@@ -100,45 +90,44 @@ class CodecStore(MethodStore):
     Under FSDP2 nothing travels back, so the downlink keeps nothing.
     """
 
+    hop = "uplink."
+
     def __init__(self, pair: CodecPair, specs: Mapping[str, TensorSpec], placement: Placement) -> None:
         self.pair = pair
         self.placement = placement
         self.cuts: dict[str, Cut] = {name: placement.cut(spec, pair.block_size) for name, spec in specs.items()}
-        block = pair.block_size
-        shard = {name: round_up(cut.row_numel, block) for name, cut in self.cuts.items()}
-        full = {name: length * placement.world_size for name, length in shard.items()}
-        full_at, shard_at = _starts(full), _starts(shard)
-        num_full, num_shard, device = sum(full.values()), sum(shard.values()), placement.device
-        uplink = _arenas(pair.uplink, num_full, num_shard, device)
-        self.uplink = _HopArenas(pair.uplink, uplink, full_at, full, shard_at, shard)
-        downlink = {} if placement.scatter else _arenas(pair.downlink, num_shard, num_full, device)
-        self.downlink = _HopArenas(pair.downlink, downlink, shard_at, shard, full_at, full)
+        lengths = [round_up(cut.row_numel, pair.block_size) for cut in self.cuts.values()]
+        self._chunks = dict(zip(self.cuts, pairwise(accumulate(lengths, initial=0)), strict=True))
+        self._arenas: dict[str, _Arena] = {}
+        for hop, codec in (("uplink", pair.uplink), ("downlink", pair.downlink))[: 1 if placement.scatter else 2]:
+            for key, arena in codec.arenas().items():
+                num_chunks = placement.world_size if (arena.extent == "sender") == (hop == "uplink") else 1
+                unit = arena.unit(codec.block_size)
+                values = torch.zeros(sum(lengths) * num_chunks // unit, dtype=arena.dtype, device=placement.device)
+                self._arenas[f"{hop}.{key}"] = _Arena(values, num_chunks, unit)
 
     def route(self, slots: Iterable[Slot]) -> Route:
         """What an `Exchange` needs to carry the parameters of `slots`."""
+        starts = {name: start for name, (start, _) in self._chunks.items()}
         return Route(
-            Hop(self.pair.uplink, self.uplink.state),
-            Hop(self.pair.downlink, self.downlink.state),
+            Hop(self.pair.uplink, self._state("uplink.")),
+            Hop(self.pair.downlink, self._state("downlink.")),
             tuple(slots),
-            self.uplink.offsets,
-            self.downlink.offsets,
+            {name: start * self.placement.world_size for name, start in starts.items()},
+            starts,
             self.pair.block_size,
         )
 
+    def _state(self, hop: str) -> StateTensors:
+        return {key.removeprefix(hop): arena.values for key, arena in self._arenas.items() if key.startswith(hop)}
+
     def tensors(self, name: str) -> StateTensors:
         """Views of one parameter's state on both hops, keys ``uplink.*`` and ``downlink.*``."""
-        uplink = {f"uplink.{key}": value for key, value in self.uplink.tensors(name).items()}
-        return uplink | {f"downlink.{key}": value for key, value in self.downlink.tensors(name).items()}
+        start, end = self._chunks[name]
+        return {key: x[start * num // unit : end * num // unit] for key, (x, num, unit) in self._arenas.items()}
 
     def state_tensors(self) -> list[Tensor]:
-        return [*self.uplink.state.values(), *self.downlink.state.values()]
-
-    def residual(self, name: str) -> Tensor | None:
-        values = read_residual(self.uplink.tensors(name))
-        if values is None:
-            return None
-        cut = self.cuts[name]
-        return values.view(cut.world_size, -1)[:, : cut.row_numel].reshape(-1)[: cut.numel]
+        return [arena.values for arena in self._arenas.values()]
 
     def numbers(self, name: str) -> dict[str, Any]:
         cut = self.cuts[name]
@@ -151,36 +140,7 @@ class CodecStore(MethodStore):
             "downlink_residual_gain": finite_gain(self.pair.downlink.residual_gain),
         }
 
-    def import_unsent_(self, name: str, values: Tensor) -> bool:
-        tensors = self.uplink.tensors(name)
-        if "residual" not in tensors:
-            return False
-        cut = self.cuts[name]
-        residual = values.to(self.placement.device) * finite_gain(self.pair.uplink.residual_gain)
-        padded = torch.nn.functional.pad(residual, (0, cut.row_numel * cut.world_size - cut.numel))
-        rows = padded.view(cut.world_size, cut.row_numel)
-        row_state = self.uplink.lengths[name] // cut.world_size
-        write_residual_(tensors, torch.nn.functional.pad(rows, (0, row_state - cut.row_numel)).reshape(-1))
-        return True
-
     def rescale_(self, factor: float) -> None:
         for tensor in self.state_tensors():  # float residuals, or the scales of int8 ones
             if tensor.is_floating_point():
                 tensor.mul_(factor)
-
-
-def _starts(lengths: Mapping[str, int]) -> dict[str, int]:
-    starts, at = {}, 0
-    for name, length in lengths.items():
-        starts[name] = at
-        at += length
-    return starts
-
-
-def _arenas(stateful: StatefulCodec, sender: int, receiver: int, device: torch.device) -> StateTensors:
-    state: StateTensors = {}
-    for key, arena in stateful.arenas().items():
-        numel = sender if arena.extent == "sender" else receiver
-        unit = arena.unit(stateful.block_size)
-        state[key] = torch.zeros(numel // unit, dtype=arena.dtype, device=device)
-    return state

@@ -6,6 +6,7 @@ A `Reducer` does its own communication: sparse, low-rank and whole-model methods
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple
@@ -13,11 +14,9 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.optimizer_checks import check_momentum
 from lowbit_strategy.methods._base.parameter_selectors import Selector, describe, matching, validate_selectors
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -78,9 +77,32 @@ class Compressor(ABC):
         """For adapters to call with each optimizer of the model: momentum must be applied once.
 
         Raises:
-            ValueError: The optimizer's momentum does not go with the compressor's.
+            ValueError: The compressor applies different momenta to different parameters or phases; or both apply one.
         """
-        check_momentum(self.momenta, optimizer)
+        momenta = self.momenta
+        if not any(momenta):
+            return
+        if len(momenta) > 1:
+            values = " and ".join(f"{momentum:g}" for momentum in sorted(momenta))
+            raise ValueError(
+                f"the compressor applies momentum {values} to different parameters or phases, so no setting of the"
+                " optimizer is right for all of them: give DGC momentum=0 and leave momentum to the optimizer, or use"
+                " DGC for all parameters with its own warm-up (warmup_steps) in place of WarmUp"
+            )
+        (momentum,) = momenta
+        for number, group in enumerate(optimizer.param_groups):
+            if group.get("momentum"):
+                raise ValueError(
+                    f"momentum is applied twice: {momentum:g} by the compressor and {group['momentum']:g} by"
+                    f" {type(optimizer).__name__} (parameter group {number}); set the optimizer's momentum to 0, or the"
+                    " compressor's"
+                )
+        if any("betas" in group for group in optimizer.param_groups):
+            warnings.warn(
+                f"the compressor applies momentum {momentum:g} and {type(optimizer).__name__} averages gradients"
+                " itself: gradients are smoothed twice. Give DGC momentum=0",
+                stacklevel=2,
+            )
 
     def phase(self, step_index: int) -> Compressor:
         """The configuration in force after `step_index` optimizer steps: itself, unless it has phases."""
@@ -109,8 +131,7 @@ class Compressor(ABC):
 
 def dense_method() -> CodecPair:
     """Exempt tensors: float32 through the shared messages."""
-    stateful = PlainCodec(DenseCodec("float32"))
-    return CodecPair(stateful, stateful)
+    return plain_pair(DenseCodec("float32"))
 
 
 def assign_all(compressor: Compressor, specs: Sequence[TensorSpec]) -> Mapping[str, Assignment]:

@@ -40,9 +40,6 @@ class GatheredReducer(Reducer):
     def nearest(self) -> GatheredReducer:
         return GatheredReducer(codec=self.codec.nearest())
 
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        return {}
-
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
         wires = []
         for view in views:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lowbit_strategy.collectives.layout import Cut
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
-from lowbit_strategy.methods._base.residual_format import read_residual
+from lowbit_strategy.methods._base.residual_format import read_residual, write_residual_
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 
@@ -37,6 +37,8 @@ class Placement(NamedTuple):
 class MethodStore(ABC):
     """State of all parameters that one method serves on this rank."""
 
+    hop: ClassVar[str] = ""  # what the names of the tensors begin with whose residual is of gradients
+
     @abstractmethod
     def tensors(self, name: str) -> StateTensors:
         """All state of one parameter, as views: writing them changes the store."""
@@ -46,23 +48,33 @@ class MethodStore(ABC):
         """Everything the store holds, in as few tensors as possible."""
 
     @abstractmethod
-    def residual(self, name: str) -> Tensor | None:
-        """float32 ``[numel]``: what is added to the next gradient; None where the method keeps none."""
-
-    @abstractmethod
     def numbers(self, name: str) -> dict[str, Any]:
         """What `unsent_part` needs to know beside the tensors: plain numbers, saved with them."""
 
     @abstractmethod
+    def rescale_(self, factor: float) -> None:
+        """The loss scale has changed by `factor`: everything in units of the gradient follows."""
+
+    def residual(self, name: str) -> Tensor | None:
+        """float32 ``[numel]``: what is added to the next gradient; None where the method keeps none."""
+        values = read_residual(self.tensors(name), self.hop)
+        return None if values is None else _without_padding(values, self.numbers(name))
+
     def import_unsent_(self, name: str, values: Tensor) -> bool:
         """Make float32 ``[numel]``, in units of the gradient, the parameter's residual.
 
         The parameter's state must be fresh. Returns False, and does nothing, where the method keeps no residual.
         """
-
-    @abstractmethod
-    def rescale_(self, factor: float) -> None:
-        """The loss scale has changed by `factor`: everything in units of the gradient follows."""
+        tensors, numbers = self.tensors(name), self.numbers(name)
+        residual = tensors.get(f"{self.hop}residual")
+        if residual is None:
+            return False
+        world_size, row_numel = _rows(numbers)
+        scaled = values.to(residual.device) * numbers["residual_gain"]
+        rows = pad(scaled, (0, row_numel * world_size - numbers["numel"])).view(world_size, row_numel)
+        room = residual.numel() // world_size
+        write_residual_(tensors, pad(rows, (0, room - row_numel)).reshape(-1), self.hop)
+        return True
 
     def export_unsent(self, name: str) -> Tensor | None:
         """float32 ``[numel]``: this rank's share of what has not been sent yet, in units of the gradient.
@@ -135,22 +147,6 @@ def finite_gain(residual_gain: float | None) -> float:
     return 1.0 if residual_gain is None or math.isinf(residual_gain) else residual_gain
 
 
-@dataclass(frozen=True, slots=True)
-class _Hops:
-    """The state of a codec pair, hop by hop."""
-
-    uplink: StateTensors
-    downlink: StateTensors
-
-
-def _hops(tensors: Mapping[str, Tensor]) -> _Hops:
-    parts: dict[str, StateTensors] = {"uplink": {}, "downlink": {}}
-    for key, value in tensors.items():
-        hop, _, name = key.partition(".")
-        parts[hop][name] = value
-    return _Hops(**parts)
-
-
 def unsent_part(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Tensor | None:
     """What a parameter's state, live or saved, has not sent yet: float32 ``[numel]``, in units of the gradient.
 
@@ -160,15 +156,25 @@ def unsent_part(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Te
     numel: int = numbers["numel"]
     if not any("." in key for key in tensors):
         values = read_residual(tensors)
-        return None if values is None else values[:numel] / numbers["residual_gain"]
-    hops, row_numel, world_size = _hops(tensors), numbers["row_numel"], numbers["world_size"]
+        return None if values is None else _without_padding(values, numbers) / numbers["residual_gain"]
+    world_size, row_numel = _rows(numbers)
     unsent: Tensor | None = None
-    if (values := read_residual(hops.uplink)) is not None:
-        rows = values.view(world_size, -1)[:, :row_numel]
-        unsent = rows.reshape(-1)[:numel] / numbers["residual_gain"]
-    if (values := read_residual(hops.downlink)) is not None:
+    if (values := read_residual(tensors, "uplink.")) is not None:
+        unsent = _without_padding(values, numbers) / numbers["residual_gain"]
+    if (values := read_residual(tensors, "downlink.")) is not None:
         start = numbers["rank"] * row_numel
         length = max(0, min(row_numel, numel - start))
         unsent = torch.zeros(numel, dtype=torch.float32, device=values.device) if unsent is None else unsent
         unsent[start : start + length] += values[:length] * (world_size / numbers["downlink_residual_gain"])
     return unsent
+
+
+def _rows(numbers: Mapping[str, Any]) -> tuple[int, int]:
+    """How many rows of how many elements, padding of blocks left out, a residual consists of."""
+    return numbers.get("world_size", 1), numbers.get("row_numel", numbers["numel"])
+
+
+def _without_padding(values: Tensor, numbers: Mapping[str, Any]) -> Tensor:
+    """float32 ``[numel]`` of a residual's rows of whole blocks."""
+    world_size, row_numel = _rows(numbers)
+    return values.view(world_size, -1)[:, :row_numel].reshape(-1)[: numbers["numel"]]

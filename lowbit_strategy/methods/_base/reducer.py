@@ -14,7 +14,6 @@ from lowbit_strategy.collectives.layout import Cut
 from lowbit_strategy.collectives.stateful_codec import StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement, finite_gain
-from lowbit_strategy.methods._base.residual_format import read_residual, write_residual_
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
 ReducerState = dict[str, StateTensors]  # by parameter name
@@ -83,13 +82,13 @@ class Reducer(Method):
         """As `Codec.nearest`: the least error instead of no bias, for use with feedback."""
         return self
 
-    @abstractmethod
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        """State by parameter name.
+        """State by parameter name; none by default.
 
         A tensor called ``residual``, flat in the parameter's order, is what is added to the next gradient (with
         ``residual_scale`` beside it where it is int8): it is carried over when the method changes.
         """
+        return {}
 
     @abstractmethod
     def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
@@ -133,20 +132,8 @@ class ReducerStore(MethodStore):
     def state_tensors(self) -> list[Tensor]:
         return [tensor for tensors in self.state.values() for tensor in tensors.values()]
 
-    def residual(self, name: str) -> Tensor | None:
-        values = read_residual(self.tensors(name))
-        return None if values is None else values[: self._specs[name].numel]
-
     def numbers(self, name: str) -> dict[str, Any]:
         return {"numel": self._specs[name].numel, "residual_gain": finite_gain(self.method.residual_gain)}
-
-    def import_unsent_(self, name: str, values: Tensor) -> bool:
-        tensors = self.tensors(name)
-        if "residual" not in tensors:
-            return False
-        residual = values * finite_gain(self.method.residual_gain)
-        write_residual_(tensors, torch.nn.functional.pad(residual, (0, tensors["residual"].numel() - values.numel())))
-        return True
 
     def rescale_(self, factor: float) -> None:
         self.method.rescale_(self.state, factor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,20 +15,19 @@ from lowbit_strategy.codecs.packed import Packed, pack_segments
 from lowbit_strategy.collectives.comm import Comm, Pending, wait_for_all
 from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
+from lowbit_strategy.collectives.stateful_codec import Arena, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
-from lowbit_strategy.methods._base.residual_format import pack_residual, unpack_residual
+from lowbit_strategy.methods._base.residual_format import ResidualDtype, residual_arenas
+from lowbit_strategy.methods._base.stateful_codec import CodecWithRule
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-
-ResidualDtype = Literal["float32", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FeedbackCodec(StatefulCodec):
+class FeedbackCodec(CodecWithRule):
     """A codec with a residual, on every piece of a bucket at once:
 
     1. ``h = g + e``
@@ -43,23 +41,17 @@ class FeedbackCodec(StatefulCodec):
         codec: C.
         beta: 0 is classic feedback; above, LoCo's moving average.
         decay: Below 1 old errors fade; nothing is conserved then.
-        residual: ``int8`` and ``int4`` have one scale per block and round at random.
-        reset_steps: What is kept is forgotten every so many optimizer steps; None: never.
+        residual: ``int8`` has one scale per block and is rounded at random.
     """
 
     codec: Codec
     beta: float = 0.0
     decay: float = 1.0
-    residual: ResidualDtype | Literal["int4"] = "float32"
-    reset_steps: int | None = None
+    residual: ResidualDtype = "float32"
 
     @property
     def label(self) -> str:
-        return f"{self.codec.label}, error feedback" + (" kept in 4 bits" if self.residual == "int4" else "")
-
-    @property
-    def block_size(self) -> int:
-        return self.codec.block_size
+        return f"{self.codec.label}, error feedback"
 
     @property
     def residual_gain(self) -> float | None:
@@ -69,21 +61,11 @@ class FeedbackCodec(StatefulCodec):
         return self.codec
 
     def arenas(self) -> dict[str, Arena]:
-        if self.residual == "float32":
-            return {"residual": Arena(torch.float32)}
-        codes = Arena(torch.int8) if self.residual == "int8" else Arena(torch.uint8, packed=2)
-        return {"residual": codes, "residual_scale": Arena(torch.bfloat16, per_block=True)}
-
-    def wire_nbytes(self, numel: int) -> int:
-        return self.codec.wire_nbytes(numel)
+        return residual_arenas(self.residual)
 
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
-        if self.reset_steps is not None and step.index > 0 and step.index % self.reset_steps == 0:
-            self._forget_(segments, state)
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
         g = packed.collect(x)
         e = self._read(packed, state)
@@ -96,41 +78,24 @@ class FeedbackCodec(StatefulCodec):
         keep = idle | ~updated.isfinite()
         self._write_(packed, state, torch.where(keep, e, updated), keep, step)
 
-    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
-        self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)
-
-    def _forget_(self, segments: Segments, state: StateTensors) -> None:
-        """Codes may stay: their scales are zero."""
-        key = "residual" if self.residual == "float32" else "residual_scale"
-        packed = pack_segments(segments, self.block_size)
-        unit = self.arenas()[key].unit(self.block_size)
-        packed.store_state_(state[key], torch.zeros_like(packed.collect_state(state[key], unit)), unit)
-
     def _read(self, packed: Packed, state: StateTensors) -> Tensor:
-        e = packed.collect_state(state["residual"], self._per_entry)
+        e = packed.collect_state(state["residual"])
         if self.residual == "float32":
             return e
         scale_K = packed.collect_state(state["residual_scale"], self.block_size).float()
-        if self.residual == "int4":
-            return unpack_residual(e.view(scale_K.numel(), -1), scale_K).view(-1)
         return (e.view(-1, self.block_size).float() * scale_K[:, None]).view(-1)
-
-    @property
-    def _per_entry(self) -> int:
-        return 2 if self.residual == "int4" else 1
 
     def _write_(self, packed: Packed, state: StateTensors, e: Tensor, keep: Tensor, step: StepContext) -> None:
         if self.residual == "float32":
             packed.store_state_(state["residual"], e)
             return
         noise_KB = packed.noise(step.seed, RESIDUAL_STREAM, e.device)
-        quantize = pack_residual if self.residual == "int4" else blocks.quantize_residual
-        codes_KB, scale_K = quantize(e.view(-1, self.block_size), noise_KB)
+        codes_KB, scale_K = blocks.quantize_residual(e.view(-1, self.block_size), noise_KB)
         keep_K = keep.view(-1, self.block_size).all(-1)  # exactly as it was, not rounded once more
-        old_KB = packed.collect_state(state["residual"], self._per_entry).view_as(codes_KB)
+        old_KB = packed.collect_state(state["residual"]).view_as(codes_KB)
         old_scale_K = packed.collect_state(state["residual_scale"], self.block_size)
         codes = torch.where(keep_K[:, None], old_KB, codes_KB).view(-1)
-        packed.store_state_(state["residual"], codes, self._per_entry)
+        packed.store_state_(state["residual"], codes)
         new_scale_K = torch.where(keep_K, old_scale_K, blocks.to_bfloat16(scale_K))
         packed.store_state_(state["residual_scale"], new_scale_K, self.block_size)
 

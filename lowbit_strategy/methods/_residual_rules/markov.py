@@ -9,14 +9,15 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.packed import Packed, pack_segments
-from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
+from lowbit_strategy.collectives.stateful_codec import Arena, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.methods._base.stateful_codec import CodecWithRule
 from lowbit_strategy.methods._residual_rules.momentum import average_
 
 
 @dataclass(frozen=True, slots=True)
-class MarkovCodec(StatefulCodec):
+class MarkovCodec(CodecWithRule):
     """The sender sends ``c = C(v - estimate)``, and both sides add c to what they know.
 
     1. sender: ``v_r = momentum * v_r + (1 - momentum) * g_r`` (at first ``v_r = g_r``), ``c_r = C(v_r - estimate_r)``,
@@ -38,39 +39,27 @@ class MarkovCodec(StatefulCodec):
     def label(self) -> str:
         return f"{self.codec.label}, differences (EF21{f', momentum {self.momentum:g}' if self.momentum else ''})"
 
-    @property
-    def block_size(self) -> int:
-        return self.codec.block_size
-
     def arenas(self) -> dict[str, Arena]:
         arenas = {"estimate": Arena(torch.float32), "total": Arena(torch.float32, extent="receiver")}
         return arenas | {"average": Arena(torch.float32)} if self.momentum else arenas
 
-    def wire_nbytes(self, numel: int) -> int:
-        return self.codec.wire_nbytes(numel)
-
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
+        v = packed.collect(x)
+        if self.momentum:
+            v = average_(packed, state, "average", v, self.momentum)
         estimate = packed.collect_state(state["estimate"])
-        difference = self._averaged(packed, packed.collect(x), state) - estimate
-        self.codec.encode_segments_(difference, wire, packed.segments, seed=step.seed, flag=flag)
-        packed.store_state_(state["estimate"], estimate + _finite(self._decode(wire.view(1, -1), segments)))
-
-    def _averaged(self, packed: Packed, g: Tensor, state: StateTensors) -> Tensor:
-        return average_(packed, state, "average", g, self.momentum) if self.momentum else g
+        self.codec.encode_segments_(v - estimate, wire, packed.segments, seed=step.seed, flag=flag)
+        packed.store_state_(state["estimate"], estimate + _finite(self._decode(wire.view(1, -1), packed)))
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
         total = packed.collect_state(state["total"])
         bad = torch.zeros_like(total, dtype=torch.bool)
         for rank in range(wire_WB.shape[0]):  # one by one: a rank's message that is not finite is left out alone
-            sent = self._decode(wire_WB[rank : rank + 1], segments)
+            sent = self._decode(wire_WB[rank : rank + 1], packed)
             bad |= ~sent.isfinite()
             total += _finite(sent)
         packed.store_state_(state["total"], total)
@@ -80,8 +69,7 @@ class MarkovCodec(StatefulCodec):
         packed = pack_segments(segments, self.block_size)
         packed.spread_(packed.collect_state(state["estimate"]), out)
 
-    def _decode(self, wire_1B: Tensor, segments: Segments) -> Tensor:
-        packed = pack_segments(segments, self.block_size)
+    def _decode(self, wire_1B: Tensor, packed: Packed) -> Tensor:
         sent = torch.zeros(packed.numel, dtype=torch.float32, device=wire_1B.device)
         self.codec.decode_sum_segments_(wire_1B, sent, packed.segments, alpha=1.0)
         return sent

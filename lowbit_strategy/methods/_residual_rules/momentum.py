@@ -10,9 +10,10 @@ from torch import Tensor
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.packed import Packed, pack_segments
-from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
+from lowbit_strategy.collectives.stateful_codec import Arena, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.methods._base.stateful_codec import CodecWithRule
 
 
 def add_momentum(momentum: Tensor, gradient: Tensor, factor: float, *, nesterov: bool) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,7 @@ def average_(packed: Packed, state: StateTensors, key: str, gradient: Tensor, mo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MomentumCodec(StatefulCodec):
+class MomentumCodec(CodecWithRule):
     """A codec of the momentum of what comes in, for parameters whose optimizer leaves momentum to the compressor.
 
     Args:
@@ -56,32 +57,18 @@ class MomentumCodec(StatefulCodec):
     def label(self) -> str:
         return f"{self.codec.label} with momentum {self.momentum:g}"
 
-    @property
-    def block_size(self) -> int:
-        return self.codec.block_size
-
     def arenas(self) -> dict[str, Arena]:
         return {"momentum": Arena(torch.float32)}
-
-    def wire_nbytes(self, numel: int) -> int:
-        return self.codec.wire_nbytes(numel)
 
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
-        added = self._added(packed, packed.collect(x), state)
-        self.codec.encode_segments_(added, wire, packed.segments, seed=step.seed, flag=flag)
-
-    def _added(self, packed: Packed, gradient: Tensor, state: StateTensors) -> Tensor:
+        gradient = packed.collect(x)
         if self.averaged:
-            return average_(packed, state, "momentum", gradient, self.momentum)
-        old = packed.collect_state(state["momentum"])
-        updated, added = add_momentum(old, gradient, self.momentum, nesterov=self.nesterov)
-        packed.store_state_(state["momentum"], torch.where(updated.isfinite(), updated, old))
-        return added
-
-    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
-        self.codec.decode_sum_segments_(wire_WB, out, segments, alpha=alpha)
+            added = average_(packed, state, "momentum", gradient, self.momentum)
+        else:
+            old = packed.collect_state(state["momentum"])
+            updated, added = add_momentum(old, gradient, self.momentum, nesterov=self.nesterov)
+            packed.store_state_(state["momentum"], torch.where(updated.isfinite(), updated, old))
+        self.codec.encode_segments_(added, wire, packed.segments, seed=step.seed, flag=flag)

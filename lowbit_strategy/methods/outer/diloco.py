@@ -84,10 +84,8 @@ class DiLoCo(OuterRule):
         return 1.0 - share if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
 
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
-        made: Optimizer
         if self.optimizer_class == "SGD":
             nesterov = self.nesterov and self.momentum > 0.0
-            made = torch.optim.SGD(anchors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
-        else:
-            made = self._make(anchors, lr=self.lr)
+            return torch.optim.SGD(anchors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+        made: Optimizer = self._make(anchors, lr=self.lr)
         return made

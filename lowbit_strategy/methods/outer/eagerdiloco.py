@@ -20,8 +20,7 @@ class EagerDiLoCo(DiLoCo):
     ranks share, to validate and to save, is moved by the means that have arrived.
 
     Args:
-        fragments, average_state: See `OuterRule`.
-        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
+        fragments, average_state, synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
         every, lr, momentum, nesterov, decay: See `DiLoCo`.
         delay, mix: Left at 0.
         optimizer_class: Left at SGD: the anchor and a rank's own share add up because it is linear.
@@ -35,6 +34,7 @@ class EagerDiLoCo(DiLoCo):
 
     name: ClassVar[str] = "eagerdiloco"
     eager: ClassVar[bool] = True
+    travels_a_turn: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         DiLoCo.__post_init__(self)
@@ -48,9 +48,6 @@ class EagerDiLoCo(DiLoCo):
                 f"optimizer_class must be left at 'SGD', got {self.optimizer_class!r}: a rank's own share and the"
                 " others' are stepped apart and added up, which holds for a linear optimizer only"
             )
-
-    def delay_of(self, turn_length: int) -> int:
-        return turn_length
 
     @property
     def moment_nbytes(self) -> float:

@@ -27,10 +27,12 @@ class LocalSGD(OuterRule):
     """
 
     name: ClassVar[str] = "localsgd"
+    lr = 1.0  # of the outer SGD; both are options of rules that derive from this one
+    momentum = 0.0
 
     @property
     def moment_nbytes(self) -> float:
-        return 0.0
+        return 4.0 if self.momentum else 0.0
 
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
-        return SGD(anchors, lr=1.0)
+        return SGD(anchors, lr=self.lr, momentum=self.momentum)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from torch import Tensor
-from torch.optim import SGD, Optimizer
-
-from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.methods.outer.localsgd import LocalSGD
 from lowbit_strategy.options.configuration import configuration
 
 
 @configuration
-class OverlapLocalSGD(OuterRule):
+class OverlapLocalSGD(LocalSGD):
     """At the end of a round each rank is pulled towards the anchor of the round before, then sends its weights.
 
     1. ``weights = mix * weights + (1 - mix) * anchor``
@@ -23,8 +19,7 @@ class OverlapLocalSGD(OuterRule):
     Args:
         every: Optimizer steps of a round; see `OuterRule`.
         momentum: The anchor moves on with it, in [0, 1).
-        fragments, average_state: See `OuterRule`.
-        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
+        fragments, average_state, synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
         delay: Left at 0: it is the whole time until the next fragment is sent.
         mix: Share of a rank's own weights that is kept in step 1.
 
@@ -37,23 +32,14 @@ class OverlapLocalSGD(OuterRule):
     """
 
     name: ClassVar[str] = "overlaplocalsgd"
+    travels_a_turn: ClassVar[bool] = True
 
     momentum: float = 0.7
     mix: float = 0.4
 
     def __post_init__(self) -> None:
-        OuterRule.__post_init__(self)
+        LocalSGD.__post_init__(self)
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
         if self.delay:
             raise ValueError(f"delay must be left at 0, bytes travel for a whole round anyway, got {self.delay}")
-
-    def delay_of(self, turn_length: int) -> int:
-        return turn_length
-
-    @property
-    def moment_nbytes(self) -> float:
-        return 4.0 if self.momentum else 0.0
-
-    def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
-        return SGD(anchors, lr=1.0, momentum=self.momentum)

@@ -40,10 +40,7 @@ register_other_names(OUTER_RULES, "it is an outer rule, outer={0!r} beside a com
 _FOUR_BITS = LoCo(beta=0.0, reset_steps=None)
 
 _INTERVALS: dict[str, type[Interval]] = {
-    "adacomm": AdaComm,
-    "quadratic": Quadratic,
-    "seconds": Seconds,
-    "stepwise": Stepwise,
+    interval.__name__.lower(): interval for interval in (AdaComm, Quadratic, Seconds, Stepwise)
 }
 
 

@@ -81,6 +81,7 @@ class OuterRule(ABC):
 
     name: ClassVar[str]
     eager: ClassVar[bool] = False  # a rank goes ahead with its own share of what it has sent
+    travels_a_turn: ClassVar[bool] = False  # a fragment is applied when the next one is sent, whatever `delay` is
 
     every: int | Interval = 30
     fragments: int = 1
@@ -107,11 +108,10 @@ class OuterRule(ABC):
                 f"every must be at least fragments, {self.fragments}, got {shortest}: each fragment has a turn per"
                 " round, after an optimizer step of its own"
             )
-        longest_delay = self.shortest_turn
-        if not 0 <= self.delay <= longest_delay:
+        if not 0 <= self.delay <= self.shortest_turn:
             raise ValueError(
-                f"delay must be 0 to {longest_delay} (every // fragments), got {self.delay}: a fragment has to be back"
-                " before the next one is sent"
+                f"delay must be 0 to {self.shortest_turn} (every // fragments), got {self.delay}: a fragment has to be"
+                " back before the next one is sent"
             )
         if not 0.0 <= self.mix < 1.0:
             raise ValueError(f"mix must be in [0, 1), got {self.mix!r}: with 1 the anchor would never reach a rank")
@@ -223,7 +223,7 @@ class OuterRule(ABC):
         Args:
             turn_length: Optimizer steps until the next fragment is sent.
         """
-        return self.delay
+        return turn_length if self.travels_a_turn else self.delay
 
     def compressor(self) -> Compressor | None:
         """What the publication compresses pseudo-gradients with; None: any compressor serves."""
@@ -240,14 +240,7 @@ class OuterRule(ABC):
     def round_length(
         self, step: int, learning_rate: float | None, *, rising: bool = False, progress: float | None = None
     ) -> int:
-        """Optimizer steps of the round that begins.
-
-        Args:
-            step: Optimizer steps completed.
-            learning_rate: What the inner optimizer's first parameter group has; None if it is not known.
-            rising: Whether the step before had a lower one.
-            progress: The mean loss of the last round that is known over that of the first one; None: not known.
-        """
+        """Optimizer steps of the round that begins; arguments as of `Interval.at`."""
         if isinstance(self.every, int):
             return self.every
         return self.every.at(step, learning_rate, rising=rising, progress=progress)

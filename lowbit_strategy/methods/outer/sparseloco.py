@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
-
-from torch import Tensor
-from torch.optim import SGD, Optimizer
 
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.methods.outer.localsgd import LocalSGD
 from lowbit_strategy.methods.sparsification.topk import TopK
 from lowbit_strategy.options.configuration import configuration
 
@@ -20,7 +16,7 @@ _VALUES = BlockFormat(bits=2, block_size=64, scale_rule="mean_abs", codebook=(-1
 
 
 @configuration
-class SparseLoCo(OuterRule):
+class SparseLoCo(LocalSGD):
     """The largest 64th of every 4,096 elements, 2 bits each; what is not sent stays, times 0.95 per round, for later.
 
     Every rank's message goes to all ranks, as published: their mean is exact.
@@ -45,16 +41,9 @@ class SparseLoCo(OuterRule):
     lr: float = 1.0
 
     def __post_init__(self) -> None:
-        OuterRule.__post_init__(self)
+        LocalSGD.__post_init__(self)
         if not self.lr > 0.0:
             raise ValueError(f"lr must be above 0, got {self.lr!r}")
-
-    @property
-    def moment_nbytes(self) -> float:
-        return 0.0
-
-    def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
-        return SGD(anchors, lr=self.lr)
 
     def compressor(self) -> Compressor:
         return TopK(density=1 / 64, values=BlockCodec(_VALUES), selection="chunk", gather=True, decay=0.95)

@@ -6,9 +6,8 @@ from typing import ClassVar
 
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -34,12 +33,8 @@ class StateCode(Compressor):
     block_size: int = 128
     high_precision_bits: int = 8
 
-    def _pair(self, bits: int) -> CodecPair:
-        stateful = PlainCodec(BlockCodec(uniform(bits, self.block_size)))
-        return CodecPair(stateful, stateful)
-
     def method(self, spec: TensorSpec) -> CodecPair:
-        return self._pair(self.bits)
+        return plain_pair(BlockCodec(uniform(self.bits, self.block_size)))
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        return self._pair(max(self.bits, self.high_precision_bits))
+        return plain_pair(BlockCodec(uniform(max(self.bits, self.high_precision_bits), self.block_size)))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.parameter_selectors import Selector
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -27,10 +26,5 @@ class Dense(Compressor):
     exempt: tuple[Selector, ...] = ()
     high_precision: tuple[Selector, ...] = ()
 
-    def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
-        DenseCodec(self.dtype)
-
     def method(self, spec: TensorSpec) -> CodecPair:
-        stateful = PlainCodec(DenseCodec(self.dtype))
-        return CodecPair(stateful, stateful)
+        return plain_pair(DenseCodec(self.dtype))

@@ -12,7 +12,7 @@ from lowbit_strategy.collectives.stateful_codec import StatefulCodec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
+from lowbit_strategy.methods._base.option_checks import check_codes
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec, ResidualDtype
@@ -69,8 +69,7 @@ class EDEN(Compressor):
         for field in ("bits", "return_bits"):
             if (bits := getattr(self, field)) not in _BITS and (field == "bits" or bits is not None):
                 raise ValueError(f"{field} must be an integer from 1 to 4, got {bits!r}")
-        check_block_size(self.block_size)
-        check_bits("high_precision_bits", self.high_precision_bits)
+        check_codes(self.block_size, high_precision_bits=self.high_precision_bits)
         if self.beta is not None and not 0.0 <= self.beta < 1.0:
             raise ValueError(f"beta must be in [0, 1) or None for no residual, got {self.beta!r}")
 

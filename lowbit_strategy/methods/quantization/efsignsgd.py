@@ -8,7 +8,7 @@ from typing import ClassVar
 from lowbit_strategy.kernels.format import BlockFormat, uniform
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
+from lowbit_strategy.methods._base.option_checks import check_codes
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCoCodec, ResidualDtype
 from lowbit_strategy.options.configuration import configuration
@@ -49,8 +49,7 @@ class EFSignSGD(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        check_block_size(self.block_size)
-        check_bits("high_precision_bits", self.high_precision_bits)
+        check_codes(self.block_size, high_precision_bits=self.high_precision_bits)
 
     def conserving(self) -> EFSignSGD:
         return replace(self, residual="float32")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
@@ -22,13 +21,12 @@ from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_bits
+from lowbit_strategy.methods._base.residual_format import residual_arenas
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec
 from lowbit_strategy.options.configuration import configuration
 
 ResidualDtype = Literal["int8", "float32"]
-ShortResidual = Literal["int4", "none"]
 ROTATED = 32  # elements where there is no residual, as in SDP4Bit
 Codebook = Literal["uniform", "fitted", "ternary", "unit_gain", "ternary_unit_gain"]
 _Make = Callable[[int, int], BlockFormat]
@@ -44,6 +42,8 @@ _FORMATS: Mapping[Codebook, tuple[range, _Make]] = {  # bits that there are, and
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoCoCodec(StatefulCodec):
     """Codes with LoCo's residual: the fused kernel and its arenas. Fields as in `LoCo`."""
+
+    in_one_pass: ClassVar[bool] = True
 
     fmt: BlockFormat
     beta: float
@@ -65,10 +65,6 @@ class LoCoCodec(StatefulCodec):
         return self.fmt.block_size
 
     @property
-    def in_one_pass(self) -> bool:
-        return True
-
-    @property
     def residual_gain(self) -> float:
         return 1.0 - self.beta
 
@@ -76,9 +72,7 @@ class LoCoCodec(StatefulCodec):
         return BlockCodec(self.fmt, self.rounding)
 
     def arenas(self) -> dict[str, Arena]:
-        if self.residual == "float32":
-            return {"residual": Arena(torch.float32)}
-        return {"residual": Arena(torch.int8), "residual_scale": Arena(torch.bfloat16, per_block=True)}
+        return residual_arenas(self.residual)
 
     def wire_nbytes(self, numel: int) -> int:
         return self.fmt.wire_nbytes(numel)
@@ -137,12 +131,12 @@ class LoCo(Compressor):
         reset_steps: The residual is forgotten every so many optimizer steps, None for never. What it holds is lost
             then, below 4 bits the sum of three to four gradients: use None there.
         residual: ``int8``, with a scale per block, costs 1 byte per parameter on every rank; ``float32`` costs 4
-            and stores the average exactly. ``int4``, rounded at random, costs half a byte; ``none`` costs nothing:
-            codes are then rounded at random and blocks are rotated by a Hadamard matrix, so that errors cancel over
-            steps and ranks instead of being fed back. Both run in plain PyTorch beside the kernels, and are slower.
+            and stores the average exactly. ``none`` costs nothing: codes are then rounded at random and blocks are
+            rotated by a Hadamard matrix, so that errors cancel over steps and ranks instead of being fed back. The
+            rotation runs in plain PyTorch beside the kernels, and is slower.
         rounding: How codes are rounded. ``nearest``: least error; ``stochastic``: unbiased, more noise.
-        residual_rounding: How the int8 residual is rounded; ``int4`` always at random. ``nearest``: a fifth faster, and
-            measured as good; ``stochastic``: increments below half a step are kept on average.
+        residual_rounding: How the int8 residual is rounded. ``nearest``: a fifth faster, and measured as good;
+            ``stochastic``: increments below half a step are kept on average.
         return_beta: What `beta` is for the uplink, this is for the owner's residual on the downlink.
         return_bits, return_codebook, return_block_size: What `bits`, `codebook` and `block_size` are for codes on the
             downlink; None for the same. At least `bits`; where the uplink has more bits than these (parameters of high
@@ -167,7 +161,7 @@ class LoCo(Compressor):
     block_size: int = 128
     beta: float = 0.8
     reset_steps: int | None = 512
-    residual: ResidualDtype | ShortResidual = "int8"
+    residual: Literal["int8", "float32", "none"] = "int8"
     rounding: Rounding = "nearest"
     residual_rounding: Rounding = "nearest"
     return_beta: float = 0.0
@@ -235,28 +229,26 @@ class LoCo(Compressor):
         return replace(self, residual="float32", reset_steps=None)
 
     def _codecs(self, uplink_format: BlockFormat) -> CodecPair:
-        if self.residual in ("int4", "none"):
-            downlink = self._general(self._return_format(uplink_format), self.return_beta)
-            return CodecPair(self._general(uplink_format, self.beta), downlink)
+        return_format = self._return_format(uplink_format)
+        if self.residual == "none":
+            return CodecPair(_unbiased(uplink_format), _unbiased(return_format))
         uplink = LoCoCodec(
             fmt=uplink_format,
             beta=self.beta,
             reset_steps=self.reset_steps,
-            residual=self.residual,  # type: ignore[arg-type]  # of the other two there are no kernels
+            residual=self.residual,
             rounding=self.rounding,
             residual_rounding=self.residual_rounding,
         )
-        return CodecPair(uplink, replace(uplink, fmt=self._return_format(uplink_format), beta=self.return_beta))
-
-    def _general(self, codes: BlockFormat, beta: float) -> StatefulCodec:
-        """A hop whose residual no kernel knows."""
-        if self.residual == "none":
-            return PlainCodec(RotatedCodec(BlockCodec(codes, "stochastic"), ROTATED))
-        codec = BlockCodec(codes, self.rounding)
-        return FeedbackCodec(codec=codec, beta=beta, residual="int4", reset_steps=self.reset_steps)
+        return CodecPair(uplink, replace(uplink, fmt=return_format, beta=self.return_beta))
 
     def method(self, spec: TensorSpec) -> CodecPair:
         return self._codecs(self.fmt)
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
         return self._codecs(uniform(max(self.bits, self.high_precision_bits), self.block_size))
+
+
+def _unbiased(codes: BlockFormat) -> PlainCodec:
+    """A hop that keeps nothing."""
+    return PlainCodec(RotatedCodec(BlockCodec(codes, "stochastic"), ROTATED))

@@ -2,69 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.block import Rounding
 from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
-from lowbit_strategy.collectives.comm import Comm, Pending
-from lowbit_strategy.collectives.integers import all_of_bits, sum_integers, sum_nbytes
-from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
-from lowbit_strategy.methods._base.shared_scale_base import SharedViews, agreed_nbytes, row_numel
+from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.collectives.integers import all_of_bits
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.quantization.sharedscale import SharedScaleReducer
+from lowbit_strategy.methods.quantization.sharedscale import SharedScale, SharedScaleReducer, SharedViews
 from lowbit_strategy.options.configuration import configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MultiScaleReducer(Reducer):
-    """Fields as in `MultiScale`, bits as the largest code and the ratio of the two scales."""
+class MultiScaleReducer(SharedScaleReducer):
+    """As `SharedScaleReducer`; `ratio` is that of the two scales."""
 
-    limit: int
     ratio: int
-    block_size: int
-    rounding: Rounding = "stochastic"
 
-    fixed_size: ClassVar[bool] = True
     temporary_nbytes: ClassVar[float] = 33.0
 
-    @property
-    def label(self) -> str:
-        return f"two shared scales 1:{self.ratio}, {2 * self.limit + 1} values, blocks of {self.block_size}"
-
-    def nearest(self) -> MultiScaleReducer:
-        return replace(self, rounding="nearest")
-
-    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
-        return {}
-
-    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
-        shared = SharedViews(views, comm, step, self.block_size)
-        if not shared.views:
-            return
-        norms = []
-        for i in range(len(shared.views)):
-            h_KB = shared.blocks(i)
-            norms.append(torch.where(h_KB.isfinite().all(-1), h_KB.abs().amax(-1), torch.inf))
-        agreed = yield from shared.agree(norms)
+    def _scales(self, shared: SharedViews, agreed: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
         widths = [shared.spread(norm_K, i) for i, norm_K in enumerate(agreed)]
         fits = [h.abs() * self.ratio <= width_N for h, width_N in zip(shared.gradients, widths, strict=True)]
         finer = yield from self._agree_where(shared, fits)
-        scales = [
+        return [
             torch.where(fine, width_N / (self.limit * self.ratio), width_N / self.limit)
             for fine, width_N in zip(finer, widths, strict=True)
         ]
-        codes = [shared.round(i, scale_N, self.limit, self.rounding) for i, scale_N in enumerate(scales)]
-        shared.observe_(codes, scales)
-        totals = yield from sum_integers(shared.rows(codes), self.limit, comm, scatter=shared.scatter)
-        shared.write_(totals, scales)
 
     def _agree_where(self, shared: SharedViews, fits: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
         """Boolean, flat, for every view: where the finer scale fits on all ranks. One bit per element, twice."""
@@ -75,17 +43,16 @@ class MultiScaleReducer(Reducer):
         return shared.unrows(unpack_bits(agreed)[:, :numel])
 
     def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
-        return 4 if scatter else 5  # norms; where the finer scale fits, twice; codes, on one hop or two
+        where_it_fits = 2
+        return where_it_fits + SharedScaleReducer.num_messages(self, specs, world_size, scatter=scatter)
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        numel = row_numel(spec, world_size, scatter=scatter)
-        bits = 2 * (world_size - 1) * -(-numel // 8)
-        codes = sum_nbytes(numel, self.limit, world_size, scatter=scatter)
-        return bits + codes + agreed_nbytes(spec, self.block_size, world_size)
+        bits = 2 * (world_size - 1) * -(-spec.cut(world_size, 1, scatter=scatter).row_numel // 8)
+        return bits + SharedScaleReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
 
 
 @configuration
-class MultiScale(Compressor):
+class MultiScale(SharedScale):
     """As `SharedScale`, with a second step 2**finer_bits times finer for elements that are small on every rank.
 
     With ``s = 2**(bits-1) - 1`` and ``r = 2**finer_bits``:
@@ -112,22 +79,14 @@ class MultiScale(Compressor):
 
     name: ClassVar[str] = "multiscale"
 
-    bits: int = 4
     finer_bits: int = 3
-    block_size: int = 512
-    high_precision_bits: int = 8
 
     def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
-        check_bits("bits", self.bits)
-        check_bits("high_precision_bits", self.high_precision_bits)
-        check_block_size(self.block_size)
+        SharedScale.__post_init__(self)
         if not 1 <= self.finer_bits <= 8:
             raise ValueError(f"finer_bits must be an integer from 1 to 8, got {self.finer_bits!r}")
 
     def method(self, spec: TensorSpec) -> MultiScaleReducer:
-        return MultiScaleReducer(limit=2 ** (self.bits - 1) - 1, ratio=2**self.finer_bits, block_size=self.block_size)
-
-    def high_precision_method(self, spec: TensorSpec) -> SharedScaleReducer:
-        bits = max(self.bits, self.high_precision_bits)
-        return SharedScaleReducer(limit=2 ** (bits - 1) - 1, block_size=self.block_size)
+        ratio = 2**self.finer_bits
+        title = f"two shared scales 1:{ratio}"
+        return MultiScaleReducer(limit=2 ** (self.bits - 1) - 1, ratio=ratio, block_size=self.block_size, title=title)

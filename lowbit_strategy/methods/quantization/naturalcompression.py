@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lowbit_strategy.codecs.natural import NaturalCodec
-from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
+from lowbit_strategy.methods._base.option_checks import check_codes
 from lowbit_strategy.methods._base.parameter_selectors import Selector
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
 
@@ -46,9 +45,7 @@ class NaturalCompression(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        check_bits("bits", self.bits)
-        check_block_size(self.block_size)
+        check_codes(self.block_size, bits=self.bits)
 
     def method(self, spec: TensorSpec) -> CodecPair:
-        stateful = PlainCodec(NaturalCodec(self.bits, self.block_size))
-        return CodecPair(stateful, stateful)
+        return plain_pair(NaturalCodec(self.bits, self.block_size))

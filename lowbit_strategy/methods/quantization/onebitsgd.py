@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec
@@ -10,15 +9,14 @@ from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.onebit import TwoMeansCodec
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.feedback import FeedbackCodec, ResidualDtype
+from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
 from lowbit_strategy.options.configuration import configuration
 
 
 @configuration
-class OneBitSGD(Compressor):
+class OneBitSGD(EFSignSGD):
     """One bit per element; each of its two values decodes to the mean of what it stands for. Error feedback both ways.
 
     For each block, on every rank, and again at the owner for the mean (DDP):
@@ -29,8 +27,7 @@ class OneBitSGD(Compressor):
 
     Args:
         block_size: Elements that share two means (bfloat16), a power of two; the publication has two per column.
-        residual: ``float32`` costs 4 bytes per parameter on every rank and keeps the error exactly; ``int8`` 1.
-        high_precision_bits: Codes of embeddings and output heads have so many.
+        residual, high_precision_bits: See `EFSignSGD`.
         exempt, high_precision: Which parameters; see `Compressor`.
 
     Raises:
@@ -45,22 +42,13 @@ class OneBitSGD(Compressor):
 
     block_size: int = 512
     residual: ResidualDtype = "float32"
-    high_precision_bits: int = 8
-
-    def __post_init__(self) -> None:
-        Compressor.__post_init__(self)
-        check_block_size(self.block_size)
-        check_bits("high_precision_bits", self.high_precision_bits)
-
-    def conserving(self) -> OneBitSGD:
-        return replace(self, residual="float32")
-
-    def _codecs(self, codec: Codec) -> CodecPair:
-        stateful = FeedbackCodec(codec=codec, residual=self.residual)
-        return CodecPair(stateful, stateful)
 
     def method(self, spec: TensorSpec) -> CodecPair:
-        return self._codecs(TwoMeansCodec(self.block_size))
+        return self._with_feedback(TwoMeansCodec(self.block_size))
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        return self._codecs(BlockCodec(uniform(self.high_precision_bits, self.block_size)))
+        return self._with_feedback(BlockCodec(uniform(self.high_precision_bits, self.block_size)))
+
+    def _with_feedback(self, codec: Codec) -> CodecPair:
+        stateful = FeedbackCodec(codec=codec, residual=self.residual)
+        return CodecPair(stateful, stateful)

@@ -8,9 +8,9 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.qsgd import L2Codec, Norm
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.option_checks import check_bits
+from lowbit_strategy.methods._base.option_checks import check_codes
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.options.configuration import configuration
@@ -53,11 +53,12 @@ class QSGD(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        check_bits("bits", self.bits)
-        check_bits("high_precision_bits", self.high_precision_bits)
-        if self.return_bits is not None:
-            check_bits("return_bits", self.return_bits)
-        uniform(self.bits, self.block_size)
+        check_codes(
+            self.block_size,
+            bits=self.bits,
+            high_precision_bits=self.high_precision_bits,
+            return_bits=self.return_bits,
+        )
 
     def codec(self, bits: int) -> Codec:
         if self.norm == "l2":
@@ -68,5 +69,4 @@ class QSGD(Compressor):
         return CodecPair(PlainCodec(self.codec(self.bits)), PlainCodec(self.codec(self.return_bits or self.bits)))
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        stateful = PlainCodec(self.codec(max(self.bits, self.high_precision_bits)))
-        return CodecPair(stateful, stateful)
+        return plain_pair(self.codec(max(self.bits, self.high_precision_bits)))

@@ -8,22 +8,23 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
 from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
 from lowbit_strategy.codecs.packed import pack_segments
-from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
+from lowbit_strategy.collectives.stateful_codec import Arena, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.codebooks import ternary
 from lowbit_strategy.kernels.format import SCALE_NBYTES, uniform
 from lowbit_strategy.kernels.reference.blocks import tree_sum
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
-from lowbit_strategy.methods._base.stateful_codec import PlainCodec
+from lowbit_strategy.methods._base.option_checks import check_codes
+from lowbit_strategy.methods._base.stateful_codec import CodecWithRule, PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec, average_
 from lowbit_strategy.options.configuration import configuration
@@ -55,7 +56,7 @@ class SignCodec(BlockwiseCodec):
 
 
 @dataclass(frozen=True, slots=True)
-class VoteCodec(StatefulCodec):
+class VoteCodec(CodecWithRule):
     """Signs to the owner, which takes the sign of their sum; blocks that are all zero abstain.
 
     Where a rank's block is not finite, neither is the result.
@@ -70,15 +71,8 @@ class VoteCodec(StatefulCodec):
         what = f"signs of momentum {self.momentum:g}" if self.momentum else "signs"
         return f"{what}, majority vote, blocks of {self.block_size}"
 
-    @property
-    def block_size(self) -> int:
-        return self.codec.block_size
-
     def arenas(self) -> dict[str, Arena]:
         return {"momentum": Arena(torch.float32)} if self.momentum else {}
-
-    def wire_nbytes(self, numel: int) -> int:
-        return self.codec.wire_nbytes(numel)
 
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
@@ -90,8 +84,6 @@ class VoteCodec(StatefulCodec):
         self.codec.encode_segments_(x, wire, segments, seed=step.seed, flag=flag)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
-        if not segments.rows:
-            return
         packed = pack_segments(segments, self.block_size)
         votes = torch.zeros(packed.numel, dtype=torch.float32, device=out.device)
         size = torch.zeros_like(votes)
@@ -145,24 +137,22 @@ class SignSGD(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        check_block_size(self.block_size)
-        check_bits("high_precision_bits", self.high_precision_bits)
+        check_codes(self.block_size, high_precision_bits=self.high_precision_bits)
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
 
     def exempted(self, spec: TensorSpec) -> Assignment | None:
         assignment = Compressor.exempted(self, spec)
-        if assignment is None or not self.momentum:
-            return assignment
-        stateful = MomentumCodec(momentum=self.momentum, averaged=True)
-        return assignment._replace(method=CodecPair(stateful, PlainCodec(DenseCodec())))
+        return None if assignment is None else assignment._replace(method=self._averaged(DenseCodec()))
 
     def method(self, spec: TensorSpec) -> CodecPair:
         vote = VoteCodec(SignCodec(self.block_size), self.scale, self.momentum)
         return CodecPair(vote, PlainCodec(BlockCodec(ternary(self.block_size))))
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        codec = BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic")
-        if self.momentum:
-            return CodecPair(MomentumCodec(momentum=self.momentum, averaged=True, codec=codec), PlainCodec(codec))
-        return CodecPair(PlainCodec(codec), PlainCodec(codec))
+        return self._averaged(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
+
+    def _averaged(self, codec: Codec) -> CodecPair:
+        if not self.momentum:
+            return plain_pair(codec)
+        return CodecPair(MomentumCodec(momentum=self.momentum, averaged=True, codec=codec), PlainCodec(codec))

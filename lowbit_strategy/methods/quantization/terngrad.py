@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.ternary import TernaryCodec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.option_checks import check_bits, check_block_size
+from lowbit_strategy.methods._base.option_checks import check_codes
 from lowbit_strategy.methods._base.stateful_codec import PlainCodec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.sharedscale import SharedScaleReducer
@@ -59,9 +59,7 @@ class TernGrad(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        check_block_size(self.block_size)
-        check_bits("return_bits", self.return_bits)
-        check_bits("high_precision_bits", self.high_precision_bits)
+        check_codes(self.block_size, return_bits=self.return_bits, high_precision_bits=self.high_precision_bits)
         if self.clip_sigmas is not None and not self.clip_sigmas > 0:
             raise ValueError(f"clip_sigmas must be positive or None, got {self.clip_sigmas!r}")
 
@@ -74,5 +72,4 @@ class TernGrad(Compressor):
         return CodecPair(PlainCodec(TernaryCodec(self.block_size, self.clip_sigmas)), PlainCodec(downlink))
 
     def high_precision_method(self, spec: TensorSpec) -> CodecPair:
-        stateful = PlainCodec(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
-        return CodecPair(stateful, stateful)
+        return plain_pair(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))

@@ -47,26 +47,20 @@ class BlockWeights(WeightCoding):
     high_precision: tuple[Selector, ...] = ("@embedding", "@head")
     high_precision_bits: int = 8
     block_size: int = 128
+    bits: int  # of a parameter that is neither exempt nor of high precision
+    allowed_bits: ClassVar[tuple[int, ...]]
 
     def __post_init__(self) -> None:
         validate_selectors("exempt", self.exempt)
         validate_selectors("high_precision", self.high_precision)
-        self._check_bits("high_precision_bits", self.high_precision_bits, (8, 6, 5, 4))
+        for field, allowed in (("high_precision_bits", (8, 6, 5, 4)), ("bits", self.allowed_bits)):
+            if (bits := getattr(self, field)) not in allowed:
+                raise ValueError(f"{field} must be one of {', '.join(map(str, allowed))}, got {bits!r}")
         uniform(8, self.block_size)
-
-    @property
-    @abstractmethod
-    def code_bits(self) -> int:
-        """Bits of a code of a parameter that is neither exempt nor of high precision."""
-
-    @staticmethod
-    def _check_bits(field: str, bits: int, allowed: tuple[int, ...]) -> None:
-        if bits not in allowed:
-            raise ValueError(f"{field} must be one of {', '.join(map(str, allowed))}, got {bits!r}")
 
     def codec(self, spec: TensorSpec) -> Codec | None:
         if matching(self.exempt, spec) is not None:
             return None
         high = matching(self.high_precision, spec) is not None
-        bits = max(self.code_bits, self.high_precision_bits) if high else self.code_bits
+        bits = max(self.bits, self.high_precision_bits) if high else self.bits
         return BlockCodec(uniform(bits, self.block_size))

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.weights.base import Keep, WeightCoding
+from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -24,8 +24,6 @@ class Exact(WeightCoding):
     """
 
     name: ClassVar[str] = "exact"
-
-    keep: Keep = "nothing"
 
     def __post_init__(self) -> None:
         if self.keep == "codes":

@@ -42,18 +42,11 @@ class WeightCode(BlockWeights):
     """
 
     name: ClassVar[str] = "code"
+    allowed_bits: ClassVar[tuple[int, ...]] = (8, 6, 4)
 
     bits: int = 8
     keep: Keep = "codes"
 
-    def __post_init__(self) -> None:
-        BlockWeights.__post_init__(self)
-        self._check_bits("bits", self.bits, (8, 6, 4))
-
     @property
     def label(self) -> str:
         return f"{self.bits}-bit codes"
-
-    @property
-    def code_bits(self) -> int:
-        return self.bits

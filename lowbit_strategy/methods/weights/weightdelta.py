@@ -47,6 +47,7 @@ class WeightDelta(BlockWeights):
     """
 
     name: ClassVar[str] = "delta"
+    allowed_bits: ClassVar[tuple[int, ...]] = (8, 4, 2)
     sends_differences: ClassVar[bool] = True
 
     high_precision: tuple[Selector, ...] = ()
@@ -55,7 +56,6 @@ class WeightDelta(BlockWeights):
 
     def __post_init__(self) -> None:
         BlockWeights.__post_init__(self)
-        self._check_bits("bits", self.bits, (8, 4, 2))
         if self.keep != "replica":
             raise ValueError(
                 f"WeightDelta adds differences to a replica of the weights: keep must be 'replica', got {self.keep!r}."
@@ -65,7 +65,3 @@ class WeightDelta(BlockWeights):
     @property
     def label(self) -> str:
         return f"{self.bits}-bit codes of differences"
-
-    @property
-    def code_bits(self) -> int:
-        return self.bits

@@ -48,7 +48,7 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (TernGrad, {"block_size": 0}, "block_size must be a power of two"),
     (SignSGD, {"scale": "two"}, "scale must be 'mean_abs' or 'one'"),
     (SignSGD, {"block_size": 16}, "block_size must be a power of two"),
-    (EFSignSGD, {"residual": "int4"}, "residual must be 'int8' or 'float32', got 'int4'"),
+    (EFSignSGD, {"residual": "int2"}, "residual must be 'int8' or 'float32', got 'int2'"),
     (OneBitSGD, {"residual": "bf16"}, "residual must be 'float32' or 'int8'"),
     (SharedScale, {"bits": 1}, "bits must be an integer from 2 to 8"),
     (MultiScale, {"finer_bits": 0}, "finer_bits must be an integer from 1 to 8"),

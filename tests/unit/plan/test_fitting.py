@@ -109,7 +109,7 @@ def test_what_the_user_has_chosen_is_not_changed() -> None:
 
 def test_residuals_are_given_up_only_where_it_was_measured() -> None:
     assert "no residual" in chosen(LLAMA_13B, 1, room=1e9)
-    others = LoCo(bits=2, codebook="fitted"), LoCo(return_codebook="fitted"), LoCo(bits=3), LoCo(residual="int4")
+    others = LoCo(bits=2, codebook="fitted"), LoCo(return_codebook="fitted"), LoCo(bits=3), LoCo(residual="float32")
     for other in others:
         assert "no residual" not in chosen(LLAMA_13B, 1, room=1e9, compressor=other)
     assert "no residual" not in chosen(LLAMA_70B, 2, limit=1e12)  # two peers

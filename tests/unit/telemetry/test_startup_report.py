@@ -45,7 +45,7 @@ def test_a_downlink_with_other_bits_is_reported(scatter: bool) -> None:
 
 def test_on_a_gpu_methods_without_kernels_are_named() -> None:
     cuda = torch.device("cuda", 0)
-    for compressor, named in ((LoCo(), False), (LoCo(residual="int4"), True), (PowerSGD(), True)):
+    for compressor, named in ((LoCo(), False), (LoCo(residual="none"), True), (PowerSGD(), True)):
         sync = engine(compressor, [TensorSpec("a.weight", (512, 512))])
         report = report_of(sync.plan(), compressor, device=cuda)
         assert ("plain PyTorch for" in report.kernels) == named, report.kernels
