@@ -18,7 +18,7 @@ from torch import nn
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.launch import units
-from lowbit_strategy.launch.dry_run_report import Planned, plan, plan_of, prepared_as_planned
+from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.launch.linked import Linked, StepTimer
 from lowbit_strategy.methods._base.compressor import Compressor
 
@@ -72,11 +72,10 @@ class DryRun:
 
     def _plan(self, model: nn.Module, compressor: Compressor, device: torch.device, compute_s: float | None) -> str:
         options = self.plugin.sync_options()
-        report = plan(model, compressor, self.planned, device=device, options=options).render()
+        report = plan(model, compressor, self.planned, device=device, options=options)
         if self.linked is None or compute_s is None:
-            return report
-        prepared = prepared_as_planned(model, compressor, self.planned, options)
-        return f"{report}\n{self.linked.predict(plan_of(model, prepared), compute_s)}"
+            return report.render()
+        return f"{report.render()}\n{self.linked.predict(report.plan, compute_s)}"
 
     def finish(self) -> None:
         """Raises:
