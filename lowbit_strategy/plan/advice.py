@@ -106,8 +106,10 @@ def plan_for(
     parts = [spec.shared(shape.share) for spec in wanted.specs]
     modules = layers_of(list(wanted.specs), wanted.itemsize)
     if layout == "ddp":
+        coding = None
         reduced = ddp_buckets((spec.name, spec.numel, wanted.itemsize) for spec in wanted.specs)
     else:
+        coding = coding or (Exact() if layout == "hsdp" else default_weights(compressor))
         members = [(name, module.specs) for name, module in reversed(modules.items())]
         reduced = [Reduced(tuple(spec.name for spec in specs), wanted.itemsize, name) for name, specs in members]
     return make_plan(
@@ -116,7 +118,7 @@ def plan_for(
         shape,
         layout,
         reduced=reduced,
-        coding=None if layout == "ddp" else coding or _unchosen(layout, compressor),
+        coding=coding,
         modules=None if layout == "ddp" else modules,
         outer=outer,
     )
@@ -148,10 +150,6 @@ def assign(wanted: Wanted, compressor: Compressor) -> Mapping[str, Assignment]:
     late = compressor.phase(_LATE)
     late.check(wanted.specs)
     return assign_all(late, wanted.specs)
-
-
-def _unchosen(layout: Layout, compressor: Compressor) -> WeightCoding:
-    return Exact() if layout == "hsdp" else default_weights(compressor)
 
 
 def choices(wanted: Wanted, cluster: Cluster | None = None, compute_s: float | None = None) -> list[Choice]:

@@ -246,10 +246,8 @@ class Observer:
         parts = ((self._energies, NUM_ENERGIES), (self._residuals, 1), (self._end_to_end, NUM_SUMS), (sent_by_name, 1))
         rows = torch.cat([table(part, names, width, device) for part, width in parts], dim=1)
         last = torch.zeros(1, _WIDTH, dtype=torch.float64, device=device)
-        between, inside = (
-            sync.ranks.peers.between_nodes(self.own_sent_nbytes),
-            self._inside_nbytes() - self._inside_before,
-        )
+        between = sync.ranks.peers.between_nodes(self.own_sent_nbytes)
+        inside = self._inside_nbytes() - self._inside_before
         times = [self._stopwatch.read("codec"), self._stopwatch.read("comm"), self.own_sent_nbytes, seconds or 0.0]
         times += [between, self.own_sent_nbytes - between + inside]
         last[0, : len(times)] = torch.tensor(times, dtype=torch.float64)
