@@ -29,7 +29,6 @@ WORTH_IT = 0.95  # of the uncompressed step's time: below it, compression is wor
 _LATE = 10**6  # a step at which all warm-ups are over
 _BITS = {"loco": 4, "loco2": 2, "loco1": 1, "powersgd": 1}  # of what is shown; of PowerSGD fewer than that
 _COMPRESSED = tuple((name, quality_of(name, bits)) for name, bits in _BITS.items())
-_STEPS = ("diloco",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +172,9 @@ def choices(wanted: Wanted, cluster: Cluster | None = None, compute_s: float | N
             for plan in [plan_for(wanted, layout, PRESETS[name], assigned=assigned[name])]
         ]
         if layout != "fsdp":
-            for name in _STEPS:
-                plan = plan_for(wanted, layout, default_compressor(OUTER_RULES[name]), outer=OUTER_RULES[name])
-                ours.append(_timed(name, layout, plan, cluster, compute_s, half, "local"))
+            rule = OUTER_RULES["diloco"]
+            plan = plan_for(wanted, layout, default_compressor(rule), outer=rule)
+            ours.append(_timed("diloco", layout, plan, cluster, compute_s, half, "local"))
         found += own + (ours if cluster is None else sorted(ours, key=_seconds))
     return found
 

@@ -235,7 +235,7 @@ def intra_node_memory(numel: int, itemsize: int, shape: Shape, layout: Layout) -
     return pieces + whole // shape.num_parts + (whole if layout == "ddp" else 0)
 
 
-def gradient_unit(
+def _gradient_unit(
     reduced: Reduced,
     methods: Mapping[str, Method],
     specs: Mapping[str, TensorSpec],
@@ -245,16 +245,10 @@ def gradient_unit(
     whole_model: Sequence[str] = (),
     local: bool = False,
 ) -> Unit:
-    """What a rank sends for parameters that are reduced as one.
+    """Of parameters that are reduced as one.
 
-    Args:
-        reduced: Which.
-        methods: Of all parameters.
-        specs: Of all parameters, or of this rank's parts of them.
-        shape: The ranks.
-        layout: What wraps the model.
-        whole_model: DDP's last bucket: parameters of other buckets that are reduced with it.
-        local: Steps are local, so that nothing travels to peers.
+    `whole_model`: in DDP's last bucket, parameters of other buckets that are reduced with it. `local`: steps are, so
+    that nothing travels to peers.
     """
     scatter = layout == "fsdp"
     present = [name for name in reduced.names if scatter or specs[name].numel]  # a rank may have no part of it
@@ -298,7 +292,7 @@ def gradient_units(
     waiting = [name for each in reduced for name in each.names if methods[name].whole_model and specs[name].numel]
     collects = layout == "ddp"
     return tuple(
-        gradient_unit(
+        _gradient_unit(
             each,
             methods,
             specs,
