@@ -112,8 +112,8 @@ def memory(device: torch.device) -> Figures:
 def announced_nbytes(sync: GradientSync) -> int:
     """What the start-up report says compression takes: residuals, messages, weights that are kept."""
     report = build_report(sync)
-    kept = 0 if report.weights is None else report.weights.used.kept_nbytes
-    return report.residual_nbytes + report.buffer_nbytes + kept
+    kept = report.weights[0].kept_nbytes if report.weights else 0
+    return report.plan.memory.residuals + report.buffer_nbytes + kept
 
 
 def no_more_than_announced(kind: str, ours: Figures, plain: Figures) -> None:

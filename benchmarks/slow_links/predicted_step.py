@@ -30,7 +30,7 @@ from lowbit_strategy.plan.cost import step_time, uncompressed
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.ranks.ranks import make_ranks
 from lowbit_strategy.ranks.topology import find_topology
-from lowbit_strategy.telemetry.links import cluster_of, measure_coding, measure_network, slowest_network
+from lowbit_strategy.telemetry.links import measure_coding, measure_network, slowest_network
 from recipes.gpt import LanguageModel
 
 _STOCK_ITEMSIZE = {"ddp": 4, STOCK: 4, STOCK_BF16: 2}
@@ -48,7 +48,7 @@ def measured_cluster() -> Cluster:
     dist.all_gather_object(everyone, mine)
     ranks.destroy()
     networks, codings = zip(*everyone, strict=True)
-    return cluster_of(slowest_network(networks), slowest_codings(codings), is_gloo=True)
+    return slowest_network(networks).cluster(slowest_codings(codings), is_gloo=True)
 
 
 class Alone(LanguageModel):

@@ -12,7 +12,6 @@ from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.gradients import promised_nbytes
 
 
 class MethodState:
@@ -164,7 +163,7 @@ class MethodState:
     def sent_nbytes(self, name: str) -> int:
         """Bytes this rank sends to others for one reduction of a parameter, headers and padding aside."""
         method, placement = self.assignments[name].method, self.placement
-        return promised_nbytes(method, self.specs[name], placement.world_size, scatter=placement.scatter)
+        return method.wire_nbytes(self.specs[name], placement.world_size, scatter=placement.scatter)
 
     def keep(self) -> None:
         """Keep a copy of all state, which `put_back` restores."""

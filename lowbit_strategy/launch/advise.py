@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lowbit_strategy.launch import units
+from lowbit_strategy.launch.commands import errors_of
 
-_T = TypeVar("_T")
 _ENCODED_PER_S = 20e9  # elements per hop, assumed: a GPU reads and writes some hundred gigabytes per second
 _INTRA_LATENCY_S, _INTRA_NBYTES_PER_S = 5e-6, 50e9  # assumed, of links inside a node
 
@@ -59,17 +59,13 @@ def advise(
 
     if (params, model, hf_config) == (None, None, None) and _is_terminal():
         params, nodes, ranks_per_node, link, latency, compute = _ask()
-    measured = None if bench is None else _or_exit("advise", lambda: _measurements(bench, cpu=cpu))
-    wanted, cluster, compute_s, limit = _or_exit(
-        "advise",
-        lambda: (
-            _wanted(params, model, hf_config, *_shape(nodes, ranks_per_node, measured)),
-            cluster_of(link, latency, measured),
-            units.duration(compute or _COMPUTE),
-            None if memory is None else units.size(memory),
-        ),
-    )
-    found = _or_exit("advise", lambda: advice.choices(wanted, cluster, compute_s))
+    with errors_of("advise"):
+        measured = None if bench is None else _measurements(bench, cpu=cpu)
+        wanted = _wanted(params, model, hf_config, *_shape(nodes, ranks_per_node, measured))
+        cluster = cluster_of(link, latency, measured)
+        compute_s = units.duration(compute or _COMPUTE)
+        limit = None if memory is None else units.size(memory)
+        found = advice.choices(wanted, cluster, compute_s)
     best = advice.advised(found, wanted, limit, "close" if close else "same")
     if as_json:
         chosen = None if best is None else best.line
@@ -183,8 +179,9 @@ def estimate(
     """Memory and bytes of every sensible set-up; no link needed."""
     from lowbit_strategy.plan import advice
 
-    wanted = _or_exit("estimate", lambda: _wanted(params, model, hf_config, nodes or 2, ranks_per_node or 8))
-    found = _or_exit("estimate", lambda: advice.choices(wanted))
+    with errors_of("estimate"):
+        wanted = _wanted(params, model, hf_config, nodes or 2, ranks_per_node or 8)
+        found = advice.choices(wanted)
     if as_json:
         ways = [asdict(each.memory) | {"differs": each.differs, "costs": each.costs} for each in advice.kept(wanted)]
         print(json.dumps({"choices": [_as_dict(each, wanted) for each in found], "loco_fsdp_keeps": ways}, indent=1))
@@ -195,14 +192,6 @@ def estimate(
     print("What loco_fsdp keeps on a rank, chosen when the model is set up by the room that there is (memory=):")
     for each in advice.kept(wanted):
         print(f"  {each.differs or 'by default'}: {each.arithmetic()}{'; cost: ' + each.costs if each.costs else ''}")
-
-
-def _or_exit(command: str, call: Callable[[], _T]) -> _T:
-    try:
-        return call()
-    except ValueError as error:
-        print(f"lowbit {command}: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
 
 
 def _wanted(params: str | None, model: str | None, hf_config: Path | None, nodes: int, ranks_per_node: int) -> Any:

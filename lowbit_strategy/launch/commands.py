@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -12,15 +14,22 @@ import typer
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
+@contextlib.contextmanager
+def errors_of(command: str) -> Iterator[None]:
+    """A `ValueError` is a message to the user, and ends the command with status 2."""
+    try:
+        yield
+    except ValueError as error:
+        print(f"lowbit {command}: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
 def launch(context: typer.Context) -> None:
     """Run an Accelerate script with compressed gradients: takes every flag of accelerate launch."""
     from lowbit_strategy.launch import launcher
 
-    try:
+    with errors_of("launch"):
         launcher.launch(context.args)
-    except ValueError as error:
-        print(f"lowbit launch: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
 
 
 def config(
@@ -47,11 +56,8 @@ def config(
     from lowbit_strategy.config import wizard
     from lowbit_strategy.config.section import read_section
 
-    try:
+    with errors_of("config"):
         given = (
             read_section(section) if section is not None else {"compressor": "loco", "bits": 4} if defaults else None
         )
         wizard.configure(config_file, given)
-    except ValueError as error:
-        print(f"lowbit config: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
@@ -74,7 +75,7 @@ def examine() -> Iterator[Finding]:
     yield from _cpu_kernels()
     yield from _gpu_kernels()
     yield from _backends()
-    yield from _far_links()
+    yield from examine_far_links()
     yield from _compiler()
     yield from _strategies()
 
@@ -172,10 +173,52 @@ def _backends() -> Iterator[Finding]:
         yield Finding("ok" if available else "note", name, "available" if available else "not in this build of torch")
 
 
-def _far_links() -> Iterator[Finding]:
-    from lowbit_strategy.launch.far_links import examine_far_links
+_TCP = Path("/proc/sys/net/ipv4")
+_FAR = 1e9 * 0.15 / 8  # bytes on the way at 1 Gbit/s and a round trip of 150 ms
+_FAR_PAGE = "docs/multi-node.md"
 
-    yield from examine_far_links()
+
+def examine_far_links(root: Path = _TCP) -> Iterator[Finding]:
+    """Socket buffers, slow start after idle, congestion control; nothing where the kernel does not say.
+
+    How long send buffers should be depends on the link, which is not known here: it is always noted.
+    """
+    if (text := _read(root / "tcp_rmem")) is not None:
+        largest = int(text.split()[-1])
+        advice = f"on a link of R bit/s and a round trip of T seconds it has to be R * T / 8 bytes: {_FAR_PAGE}"
+        yield _judged("tcp_rmem", largest, largest < _FAR, advice)
+    if (text := _read(root / "tcp_wmem")) is not None:
+        largest = int(text.split()[-1])
+        advice = (
+            "far links: 1.5 * R * T / 8 bytes for R bit/s and a round trip of T seconds, shared by this host's"
+            f" connections over the link; longer ones overflow queues on the way: {_FAR_PAGE}"
+        )
+        yield _judged("tcp_wmem", largest, True, advice)
+    if (text := _read(root / "tcp_slow_start_after_idle")) is not None:
+        if text == "0":
+            yield Finding("ok", "slow start after idle", "off")
+        else:
+            advice = f"far links: every step begins slowly; sysctl -w net.ipv4.tcp_slow_start_after_idle=0: {_FAR_PAGE}"
+            yield Finding("note", "slow start after idle", "on", advice)
+    if (text := _read(root / "tcp_congestion_control")) is not None:
+        if text == "bbr":
+            yield Finding("ok", "congestion control", text)
+        else:
+            yield Finding(
+                "note", "congestion control", text, f"on far links that lose packets bbr is faster: {_FAR_PAGE}"
+            )
+
+
+def _judged(name: str, largest: int, noted: bool, advice: str) -> Finding:
+    found = f"at most {largest / 1e6:.1f} MB"
+    return Finding("note", f"net.ipv4.{name}", found, advice) if noted else Finding("ok", f"net.ipv4.{name}", found)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
 
 
 def _compiler() -> Iterator[Finding]:

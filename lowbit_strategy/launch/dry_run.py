@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import wrapt
@@ -18,7 +18,7 @@ from torch import nn
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.launch import units
-from lowbit_strategy.launch.dry_run_report import Planned, plan, plan_of, prepared_as_planned
+from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.launch.linked import Linked, StepTimer
 from lowbit_strategy.methods._base.compressor import Compressor
 
@@ -50,16 +50,14 @@ class DryRun:
                 linked, device = self.linked, instance.device
                 if linked is None or linked.compute:
                     self._report(model, device, units.duration(linked.compute) if linked is not None else None)
-                    raise SystemExit(0)
                 self._times = True
-                StepTimer(partial(self._report_and_end, model, device))
+                StepTimer(partial(self._report, model, device))
         return wrapped(*args, **kwargs)
 
-    def _report_and_end(self, model: nn.Module, device: torch.device, compute_s: float) -> None:
-        self._report(model, device, compute_s)
-        raise SystemExit(0)
-
-    def _report(self, model: nn.Module, device: torch.device, compute_s: float | None) -> None:
+    def _report(self, model: nn.Module, device: torch.device, compute_s: float | None) -> NoReturn:
+        """Raises:
+        SystemExit: With status 0, after the report.
+        """
         timed = " but a few steps in this process" if self._times else ""
         print(f"dry run, nothing is trained{timed}: {type(model).__name__}")
         controller = self.plugin.controller
@@ -69,21 +67,22 @@ class DryRun:
         for at, (level, label) in enumerate(zip(levels, labels(levels), strict=True)):
             print(f"level {at} of {type(controller).__name__}, {label}, if everything has it:")
             print(self._plan(model, level, device, compute_s), flush=True)
+        raise SystemExit(0)
 
     def _plan(self, model: nn.Module, compressor: Compressor, device: torch.device, compute_s: float | None) -> str:
         options = self.plugin.sync_options()
-        report = plan(model, compressor, self.planned, device=device, options=options).render()
+        report = plan(model, compressor, self.planned, device=device, options=options)
         if self.linked is None or compute_s is None:
-            return report
-        prepared = prepared_as_planned(model, compressor, self.planned, options)
-        return f"{report}\n{self.linked.predict(plan_of(model, prepared), compute_s)}"
+            return report.render()
+        return f"{report.render()}\n{self.linked.predict(report.plan, compute_s)}"
 
     def finish(self) -> None:
         """Raises:
         SystemExit: The script ended without preparing a model, or before enough of its steps were timed.
         """
         if self._times:
-            print("lowbit: the script ended before its steps could be timed: give --compute", file=sys.stderr)
-            raise SystemExit(1)
-        print("lowbit: the script ended without preparing a model: there is nothing to report", file=sys.stderr)
+            text = "the script ended before its steps could be timed: give --compute"
+        else:
+            text = "the script ended without preparing a model: there is nothing to report"
+        print(f"lowbit: {text}", file=sys.stderr)
         raise SystemExit(1)

@@ -14,8 +14,8 @@ from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
-from lowbit_strategy.plan.gradients import Layout, Reduced, ddp_buckets
-from lowbit_strategy.plan.plan import Plan, make_plan
+from lowbit_strategy.plan.gradients import Reduced, ddp_buckets
+from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.ranks import share_of
 from lowbit_strategy.ranks.shape import Shape
@@ -89,42 +89,28 @@ def plan(
     Raises:
         ValueError, RuntimeError: As `prepare` would on these nodes.
     """
-    prepared = prepared_as_planned(module, compressor, planned, options)
-    return report_of(plan_of(module, prepared), used_compressor(prepared, _shape(prepared)), device=device)
-
-
-def prepared_as_planned(module: nn.Module, compressor: Compressor, planned: Planned, options: SyncOptions) -> Prepared:
-    """What `prepare` would make of it on these nodes.
-
-    Raises:
-        ValueError, RuntimeError: As `prepare` would.
-    """
     specs = checked_specs(module, compressor, options, scatter=planned.scatter)
-    return prepared_for(planned.topology, compressor, options, specs, scatter=planned.scatter)
-
-
-def plan_of(module: nn.Module, prepared: Prepared) -> Plan:
-    """The first rank's plan of a prepared run."""
+    prepared = prepared_for(planned.topology, compressor, options, specs, scatter=planned.scatter)
     shape = _shape(prepared)
     chosen = used_compressor(prepared, shape)
     chosen.check(prepared.specs)
     parts = [spec.shared(shape.share) for spec in prepared.specs]
     itemsizes = {canonical_name(name): param.element_size() for name, param in module.named_parameters()}
-    layout: Layout = "ddp" if not prepared.scatter else "fsdp" if prepared.shard_size is None else "hsdp"
-    if layout == "ddp":
-        reduced = ddp_buckets((spec.name, spec.numel, itemsizes[spec.name]) for spec in prepared.specs)
-    else:
+    if prepared.scatter:
         reduced = _as_one(prepared, itemsizes)
-    return make_plan(
+    else:
+        reduced = ddp_buckets((spec.name, spec.numel, itemsizes[spec.name]) for spec in prepared.specs)
+    planned_run = make_plan(
         parts,
         assign_all(chosen.phase(0), parts),
         shape,
-        layout,
+        prepared.layout,
         reduced=reduced,
         coding=weight_coding(prepared) if prepared.scatter else None,
         modules=_layouts(module) if prepared.scatter else None,
         outer=prepared.options.outer,
     )
+    return report_of(planned_run, chosen, device=device)
 
 
 def _shape(prepared: Prepared) -> Shape:

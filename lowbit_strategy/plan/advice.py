@@ -29,7 +29,6 @@ WORTH_IT = 0.95  # of the uncompressed step's time: below it, compression is wor
 _LATE = 10**6  # a step at which all warm-ups are over
 _BITS = {"loco": 4, "loco2": 2, "loco1": 1, "powersgd": 1}  # of what is shown; of PowerSGD fewer than that
 _COMPRESSED = tuple((name, quality_of(name, bits)) for name, bits in _BITS.items())
-_STEPS = ("diloco",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +105,10 @@ def plan_for(
     parts = [spec.shared(shape.share) for spec in wanted.specs]
     modules = layers_of(list(wanted.specs), wanted.itemsize)
     if layout == "ddp":
+        coding = None
         reduced = ddp_buckets((spec.name, spec.numel, wanted.itemsize) for spec in wanted.specs)
     else:
+        coding = coding or (Exact() if layout == "hsdp" else default_weights(compressor))
         members = [(name, module.specs) for name, module in reversed(modules.items())]
         reduced = [Reduced(tuple(spec.name for spec in specs), wanted.itemsize, name) for name, specs in members]
     return make_plan(
@@ -116,7 +117,7 @@ def plan_for(
         shape,
         layout,
         reduced=reduced,
-        coding=None if layout == "ddp" else coding or _unchosen(layout, compressor),
+        coding=coding,
         modules=None if layout == "ddp" else modules,
         outer=outer,
     )
@@ -150,10 +151,6 @@ def assign(wanted: Wanted, compressor: Compressor) -> Mapping[str, Assignment]:
     return assign_all(late, wanted.specs)
 
 
-def _unchosen(layout: Layout, compressor: Compressor) -> WeightCoding:
-    return Exact() if layout == "hsdp" else default_weights(compressor)
-
-
 def choices(wanted: Wanted, cluster: Cluster | None = None, compute_s: float | None = None) -> list[Choice]:
     """Every sensible set-up, the framework's own first; the fastest of each layout before the others.
 
@@ -175,9 +172,9 @@ def choices(wanted: Wanted, cluster: Cluster | None = None, compute_s: float | N
             for plan in [plan_for(wanted, layout, PRESETS[name], assigned=assigned[name])]
         ]
         if layout != "fsdp":
-            for name in _STEPS:
-                plan = plan_for(wanted, layout, default_compressor(OUTER_RULES[name]), outer=OUTER_RULES[name])
-                ours.append(_timed(name, layout, plan, cluster, compute_s, half, "local"))
+            rule = OUTER_RULES["diloco"]
+            plan = plan_for(wanted, layout, default_compressor(rule), outer=rule)
+            ours.append(_timed("diloco", layout, plan, cluster, compute_s, half, "local"))
         found += own + (ours if cluster is None else sorted(ours, key=_seconds))
     return found
 

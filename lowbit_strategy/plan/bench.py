@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Coding, Link, Rings, Work
+from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Coding, Link, Network, Rings, Work
 from lowbit_strategy.version import __version__
 
 FORMAT = 3
@@ -77,18 +77,9 @@ class Bench:
 
     def cluster(self) -> Cluster:
         """What predictions need."""
-        alone = Link(0.0, ANY_RATE)
-        inside = self.levels.get("intra-node", alone)
-        return Cluster(
-            inter_node=self.levels.get("inter-node", inside),
-            intra_node=inside,
-            trees=self.backend != "gloo",
-            prefetches=self.backend != "gloo",
-            scatters=self.backend != "gloo",
-            work=self.work,
-            rings=self.rings,
-            codings=self.codings,
-        ).coding_as("loco")
+        inside = self.levels.get("intra-node", Link(0.0, ANY_RATE))
+        network = Network(self.levels.get("inter-node", inside), inside, self.work, self.rings)
+        return network.cluster(self.codings, is_gloo=self.backend == "gloo").coding_as("loco")
 
     def wild_pairs(self) -> list[str]:
         """A sentence for each pair whose link is far slower than most of its level."""

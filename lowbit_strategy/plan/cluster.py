@@ -121,3 +121,30 @@ class Cluster:
         """The same with the speed of a preset's codecs, if that was measured."""
         coding = self.codings.get(preset)
         return self if coding is None else replace(self, encoded_per_s=coding.numel_per_s, bucket_s=coding.bucket_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Network(Rings):
+    """Links as measured while all ranks send.
+
+    Args:
+        between: A node's link to the other nodes.
+        inside: A rank's to the others of its node; the same with one level.
+        work: What sending takes of the processors that compute; None: there are some to spare.
+        rings: Links as the framework's own collectives find them, on CPU.
+    """
+
+    rings: Rings | None = None
+
+    def cluster(self, codings: Mapping[str, Coding], *, is_gloo: bool) -> Cluster:
+        """What predictions need of measurements."""
+        return Cluster(
+            inter_node=self.between,
+            intra_node=self.inside,
+            trees=not is_gloo,
+            prefetches=not is_gloo,
+            scatters=not is_gloo,
+            work=self.work,
+            rings=self.rings,
+            codings=codings,
+        )

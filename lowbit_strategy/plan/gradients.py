@@ -45,27 +45,16 @@ def ddp_buckets(params: Iterable[tuple[str, int, int]], cap_nbytes: int = DDP_CA
         params: Name, elements and bytes of an element, in the model's order. The last comes first in backward.
         cap_nbytes: Of all buckets but the first.
     """
-    buckets: list[Reduced] = []
-    names: list[str] = []
-    nbytes, size = 0, 0
+    found: list[tuple[list[str], int]] = []
+    nbytes = 0
     for name, numel, itemsize in reversed(list(params)):
-        if names and itemsize != size:
-            buckets.append(Reduced(tuple(names), size, f"bucket {len(buckets)}"))
-            names, nbytes = [], 0
-        names.append(name)
-        size = itemsize
+        full = min(DDP_FIRST_NBYTES, cap_nbytes) if len(found) == 1 else cap_nbytes
+        if not found or itemsize != found[-1][1] or nbytes >= full:
+            found.append(([], itemsize))
+            nbytes = 0
+        found[-1][0].append(name)
         nbytes += numel * itemsize
-        if nbytes >= (cap_nbytes if buckets else min(DDP_FIRST_NBYTES, cap_nbytes)):
-            buckets.append(Reduced(tuple(names), size, f"bucket {len(buckets)}"))
-            names, nbytes = [], 0
-    if names:
-        buckets.append(Reduced(tuple(names), size, f"bucket {len(buckets)}"))
-    return buckets
-
-
-def promised_nbytes(method: Method, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-    """Bytes a rank sends to others for one reduction of one parameter, headers and padding aside."""
-    return method.wire_nbytes(spec, world_size, scatter=scatter)
+    return [Reduced(tuple(names), size, f"bucket {at}") for at, (names, size) in enumerate(found)]
 
 
 def bucket_messages(
@@ -121,6 +110,29 @@ def bucket_messages(
             )
         )
     return messages
+
+
+def summed(what: str, numel: int, shape: Shape) -> Message:
+    """An exact sum of so many float32 over the peers, which no method has promised."""
+    nbytes = 2 * (shape.num_peers - 1) * 4 * numel // shape.num_peers
+    return Message(peer_level(shape), what, 0, nbytes, leaving=shape.peers_share_leaving())
+
+
+def peer_level(shape: Shape) -> Level:
+    """Of messages between the ranks that reduce one part."""
+    return "flat" if shape.share is None else "inter-node"
+
+
+def peer_unit(
+    name: str, bucket: Sequence[TensorSpec], methods: Mapping[str, Method], shape: Shape, *, scatter: bool = False
+) -> Unit:
+    """What a rank sends for its parts of parameters that are no gradients of a step: coded on both hops."""
+    specs = {spec.name: spec for spec in bucket if spec.numel}
+    level, peers, leaving = peer_level(shape), shape.num_peers, shape.peers_share_leaving()
+    messages = bucket_messages(methods, specs, list(specs), peers, scatter=scatter, level=level, leaving=leaving)
+    memory, mean = message_memory(methods, specs, list(specs), peers, scatter=scatter)
+    numel, encoded = sum(spec.whole.numel for spec in bucket), 2 * sum(spec.numel for spec in bucket)
+    return Unit(name, numel, tuple(messages), 1, memory, encoded, mean)
 
 
 def padding_nbytes(methods: Mapping[str, Method], names: Sequence[str], world_size: int) -> int:
@@ -223,7 +235,7 @@ def intra_node_memory(numel: int, itemsize: int, shape: Shape, layout: Layout) -
     return pieces + whole // shape.num_parts + (whole if layout == "ddp" else 0)
 
 
-def gradient_unit(
+def _gradient_unit(
     reduced: Reduced,
     methods: Mapping[str, Method],
     specs: Mapping[str, TensorSpec],
@@ -233,16 +245,10 @@ def gradient_unit(
     whole_model: Sequence[str] = (),
     local: bool = False,
 ) -> Unit:
-    """What a rank sends for parameters that are reduced as one.
+    """Of parameters that are reduced as one.
 
-    Args:
-        reduced: Which.
-        methods: Of all parameters.
-        specs: Of all parameters, or of this rank's parts of them.
-        shape: The ranks.
-        layout: What wraps the model.
-        whole_model: DDP's last bucket: parameters of other buckets that are reduced with it.
-        local: Steps are local, so that nothing travels to peers.
+    `whole_model`: in DDP's last bucket, parameters of other buckets that are reduced with it. `local`: steps are, so
+    that nothing travels to peers.
     """
     scatter = layout == "fsdp"
     present = [name for name in reduced.names if scatter or specs[name].numel]  # a rank may have no part of it
@@ -256,9 +262,7 @@ def gradient_unit(
         messages.append(Message("intra-node", "reduce-scatter", sent, in_series=pieces, leaving=0.0))
         memory += intra_node_memory(numel, reduced.itemsize, shape, layout)
     if not local:
-        level: Level = "flat" if shape.share is None else "inter-node"
-        leaving = shape.peers_share_leaving()
-        peers = shape.num_peers
+        level, peers, leaving = peer_level(shape), shape.num_peers, shape.peers_share_leaving()
         messages += bucket_messages(methods, specs, own, peers, scatter=scatter, level=level, leaving=leaving)
         travelling, mean = message_memory(methods, specs, present, peers, scatter=scatter)
         memory += travelling
@@ -288,7 +292,7 @@ def gradient_units(
     waiting = [name for each in reduced for name in each.names if methods[name].whole_model and specs[name].numel]
     collects = layout == "ddp"
     return tuple(
-        gradient_unit(
+        _gradient_unit(
             each,
             methods,
             specs,

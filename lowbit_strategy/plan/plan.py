@@ -17,13 +17,12 @@ from lowbit_strategy.plan.gradients import (
     Reduced,
     ddp_buckets,
     gradient_units,
-    promised_nbytes,
     working_nbytes,
 )
 from lowbit_strategy.plan.messages import Unit, ahead_nbytes, leaving_nbytes, step_nbytes, under_way_nbytes
 from lowbit_strategy.plan.rounds import anchor_nbytes, round_units, share_nbytes, state_units
 from lowbit_strategy.plan.squares import square_units, squares_nbytes
-from lowbit_strategy.plan.weights import ModuleLayout, ModuleWeights, module_weights, weight_units
+from lowbit_strategy.plan.weights import ModuleLayout, module_weights, sharing_ranks, weight_units
 from lowbit_strategy.ranks.shape import Shape
 
 BUCKETS_OF_A_ROUND = 3  # under way at a time, where ranks are near: one leaves, one arrives, one has its mean
@@ -100,7 +99,7 @@ class Plan:
     def parameter_nbytes(self, name: str) -> int:
         """Bytes sent to peers for one reduction of a parameter, framing aside."""
         method, spec = self.assignments[name].method, self.specs[name]
-        return promised_nbytes(method, spec, self.shape.num_peers, scatter=self.scatter)
+        return method.wire_nbytes(spec, self.shape.num_peers, scatter=self.scatter)
 
     @property
     def sent_nbytes(self) -> int:
@@ -130,24 +129,12 @@ class Plan:
 
     def weights_memory(self, coding: WeightCoding) -> int:
         """Memory for what would be kept with another way of sending weights."""
-        return sum(cost.kept_nbytes for cost in self._module_weights(coding))
-
-    def weights_nbytes(self, coding: WeightCoding) -> int:
-        """Bytes per step with another way of sending weights."""
-        return sum(cost.step_nbytes for cost in self._module_weights(coding))
-
-    def weights_leaving_nbytes(self, coding: WeightCoding) -> int:
-        """Of `weights_nbytes`, what leaves the node."""
-        return leaving_nbytes(weight_units(coding, self.modules, self.shape, self.layout))
-
-    def _module_weights(self, coding: WeightCoding) -> list[ModuleWeights]:
         sharing = sharing_ranks(self.shape, self.layout)
-        return [module_weights(coding, module, sharing) for module in self.modules.values()]
+        return sum(module_weights(coding, module, sharing).kept_nbytes for module in self.modules.values())
 
-
-def sharing_ranks(shape: Shape, layout: Layout) -> int:
-    """Ranks that shard the model together, under FSDP2."""
-    return shape.num_parts if layout == "hsdp" else shape.world_size
+    def weights_with(self, coding: WeightCoding) -> tuple[Unit, ...]:
+        """What would travel of every step with another way of sending weights."""
+        return weight_units(coding, self.modules, self.shape, self.layout)
 
 
 def make_plan(
@@ -181,18 +168,19 @@ def make_plan(
     methods = {name: assignment.method for name, assignment in assignments.items()}
     if reduced is None:
         reduced = ddp_buckets((spec.name, spec.whole.numel, 4) for spec in specs)
-    local = outer is not None and shape.num_peers > 1
-    gradients = gradient_units(reduced, methods, by_name, shape, layout, local=local)
-    rounds = round_units(outer, methods, by_name, shape) if local and outer is not None else ()
+    if shape.num_peers == 1:  # there is nobody to meet
+        outer = None
+    gradients = gradient_units(reduced, methods, by_name, shape, layout, local=outer is not None)
+    rounds = round_units(outer, methods, by_name, shape) if outer is not None else ()
     state = state_units(outer, by_name, shape) if rounds and outer is not None and outer.average_state else ()
     scatter = layout == "fsdp"
     if squares:
         state += square_units(reduced, assignments, by_name, shape, scatter=scatter)
-    units = weight_units(coding, modules, shape, layout) if coding is not None and modules is not None else ()
     unsharded = sum(each.itemsize * by_name[name].whole.numel for each in reduced for name in each.names)
+    units: tuple[Unit, ...] = ()
     kept = 0
     if coding is not None and modules is not None:
-        sharing = sharing_ranks(shape, layout)
+        units, sharing = weight_units(coding, modules, shape, layout), sharing_ranks(shape, layout)
         kept = sum(module_weights(coding, module, sharing).kept_nbytes for module in modules.values())
     return Plan(
         shape=shape,
@@ -203,8 +191,8 @@ def make_plan(
         weights=units,
         rounds=rounds,
         state=state,
-        every=1 if not local or outer is None else every or outer.round_length(0, None),
-        outer=outer if local else None,
+        every=1 if outer is None else every or outer.round_length(0, None),
+        outer=outer,
         memory=Memory(
             residuals=residual_nbytes(methods, by_name, shape, scatter=scatter),
             weights=kept,
@@ -218,8 +206,8 @@ def make_plan(
                 scatter=scatter,
                 device_type=device_type,
             )
-            + (share_nbytes(outer, by_name) if local and outer is not None else 0),
-            anchors=anchor_nbytes(outer, by_name) if local and outer is not None else 0,
+            + (share_nbytes(outer, by_name) if outer is not None else 0),
+            anchors=anchor_nbytes(outer, by_name) if outer is not None else 0,
             squares=squares_nbytes(assignments, by_name, shape, scatter=scatter) if squares else 0,
             accumulating=0 if layout == "ddp" else unsharded,
         ),

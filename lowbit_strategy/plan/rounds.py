@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.outer.state_code import StateCode
-from lowbit_strategy.plan.gradients import bucket_messages, message_memory
-from lowbit_strategy.plan.messages import Level, Message, Unit
+from lowbit_strategy.plan.gradients import peer_unit, summed
+from lowbit_strategy.plan.messages import Unit
 from lowbit_strategy.ranks.shape import Shape
 
 SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured
@@ -47,30 +48,15 @@ def round_units(
     rule: OuterRule, methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], shape: Shape
 ) -> tuple[Unit, ...]:
     """A round's buckets. Averaged buffers of a model, such as BatchNorm's, travel with a header: not counted here."""
-    peers, leaving = shape.num_peers, shape.peers_share_leaving()
-    level: Level = "flat" if shape.share is None else "inter-node"
     units = []
     for at, fragment in enumerate(cut_into(list(specs.values()), rule.fragments)):
-        numel = sum(spec.numel for spec in fragment)
-        header = NUM_FACTS + peers + min(SAMPLE_NUMEL, numel)
-        header_nbytes = 2 * (peers - 1) * 4 * header // peers
+        sampled = min(SAMPLE_NUMEL, sum(spec.numel for spec in fragment))
         for number, bucket in enumerate(buckets_of(fragment)):
-            names = [spec.name for spec in bucket if spec.numel]
-            messages = bucket_messages(methods, specs, names, peers, scatter=False, level=level, leaving=leaving)
+            unit = peer_unit(f"fragment {at}, bucket {number}", bucket, methods, shape)
             if number == 0:
-                messages.insert(0, Message(level, "header", 0, header_nbytes, leaving=leaving))
-            elements = sum(spec.numel for spec in bucket)
-            memory, mean = message_memory(methods, specs, names, peers, scatter=False)
-            units.append(
-                Unit(
-                    f"fragment {at}, bucket {number}",
-                    sum(spec.whole.numel for spec in bucket),
-                    tuple(messages),
-                    buffer_nbytes=memory,
-                    encoded_numel=2 * elements,
-                    mean_nbytes=mean,
-                )
-            )
+                header = summed("header", NUM_FACTS + shape.num_peers + sampled, shape)
+                unit = replace(unit, messages=(header, *unit.messages))
+            units.append(unit)
     return tuple(units)
 
 
@@ -81,22 +67,15 @@ def state_units(rule: OuterRule, specs: Mapping[str, TensorSpec], shape: Shape) 
     Adam has them.
     """
     every = {"exp_avg": 1, "exp_avg_sq": 1} if rule.average_state is True else dict(rule.average_state or ())
-    peers, leaving = shape.num_peers, shape.peers_share_leaving()
-    level: Level = "flat" if shape.share is None else "inter-node"
     methods = {name: each.method for name, each in assign_all(StateCode(), list(specs.values())).items()}
     units = []
     for at, fragment in enumerate(cut_into(list(specs.values()), rule.fragments)):
         for bucket in buckets_of(fragment):
-            names = [spec.name for spec in bucket if spec.numel]
-            messages = bucket_messages(methods, specs, names, peers, scatter=False, level=level, leaving=leaving)
-            messages.insert(
-                0, Message(level, "who has it", 0, 2 * (peers - 1) * 4 * len(names) // peers, leaving=leaving)
-            )
-            elements = sum(spec.numel for spec in bucket)
-            memory, mean = message_memory(methods, specs, names, peers, scatter=False)
-            memory += 3 * 4 * elements
+            unit = peer_unit("", bucket, methods, shape)
+            messages = (summed("who has it", sum(spec.numel > 0 for spec in bucket), shape), *unit.messages)
+            memory = unit.buffer_nbytes + 3 * 4 * sum(spec.numel for spec in bucket)
             units += [
-                Unit(f"fragment {at}, {key}", elements, tuple(messages), 1 / rounds, memory, 2 * elements, mean)
+                replace(unit, name=f"fragment {at}, {key}", messages=messages, repeats=1 / rounds, buffer_nbytes=memory)
                 for key, rounds in sorted(every.items())
             ]
     return tuple(units)

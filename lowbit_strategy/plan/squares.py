@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lowbit_strategy.collectives.layout import ALIGNMENT, round_up
 from lowbit_strategy.methods._base.compressor import Assignment, dense_method
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.state_code import StateCode
-from lowbit_strategy.plan.gradients import Reduced, bucket_messages, message_memory
-from lowbit_strategy.plan.messages import Level, Message, Unit
+from lowbit_strategy.plan.gradients import Reduced, peer_unit, summed
+from lowbit_strategy.plan.messages import Unit
 from lowbit_strategy.ranks.shape import Shape
 
 EVERY = 32  # steps between two exchanges of a bucket's squares, after the first ones
@@ -38,21 +39,18 @@ def square_units(
     scatter: bool,
 ) -> tuple[Unit, ...]:
     """Of a step in the mean, after the first ones: roots of a bucket's squares, and sketches."""
-    names, peers, leaving = set(served(assignments)), shape.num_peers, shape.peers_share_leaving()
-    level: Level = "flat" if shape.share is None else "inter-node"
+    names = set(served(assignments))
     methods = methods_of_squares([specs[name] for name in names])
     units = []
-    for each in reduced:
-        members = [name for name in each.names if name in names]
-        if not members or peers == 1:
-            continue
-        messages = bucket_messages(methods, specs, members, peers, scatter=scatter, level=level, leaving=leaving)
-        sketches = 4 * (SKETCH_NUMEL + NUM_SUMS) * len(members)
-        messages.append(Message(level, "sketches", 2 * (peers - 1) * sketches // peers, leaving=leaving))
-        memory, mean = message_memory(methods, specs, members, peers, scatter=scatter)
-        numel = sum(specs[name].numel for name in members)
-        memory += 8 * round_up(numel, ALIGNMENT)  # roots, and squares on their way into sums
-        units.append(Unit("squares", numel, tuple(messages), 1 / EVERY, memory, 2 * numel, mean))
+    for each in reduced if shape.num_peers > 1 else ():
+        members = [specs[name] for name in each.names if name in names]
+        if members:
+            unit = peer_unit("squares", members, methods, shape, scatter=scatter)
+            sketches = summed("sketches", (SKETCH_NUMEL + NUM_SUMS) * len(members), shape)
+            # beside messages: roots, and squares on their way into sums
+            memory = unit.buffer_nbytes + 8 * round_up(sum(spec.numel for spec in members), ALIGNMENT)
+            messages = (*unit.messages, replace(sketches, nbytes=sketches.framing_nbytes, framing_nbytes=0))
+            units.append(replace(unit, messages=messages, repeats=1 / EVERY, buffer_nbytes=memory))
     return tuple(units)
 
 

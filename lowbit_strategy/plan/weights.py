@@ -47,6 +47,7 @@ class ModuleWeights:
         num_gathers: How often they are gathered in a step of one forward and one backward pass.
         kept_nbytes: Memory for what stays between gathers.
         buffer_nbytes: Memory for messages: the own one, and those received unless they are what is kept.
+        row_framing_nbytes: Of one rank's codes, to the byte; 0 where none travel.
     """
 
     gather_nbytes: int
@@ -55,6 +56,7 @@ class ModuleWeights:
     num_gathers: int
     kept_nbytes: int
     buffer_nbytes: int
+    row_framing_nbytes: int
 
     @property
     def step_nbytes(self) -> int:
@@ -72,11 +74,12 @@ def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) 
     rows = [dim0_cut(spec.shape, world_size).row_numel for spec in layout.specs]
     exact = sum(rows) * itemsize
     coded = has_codes(coding, layout)
-    own = exact
+    sizes = [row * itemsize for row in rows]
     if layout.coded:
         codecs = [coding.codec(spec) for spec in layout.specs]
         sizes = [row * itemsize if c is None else c.wire_nbytes(row) for c, row in zip(codecs, rows, strict=True)]
-        own = sum(sizes)
+    own = sum(sizes)
+    row_framing = HEADER_NBYTES + sum(round_up(size, ALIGNMENT) - size for size in sizes) if coded else 0
     keep = "nothing" if not coded and coding.keep == "codes" else coding.keep
     kept = {"nothing": 0, "codes": own, "replica": exact}[keep] * world_size
     framing = HEADER_NBYTES + ALIGNMENT * len(rows)
@@ -87,26 +90,21 @@ def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) 
         exact_nbytes=others * exact,
         num_gathers=layout.num_gathers if keep == "nothing" else 1,
         kept_nbytes=kept,
+        row_framing_nbytes=row_framing,
         buffer_nbytes=message if keep == "codes" else message * (1 + world_size),
     )
 
 
-def row_framing(coding: WeightCoding, layout: ModuleLayout, world_size: int) -> int:
-    """Bytes of one rank's message beyond its codes, to the byte."""
-    itemsize = layout.dtype.itemsize
-    framing = HEADER_NBYTES
-    for spec in layout.specs:
-        row, codec = dim0_cut(spec.shape, world_size).row_numel, coding.codec(spec)
-        size = row * itemsize if codec is None else codec.wire_nbytes(row)
-        framing += round_up(size, ALIGNMENT) - size
-    return framing
+def sharing_ranks(shape: Shape, layout: Layout) -> int:
+    """Ranks that shard the model together, under FSDP2."""
+    return shape.num_parts if layout == "hsdp" else shape.world_size
 
 
 def weight_units(
     coding: WeightCoding, layouts: Mapping[str, ModuleLayout], shape: Shape, layout: Layout
 ) -> tuple[Unit, ...]:
     """Of a whole model, in the order of its modules. With two levels each message first goes to every other node."""
-    num_ranks = shape.num_parts if layout == "hsdp" else shape.world_size
+    num_ranks = sharing_ranks(shape, layout)
     if num_ranks == 1:
         return ()
     two_level = layout == "fsdp" and shape.share is not None
@@ -115,7 +113,7 @@ def weight_units(
     for name, module in layouts.items():
         cost = module_weights(coding, module, num_ranks)
         coded, memory = has_codes(coding, module), cost.buffer_nbytes
-        row, framing = cost.gather_nbytes // (num_ranks - 1), row_framing(coding, module, num_ranks) if coded else 0
+        row, framing = cost.gather_nbytes // (num_ranks - 1), cost.row_framing_nbytes
         what = "weights" if coded else EXACT_WEIGHTS
         ours = coded or coding.keep == "replica"
         if two_level and ours:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jinja2
 import matplotlib
 from matplotlib.figure import Figure
 
 from lowbit_strategy.plan.advice import Choice, Wanted, memory_of
 from lowbit_strategy.plan.cluster import Cluster, Link
 from lowbit_strategy.plan.cost import step_time
-from lowbit_strategy.report.charts import COLORS, PHONE, SCREEN, STYLE, Paper, plain_decades
+from lowbit_strategy.report.charts import COLORS, PHONE, SCREEN, STYLE, Paper, plain_decades, png
+from lowbit_strategy.report.page import as_text, render
 
 _POINTS = 30
 _DECADES = 1.5  # to both sides of the figure that was given
@@ -44,14 +42,13 @@ def write_advice(
             continue
         images = {}
         for paper, size in ((SCREEN, "png"), (PHONE, "phone")):
-            images[size] = [_png(figure) for figure in curves(own, cluster, compute_s, paper)]
+            images[size] = [as_text(png(figure, 150)) for figure in curves(own, cluster, compute_s, paper)]
         for at, over in enumerate(("bandwidth", "latency")):
             charts.append({"title": f"{name}, over {over}", "png": images["png"][at], "phone": images["phone"][at]})
     title, sources, answer = words
     rows = [_row(each, wanted) for each in found]
-    loader = jinja2.PackageLoader("lowbit_strategy.report", package_path="")
-    template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True).get_template("advice.html.j2")
-    out.write_text(template.render(title=title, sources=sources, answer=answer, rows=rows, charts=charts), "utf-8")
+    page = render("advice.html.j2", title=title, sources=sources, answer=answer, rows=rows, charts=charts)
+    out.write_text(page, "utf-8")
     return out
 
 
@@ -118,12 +115,6 @@ def _color(choice: Choice) -> str:
     """The same for a method on every chart."""
     method = choice.name.rpartition("_")[0]
     return COLORS[_METHODS.index(method) if method in _METHODS else -1]
-
-
-def _png(figure: Figure) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _row(choice: Choice, wanted: Wanted) -> dict[str, str]:

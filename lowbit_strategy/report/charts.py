@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -67,6 +69,13 @@ def draw_all(run: Run, paper: Paper = SCREEN, baseline: Run | None = None) -> di
             if figure is not None:
                 figures[stem] = figure
     return figures
+
+
+def png(figure: Figure, dots_per_inch: int) -> bytes:
+    """A chart as a file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dots_per_inch)
+    return buffer.getvalue()
 
 
 def plain_decades(axis: Axis) -> None:
@@ -189,14 +198,6 @@ def _short(name: str, length: int = 30) -> str:
     return name if len(name) <= length else "..." + name[-(length - 3) :]
 
 
-def draw_error(run: Run, paper: Paper = SCREEN) -> Figure | None:
-    return _draw_groups(run, paper, "relative_error", "relative error")
-
-
-def draw_bits(run: Run, paper: Paper = SCREEN) -> Figure | None:
-    return _draw_groups(run, paper, "bits_per_element", "bits per element")
-
-
 def draw_bytes(run: Run, paper: Paper = SCREEN) -> Figure | None:
     """Bytes sent so far, of gradients and of weights, beside what would have been sent without compression."""
     gradients, sent = run.bytes_so_far(GRADIENTS), run.bytes_so_far(GRADIENTS, WEIGHTS)
@@ -249,8 +250,8 @@ def draw_time(run: Run, paper: Paper = SCREEN) -> Figure | None:
 
 _CHARTS: dict[str, Callable[[Run, Paper], Figure | None]] = {
     "loss": draw_loss,
-    "error": draw_error,
-    "bits": draw_bits,
+    "error": partial(_draw_groups, key="relative_error", ylabel="relative error"),
+    "bits": partial(_draw_groups, key="bits_per_element", ylabel="bits per element"),
     "bytes": draw_bytes,
     "time": draw_time,
 }

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import base64
-import io
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-from matplotlib.figure import Figure
 
-from lowbit_strategy.report.charts import PHONE, SCREEN, draw_all
+from lowbit_strategy.report.charts import PHONE, SCREEN, draw_all, png
 from lowbit_strategy.report.comparison import compare, configuration
 from lowbit_strategy.report.formats import number, size
 from lowbit_strategy.report.run import DENSE_GRADIENTS, DENSE_WEIGHTS, GRADIENTS, WEIGHTS, Run
@@ -50,26 +48,23 @@ def write_report(run: Run, out: Path, baseline: Run | None = None, *, log_loss: 
     out.mkdir(parents=True, exist_ok=True)
     papers = [paper._replace(log_loss=log_loss) for paper in (SCREEN, PHONE)]
     screen, phone = (
-        {stem: _png(figure) for stem, figure in draw_all(run, paper, baseline).items()} for paper in papers
+        {stem: png(figure, 170) for stem, figure in draw_all(run, paper, baseline).items()} for paper in papers
     )
     charts = []
-    for stem, png in screen.items():
-        (out / f"{stem}.png").write_bytes(png)
+    for stem, picture in screen.items():
+        (out / f"{stem}.png").write_bytes(picture)
         title, note = _title(stem, run)
-        charts.append({"title": title, "note": note, "png": _text(png), "phone": _text(phone[stem]), "stem": stem})
+        charts.append(
+            {"title": title, "note": note, "png": as_text(picture), "phone": as_text(phone[stem]), "stem": stem}
+        )
     page = out / "index.html"
-    page.write_text(_template().render(charts=charts, **_content(run, baseline)), encoding="utf-8")
+    page.write_text(render("page.html.j2", charts=charts, **_content(run, baseline)), encoding="utf-8")
     return page
 
 
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=170)
-    return buffer.getvalue()
-
-
-def _text(png: bytes) -> str:
-    return base64.b64encode(png).decode()
+def as_text(picture: bytes) -> str:
+    """For an address of an image that has the image in it."""
+    return base64.b64encode(picture).decode()
 
 
 def _title(stem: str, run: Run) -> tuple[str, str]:
@@ -81,9 +76,11 @@ def _title(stem: str, run: Run) -> tuple[str, str]:
     return title, note
 
 
-def _template() -> jinja2.Template:
+def render(template: str, **content: Any) -> str:
+    """A page from a template beside this file."""
     loader = jinja2.PackageLoader("lowbit_strategy.report", package_path="")
-    return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True).get_template("page.html.j2")
+    pages = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
+    return pages.get_template(template).render(content)
 
 
 def _content(run: Run, baseline: Run | None) -> dict[str, Any]:

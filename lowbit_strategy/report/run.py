@@ -6,6 +6,7 @@ import csv
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,18 +198,18 @@ def read_baseline(folder: str | Path) -> Run:
 
 
 def _run(folder: Path, lines: list[Line]) -> Run:
-    by_kind: dict[str, list[Line]] = {}
+    by_kind: defaultdict[str, list[Line]] = defaultdict(list)
     for line in lines:
-        by_kind.setdefault(line["kind"], []).append(line)
+        by_kind[line["kind"]].append(line)
     return Run(
         folder=folder,
-        starts=by_kind.get("start", []),
-        observations=by_kind.get("observation", []),
-        levels=by_kind.get("levels", []),
-        switches=by_kind.get("switch", []),
-        members=by_kind.get("members", []),
-        warnings=by_kind.get("warning", []),
-        validations=by_kind.get("validation", []),
+        starts=by_kind["start"],
+        observations=by_kind["observation"],
+        levels=by_kind["levels"],
+        switches=by_kind["switch"],
+        members=by_kind["members"],
+        warnings=by_kind["warning"],
+        validations=by_kind["validation"],
         logged=_logged(folder / "metrics.csv", lambda name: "loss" in name),
         logged_rates=_logged(folder / "metrics.csv", lambda name: name.startswith("lr-")),
     )

@@ -27,7 +27,6 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.engine.sampling import squared_norm
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.telemetry.end_to_end import NUM_SUMS, MeanSample
 from lowbit_strategy.telemetry.measure import sum_over_ranks, table, try_level
 from lowbit_strategy.telemetry.rehearse import rehearse
@@ -112,32 +111,21 @@ class AdaptiveDriver:
         self.levels = {}
         sync.subscribe(self, StepPhase.DECIDE)
         sync.save_with(EXTRA_STATE_KEY, self)
-        if sync.device.type == "cuda":
-            self._compile_kernels()
+        if sync.device.type == "cuda":  # kernels are compiled
+            peers = sync.ranks.peers
+            for level in self.controller.levels:
+                phase = level.phase(sync.step_index)
+                rehearse(phase, world_size=peers.world_size, scatter=sync.scatter, device=sync.device)
 
     def _initial_state(self) -> State:
         self._names = tuple(self.sync.specs)
         specs = list(self.sync.state.wholes.values())
-        for level in self.controller.levels:
-            level.check(specs)
-        return self.controller.init(self._judged(specs), self.sync.ranks.peers.world_size, scatter=self.sync.scatter)
-
-    def _judged(self, specs: list[TensorSpec]) -> list[TensorSpec]:
-        """Parameters that a decision makes a difference to: not those that every level exempts."""
         levels = self.controller.levels
-        if not levels:
-            return specs
-        return [spec for spec in specs if any(level.assign(spec).kind != "exempt" for level in levels)]
-
-    def _compile_kernels(self) -> None:
-        for level in self.controller.levels:
-            configuration = level.phase(self.sync.step_index)
-            rehearse(
-                configuration,
-                world_size=self.sync.ranks.peers.world_size,
-                scatter=self.sync.scatter,
-                device=self.sync.device,
-            )
+        for level in levels:
+            level.check(specs)
+        if levels:  # a decision makes no difference to what every level exempts
+            specs = [spec for spec in specs if any(level.assign(spec).kind != "exempt" for level in levels)]
+        return self.controller.init(specs, self.sync.ranks.peers.world_size, scatter=self.sync.scatter)
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -279,14 +267,6 @@ class AdaptiveDriver:
     # -- saving -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        shown = dict(self._shown)
-        if "end_to_end" in shown:
-            shown["end_to_end"] = {name: list(sums) for name, sums in shown["end_to_end"].items()}
-        if "energy" in shown:
-            shown["energy"] = {
-                level: {name: list(energy) for name, energy in by_name.items()}
-                for level, by_name in shown["energy"].items()
-            }
         return {
             "labels": list(self.labels),
             "controller": type(self.controller).__name__,
@@ -295,7 +275,7 @@ class AdaptiveDriver:
             "levels": dict(self.levels),
             "accumulation": self.accumulation,
             "learning_rate_factor": self.learning_rate_factor,
-            "shown": shown,
+            "shown": self._shown | {key: _each(list, self._shown[key]) for key in _SUMS if key in self._shown},
             "sums": {name: values.cpu().clone() for name, values in self._sums.items()},
             "squares": {name: float(square) for name, square in self._squares.items()},
             "summed_steps": self._summed_steps,
@@ -312,14 +292,8 @@ class AdaptiveDriver:
             return
         self.state, self._decided_step = state["state"], state["decided_step"]
         self.accumulation, self.learning_rate_factor = state["accumulation"], state["learning_rate_factor"]
-        self._shown = dict(state["shown"])
-        if "end_to_end" in self._shown:
-            self._shown["end_to_end"] = {name: EndToEnd(*sums) for name, sums in self._shown["end_to_end"].items()}
-        if "energy" in self._shown:
-            self._shown["energy"] = {
-                level: {name: Energy(*values) for name, values in by_name.items()}
-                for level, by_name in self._shown["energy"].items()
-            }
+        shown = state["shown"]
+        self._shown = shown | {key: _each(make, shown[key]) for key, make in _SUMS.items() if key in shown}
         self._sums = {name: values.to(self.sync.device) for name, values in state["sums"].items()}
         squares = state["squares"].items()
         self._squares = {
@@ -329,6 +303,14 @@ class AdaptiveDriver:
         self.levels = dict(state["levels"])
         if self.levels:
             self.sync.use(per_parameter(self.controller.levels, self.levels))
+
+
+_SUMS: dict[str, Callable[[Any], Any]] = {"end_to_end": EndToEnd._make, "energy": Energy._make}  # saved as lists
+
+
+def _each(make: Callable[[Any], Any], value: Any) -> Any:
+    """The same mappings of names with what `make` makes of their values."""
+    return {key: _each(make, part) for key, part in value.items()} if isinstance(value, Mapping) else make(value)
 
 
 def _extended(fresh: Any, old: Any) -> Any:

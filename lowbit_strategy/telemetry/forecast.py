@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -33,16 +33,10 @@ class StepForecast:
     Args:
         sync: The engine, which reduces gradients in every step.
         group: All ranks.
-        timer: Seconds.
     """
 
-    def __init__(
-        self,
-        sync: GradientSync,
-        group: dist.ProcessGroup | None,
-        timer: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._sync, self._group, self._timer = sync, group, timer
+    def __init__(self, sync: GradientSync, group: dist.ProcessGroup | None) -> None:
+        self._sync, self._group = sync, group
         self._num_steps = 0
         self._ends: list[float] = []
         sync.subscribe(self, StepPhase.RECORD)
@@ -56,21 +50,21 @@ class StepForecast:
         if self._num_steps < WARM_STEPS:
             return
         finish(self._sync.device)
-        self._ends.append(self._timer())
+        self._ends.append(time.perf_counter())
         if len(self._ends) > TIMED_STEPS:
             self._sync.unsubscribe(self)
             self._report()
 
     def _report(self) -> None:
         sync = self._sync
-        median = statistics.median(after - before for before, after in zip(self._ends, self._ends[1:], strict=False))
+        median = statistics.median(after - before for before, after in itertools.pairwise(self._ends))
         everyone = [0.0] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, median, group=self._group)
-        began = self._timer()
+        began = time.perf_counter()
         cluster = measure_cluster(sync.ranks, sync.compressor, sync.device, self._group)
         if sync.ranks.rank == 0:
             text, pays = forecast(sync.plan(), cluster, max(everyone))
-            text += f" (measuring took {self._timer() - began:.2g} s)"
+            text += f" (measuring took {time.perf_counter() - began:.2g} s)"
             if pays:
                 inform("lowbit_strategy: %s", text)
             elif pays is None:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lowbit_strategy.collectives.comm import Comm, GroupComm, wait_for_all
-from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
-from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.bench import slowest, slowest_codings
-from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Coding, Link, Rings, Work
+from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Coding, Link, Network, Rings, Work
 from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.telemetry.measure import AloneBucket
 
 _SMALL_NBYTES = 64
 _SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # of what goes to each other rank, or round a ring
@@ -31,57 +29,16 @@ _CODED_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 25}
 _CODED_TENSORS, _SMALL_NUMEL = 8, 1 << 13
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
-    """What one rank finds while all others measure too.
-
-    Args:
-        between: A node's link to the other nodes.
-        inside: A rank's to the others of its node; the same with one level.
-        rings: Links as the framework's own collectives find them, on CPU.
-        work: What sending takes of the processors that compute; None: there are some to spare.
-    """
-
-    between: Link
-    inside: Link
-    rings: Rings | None = None
-    work: Work | None = None
-
-
 def slowest_network(networks: Sequence[Network]) -> Network:
     """Of all ranks': the slowest is waited for."""
     rings = [each.rings for each in networks if each.rings is not None]
-    work = [each.work for each in networks if each.work is not None]
-    around = [each.work for each in rings if each.work is not None]
-    return Network(
-        slowest([each.between for each in networks]),
-        slowest([each.inside for each in networks]),
-        Rings(slowest([each.between for each in rings]), slowest([each.inside for each in rings]), _mean_of(around))
-        if rings
-        else None,
-        _mean_of(work),
-    )
+    return Network(*_slowest(networks), rings=Rings(*_slowest(rings)) if rings else None)
 
 
-def _mean_of(work: Sequence[Work]) -> Work | None:
-    if not work:
-        return None
-    parts = ([getattr(each, field.name) for each in work] for field in fields(Work))
-    return Work(*(statistics.mean(part) for part in parts))
-
-
-def cluster_of(network: Network, codings: Mapping[str, Coding], *, is_gloo: bool) -> Cluster:
-    """What predictions need of measurements."""
-    return Cluster(
-        inter_node=network.between,
-        intra_node=network.inside,
-        trees=not is_gloo,
-        prefetches=not is_gloo,
-        scatters=not is_gloo,
-        work=network.work,
-        rings=network.rings,
-        codings=codings,
-    )
+def _slowest(links: Sequence[Rings]) -> tuple[Link, Link, Work | None]:
+    work = [astuple(each.work) for each in links if each.work is not None]
+    mean = Work(*map(statistics.mean, zip(*work, strict=True))) if work else None
+    return slowest([each.between for each in links]), slowest([each.inside for each in links]), mean
 
 
 def measure_cluster(
@@ -92,7 +49,7 @@ def measure_cluster(
     dist.all_gather_object(everyone, (measure_network(ranks, device), measure_coding(compressor, device)), group=group)
     networks, codings = zip(*everyone, strict=True)
     coding = slowest_codings([{"": each} for each in codings])
-    return cluster_of(slowest_network(networks), coding, is_gloo=device.type == "cpu").coding_as("")
+    return slowest_network(networks).cluster(coding, is_gloo=device.type == "cpu").coding_as("")
 
 
 def measure_network(ranks: Ranks, device: torch.device) -> Network:
@@ -107,7 +64,7 @@ def measure_network(ranks: Ranks, device: torch.device) -> Network:
         around, waking = measure_ring(ranks.world, turns, max(1, nodes - 1))
         near = around if ranks.intra_node is None else measure_ring(ranks.intra_node, turns, 1)[0]
         rings = Rings(around, near, waking if is_crowded else None)
-    return Network(between.shared_by(per_node), inside, rings, work if is_crowded else None)
+    return Network(between.shared_by(per_node), inside, work if is_crowded else None, rings)
 
 
 class Turns:
@@ -250,27 +207,17 @@ def measure_coding(compressor: Compressor, device: torch.device) -> Coding:
 def _coding_s(compressor: Compressor, numel: int, device: torch.device) -> float:
     each = numel // _CODED_TENSORS
     specs = [TensorSpec(f"measured {at}", (max(1, each // 128), min(each, 128))) for at in range(_CODED_TENSORS)]
-    sync = GradientSync(compressor.phase(1 << 20), specs, Ranks.flat(LocalComm()), device, scatter=True)
-    entries, total = [], 0
-    for spec in specs:
-        entries.append(Entry(spec.name, total))
-        total += spec.numel
-    x = torch.randn(total, device=device)
-    out, layout = torch.empty_like(x), BucketLayout(tuple(entries), row_numel=total)
+    bucket = AloneBucket(compressor.phase(1 << 20), specs, device)
+    x = torch.randn(bucket.numel, device=device)
+    out = torch.empty_like(x)
 
-    def once() -> None:
-        sync.begin_step()
-        wait_for_all(sync.reduce(layout, x, out))
-        sync.end_step()
-
-    once()  # kernels are compiled
-    times = int(min(_MOST_TIMES**2, max(_FEWEST_TIMES, _ENOUGH_S / seconds_of(once, device))))
-
-    def several() -> None:
+    def reduce(times: int) -> None:
         for _ in range(times):
-            once()
+            bucket.reduce(x, out)
 
-    return seconds_of(several, device) / times
+    reduce(1)  # kernels are compiled
+    times = int(min(_MOST_TIMES**2, max(_FEWEST_TIMES, _ENOUGH_S / seconds_of(lambda: reduce(1), device))))
+    return seconds_of(lambda: reduce(times), device) / times
 
 
 def memcpy_nbytes_per_s(device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,6 +19,33 @@ from lowbit_strategy.ranks.ranks import Ranks
 
 NUM_ENERGIES = 4
 _WARM_ROUNDS = 3  # a method that starts warm (PowerSGD) is judged after it has seen the tensor before
+
+
+class AloneBucket:
+    """Parameters as one bucket that this rank reduces alone, as one of `world_size` whose others send nothing."""
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        specs: Sequence[TensorSpec],
+        device: torch.device,
+        *,
+        world_size: int = 1,
+        scatter: bool = True,
+        seed: int = 0,
+    ) -> None:
+        ranks = Ranks.flat(LocalComm(world_size))
+        self.sync = GradientSync(compressor, specs, ranks, device, scatter=scatter, seed=seed)
+        widths = [self.sync.state.row_numel(spec.name) if scatter else spec.numel for spec in specs]
+        *offsets, self.numel = itertools.accumulate(widths, initial=0)
+        entries = tuple(Entry(spec.name, at) for spec, at in zip(specs, offsets, strict=True))
+        self._layout = BucketLayout(entries, self.numel if scatter else None)
+
+    def reduce(self, x: Tensor, out: Tensor) -> None:
+        """One step."""
+        self.sync.begin_step()
+        wait_for_all(self.sync.reduce(self._layout, x, out))
+        self.sync.end_step()
 
 
 def sum_over_ranks(values: Tensor, comm: Comm) -> Tensor:
@@ -47,18 +75,11 @@ def try_level(
     if not chosen:
         return {}
     x = torch.cat([values[spec.name] for spec in chosen])
-    sync = GradientSync(level, chosen, Ranks.flat(LocalComm()), x.device, scatter=True, seed=seed)
-    entries, at = [], 0
-    for spec in chosen:
-        entries.append(Entry(spec.name, at))
-        at += spec.numel
-    layout = BucketLayout(tuple(entries), row_numel=at)
+    bucket = AloneBucket(level, chosen, x.device, seed=seed)
     out = torch.empty_like(x)
-    for _ in range(_WARM_ROUNDS if _starts_warm(sync) else 1):
-        _forget_residuals_(sync)
-        sync.begin_step()
-        wait_for_all(sync.reduce(layout, x.clone(), out))
-        sync.end_step()
+    for _ in range(_WARM_ROUNDS if _starts_warm(bucket.sync) else 1):
+        _forget_residuals_(bucket.sync)
+        bucket.reduce(x.clone(), out)
     pairs = zip(chosen, out.split([spec.numel for spec in chosen]), strict=True)
     return {spec.name: energies(values[spec.name], sent) for spec, sent in pairs}
 

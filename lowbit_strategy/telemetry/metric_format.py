@@ -41,23 +41,20 @@ def is_of_group(name: str) -> bool:
 
 def observation_metrics(observation: Observation) -> dict[str, float]:
     """An observation: totals first, then each group that is compressed."""
-    total = observation.total
-    metrics = {
-        metric_name("relative_error"): total.relative_error,
-        metric_name("cosine"): total.cosine,
-        metric_name("residual_norm"): total.residual_norm,
-        metric_name("bits_per_element"): total.bits_per_element,
-        metric_name("wire_nbytes"): observation.sent_nbytes,
-        metric_name("codec_ms"): observation.codec_ms,
-        metric_name("comm_ms"): observation.comm_ms,
+    values: dict[str, float] = {what: getattr(observation.total, what) for what in _PER_GROUP}
+    values |= {
+        "wire_nbytes": observation.sent_nbytes,
+        "codec_ms": observation.codec_ms,
+        "comm_ms": observation.comm_ms,
     }
     if observation.inside_nbytes:
-        metrics |= {
-            metric_name("between_nodes_nbytes"): observation.between_nbytes,
-            metric_name("inside_node_nbytes"): observation.inside_nbytes,
+        values |= {
+            "between_nodes_nbytes": observation.between_nbytes,
+            "inside_node_nbytes": observation.inside_nbytes,
         }
     if observation.drift is not None:
-        metrics[metric_name("drift")] = observation.drift
+        values["drift"] = observation.drift
+    metrics = {metric_name(what): value for what, value in values.items()}
     for group, figures in observation.groups.items():
         if figures.compressed:
             metrics |= {metric_name(what, group): getattr(figures, what) for what in _PER_GROUP}

@@ -246,10 +246,8 @@ class Observer:
         parts = ((self._energies, NUM_ENERGIES), (self._residuals, 1), (self._end_to_end, NUM_SUMS), (sent_by_name, 1))
         rows = torch.cat([table(part, names, width, device) for part, width in parts], dim=1)
         last = torch.zeros(1, _WIDTH, dtype=torch.float64, device=device)
-        between, inside = (
-            sync.ranks.peers.between_nodes(self.own_sent_nbytes),
-            self._inside_nbytes() - self._inside_before,
-        )
+        between = sync.ranks.peers.between_nodes(self.own_sent_nbytes)
+        inside = self._inside_nbytes() - self._inside_before
         times = [self._stopwatch.read("codec"), self._stopwatch.read("comm"), self.own_sent_nbytes, seconds or 0.0]
         times += [between, self.own_sent_nbytes - between + inside]
         last[0, : len(times)] = torch.tensor(times, dtype=torch.float64)
@@ -291,8 +289,8 @@ class Observer:
         methods = dict.fromkeys(sync.state.assignments[name].method.label for name in names)
         return Figures(
             numel=numel,
-            relative_error=_ratio(error, h, 0.0),
-            end_to_end_error=None if sync.ranks.comes_and_goes else _ratio(end_to_end, mean, 0.0),
+            relative_error=_ratio(error, h),
+            end_to_end_error=None if sync.ranks.comes_and_goes else _ratio(end_to_end, mean),
             cosine=product / math.sqrt(h * sent) if h * sent > 0 else 1.0 + 0.0 * h,
             sent_energy_ratio=sent / h if h > 0 else 1.0 + 0.0 * h,
             residual_norm=math.sqrt(residual),
@@ -304,6 +302,6 @@ class Observer:
         )
 
 
-def _ratio(square: float, of: float, otherwise: float) -> float:
-    """The ratio of two norms, given their squares; NaN stays NaN."""
-    return math.sqrt(square / of) if of > 0 else otherwise + 0.0 * of
+def _ratio(square: float, of: float) -> float:
+    """The ratio of two norms, given their squares; 0 of nothing, and NaN stays NaN."""
+    return math.sqrt(square / of) if of > 0 else 0.0 * of

@@ -60,8 +60,8 @@ def _measure(first: int, second: int, level: str, device: torch.device) -> Pair:
     mine = dist.get_rank() == first
     other = second if mine else first
     small = torch.zeros(8, dtype=torch.uint8, device=device)
-    _there_and_back(small, other, device, mine=mine)
-    latency = min(_there_and_back(small, other, device, mine=mine) for _ in range(_PINGS)) / 2
+    _one_way([small], small, other, device, mine=mine)
+    latency = min(_one_way([small], small, other, device, mine=mine) for _ in range(_PINGS)) / 2
     rate = 0.0
     for nbytes in _SIZES:
         x = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -77,18 +77,6 @@ def _measure(first: int, second: int, level: str, device: torch.device) -> Pair:
     parts = [torch.zeros(nbytes // _STREAMS, dtype=torch.uint8, device=device) for _ in range(_STREAMS)]
     seconds = min(_one_way(parts, small, other, device, mine=mine) for _ in range(2))
     return Pair(first, second, level, latency, rate, nbytes / max(seconds - 2 * latency, 1e-9))
-
-
-def _there_and_back(x: torch.Tensor, other: int, device: torch.device, *, mine: bool) -> float:
-    began = time.perf_counter()
-    if mine:
-        dist.send(x, other)
-        dist.recv(x, other)
-    else:
-        dist.recv(x, other)
-        dist.send(x, other)
-    finish(device)
-    return time.perf_counter() - began
 
 
 def _one_way(

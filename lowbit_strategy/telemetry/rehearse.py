@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
-from lowbit_strategy.collectives.comm import wait_for_all
-from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.engine.bucket import BucketLayout, Entry
-from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.telemetry.measure import AloneBucket
 
 # One parameter for each method that a configuration may give: compressed, high precision, exempt.
 _SPECS = (
@@ -32,12 +26,6 @@ def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch
     """
     specs = [spec for spec in _SPECS if isinstance(level.assign(spec).method, CodecPair)]
     for dtype in _DTYPES if specs else ():
-        sync = GradientSync(level, specs, Ranks.flat(LocalComm(world_size)), device, scatter=scatter)
-        widths = [sync.state.row_numel(spec.name) if scatter else spec.numel for spec in specs]
-        *offsets, total = itertools.accumulate(widths, initial=0)
-        entries = tuple(Entry(spec.name, at) for spec, at in zip(specs, offsets, strict=True))
-        x = torch.ones(total * world_size if scatter else total, dtype=dtype, device=device)
-        out = torch.empty(total, dtype=dtype, device=device) if scatter else x
-        sync.begin_step()
-        wait_for_all(sync.reduce(BucketLayout(entries, total if scatter else None), x, out))
-        sync.end_step()
+        bucket = AloneBucket(level, specs, device, world_size=world_size, scatter=scatter)
+        x = torch.ones(bucket.numel * world_size if scatter else bucket.numel, dtype=dtype, device=device)
+        bucket.reduce(x, torch.empty(bucket.numel, dtype=dtype, device=device) if scatter else x)

@@ -35,7 +35,7 @@ def by_name(folder: Path, kind: Kind) -> Facts:
         "losses": model.losses,
         "print": fingerprint(model),
         "sent": sync.ranks.peers.sent_nbytes,
-        "accounted": 20 * build_report(sync).sent_nbytes,
+        "accounted": 20 * build_report(sync).plan.sent_nbytes,
         "steps": sync.step_index,
         "logged": logged,
     }

@@ -49,7 +49,7 @@ def sharded(folder: Path) -> Facts:
         "observed": observer.last.weights_nbytes,
         "announced": announced.buffer_nbytes,
         "module": world_size * sum(sync.state.sent_nbytes(name) for name in ("0.weight", "0.bias")) // (world_size - 1),
-        "weights": announced.weights.used.step_nbytes,
+        "weights": announced.weights[0].step_nbytes,
         "counted": sync.weights.step_nbytes,
         "parameters": sum(spec.numel for spec in sync.specs.values()),
     }
@@ -112,9 +112,9 @@ def beyond_fsdp(folder: Path, weights: str) -> Facts:
         held[name] = _held_nbytes() - before
         if session is not None:
             report = build_report(session.sync)
-            assert report.weights is not None
-            kept = report.weights.used.kept_nbytes
-            announced = report.residual_nbytes + report.buffer_nbytes + kept
+            assert report.weights
+            kept = report.weights[0].kept_nbytes
+            announced = report.plan.memory.residuals + report.buffer_nbytes + kept
             session.close()
         del net, module, prepared, session
     return {"measured": held[weights] - held["stock"], "announced": announced, "kept": kept}

@@ -24,10 +24,10 @@ def test_bytes_and_memory_of_a_large_model(scatter: bool) -> None:
     hops = 1 if scatter else 2
     matrices, vectors = 2 * 8192 * 8192, 3 * 8192
     per_hop = 7 / 8 * (matrices * (4 + 16 / 128) / 8 + vectors * 4)
-    assert report.sent_nbytes == pytest.approx(hops * per_hop, rel=1e-3)
-    assert report.fp32_nbytes == pytest.approx(hops * 7 / 8 * 4 * (matrices + vectors), rel=1e-6)
+    assert report.plan.sent_nbytes == pytest.approx(hops * per_hop, rel=1e-3)
+    assert report.plan.uncompressed_nbytes(4) == pytest.approx(hops * 7 / 8 * 4 * (matrices + vectors), rel=1e-6)
     owner = 0 if scatter else matrices / 8
-    assert report.residual_nbytes == pytest.approx((matrices + owner) * (1 + 2 / 128), rel=0.15)
+    assert report.plan.memory.residuals == pytest.approx((matrices + owner) * (1 + 2 / 128), rel=0.15)
     assert {group.kind: group.num_tensors for group in report.groups} == {"compressed": 2, "exempt": 3}
     assert f"over 8 ranks, kernels: {report.kernels}" in report.render()
 
@@ -41,25 +41,24 @@ def test_nodes_of_several_ranks_have_two_levels(scatter: bool, options: SyncOpti
     matrices, vectors = 2 * 8192 * 8192, 3 * 8192
     hops = 1 if scatter and options.shard_size is None else 2
     quarter = (matrices * (4 + 16 / 128) / 8 + vectors * 4) / 4  # reduced by each of the four ranks of a node
-    assert report.between_nbytes == report.sent_nbytes == pytest.approx(hops / 2 * quarter, rel=1e-3)
+    assert report.plan.between_nbytes == report.plan.sent_nbytes == pytest.approx(hops / 2 * quarter, rel=1e-3)
     exact = 3 / 4 * 4 * (matrices + vectors)  # in a reduce-scatter inside a node, and DDP's all-gather
-    assert report.inside_nbytes == pytest.approx(exact * (1 if scatter else 2), rel=1e-3)
-    assert report.ranks == "2 groups of 4 ranks, exact inside a group"
+    assert report.plan.intra_node_nbytes == pytest.approx(exact * (1 if scatter else 2), rel=1e-3)
+    assert "over 2 groups of 4 ranks, exact inside a group," in report.render()
     assert "between nodes" in report.render()
     if scatter:
-        weights = report.weights
-        assert weights is not None
-        assert f"weights: {weights.used.label}, " in report.render()
+        used = report.weights[0]
+        assert f"weights: {used.label}, " in report.render()
         exactly = options.shard_size is not None
-        assert weights.used.label.startswith("exact" if exactly else "8-bit codes")
-        assert exactly or weights.used.between_nbytes == pytest.approx(weights.used.step_nbytes / 7, rel=1e-6)
+        assert used.label.startswith("exact" if exactly else "8-bit codes")
+        assert exactly or used.between_nbytes == pytest.approx(used.step_nbytes / 7, rel=1e-6)
 
 
 def test_one_level_on_two_nodes_says_why() -> None:
     planned = Planned(scatter=False, world_size=8, num_nodes=2)
     report = plan(_model(), LoCo(bits=4), planned, device=CPU, options=SyncOptions(two_level=False))
     assert "one level, because two_level=False" in report.render()
-    assert report.between_nbytes == pytest.approx(4 / 7 * report.sent_nbytes, rel=1e-6)
+    assert report.plan.between_nbytes == pytest.approx(4 / 7 * report.plan.sent_nbytes, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_a_dry_run_refuses_what_a_run_would(scatter: bool, options: SyncOptions,
 @pytest.mark.parametrize("scatter", [False, True])
 def test_every_preset_can_be_planned(name: str, scatter: bool) -> None:
     report = plan(_model(), PRESETS[name], Planned(world_size=4, scatter=scatter), device=CPU)
-    assert report.sent_nbytes > 0
+    assert report.plan.sent_nbytes > 0
 
 
 def test_nothing_to_train() -> None:

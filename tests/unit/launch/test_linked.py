@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from lowbit_strategy import LoCo
-from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.launch import launcher
-from lowbit_strategy.launch.dry_run_report import Planned, plan_of, prepared_as_planned
+from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.launch.linked import Linked, StepTimer
 
 
@@ -17,8 +16,8 @@ def predicted(link: str, planned: Planned) -> tuple[float, float]:
     """With 4 bits, and in float32."""
     with torch.device("meta"):
         module = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
-    plan = plan_of(module, prepared_as_planned(module, LoCo(), planned, SyncOptions()))
-    words = Linked.of(link, "1ms", "0.1s").predict(plan, 0.1).split()
+    report = plan(module, LoCo(), planned, device=torch.device("cpu"))
+    words = Linked.of(link, "1ms", "0.1s").predict(report.plan, 0.1).split()
     return float(words[words.index("takes") + 1]), float(words[words.index("float32,") - 3])
 
 

@@ -290,7 +290,7 @@ def test_bits_per_parameter_and_step(name: str, bits: float) -> None:
         device=CPU,
         options=SyncOptions(outer=OUTER_RULES[name]),
     )
-    assert 8 * report.sent_nbytes / report.every / numel < bits
+    assert 8 * report.plan.sent_nbytes / report.plan.every / numel < bits
     assert "per round of 30 steps" in report.render()
 
 
