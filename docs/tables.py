@@ -23,6 +23,7 @@ from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.interval import AdaComm, Quadratic, Seconds, Stepwise
+from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights.registry import WEIGHTS
 from lowbit_strategy.options.conversion import Source, describe_type, types_of
 from lowbit_strategy.options.documentation import arguments
@@ -44,16 +45,29 @@ def filled(text: str) -> str:
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
-_REFERS = re.compile(r"ee `(OuterRule|EFSignSGD)`")
+_REFERS = re.compile(r"See `(\w+)`[.;]? *")
+_NAMED = {
+    cls.__name__: cls
+    for cls in (OuterRule, *map(type, (*PRESETS.values(), *OUTER_RULES.values())), *CONTROLLERS.values())
+    if isinstance(cls, type)
+}
 
 
 def _texts_of(cls: type) -> dict[str, str]:
-    """What docstrings say of a class's options, its bases' included."""
+    """What docstrings say of a class's options, its bases' and those of classes that they refer to included."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        refers = {name for name, text in arguments(base).items() if name in texts and _REFERS.search(text)}
-        texts |= {name: text for name, text in arguments(base).items() if name not in refers}
+        texts |= {name: _followed(name, text) for name, text in arguments(base).items()}
     return texts
+
+
+def _followed(name: str, text: str) -> str:
+    """The text of an option, where it is another class's with that one's words in front."""
+    refers = _REFERS.match(text)
+    if refers is None or refers[1] not in _NAMED:
+        return text
+    rest = text[refers.end() :]
+    return " ".join(filter(None, [_texts_of(_NAMED[refers[1]])[name], rest[:1].upper() + rest[1:]]))
 
 
 def _cell(text: str) -> str:
