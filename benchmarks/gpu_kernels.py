@@ -26,6 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
 from testing.kernels.cases import FITTED_1, FITTED_2, check_case, core_cases, fitted
@@ -70,7 +71,7 @@ def launches(vector: int) -> tuple[object, ...]:
 
 
 def loco_work(numel: int) -> Iterator[Work]:
-    from lowbit_strategy.kernels.triton import loco
+    from lowbit_strategy.kernels.triton import blocks
 
     segments = Segments([Segment(0, numel, 0, 0, 1)])
     for (name, fmt), dtype, dithered in itertools.product(
@@ -78,18 +79,18 @@ def loco_work(numel: int) -> Iterator[Work]:
     ):
         if dithered and name != "4bit":
             continue
-        blocks = fmt.num_blocks(numel)
-        residuals = [torch.zeros(blocks * fmt.block_size, dtype=torch.int8, device="cuda") for _ in range(NUM_SETS)]
-        scales = [torch.zeros(blocks, dtype=torch.bfloat16, device="cuda") for _ in range(NUM_SETS)]
+        num_blocks = fmt.num_blocks(numel)
+        residuals = [torch.zeros(num_blocks * fmt.block_size, dtype=torch.int8, device="cuda") for _ in range(NUM_SETS)]
+        scales = [torch.zeros(num_blocks, dtype=torch.bfloat16, device="cuda") for _ in range(NUM_SETS)]
         x, wire, flag = gradients(numel, dtype), wires(fmt, numel), torch.zeros(1, dtype=torch.int32, device="cuda")
 
         def run(
             i: int, launch: object, *, fmt=fmt, x=x, r=residuals, s=scales, wire=wire, flag=flag, dithered=dithered
         ) -> None:
-            options = {"beta": 0.8, "reset": False, "stochastic": False, "stochastic_residual": dithered, "seed": 5}
-            loco.loco_encode_(x[i], r[i], s[i], wire[i], segments, fmt, flag=flag, launch=launch, **options)
+            options = {"stochastic": False, "seed": 5, "feedback": Feedback(r[i], s[i], 0.8, stochastic=dithered)}
+            blocks.encode_(x[i], wire[i], segments, fmt, flag=flag, launch=launch, **options)
 
-        nbytes = numel * (dtype.itemsize + 2) + 4 * blocks + fmt.wire_nbytes(numel)
+        nbytes = numel * (dtype.itemsize + 2) + 4 * num_blocks + fmt.wire_nbytes(numel)
         label = f"loco {name} {str(dtype).removeprefix('torch.')}" + (" dithered residual" if dithered else "")
         yield Work(name=label, nbytes=nbytes, run=run, launches=launches(16))
 
@@ -179,10 +180,10 @@ def copy_gb_per_s(numel: int, repeats: int) -> float:
 
 def check(seed: int) -> None:
     """The tests' cases of these formats, and large random tensors, against the reference; exits on a difference."""
-    from lowbit_strategy.kernels.triton import blocks, loco
+    from lowbit_strategy.kernels.triton import blocks
 
     chosen = [case for case in core_cases() if case.fmt in FORMATS.values()]
-    wrong = [line for case in chosen for line in check_case(case, blocks, loco, 4096, "cuda")]
+    wrong = [line for case in chosen for line in check_case(case, blocks, 4096, "cuda")]
     generator = torch.Generator().manual_seed(seed)
     for name, fmt in FORMATS.items():
         numel = int(torch.randint(3_000_000, 4_000_000, (1,), generator=generator))
@@ -250,7 +251,7 @@ def offline() -> dict[str, object]:
             launch = encode_launch(device, torch.int8, dithered=dithered)
             label = f"loco {name} {x}" + (" dithered residual" if dithered else "")
             options = {"x": x, "residual": "int8", "launch": launch, "arch": arch, "stochastic_residual": dithered}
-            found[label] = launch, compiled.loco_resources(fmt, **options)
+            found[label] = launch, compiled.encode_resources(fmt, **options)
         launch = encode_launch(device)
         found[f"encode {name} float32"] = launch, compiled.encode_resources(fmt, x="float32", launch=launch, arch=arch)
         for num in SOURCES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,16 @@ from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.blocks import check_buffers
 from lowbit_strategy.kernels.format import BlockFormat
 from lowbit_strategy.kernels.segments import Segments
+
+
+class Feedback(NamedTuple):
+    """A residual and how a step updates it; fields as the arguments of `loco_encode_`."""
+
+    residual: Tensor
+    residual_scale: Tensor | None
+    beta: float
+    reset: bool = False
+    stochastic: bool = False
 
 
 def loco_encode_(
@@ -61,17 +73,7 @@ def loco_encode_(
         raise TypeError("an int8 residual needs a residual_scale, a float32 residual has none")
     if stochastic and not fmt.is_uniform:
         raise ValueError("stochastic rounding of codes needs the uniform grid: use rounding='nearest'")
-    backends.implementation("loco", x.device).loco_encode_(
-        x,
-        residual,
-        residual_scale,
-        wire,
-        segments,
-        fmt,
-        beta=beta,
-        reset=reset,
-        stochastic=stochastic,
-        stochastic_residual=stochastic_residual,
-        seed=seed,
-        flag=flag,
+    feedback = Feedback(residual, residual_scale, beta, reset, stochastic_residual)
+    backends.implementation("blocks", x.device).encode_(
+        x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag, feedback=feedback
     )

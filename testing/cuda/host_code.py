@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.kernels.triton import blocks, dense, loco
+from lowbit_strategy.kernels.triton import blocks, dense
 from lowbit_strategy.kernels.triton.tiles import Tiles
 
 CUDA = torch.device("cuda", 0)
@@ -113,6 +113,6 @@ def on_cuda() -> Iterator[list[str]]:
         stack.enter_context(patch("torch.cuda.device", lambda device: nullcontext()))
         stack.enter_context(patch("torch.cuda.Event", _Event))
         stack.enter_context(patch("torch.zeros", zeros_anywhere))
-        for module in (blocks, dense, loco):
+        for module in (blocks, dense):
             stack.enter_context(patch.object(module, "tiles_of", tiles_of))
         yield launched

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.codebooks import unit_gain
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.reference import dense as reference_dense
-from lowbit_strategy.kernels.reference import loco as reference_loco
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 FITTED_2 = (-1.5078125, -0.453125, 0.453125, 1.5078125)
@@ -175,9 +175,7 @@ def differences(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
     return out
 
 
-def check_case(
-    case: Case, fast_blocks: Any, fast_loco: Any, tile: int, device: str, *, truncating: bool = False
-) -> list[str]:
+def check_case(case: Case, fast_blocks: Any, tile: int, device: str, *, truncating: bool = False) -> list[str]:
     """Run one case on both implementations; what differs, in words.
 
     `truncating`: `device` stores bfloat16 by cutting bits off, as Triton's interpreter does (a GPU rounds).
@@ -190,22 +188,21 @@ def check_case(
     x_2 = [gradient(x_numel, case.fmt.block_size, seed, case.dtype) for seed in (0, 1)]
     sizes = {"wire": wire_nbytes, "state": state_numel, "blocks": state_numel // case.fmt.block_size}
 
-    def decode(blocks: Any, _loco: Any, device: str) -> dict[str, Tensor]:
+    def decode(blocks: Any, device: str) -> dict[str, Tensor]:
         cut = truncating and case.dtype == torch.bfloat16 and blocks is reference_blocks
         return run_decode(case, blocks, segments, x_2, sizes, x_numel, device, cut=cut)
 
-    def both(run: Callable[[Any, Any, str], dict[str, Tensor]], what: str) -> list[str]:
-        want = run(reference_blocks, reference_loco, "cpu")
-        got = run(fast_blocks, fast_loco, device)
-        return [f"{case.name} {what}: {line}" for line in differences(got, want)]
-
-    def encode(blocks: Any, _loco: Any, device: str) -> dict[str, Tensor]:
+    def encode(blocks: Any, device: str) -> dict[str, Tensor]:
         return run_encode(case, blocks, segments, x_2, sizes, device)
 
-    def loco(_blocks: Any, loco: Any, device: str) -> dict[str, Tensor]:
-        return run_loco(case, loco, segments, x_2, sizes, device)
+    def loco(blocks: Any, device: str) -> dict[str, Tensor]:
+        return run_loco(case, blocks, segments, x_2, sizes, device)
 
-    return both(encode, "encode") + both(loco, "loco") + both(decode, "decode_sum")
+    wrong = []
+    for what, run in (("encode", encode), ("loco", loco), ("decode_sum", decode)):
+        want, got = run(reference_blocks, "cpu"), run(fast_blocks, device)
+        wrong += [f"{case.name} {what}: {line}" for line in differences(got, want)]
+    return wrong
 
 
 def run_encode(
@@ -218,7 +215,7 @@ def run_encode(
 
 
 def run_loco(
-    case: Case, loco: Any, segments: Segments, x_2: list[Tensor], sizes: dict[str, int], device: str
+    case: Case, blocks: Any, segments: Segments, x_2: list[Tensor], sizes: dict[str, int], device: str
 ) -> dict[str, Tensor]:
     wire = filled(sizes["wire"], torch.uint8, device)
     state: tuple[Tensor, Tensor | None]
@@ -229,10 +226,13 @@ def run_loco(
         generator = torch.Generator().manual_seed(9)
         state = (torch.randn(sizes["state"], generator=generator) * 1e-3).to(device), None
     flag = torch.zeros(1, dtype=torch.int32, device=device)
-    options = {"beta": 0.8, "stochastic": False, "stochastic_residual": False, **case.options}
+    stochastic, beta = case.options.get("stochastic", False), case.options.get("beta", 0.8)
+    dithered = case.options.get("stochastic_residual", False)
     seen: dict[str, Tensor] = {}
     for step, (x, reset) in enumerate(((x_2[1], False), (x_2[0], False), (x_2[1], True))):
-        loco.loco_encode_(x.to(device), *state, wire, segments, case.fmt, reset=reset, seed=step, flag=flag, **options)
+        feedback = Feedback(state[0], state[1], beta, reset, dithered)
+        options: dict[str, Any] = {"stochastic": stochastic, "seed": step}
+        blocks.encode_(x.to(device), wire, segments, case.fmt, flag=flag, feedback=feedback, **options)
         seen |= {f"wire{step}": wire.clone(), f"residual{step}": state[0].clone(), f"flag{step}": flag.clone()}
         if state[1] is not None:
             seen[f"residual_scale{step}"] = state[1].clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 SPECIAL = (0.0, -0.0, 1e-45, 1e-40, 1.2e-38, 1e30, 3e38, 3.4e38, float("inf"), float("-inf"), float("nan"))
@@ -29,7 +31,7 @@ class Case:
     special: list[float]
     seed: int
     residual: torch.dtype
-    options: dict[str, object]
+    options: dict[str, Any]
 
     def segments(self) -> Segments:
         rows, x, state, wire = [], self.gap, 0, 0
@@ -87,22 +89,18 @@ def assert_same_bytes(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> No
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
+def encode_with_feedback(module: ModuleType, case: Case, at: dict[str, Tensor], segments: Segments) -> None:
+    scale, chosen = at["residual_scale"] if case.residual == torch.int8 else None, case.options
+    feedback = Feedback(at["residual"], scale, chosen["beta"], chosen["reset"], chosen["stochastic_residual"])
+    options = {"stochastic": chosen["stochastic"], "seed": case.seed, "flag": at["flag"], "feedback": feedback}
+    module.encode_(at["x"], at["wire"], segments, case.fmt, **options)
+
+
 def compare_loco_encode(reference: ModuleType, compiled: ModuleType, case: Case) -> None:
     """Message, residual and flag are the same bytes."""
     wanted, found, segments = case.tensors(), case.tensors(), case.segments()
     for module, at in ((reference, wanted), (compiled, found)):
-        scale = at["residual_scale"] if case.residual == torch.int8 else None
-        module.loco_encode_(
-            at["x"],
-            at["residual"],
-            scale,
-            at["wire"],
-            segments,
-            case.fmt,
-            seed=case.seed,
-            flag=at["flag"],
-            **case.options,
-        )
+        encode_with_feedback(module, case, at, segments)
     assert_same_bytes(found, wanted)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from lowbit_strategy.kernels.reference import rotation as reference
 from lowbit_strategy.kernels.rotation import signs
-from lowbit_strategy.kernels.triton import blocks, dense, loco, rotation
+from lowbit_strategy.kernels.triton import blocks, dense, rotation
 from lowbit_strategy.kernels.triton.layout import device_format
 from lowbit_strategy.kernels.triton.tiles import encode_launch
 from testing.kernels.cases import check_case, check_dense, check_sources, core_cases, other_cases, quick_cases
@@ -33,7 +33,7 @@ def main(which: str, part: int, num_parts: int) -> None:
     chosen = {"quick": quick_cases, "core": core_cases, "other": other_cases}[which]()[part::num_parts]
     for case in chosen:
         tile = encode_launch(device_format(case.fmt), case.residual).tile(case.fmt.block_size)
-        for line in check_case(case, blocks, loco, tile, "cpu", truncating=True):
+        for line in check_case(case, blocks, tile, "cpu", truncating=True):
             print(line)
     print(f"cases: {len(chosen)}")
 

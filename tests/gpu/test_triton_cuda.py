@@ -7,9 +7,8 @@ import torch
 
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.loco import loco_encode_
+from lowbit_strategy.kernels.loco import Feedback, loco_encode_
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
-from lowbit_strategy.kernels.reference import loco as reference_loco
 from lowbit_strategy.kernels.segments import Segment, Segments
 from testing.kernels.cases import Case, cases, check_case, check_dense, check_sources
 
@@ -22,13 +21,13 @@ FORMAT = uniform(4, 128)
 @pytest.mark.parametrize("num_tiles", [1.3, 40.7])
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
 def test_every_byte_is_the_references(case: Case, num_tiles: float) -> None:
-    from lowbit_strategy.kernels.triton import blocks, loco
+    from lowbit_strategy.kernels.triton import blocks
     from lowbit_strategy.kernels.triton.layout import device_format
     from lowbit_strategy.kernels.triton.tiles import encode_launch
 
     tile = encode_launch(device_format(case.fmt), case.residual).tile(case.fmt.block_size)
     case = Case(**{**{name: getattr(case, name) for name in Case.__dataclass_fields__}, "num_tiles": num_tiles})
-    assert check_case(case, blocks, loco, tile, "cuda") == []
+    assert check_case(case, blocks, tile, "cuda") == []
 
 
 def test_sums_over_many_sources_are_the_references() -> None:
@@ -59,10 +58,9 @@ def test_offsets_beyond_32_bits() -> None:
 
     want_residual, want_wire = torch.zeros(10_240, dtype=torch.int8), torch.empty(nbytes, dtype=torch.uint8)
     want_scale = torch.zeros(80, dtype=torch.bfloat16)
-    options = {"beta": 0.8, "reset": False, "stochastic": False, "stochastic_residual": False, "seed": 0}
-    reference_loco.loco_encode_(
-        g, want_residual, want_scale, want_wire, here, FORMAT, flag=torch.zeros(1, dtype=torch.int32), **options
-    )
+    options = {"stochastic": False, "seed": 0, "flag": torch.zeros(1, dtype=torch.int32)}
+    feedback = Feedback(want_residual, want_scale, 0.8)
+    reference_blocks.encode_(g, want_wire, here, FORMAT, feedback=feedback, **options)
     assert torch.equal(wire[BEYOND:].cpu(), want_wire)
     assert torch.equal(residual[BEYOND:].cpu(), want_residual)
     assert torch.equal(scale[BEYOND // FORMAT.block_size :].cpu(), want_scale)

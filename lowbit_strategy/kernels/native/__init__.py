@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 ISA_OVERRIDE = "LOWBIT_ISA"  # avx512 | avx2 | portable: for tests and benchmarks, and to rule a code path out in a hunt
 
-_ABI = 6  # LOWBIT_ABI in lowbit.h
+_ABI = 7  # LOWBIT_ABI in lowbit.h
 
 
 @lru_cache(maxsize=1)
@@ -33,14 +33,12 @@ def library() -> ctypes.CDLL:
         raise RuntimeError(
             f"{spec.origin} was built from other sources: reinstall, or run setup.py build_ext --inplace"
         )
-    kernels, struct, index = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
+    call = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
     for function, result, arguments in (
         (lib.lowbit_isa, ctypes.c_char_p, (ctypes.c_int,)),
-        (lib.lowbit_find, kernels, (ctypes.c_char_p,)),
-        (lib.lowbit_encode, ctypes.c_int, (kernels, struct, struct, index, index)),
-        (lib.lowbit_decode_sum, None, (kernels, struct, struct, index, index)),
-        (lib.lowbit_dense_encode, ctypes.c_int, (kernels, struct, index, index)),
-        (lib.lowbit_dense_decode_sum, None, (kernels, struct, index, index)),
+        (lib.lowbit_find, ctypes.c_void_p, (ctypes.c_char_p,)),
+        (lib.lowbit_encode, ctypes.c_int, call),
+        (lib.lowbit_decode_sum, None, call),
     ):
         function.restype, function.argtypes = result, arguments
     return lib

@@ -16,9 +16,7 @@
 #include "decode.h"
 #include "dense.h"
 
-const struct lowbit_kernels lowbit_avx512 = {
-    "avx512", encode, decode_sum, dense_encode, dense_decode_sum,
-};
+const struct lowbit_kernels lowbit_avx512 = {"avx512", encode, decode_sum};
 
 #if defined(__clang__)
 #pragma clang attribute pop

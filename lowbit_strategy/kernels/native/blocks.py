@@ -1,4 +1,4 @@
-"""Quantisation in C: same bytes as `lowbit_strategy.kernels.reference.blocks`."""
+"""Quantisation in C, and floats that are sent as they are: same bytes as `lowbit_strategy.kernels.reference`."""
 
 from __future__ import annotations
 
@@ -6,47 +6,48 @@ import ctypes
 
 from torch import Tensor
 
-from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.native import isa, kernels_of, library
-from lowbit_strategy.kernels.native.calls import CallStruct, call_struct, extent, format_struct
+from lowbit_strategy.kernels.native.calls import CallStruct, call_struct, extent, set_residual
 from lowbit_strategy.kernels.native.threads import run
 from lowbit_strategy.kernels.segments import Segments
 
 
-def _run(name: str, call: CallStruct, segments: Segments, fmt: BlockFormat) -> bool:
-    """Call ``lowbit_<name>`` for all blocks; whether something was not finite."""
-    kernels, fmt_pointer, call_pointer = kernels_of(isa()), ctypes.byref(format_struct(fmt)), ctypes.byref(call)
-    blocks = getattr(library(), f"lowbit_{name}")
+def _run(name: str, call: CallStruct, segments: Segments, fmt: BlockFormat | DenseFormat) -> bool:
+    """Call a function of the library for all blocks; whether something was not finite."""
+    function, kernels, pointer = getattr(library(), name), kernels_of(isa()), ctypes.byref(call)
     return any(
         run(
-            lambda first, last: blocks(kernels, fmt_pointer, call_pointer, first, last),
+            lambda first, last: function(kernels, pointer, first, last),
             extent(segments, fmt).num_blocks,
             fmt.block_size,
         )
     )
 
 
-def run_encode(call: CallStruct, segments: Segments, fmt: BlockFormat, flag: Tensor) -> None:
-    if _run("encode", call, segments, fmt):
-        flag |= 1
-
-
 def encode_(
     x: Tensor,
     wire: Tensor,
     segments: Segments,
-    fmt: BlockFormat,
+    fmt: BlockFormat | DenseFormat,
     *,
-    stochastic: bool,
-    seed: int,
     flag: Tensor,
+    stochastic: bool = False,
+    seed: int = 0,
+    feedback: Feedback | None = None,
 ) -> None:
     call = call_struct(x, wire[None], segments, fmt)
     call.stochastic, call.seed = stochastic, seed & 0xFFFFFFFF
-    run_encode(call, segments, fmt, flag)
+    if feedback is not None:
+        set_residual(call, feedback, segments, fmt)
+    if _run("lowbit_encode", call, segments, fmt):
+        flag |= 1
 
 
-def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat, *, alpha: float) -> None:
+def decode_sum_(
+    wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat | DenseFormat, *, alpha: float
+) -> None:
     call = call_struct(out, wire_WB, segments, fmt)
     call.alpha = alpha
-    _run("decode_sum", call, segments, fmt)
+    _run("lowbit_decode_sum", call, segments, fmt)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 
 _RULES = {"absmax": 0, "rms": 1, "mean_abs": 2, "ternary": 3}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NO_RESIDUAL, _INT8_RESIDUAL, _FLOAT32_RESIDUAL = 0, 1, 2
+_INT8_RESIDUAL, _FLOAT32_RESIDUAL = 1, 2  # 0: none
 _MAX_CODEBOOK = 256
 
 
@@ -37,6 +38,7 @@ class FormatStruct(ctypes.Structure):
 
 class CallStruct(ctypes.Structure):
     _fields_ = (
+        ("format", ctypes.POINTER(FormatStruct)),
         ("x", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
         ("residual_scale", ctypes.c_void_p),
@@ -78,10 +80,6 @@ def format_struct(fmt: BlockFormat) -> FormatStruct:
     )
 
 
-def wire_dtype(fmt: DenseFormat) -> int:
-    return _DTYPES[fmt.torch_dtype]
-
-
 class Extent(NamedTuple):
     """What a segment table reaches with a format, in elements, bytes and blocks."""
 
@@ -113,7 +111,7 @@ def extent(segments: Segments, fmt: BlockFormat | DenseFormat) -> Extent:
 
 
 def call_struct(x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat | DenseFormat) -> CallStruct:
-    """The part that encode and decode share.
+    """The part that encode and decode share. A call without a block format is about floats as they are.
 
     Raises:
         ValueError: A buffer ends before a segment does, or is not contiguous.
@@ -127,6 +125,8 @@ def call_struct(x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat
             f"and {wire_WB.shape[1]}"
         )
     return CallStruct(
+        format=None if isinstance(fmt, DenseFormat) else ctypes.pointer(format_struct(fmt)),
+        wire_dtype=_DTYPES[fmt.torch_dtype] if isinstance(fmt, DenseFormat) else 0,
         x=x.data_ptr(),
         wire=wire_WB.data_ptr(),
         segments=segments.table.data_ptr(),
@@ -137,16 +137,14 @@ def call_struct(x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat
     )
 
 
-def set_residual(
-    call: CallStruct, residual: Tensor, residual_scale: Tensor | None, segments: Segments, fmt: BlockFormat
-) -> None:
+def set_residual(call: CallStruct, feedback: Feedback, segments: Segments, fmt: BlockFormat | DenseFormat) -> None:
     """Point a call at its residual.
 
     Raises:
         ValueError: The residual or its scales end before a segment does, or are not contiguous.
         TypeError: Their dtypes are not int8 and bfloat16, or float32 alone.
     """
-    reach = extent(segments, fmt)
+    residual, residual_scale, reach = feedback.residual, feedback.residual_scale, extent(segments, fmt)
     wanted = (torch.float32, None) if residual_scale is None else (torch.int8, torch.bfloat16)
     if (residual.dtype, None if residual_scale is None else residual_scale.dtype) != wanted:
         raise TypeError("the residual must be int8 with a bfloat16 residual_scale, or float32 without")
@@ -161,3 +159,5 @@ def set_residual(
     call.residual = residual.data_ptr()
     call.residual_scale = None if residual_scale is None else residual_scale.data_ptr()
     call.residual_kind = _FLOAT32_RESIDUAL if residual_scale is None else _INT8_RESIDUAL
+    call.beta_old, call.beta_new = feedback.beta, 1.0 - feedback.beta
+    call.reset, call.stochastic_residual = feedback.reset, feedback.stochastic

@@ -192,6 +192,8 @@ static void decode_batch(const struct lowbit_format *fmt, const struct lowbit_ca
     if (!direct) store_floats(call, start, total, batch->count);
 }
 
-static void decode_sum(const struct lowbit_format *fmt, const struct lowbit_call *call, int64_t first, int64_t last) {
+static void decode_blocks(
+    const struct lowbit_format *fmt, const struct lowbit_call *call, int64_t first, int64_t last
+) {
     FOR_EACH_BATCH(fmt, call, first, last, decode_batch(fmt, call, &batch))
 }

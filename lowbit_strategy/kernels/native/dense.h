@@ -94,12 +94,15 @@ static void dense_decode_piece(const struct lowbit_call *call, struct piece piec
     store_floats(call, piece.segment->x_offset + piece.at, total, piece.count);
 }
 
-static int dense_encode(const struct lowbit_call *call, int64_t first, int64_t last) {
+/* What the table of kernels has: for blocks, and for floats as they are. */
+static int encode(const struct lowbit_call *call, int64_t first, int64_t last) {
     int flag = 0;
+    if (call->format) return encode_blocks(call->format, call, first, last);
     FOR_EACH_PIECE(call, first, last, flag |= dense_encode_piece(call, piece))
     return flag;
 }
 
-static void dense_decode_sum(const struct lowbit_call *call, int64_t first, int64_t last) {
-    FOR_EACH_PIECE(call, first, last, dense_decode_piece(call, piece))
+static void decode_sum(const struct lowbit_call *call, int64_t first, int64_t last) {
+    if (call->format) decode_blocks(call->format, call, first, last);
+    else FOR_EACH_PIECE(call, first, last, dense_decode_piece(call, piece))
 }

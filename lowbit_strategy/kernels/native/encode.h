@@ -298,7 +298,9 @@ ALWAYS_INLINE int encode_batch(
     return flag;
 }
 
-static int encode(const struct lowbit_format *fmt, const struct lowbit_call *call, int64_t first, int64_t last) {
+static int encode_blocks(
+    const struct lowbit_format *fmt, const struct lowbit_call *call, int64_t first, int64_t last
+) {
     int flag = 0;
     switch (call->residual_kind) {
     case RESIDUAL_INT8:

@@ -65,38 +65,19 @@ EXPORT int lowbit_abi(void) { return LOWBIT_ABI; }
 #endif
 
 EXPORT int lowbit_encode(
-    const struct lowbit_kernels *kernels, const struct lowbit_format *fmt, const struct lowbit_call *call,
-    int64_t first, int64_t last
+    const struct lowbit_kernels *kernels, const struct lowbit_call *call, int64_t first, int64_t last
 ) {
     MODES;
-    int flag = kernels->encode(fmt, call, first, last);
+    int flag = kernels->encode(call, first, last);
     RESTORE;
     return flag;
 }
 
 EXPORT void lowbit_decode_sum(
-    const struct lowbit_kernels *kernels, const struct lowbit_format *fmt, const struct lowbit_call *call,
-    int64_t first, int64_t last
-) {
-    MODES;
-    kernels->decode_sum(fmt, call, first, last);
-    RESTORE;
-}
-
-EXPORT int lowbit_dense_encode(
     const struct lowbit_kernels *kernels, const struct lowbit_call *call, int64_t first, int64_t last
 ) {
     MODES;
-    int flag = kernels->dense_encode(call, first, last);
-    RESTORE;
-    return flag;
-}
-
-EXPORT void lowbit_dense_decode_sum(
-    const struct lowbit_kernels *kernels, const struct lowbit_call *call, int64_t first, int64_t last
-) {
-    MODES;
-    kernels->dense_decode_sum(call, first, last);
+    kernels->decode_sum(call, first, last);
     RESTORE;
 }
 

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LOWBIT_ABI 6 /* goes up when the structures change; __init__.py has the same number */
+#define LOWBIT_ABI 7 /* goes up when the structures change; __init__.py has the same number */
 
 #define LOWBIT_MAX_BLOCK 4096
 #define LOWBIT_MAX_CODEBOOK 256
@@ -37,25 +37,24 @@ struct lowbit_segment {
 };
 
 struct lowbit_call {
+    const struct lowbit_format *format; /* NULL: floats are sent as they are, or as bfloat16; blocks are single elements */
     void *x; /* gradients of an encode, output of a decode */
     void *residual;
     uint16_t *residual_scale;
     uint8_t *wire;
     const struct lowbit_segment *segments;
     int64_t num_segments, wire_stride, num_sources;
-    int32_t x_dtype, wire_dtype, residual_kind, reset, stochastic, stochastic_residual; /* wire_dtype: of dense calls */
+    int32_t x_dtype, wire_dtype, residual_kind, reset, stochastic, stochastic_residual; /* wire_dtype: without a format */
     uint32_t seed;
     float beta_old, beta_new, alpha;
 };
 
-/* Work on blocks [first, last), counted through all segments in order; the dense kernels' blocks are single elements. The
- * encoders return 1 if something was not finite. */
+/* Work on blocks [first, last), counted through all segments in order. The encoder returns 1 if something was not
+ * finite. */
 struct lowbit_kernels {
     const char *name;
-    int (*encode)(const struct lowbit_format *, const struct lowbit_call *, int64_t first, int64_t last);
-    void (*decode_sum)(const struct lowbit_format *, const struct lowbit_call *, int64_t first, int64_t last);
-    int (*dense_encode)(const struct lowbit_call *, int64_t first, int64_t last);
-    void (*dense_decode_sum)(const struct lowbit_call *, int64_t first, int64_t last);
+    int (*encode)(const struct lowbit_call *, int64_t first, int64_t last);
+    void (*decode_sum)(const struct lowbit_call *, int64_t first, int64_t last);
 };
 
 extern const struct lowbit_kernels lowbit_portable;

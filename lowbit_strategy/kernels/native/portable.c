@@ -6,6 +6,4 @@
 #include "decode.h"
 #include "dense.h"
 
-const struct lowbit_kernels lowbit_portable = {
-    "portable", encode, decode_sum, dense_encode, dense_decode_sum,
-};
+const struct lowbit_kernels lowbit_portable = {"portable", encode, decode_sum};

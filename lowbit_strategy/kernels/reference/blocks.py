@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.format import TERNARY_THRESHOLD, BlockFormat, uniform
-from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
+from lowbit_strategy.kernels.loco import Feedback
+from lowbit_strategy.kernels.reference.rng import CODE_STREAM, RESIDUAL_STREAM, dither, stream_key
 from lowbit_strategy.kernels.segments import CACHE_ELEMENTS, Piece, Segments, pieces
 
 _FLT_MIN = torch.finfo(torch.float32).tiny
@@ -180,15 +181,57 @@ def encode_(
     stochastic: bool,
     seed: int,
     flag: Tensor,
+    feedback: Feedback | None = None,
     max_elements: int = CACHE_ELEMENTS,
 ) -> None:
+    """Quantise and pack; with feedback the LoCo step: compensate, quantise, pack, update the residual."""
     for piece in pieces(segments, fmt, max_elements):
-        h_KB = to_blocks(x[piece.x], fmt.block_size)
-        counts_K = valid_mask(piece.x.stop - piece.x.start, fmt, x.device).sum(-1)
-        scale_K, finite_K = block_scale(h_KB, counts_K, fmt)
+        g_KB = h_KB = to_blocks(x[piece.x], fmt.block_size)
+        if feedback is not None:
+            e_KB = read_residual(feedback, piece, fmt)
+            h_KB = g_KB + e_KB
+        valid_KB = valid_mask(piece.x.stop - piece.x.start, fmt, x.device)
+        scale_K, finite_K = block_scale(h_KB, valid_KB.sum(-1), fmt)
+        idle_K = (g_KB == 0).all(-1)  # an idle expert's residual waits for its next gradient
+        scale_K = torch.where(idle_K, 0.0, scale_K)
         noise = piece_dither(piece, h_KB, seed, CODE_STREAM) if stochastic else 0.0
-        write_blocks_(wire, piece, quantize(h_KB, scale_K, fmt, noise), scale_K, fmt)
+        codes_KB = quantize(h_KB, scale_K, fmt, noise)
+        write_blocks_(wire, piece, codes_KB, scale_K, fmt)
         flag |= (~finite_K.all()).to(flag.dtype)
+        if feedback is not None:
+            missed_KB = h_KB - torch.where(valid_KB, dequantize(codes_KB, scale_K, fmt), 0.0)
+            update_residual_(feedback, piece, e_KB, missed_KB, idle_K | ~finite_K, seed)
+
+
+def read_residual(feedback: Feedback, piece: Piece, fmt: BlockFormat) -> Tensor:
+    """float32 [K, B], after a reset if there is one."""
+    residual, residual_scale = feedback.residual, feedback.residual_scale
+    if feedback.reset:
+        residual[piece.state] = 0
+        if residual_scale is not None:
+            residual_scale[piece.state_blocks] = 0
+    e_KB = residual[piece.state].view(-1, fmt.block_size).float()
+    if residual_scale is None:
+        return e_KB
+    return e_KB * residual_scale[piece.state_blocks].float()[:, None]
+
+
+def update_residual_(
+    feedback: Feedback, piece: Piece, e_KB: Tensor, missed_KB: Tensor, keep_K: Tensor, seed: int
+) -> None:
+    """``e' = beta * e + (1 - beta) * missed``, but for the blocks that are kept."""
+    residual, residual_scale = feedback.residual, feedback.residual_scale
+    beta_old = torch.tensor(feedback.beta, dtype=torch.float32)
+    beta_new = torch.tensor(1.0 - feedback.beta, dtype=torch.float32)
+    updated_KB = beta_old * e_KB + beta_new * missed_KB
+    if residual_scale is None:
+        residual[piece.state] = torch.where(keep_K[:, None], e_KB, updated_KB).view(-1)
+        return
+    noise = piece_dither(piece, e_KB, seed, RESIDUAL_STREAM) if feedback.stochastic else 0.0
+    q_KB, new_scale_K = quantize_residual(updated_KB, noise)
+    old_q_KB, old_scale_K = residual[piece.state].view_as(q_KB), residual_scale[piece.state_blocks].float()
+    residual[piece.state] = torch.where(keep_K[:, None], old_q_KB, q_KB).view(-1)
+    residual_scale[piece.state_blocks] = to_bfloat16(torch.where(keep_K, old_scale_K, new_scale_K))
 
 
 def decode_sum_(

@@ -7,20 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.kernels.triton.device_functions import (
-    ahead,
-    as_float32,
-    elements_in_rows,
-    is_plain,
-    load_parts,
-    locate,
-    offsets,
-)
+from lowbit_strategy.kernels.triton.device_functions import ahead, elements_in_rows, is_plain, locate, offsets
+from lowbit_strategy.kernels.triton.encode import How, encode_kernel
 from lowbit_strategy.kernels.triton.layout import DeviceFormat, codebook_table, device_format
-from lowbit_strategy.kernels.triton.packing import load_scale, raise_flag, store_codes, store_scale
-from lowbit_strategy.kernels.triton.rounding import quantize
-from lowbit_strategy.kernels.triton.scales import block_scale
+from lowbit_strategy.kernels.triton.packing import load_scale
 from lowbit_strategy.kernels.triton.tiles import Launch, decode_launch, encode_launch, on, tiles_of
 from lowbit_strategy.kernels.triton.unpacking import BYTE_BITS, add_source, load_bytes
 
@@ -34,81 +26,6 @@ def split_sources(sources: int) -> tuple[int, int]:
     """
     groups = max(0, (sources - 1) // SOURCES_AT_ONCE.value)
     return groups, sources - groups * SOURCES_AT_ONCE.value
-
-
-@triton.jit
-def encode_tile(
-    x,
-    codes_at,
-    scales_at,
-    left,
-    first,
-    seed,
-    salt,
-    table,
-    flag,
-    fmt: tl.constexpr,
-    shape: tl.constexpr,
-    BYTES: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    PLAIN: tl.constexpr,
-):
-    rows = elements_in_rows(left, fmt, shape) > 0
-    h = as_float32(load_parts(x, left, fmt, shape, PLAIN))
-    scale, finite = block_scale(h, left, fmt, shape, PLAIN)
-    codes, _values, usable = quantize(h, scale, first, seed, salt, table, fmt, shape, STOCHASTIC)
-    store_codes(codes_at, codes, usable, rows, fmt, shape)
-    store_scale(scales_at, scale, rows, shape, BYTES)
-    raise_flag(flag, rows & ~finite, shape)
-
-
-@triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["x", "flag"])
-def encode_kernel(
-    x,
-    wire,
-    segment_of_tile,
-    segments,
-    table,
-    flag,
-    seed,
-    fmt: tl.constexpr,
-    shape: tl.constexpr,
-    small: tl.constexpr,
-    BYTES: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
-    TILE: tl.constexpr = shape.rows * fmt.block
-    row, tile, left = locate(segment_of_tile, segments, TILE)
-    place = ahead(tl.load(row), tile, TILE)
-    codes_at = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, shape.rows * fmt.code_nbytes)
-    scales_at = ahead(wire + tl.load(row + 3), tile, shape.rows * 2)
-    salt = tl.load(row + 6)
-    first = tile * TILE
-    if is_plain(x + place, left, TILE):
-        here = tl.multiple_of(x + place, 16)
-        encode_tile(
-            here, codes_at, scales_at, left, first, seed, salt, table, flag, fmt, shape, BYTES, STOCHASTIC, True
-        )
-    else:
-        for i in range(shape.rows // small.rows):
-            step = i * (small.rows * fmt.block)
-            if left > step:
-                encode_tile(
-                    x + place + step,
-                    codes_at + i * (small.rows * fmt.code_nbytes),
-                    scales_at + i * (small.rows * 2),
-                    left - step,
-                    first + step,
-                    seed,
-                    salt,
-                    table,
-                    flag,
-                    fmt,
-                    small,
-                    BYTES,
-                    STOCHASTIC,
-                    False,
-                )
 
 
 @triton.jit
@@ -246,10 +163,13 @@ def encode_(
     stochastic: bool,
     seed: int,
     flag: Tensor,
+    feedback: Feedback | None = None,
     launch: Launch | None = None,
 ) -> None:
     device = device_format(fmt)
-    launch = launch or encode_launch(device)
+    residual, residual_scale, beta, reset, dithered = feedback or (None, None, 0.0, False, False)
+    dithered = dithered and residual_scale is not None
+    launch = launch or encode_launch(device, None if residual is None else residual.dtype, dithered=dithered)
     tiles = tiles_of(segments, fmt, launch.tile(fmt.block_size), x.device)
     if tiles.count == 0:
         return
@@ -257,17 +177,21 @@ def encode_(
     with on(x.device):
         encode_kernel[(tiles.count,)](
             x,
+            residual,
+            residual_scale,
             wire,
             tiles.segment_of_tile,
             tiles.rows,
             codebook_table(fmt, x.device),
             flag,
+            float(beta),
+            1.0 - beta,
+            int(reset),
             int32_of(seed),
             fmt=device,
             shape=shape,
             small=small,
-            BYTES=needs_bytes(wire, device),
-            STOCHASTIC=stochastic,
+            how=How(needs_bytes(wire, device), stochastic, dithered),
             num_warps=launch.num_warps,
             enable_fp_fusion=False,
         )

@@ -16,9 +16,9 @@ from triton.compiler import ASTSource
 
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
 from lowbit_strategy.kernels.triton import dense, rotation
-from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, encode_kernel, split_sources
-from lowbit_strategy.kernels.triton.layout import DeviceFormat, device_format
-from lowbit_strategy.kernels.triton.loco import loco_kernel
+from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, split_sources
+from lowbit_strategy.kernels.triton.encode import How, encode_kernel
+from lowbit_strategy.kernels.triton.layout import device_format
 from lowbit_strategy.kernels.triton.select import CHUNK, NUM_WARPS, chunk_top_k_kernel
 from lowbit_strategy.kernels.triton.tiles import Launch
 
@@ -69,101 +69,87 @@ class Resources:
 _WIDTHS = (("128", 16), ("64", 8), ("U8", 1), ("S8", 1), ("U16", 2), ("S16", 2))  # bytes; else 4
 
 
-def encode_resources(fmt: BlockFormat, *, x: str, launch: Launch, arch: int, stochastic: bool = False) -> Resources:
-    device = device_format(fmt)
-    signature = {"x": _POINTERS[x], "wire": "*u8", **_TABLES, "flag": "*i32", "seed": "i32"}
-    constants = {**_constants(device, launch), "STOCHASTIC": stochastic}
-    return _compile(encode_kernel, signature, constants, unaligned=("x", "flag"), launch=launch, arch=arch)
-
-
-def loco_resources(
+def encode_resources(
     fmt: BlockFormat,
     *,
     x: str,
-    residual: str,
     launch: Launch,
     arch: int,
+    residual: str | None = None,
     stochastic: bool = False,
     stochastic_residual: bool = False,
 ) -> Resources:
-    device = device_format(fmt)
-    signature = {"x": _POINTERS[x], "residual": _POINTERS[residual], "residual_scale": "*bf16", "wire": "*u8"}
-    signature |= {**_TABLES, "flag": "*i32", "beta_old": "fp32", "beta_new": "fp32", "reset": "i32", "seed": "i32"}
-    constants: dict[str, Any] = {**_constants(device, launch), "STOCHASTIC": stochastic}
-    constants["STOCHASTIC_RESIDUAL"] = stochastic_residual
-    if residual == "float32":
-        signature["residual_scale"], constants["residual_scale"] = "constexpr", None
-    return _compile(loco_kernel, signature, constants, unaligned=("x", "flag"), launch=launch, arch=arch)
+    constants = _constants(fmt, launch)
+    constants["how"] = How(_needs_bytes(fmt), stochastic, stochastic_residual)
+    if residual is None:
+        constants["residual"] = None
+    if residual != "int8":
+        constants["residual_scale"] = None
+    types = {"x": _POINTERS[x], "residual": _POINTERS.get(residual or "")}
+    return _compile(encode_kernel, types, constants, launch, arch)
 
 
 def decode_sum_resources(fmt: BlockFormat, *, out: str, sources: int, launch: Launch, arch: int) -> Resources:
-    device = device_format(fmt)
-    signature = {"wire": "*u8", "stride": "i64", "out": _POINTERS[out], **_TABLES, "alpha": "fp32", "groups": "i32"}
     groups, rest = split_sources(sources)
-    constants = {**_constants(device, launch), "LOOP": groups > 0, "REST": rest}
-    return _compile(decode_sum_kernel, signature, constants, unaligned=("out",), launch=launch, arch=arch)
+    constants = {**_constants(fmt, launch), "BYTES": _needs_bytes(fmt), "LOOP": groups > 0, "REST": rest}
+    return _compile(decode_sum_kernel, {"out": _POINTERS[out]}, constants, launch, arch)
 
 
 def dense_encode_resources(fmt: DenseFormat, *, x: str, arch: int) -> Resources:
-    signature = {"x": _POINTERS[x], "wire": "*u8", **_TABLES, "flag": "*i32"}
-    return _compile(
-        dense.encode_kernel, signature, _dense_constants(fmt), unaligned=("x", "flag"), launch=dense.LAUNCH, arch=arch
-    )
+    return _compile(dense.encode_kernel, {"x": _POINTERS[x]}, _dense_constants(fmt), dense.LAUNCH, arch)
 
 
 def dense_decode_sum_resources(fmt: DenseFormat, *, out: str, sources: int, arch: int) -> Resources:
-    signature = {"wire": "*u8", "stride": "i64", "out": _POINTERS[out], **_TABLES, "alpha": "fp32", "groups": "i32"}
     groups, rest = split_sources(sources)
     constants = {**_dense_constants(fmt), "LOOP": groups > 0, "REST": rest}
-    return _compile(dense.decode_sum_kernel, signature, constants, unaligned=("out",), launch=dense.LAUNCH, arch=arch)
+    return _compile(dense.decode_sum_kernel, {"out": _POINTERS[out]}, constants, dense.LAUNCH, arch)
 
 
 def chunk_top_k_resources(*, arch: int) -> Resources:
-    signature = {"x": "*fp32", "kept": "*i32", "positions": "*i16", "values": "*fp32", "room": "i32"}
+    types = {"x": "*fp32", "positions": "*i16", "values": "*fp32", "kept": "*i32", "room": "i32"}
     launch = Launch(elements_per_thread=CHUNK // (32 * NUM_WARPS), num_warps=NUM_WARPS, vector=4)
-    return _compile(chunk_top_k_kernel, signature, {"CHUNK": CHUNK}, unaligned=(), launch=launch, arch=arch)
+    return _compile(chunk_top_k_kernel, types, {"CHUNK": CHUNK}, launch, arch)
 
 
 def rotate_resources(size: int, *, inverse: bool, arch: int) -> Resources:
-    signature = {"x": "*fp32", "out": "*fp32", "signs": "*fp32", "num_rows": "i32", "scale": "fp32"}
+    types = {"x": "*fp32", "out": "*fp32", "signs": "*fp32", "num_rows": "i32", "scale": "fp32"}
     constants = {"SIZE": size, "STAGES": size.bit_length() - 1, "ROWS": rotation.LAUNCH.tile(size) // size}
-    return _compile(
-        rotation.rotate_kernel,
-        signature,
-        constants | {"INVERSE": inverse},
-        unaligned=(),
-        launch=rotation.LAUNCH,
-        arch=arch,
-    )
+    return _compile(rotation.rotate_kernel, types, constants | {"INVERSE": inverse}, rotation.LAUNCH, arch)
 
 
-_TABLES = {"segment_of_tile": "*i32", "segments": "*i64", "table": "*fp32"}
+_TYPES = {  # of arguments that have the same one in all kernels
+    **dict.fromkeys(("segment_of_tile", "flag"), "*i32"),
+    **dict.fromkeys(("beta_old", "beta_new", "alpha"), "fp32"),
+    **dict.fromkeys(("reset", "seed", "groups"), "i32"),
+    "residual_scale": "*bf16",
+    "segments": "*i64",
+    "stride": "i64",
+    "table": "*fp32",
+    "wire": "*u8",
+}
 
 
-def _constants(device: DeviceFormat, launch: Launch) -> dict[str, Any]:
-    shape, small = launch.shapes(device)
-    return {"fmt": device, "shape": shape, "small": small, "BYTES": bool(device.code_nbytes % 2)}
+def _constants(fmt: BlockFormat, launch: Launch) -> dict[str, Any]:
+    device = device_format(fmt)
+    return {"fmt": device, **dict(zip(("shape", "small"), launch.shapes(device), strict=True))}
+
+
+def _needs_bytes(fmt: BlockFormat) -> bool:
+    return bool(fmt.code_nbytes % 2)
 
 
 def _dense_constants(fmt: DenseFormat) -> dict[str, Any]:
     return {"NARROW": fmt.code_nbytes == 2, "SIZE": dense.LAUNCH.tile(fmt.block_size)}
 
 
-def _compile(
-    kernel: Any,
-    signature: dict[str, str],
-    constants: dict[str, Any],
-    *,
-    unaligned: tuple[str, ...],
-    launch: Launch,
-    arch: int,
-) -> Resources:
-    names = kernel.arg_names
-    types = {name: "constexpr" if name in constants else signature[name] for name in names}
+def _compile(kernel: Any, types: dict[str, Any], constants: dict[str, Any], launch: Launch, arch: int) -> Resources:
+    """`types`: of the arguments that are not in `_TYPES`."""
+    types = _TYPES | types | dict.fromkeys(constants, "constexpr")
+    types = {param.name: types[param.name] for param in kernel.params}
     attrs = {
         (i,): _ALIGNED
-        for i, name in enumerate(names)
-        if (types[name].startswith("*") and name not in unaligned) or name == "stride"
+        for i, param in enumerate(kernel.params)
+        if (types[param.name].startswith("*") and not param.do_not_specialize_on_alignment) or param.name == "stride"
     }
     source = ASTSource(kernel, signature=types, constexprs=constants, attrs=attrs)
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}

@@ -44,7 +44,7 @@ def add_source(totals, packed, scale, table, byte_bits, fmt: tl.constexpr):
     sums = ()
     for p in tl.static_range(PARTS):
         if fmt.ternary:
-            value = trit_value(trit_of(packed[0].to(tl.int32), fmt), scale, byte_bits, fmt)
+            value = trit_value(trit_of(packed[0].to(tl.int32), fmt), scale, fmt)
         elif fmt.codebook_size > 0:
             value = codebook_value(packed, p, scale, table, fmt)
         elif len(fmt.planes) == 1:
@@ -110,9 +110,7 @@ def codebook_value(packed, P: tl.constexpr, scale, table, fmt: tl.constexpr):
 
 
 @triton.jit
-def trit_value(trit, scale, byte_bits, fmt: tl.constexpr):
-    if fmt.steps == (1.0, 1.0):
-        return grid_value(trit, 1, byte_bits) * scale[:, None]
+def trit_value(trit, scale, fmt: tl.constexpr):
     low, middle = (scale * fmt.codebook[0])[:, None], (scale * fmt.codebook[1])[:, None]
     return tl.where(trit == 0, low, tl.where(trit == 1, middle, (scale * fmt.codebook[2])[:, None]))
 

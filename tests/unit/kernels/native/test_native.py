@@ -15,8 +15,8 @@ from torch import Tensor
 from lowbit_strategy.kernels import backends, native
 from lowbit_strategy.kernels.blocks import encode_
 from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
-from lowbit_strategy.kernels.reference import loco as reference_loco
 from lowbit_strategy.kernels.segments import Segment, Segments
 from testing.kernels.native_cases import Case, compare_encode_and_decode, compare_loco_encode, examples, make_case
 
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="the C extension 
 
 if native.available():
     from lowbit_strategy.kernels.native import blocks as native_blocks
-    from lowbit_strategy.kernels.native import loco as native_loco
 
 FITTED = {
     "1 bit": {"bits": 1, "scale_rule": "rms", "codebook": (-0.796875, 0.796875)},
@@ -61,7 +60,7 @@ def cases(draw: st.DrawFn) -> Case:
 @examples
 @given(case=cases())
 def test_loco_encode_writes_the_references_bytes(isa: str, case: Case) -> None:
-    compare_loco_encode(reference_loco, native_loco, case)
+    compare_loco_encode(reference_blocks, native_blocks, case)
 
 
 @examples
@@ -76,9 +75,9 @@ def loco_once(x: Tensor, fmt: BlockFormat) -> list[Tensor]:
     scale = torch.zeros(padded // fmt.block_size, dtype=torch.bfloat16)
     wire, flag = torch.zeros(fmt.wire_nbytes(x.numel()), dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
     segments = Segments([Segment(0, x.numel(), 0, 0, salt=7)])
-    options = {"beta": 0.8, "reset": False, "stochastic": True, "stochastic_residual": True, "seed": 3, "flag": flag}
+    feedback = Feedback(residual, scale, 0.8, stochastic=True)
     for _ in range(2):
-        native_loco.loco_encode_(x, residual, scale, wire, segments, fmt, **options)
+        native_blocks.encode_(x, wire, segments, fmt, stochastic=True, seed=3, flag=flag, feedback=feedback)
     return [wire, residual, scale.view(torch.int16)]
 
 
@@ -119,20 +118,24 @@ def test_offsets_beyond_2_to_the_31(tmp_path: Path, isa: str) -> None:
     x, residual = sparse("x", far + numel, torch.float32), sparse("residual", far + state, torch.int8)
     wire, scale = sparse("wire", far + nbytes, torch.uint8), torch.zeros((far + state) // 128, dtype=torch.bfloat16)
     x[far:] = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    near = [x[far:].clone(), torch.zeros(state, dtype=torch.int8), torch.zeros(state // 128, dtype=torch.bfloat16)]
+    near, near_residual = x[far:].clone(), torch.zeros(state, dtype=torch.int8)
+    near_scale = torch.zeros(state // 128, dtype=torch.bfloat16)
     near_wire, flag = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-    options = {"beta": 0.8, "reset": False, "stochastic": True, "stochastic_residual": True, "seed": 3, "flag": flag}
+    options = {"stochastic": True, "seed": 3, "flag": flag}
 
-    reference_loco.loco_encode_(*near, near_wire, Segments([Segment(0, numel, 0, 0)]), fmt, **options)
+    feedback = Feedback(near_residual, near_scale, 0.8, stochastic=True)
+    whole = Segments([Segment(0, numel, 0, 0)])
+    reference_blocks.encode_(near, near_wire, whole, fmt, feedback=feedback, **options)
     segments = Segments([Segment(far, numel, far, far)])
-    native_loco.loco_encode_(x, residual, scale, wire, segments, fmt, **options)
+    feedback = Feedback(residual, scale, 0.8, stochastic=True)
+    native_blocks.encode_(x, wire, segments, fmt, feedback=feedback, **options)
     assert torch.equal(wire[far:], near_wire)
-    assert torch.equal(residual[far:], near[1])
-    assert torch.equal(scale[far // 128 :], near[2])
+    assert torch.equal(residual[far:], near_residual)
+    assert torch.equal(scale[far // 128 :], near_scale)
 
     native_blocks.decode_sum_(wire[None], x, segments, fmt, alpha=1.0)
-    reference_blocks.decode_sum_(near_wire[None], near[0], Segments([Segment(0, numel, 0, 0)]), fmt, alpha=1.0)
-    assert torch.equal(x[far:], near[0])
+    reference_blocks.decode_sum_(near_wire[None], near, whole, fmt, alpha=1.0)
+    assert torch.equal(x[far:], near)
 
 
 def test_what_lies_outside_a_buffer_is_refused() -> None:
@@ -146,13 +149,13 @@ def test_what_lies_outside_a_buffer_is_refused() -> None:
     with pytest.raises(ValueError, match="negative"):
         native_blocks.encode_(x, wire, Segments([Segment(-1, 128, 0, 0)]), fmt, **options)
     residual, scale = torch.zeros(192, dtype=torch.int8), torch.zeros(3, dtype=torch.bfloat16)
-    loco = {"beta": 0.8, "reset": False, "stochastic_residual": False, **options}
+    whole, apart = Segments([Segment(0, 128, 0, 0)]), Segments([Segment(0, 128, 32, 0)])
     with pytest.raises(ValueError, match="multiple of the block size"):
-        native_loco.loco_encode_(x, residual, scale, wire, Segments([Segment(0, 128, 32, 0)]), fmt, **loco)
+        native_blocks.encode_(x, wire, apart, fmt, feedback=Feedback(residual, scale, 0.8), **options)
     with pytest.raises(ValueError, match="which holds 64"):
-        native_loco.loco_encode_(x, residual[:64], scale, wire, Segments([Segment(0, 128, 0, 0)]), fmt, **loco)
+        native_blocks.encode_(x, wire, whole, fmt, feedback=Feedback(residual[:64], scale, 0.8), **options)
     with pytest.raises(TypeError, match="bfloat16"):
-        native_loco.loco_encode_(x, residual, scale.float(), wire, Segments([Segment(0, 128, 0, 0)]), fmt, **loco)
+        native_blocks.encode_(x, wire, whole, fmt, feedback=Feedback(residual, scale.float(), 0.8), **options)
 
 
 def test_the_public_op_reaches_the_extension_and_names_a_wrong_choice(monkeypatch: pytest.MonkeyPatch) -> None:

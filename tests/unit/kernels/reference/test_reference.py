@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.codebooks import fitted, ternary
 from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference.blocks import (
     decode_sum_,
     encode_,
@@ -18,7 +19,6 @@ from lowbit_strategy.kernels.reference.blocks import (
     quantize_residual,
     unpack,
 )
-from lowbit_strategy.kernels.reference.loco import loco_encode_
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 FORMATS = [
@@ -74,19 +74,23 @@ class Loco:
         self, g: Tensor, *, beta: float = 0.8, seed: int = 0, max_elements: int = 2**62, **options: bool
     ) -> Tensor:
         """What the others decode."""
-        chosen = {"reset": False, "stochastic": False, "stochastic_residual": False} | options
-        loco_encode_(
-            g,
+        feedback = Feedback(
             self.residual,
             self.scale,
+            beta,
+            options.get("reset", False),
+            options.get("stochastic_residual", False),
+        )
+        encode_(
+            g,
             self.wire,
             whole(g),
             self.fmt,
-            beta=beta,
+            stochastic=options.get("stochastic", False),
             seed=seed,
             flag=self.flag,
+            feedback=feedback,
             max_elements=max_elements,
-            **chosen,
         )
         return decode(self.wire, self.numel, self.fmt)
 

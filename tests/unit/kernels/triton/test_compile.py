@@ -24,7 +24,7 @@ FOUR_PROGRAMS, THREE_PROGRAMS = 128, 168  # registers that leave room for so man
 
 def loco(fmt: BlockFormat, x: str, arch: int, *, dithered: bool = False) -> offline.Resources:
     launch = encode_launch(device_format(fmt), torch.int8, dithered=dithered)
-    return offline.loco_resources(fmt, x=x, residual="int8", launch=launch, arch=arch, stochastic_residual=dithered)
+    return offline.encode_resources(fmt, x=x, residual="int8", launch=launch, arch=arch, stochastic_residual=dithered)
 
 
 def check(found: offline.Resources, registers: int = FOUR_PROGRAMS) -> None:

@@ -26,7 +26,7 @@ KNOWN_SPILLS = {("loco 8", "float16", 100): 2}  # ptxas of Triton 3.9 keeps 8 by
 
 def loco(fmt: BlockFormat, x: str, arch: int) -> Resources:
     launch = encode_launch(device_format(fmt), torch.int8)
-    return offline.loco_resources(fmt, x=x, residual="int8", launch=launch, arch=arch)
+    return offline.encode_resources(fmt, x=x, residual="int8", launch=launch, arch=arch)
 
 
 def encode(fmt: BlockFormat, x: str, arch: int) -> Resources:

@@ -1,15 +1,14 @@
-"""The LoCo step on a GPU: compensate, quantise, pack and update the residual, each byte read and written once."""
+"""Device functions: compensate, quantise, pack and update the residual, each byte read and written once."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM as _RESIDUAL_STREAM
-from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.kernels.triton.blocks import int32_of, needs_bytes
 from lowbit_strategy.kernels.triton.device_functions import (
     ahead,
     any_nonzero,
@@ -21,16 +20,35 @@ from lowbit_strategy.kernels.triton.device_functions import (
     locate,
     offsets,
 )
-from lowbit_strategy.kernels.triton.layout import codebook_table, device_format, float_bits
+from lowbit_strategy.kernels.triton.layout import float_bits
 from lowbit_strategy.kernels.triton.packing import load_scale, raise_flag, store_codes, store_scale
 from lowbit_strategy.kernels.triton.rounding import quantize, round_parts, stream_key
 from lowbit_strategy.kernels.triton.scales import block_scale, inverse, residual_scale
-from lowbit_strategy.kernels.triton.tiles import Launch, encode_launch, on, tiles_of
 
 RESIDUAL_STREAM = tl.constexpr(_RESIDUAL_STREAM)
 RESIDUAL_QMAX = tl.constexpr(127)
 RESIDUAL_INVERSE_QMAX = tl.constexpr(1.0 / 127)
 RESIDUAL_MAX_SCALE_BITS = tl.constexpr(float_bits(uniform(8, 128).max_scale))
+
+
+class How(NamedTuple):
+    """What else an encoder is compiled for: scales at odd addresses, rounding at random."""
+
+    odd: bool
+    stochastic: bool
+    stochastic_residual: bool
+
+
+class Step(NamedTuple):
+    """What all tiles of a segment have in common in one step."""
+
+    beta_old: tl.tensor
+    beta_new: tl.tensor
+    reset: tl.tensor
+    seed: tl.tensor
+    salt: tl.tensor
+    table: tl.tensor
+    flag: tl.tensor
 
 
 @triton.jit
@@ -59,8 +77,7 @@ def update(
     scale,
     usable,
     left,
-    beta_old,
-    beta_new,
+    step,
     fmt: tl.constexpr,
     shape: tl.constexpr,
     SIGNED_ZERO: tl.constexpr,
@@ -76,7 +93,7 @@ def update(
             at = offsets(fmt.block, fmt, shape) + p * fmt.length
             value = tl.where(at < left, value, 0.0)
         rest = h[p] - value * scale[:, None]
-        updated = updated + (beta_old * e[p] + beta_new * rest,)
+        updated = updated + (step.beta_old * e[p] + step.beta_new * rest,)
     return updated
 
 
@@ -99,15 +116,16 @@ def store_int8_residual(
     rows,
     reset,
     first,
-    key,
+    step,
     fmt: tl.constexpr,
     shape: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    how: tl.constexpr,
 ):
     """Quantise the residual by its own scale. A kept block's bytes stay in memory untouched, unless it is reset."""
     scale = residual_scale(updated, RESIDUAL_INVERSE_QMAX, RESIDUAL_MAX_SCALE_BITS)
     scale_inverse, usable = inverse(scale)
-    q = round_parts(updated, scale_inverse, first, key, RESIDUAL_QMAX, fmt, shape, STOCHASTIC)
+    key = stream_key(step.seed, step.salt, RESIDUAL_STREAM) if how.stochastic_residual else 0
+    q = round_parts(updated, scale_inverse, first, key, RESIDUAL_QMAX, fmt, shape, how.stochastic_residual)
     at = offsets(fmt.block, fmt, shape)
     written = rows & ~keep & usable
     zeroed = rows & tl.where(keep, reset, ~usable)
@@ -120,7 +138,7 @@ def store_int8_residual(
 
 
 @triton.jit
-def loco_tile(
+def encode_tile(
     x,
     residual,
     residual_scale,
@@ -128,61 +146,46 @@ def loco_tile(
     scales_at,
     left,
     first,
-    beta_old,
-    beta_new,
-    reset,
-    seed,
-    salt,
-    table,
-    flag,
+    step,
     fmt: tl.constexpr,
     shape: tl.constexpr,
-    BYTES: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    STOCHASTIC_RESIDUAL: tl.constexpr,
+    how: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
     K: tl.constexpr = shape.rows
     rows = elements_in_rows(left, fmt, shape) > 0
-    reset = (tl.zeros([K], tl.int32) + reset) != 0
-    g = as_float32(load_parts(x, left, fmt, shape, PLAIN))
-    e, old_scale = load_residual(residual, residual_scale, left, rows, reset, fmt, shape, PLAIN)
-    busy = any_nonzero(g)  # an idle block sends nothing and keeps its residual
-    h = ()
-    for p in tl.static_range(len(g)):
-        h = h + (g[p] + e[p],)
+    if residual is None:
+        h = as_float32(load_parts(x, left, fmt, shape, PLAIN))
+    else:
+        reset = (tl.zeros([K], tl.int32) + step.reset) != 0
+        g = as_float32(load_parts(x, left, fmt, shape, PLAIN))
+        e, old_scale = load_residual(residual, residual_scale, left, rows, reset, fmt, shape, PLAIN)
+        busy = any_nonzero(g)  # an idle block sends nothing and keeps its residual
+        h = ()
+        for p in tl.static_range(len(g)):
+            h = h + (g[p] + e[p],)
 
     scale, finite = block_scale(h, left, fmt, shape, PLAIN)
-    scale = tl.where(busy, scale, 0.0)
-    codes, values, usable = quantize(h, scale, first, seed, salt, table, fmt, shape, STOCHASTIC)
+    if residual is not None:
+        scale = tl.where(busy, scale, 0.0)
+    codes, values, usable = quantize(h, scale, first, step.seed, step.salt, step.table, fmt, shape, how.stochastic)
     store_codes(codes_at, codes, usable, rows, fmt, shape)
-    store_scale(scales_at, scale, rows, shape, BYTES)
-    raise_flag(flag, rows & ~finite, shape)
+    store_scale(scales_at, scale, rows, shape, how.odd)
+    raise_flag(step.flag, rows & ~finite, shape)
 
-    keep = ~busy | ~finite
-    updated = update(h, e, values, scale, usable, left, beta_old, beta_new, fmt, shape, residual_scale is None, PLAIN)
-    if residual_scale is None:
-        store_float_residual(residual, updated, keep, rows, reset, fmt, shape)
-    else:
-        key = stream_key(seed, salt, RESIDUAL_STREAM) if STOCHASTIC_RESIDUAL else 0
-        store_int8_residual(
-            residual,
-            residual_scale,
-            updated,
-            old_scale,
-            keep,
-            rows,
-            reset,
-            first,
-            key,
-            fmt,
-            shape,
-            STOCHASTIC_RESIDUAL,
-        )
+    if residual is not None:
+        keep = ~busy | ~finite
+        updated = update(h, e, values, scale, usable, left, step, fmt, shape, residual_scale is None, PLAIN)
+        if residual_scale is None:
+            store_float_residual(residual, updated, keep, rows, reset, fmt, shape)
+        else:
+            store_int8_residual(
+                residual, residual_scale, updated, old_scale, keep, rows, reset, first, step, fmt, shape, how
+            )
 
 
 @triton.jit(do_not_specialize=["seed", "reset"], do_not_specialize_on_alignment=["x", "flag"])
-def loco_kernel(
+def encode_kernel(
     x,
     residual,
     residual_scale,
@@ -198,112 +201,47 @@ def loco_kernel(
     fmt: tl.constexpr,
     shape: tl.constexpr,
     small: tl.constexpr,
-    BYTES: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    STOCHASTIC_RESIDUAL: tl.constexpr,
+    how: tl.constexpr,
 ):
+    """Without a residual (None) nothing is compensated."""
     TILE: tl.constexpr = shape.rows * fmt.block
     row, tile, left = locate(segment_of_tile, segments, TILE)
     place = ahead(tl.load(row), tile, TILE)
     block = ahead(tl.load(row + 1), tile, shape.rows)
     codes_at = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, shape.rows * fmt.code_nbytes)
     scales_at = ahead(wire + tl.load(row + 3), tile, shape.rows * 2)
-    salt = tl.load(row + 6)
+    step = Step(beta_old, beta_new, reset, seed, tl.load(row + 6), table, flag)
     first = tile * TILE
     if is_plain(x + place, left, TILE):
-        loco_tile(
+        encode_tile(
             tl.multiple_of(x + place, 16),
-            residual + block * fmt.block,
+            None if residual is None else residual + block * fmt.block,
             None if residual_scale is None else residual_scale + block,
             codes_at,
             scales_at,
             left,
             first,
-            beta_old,
-            beta_new,
-            reset,
-            seed,
-            salt,
-            table,
-            flag,
+            step,
             fmt,
             shape,
-            BYTES,
-            STOCHASTIC,
-            STOCHASTIC_RESIDUAL,
+            how,
             True,
         )
     else:
         for i in range(shape.rows // small.rows):
-            step = i * (small.rows * fmt.block)
-            if left > step:
-                loco_tile(
-                    x + place + step,
-                    residual + (block + i * small.rows) * fmt.block,
+            done = i * (small.rows * fmt.block)
+            if left > done:
+                encode_tile(
+                    x + place + done,
+                    None if residual is None else residual + (block + i * small.rows) * fmt.block,
                     None if residual_scale is None else residual_scale + (block + i * small.rows),
                     codes_at + i * (small.rows * fmt.code_nbytes),
                     scales_at + i * (small.rows * 2),
-                    left - step,
-                    first + step,
-                    beta_old,
-                    beta_new,
-                    reset,
-                    seed,
-                    salt,
-                    table,
-                    flag,
+                    left - done,
+                    first + done,
+                    step,
                     fmt,
                     small,
-                    BYTES,
-                    STOCHASTIC,
-                    STOCHASTIC_RESIDUAL,
+                    how,
                     False,
                 )
-
-
-def loco_encode_(
-    x: Tensor,
-    residual: Tensor,
-    residual_scale: Tensor | None,
-    wire: Tensor,
-    segments: Segments,
-    fmt: BlockFormat,
-    *,
-    beta: float,
-    reset: bool,
-    stochastic: bool,
-    stochastic_residual: bool,
-    seed: int,
-    flag: Tensor,
-    launch: Launch | None = None,
-) -> None:
-    device = device_format(fmt)
-    dithered = stochastic_residual and residual_scale is not None
-    launch = launch or encode_launch(device, residual.dtype, dithered=dithered)
-    tiles = tiles_of(segments, fmt, launch.tile(fmt.block_size), x.device)
-    if tiles.count == 0:
-        return
-    shape, small = launch.shapes(device)
-    with on(x.device):
-        loco_kernel[(tiles.count,)](
-            x,
-            residual,
-            residual_scale,
-            wire,
-            tiles.segment_of_tile,
-            tiles.rows,
-            codebook_table(fmt, x.device),
-            flag,
-            float(beta),
-            1.0 - beta,
-            int(reset),
-            int32_of(seed),
-            fmt=device,
-            shape=shape,
-            small=small,
-            BYTES=needs_bytes(wire, device),
-            STOCHASTIC=stochastic,
-            STOCHASTIC_RESIDUAL=dithered,
-            num_warps=launch.num_warps,
-            enable_fp_fusion=False,
-        )
