@@ -96,17 +96,19 @@ def codebook_value(packed, P: tl.constexpr, scale, table, fmt: tl.constexpr):
     """Fitted codebook: the products with the scale are taken once per block, and a code's bits choose among them."""
     code = code_of(packed, P, fmt)
     if len(fmt.codebook) == 0:
-        return tl.load(table + (fmt.codebook_size - 1) + code) * scale[:, None]
-    BITS: tl.constexpr = fmt.bits
-    products = ()
-    for i in tl.static_range(1 << BITS):
-        products = products + ((scale * fmt.codebook[min(i, fmt.codebook_size - 1)])[:, None],)
-    for bit in tl.static_range(BITS):
-        chosen = ()
-        for i in tl.static_range(len(products) // 2):
-            chosen = chosen + (tl.where((code & (1 << bit)) != 0, products[2 * i + 1], products[2 * i]),)
-        products = chosen
-    return products[0]
+        value = tl.load(table + (fmt.codebook_size - 1) + code) * scale[:, None]
+    else:
+        BITS: tl.constexpr = fmt.bits
+        products = ()
+        for i in tl.static_range(1 << BITS):
+            products = products + ((scale * fmt.codebook[min(i, fmt.codebook_size - 1)])[:, None],)
+        for bit in tl.static_range(BITS):
+            chosen = ()
+            for i in tl.static_range(len(products) // 2):
+                chosen = chosen + (tl.where((code & (1 << bit)) != 0, products[2 * i + 1], products[2 * i]),)
+            products = chosen
+        value = products[0]
+    return value
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from lowbit_strategy.kernels.codebooks import unit_gain
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -14,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from lowbit_strategy.kernels.triton import offline
 from lowbit_strategy.kernels.triton.layout import device_format
 from lowbit_strategy.kernels.triton.tiles import decode_launch, encode_launch
-from testing.kernels.cases import FITTED_2, fitted
+from testing.kernels.cases import FITTED_2, fitted, ternary
 
 ARCHITECTURES = (pytest.param(80, marks=pytest.mark.slow), 90)
 FORMATS = {"uniform4": uniform(4, 128), "uniform8": uniform(8, 128), "uniform2": uniform(2, 128)}
@@ -97,6 +98,14 @@ def test_dense_kernels_keep_everything_in_registers(wire: str, arch: int) -> Non
     check(many)
     assert many.ptx == offline.dense_decode_sum_resources(fmt, out="float32", sources=16, arch=arch).ptx
     assert re.search(r"ld\.global(\.\w+)*\.v[24]\.b32", many.ptx)
+
+
+@pytest.mark.parametrize("fmt", [ternary(128), unit_gain(3, 64), fitted(5, tuple(i / 8 for i in range(-15, 17)))])
+def test_codebooks_of_every_size(fmt: BlockFormat) -> None:
+    """The interpreter runs what the compiler refuses, such as comparisons of tuples and code behind a return."""
+    launch = decode_launch(device_format(fmt), torch.float32)
+    check(offline.decode_sum_resources(fmt, out="float32", sources=2, launch=launch, arch=90), registers=THREE_PROGRAMS)
+    check(loco(fmt, "float32", 90), registers=THREE_PROGRAMS)
 
 
 def test_nothing_is_contracted() -> None:
