@@ -230,7 +230,7 @@ def fork_server() -> ForkServerContext:
     preload = [name for name in _PRELOAD if name in sys.modules]
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     with environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
-        context.set_forkserver_preload(["torch", "torch.distributed", *preload, *ours])
+        context.set_forkserver_preload(["torch", "torch.distributed", *preload, *ours, "testing.processes.frozen"])
         forkserver.ensure_running()
     return context
 

@@ -15,8 +15,14 @@ from lowbit_strategy.attach import auto as running
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.plan.trial import Candidate, Timed, Verdict
+from lowbit_strategy.telemetry import links
 
 STEPS = 24  # 8 of the framework's own, 5 of each of two candidates, one to empty residuals, more
+
+
+def hasty_measurements() -> contextlib.AbstractContextManager[object]:
+    """Links and coding are measured as ever, but briefly: where nothing is decided by the figures."""
+    return mock.patch.multiple(links, _ENOUGH_S=0.005, _SIZES=(1 << 14, 1 << 16), _NUM_TURNS=3)
 
 
 @contextlib.contextmanager
@@ -36,6 +42,7 @@ def settled(choose: int | None, *, tries: int = 2, compressors: Sequence[Any] | 
         mock.patch.object(running, "decide", decide),
         mock.patch.object(running, "candidates", candidates),
         mock.patch.object(running, "hopeful", return_value=list(range(tries))),
+        hasty_measurements(),
     ):
         yield
 
