@@ -147,7 +147,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("is_node", [False, True])
+@pytest.mark.parametrize("is_node", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_launched_with_a_section(tmp_path: Path, is_node: bool) -> None:
     """`lowbit launch` as on two machines, of a script that knows nothing of replicas."""
     with Replicas(tmp_path) as run:
