@@ -114,6 +114,40 @@ class Reducer(Method):
         return reducer(self)
 
 
+class WrappedReducer(Reducer):
+    """Another reducer, with something before it or after it. Subclasses are frozen dataclasses with this field."""
+
+    inner: Reducer
+
+    @property
+    def whole_model(self) -> bool:  # type: ignore[override]
+        return self.inner.whole_model
+
+    @property
+    def fixed_size(self) -> bool:  # type: ignore[override]
+        return self.inner.fixed_size
+
+    @property
+    def temporary_nbytes(self) -> float:
+        return self.inner.temporary_nbytes
+
+    @property
+    def residual_gain(self) -> float | None:
+        return self.inner.residual_gain
+
+    def serves(self, spec: TensorSpec) -> bool:
+        return self.inner.serves(spec)
+
+    def rescale_(self, state: ReducerState, factor: float) -> None:
+        self.inner.rescale_(state, factor)  # a residual of the wrapper's own too: by default what bears that name is
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return self.inner.num_messages(specs, world_size, scatter=scatter)
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        return self.inner.wire_nbytes(spec, world_size, scatter=scatter)
+
+
 class ReducerStore(MethodStore):
     """State of all parameters that one reducer serves.
 

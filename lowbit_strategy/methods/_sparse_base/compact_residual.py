@@ -21,7 +21,7 @@ from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, dither, stream_key
 from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View, WrappedReducer
 from lowbit_strategy.methods._base.residual_format import read_residual
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 
@@ -35,7 +35,7 @@ def compact(reducer: Reducer, residual: ResidualDtype) -> Reducer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompactResidualReducer(Reducer):
+class CompactResidualReducer(WrappedReducer):
     """Any sparse method: its residual is float32 while a bucket is under way, and rounded at random afterwards.
 
     Args:
@@ -47,16 +47,12 @@ class CompactResidualReducer(Reducer):
     residual: ResidualDtype
 
     @property
-    def whole_model(self) -> bool:  # type: ignore[override]
-        return self.inner.whole_model
-
-    @property
     def label(self) -> str:
         return f"{self.inner.label}, {self.residual} residual"
 
     @property
-    def residual_gain(self) -> float | None:
-        return self.inner.residual_gain
+    def temporary_nbytes(self) -> float:
+        return self.inner.temporary_nbytes + 8.0  # the residual in float32, before and after
 
     def continues(self, earlier: Method) -> bool:
         return (
@@ -103,15 +99,6 @@ class CompactResidualReducer(Reducer):
             codes_KB, scale_K = blocks.quantize_residual(padded_KB, noise_KB)
             tensors["residual"][at : at + padded_KB.numel()] = codes_KB.view(-1)
             tensors["residual_scale"][at // _BLOCK : at // _BLOCK + scale_K.numel()] = blocks.to_bfloat16(scale_K)
-
-    def rescale_(self, state: ReducerState, factor: float) -> None:
-        self.inner.rescale_(state, factor)
-
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
-        return self.inner.num_messages(specs, world_size, scatter=scatter)
-
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        return self.inner.wire_nbytes(spec, world_size, scatter=scatter)
 
 
 def round_to_bfloat16(x: Tensor, first: int, key: int) -> Tensor:
