@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.peak_memory.training import Case
-from lowbit_strategy import DiLoCo, Exact, LoCo, WeightCode, WeightDelta
+from lowbit_strategy import DiLoCo, Exact, LoCo, TopK, WeightCode, WeightDelta
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
 from lowbit_strategy.methods.registry import PRESETS
 
@@ -65,5 +65,9 @@ CASES: tuple[Case, ...] = (
     ),
     _loco("loco_hsdp", kind="hsdp", world_size=4, per_node=2),
     _loco("diloco_hsdp", kind="hsdp", world_size=4, per_node=2, outer=DiLoCo(every=2)),
+    *(
+        Case(name=f"topk_{kind}, residual int8", kind=kind, compressor=TopK(residual="int8"))
+        for kind in ("ddp", "fsdp")
+    ),
     *_of_presets(),
 )

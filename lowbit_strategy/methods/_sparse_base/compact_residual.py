@@ -52,7 +52,7 @@ class CompactResidualReducer(WrappedReducer):
 
     @property
     def temporary_nbytes(self) -> float:
-        return self.inner.temporary_nbytes + 8.0  # the residual in float32, before and after
+        return self.inner.temporary_nbytes + 1.5
 
     def continues(self, earlier: Method) -> bool:
         return (
