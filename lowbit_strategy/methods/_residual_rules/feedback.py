@@ -20,6 +20,7 @@ from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM
 from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.methods._base.inner_reducer import ReducerAround
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.residual_format import ResidualDtype, residual_arenas
 from lowbit_strategy.methods._base.stateful_codec import CodecWithRule
@@ -101,7 +102,7 @@ class FeedbackCodec(CodecWithRule):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FeedbackReducer(Reducer):
+class FeedbackReducer(ReducerAround):
     """A reducer that keeps no residual, with one: ``h = g + e``, reduce h, ``e' = decay * (h - sent)``.
 
     Args:
@@ -109,12 +110,7 @@ class FeedbackReducer(Reducer):
         decay: See `FeedbackCodec`.
     """
 
-    inner: Reducer
     decay: float = 1.0
-
-    @property
-    def whole_model(self) -> bool:  # type: ignore[override]
-        return self.inner.whole_model
 
     @property
     def fixed_size(self) -> bool:  # type: ignore[override]
@@ -151,15 +147,6 @@ class FeedbackReducer(Reducer):
             residual.copy_(torch.where(idle | ~updated.isfinite(), residual, updated))
             if view.sent is not None:
                 view.sent.copy_(sent)
-
-    def rescale_(self, state: ReducerState, factor: float) -> None:
-        self.inner.rescale_(state, factor)  # the residuals too: by default whatever bears that name is rescaled
-
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
-        return self.inner.num_messages(specs, world_size, scatter=scatter)
-
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        return self.inner.wire_nbytes(spec, world_size, scatter=scatter)
 
 
 def contracting(codec: Codec) -> Codec:

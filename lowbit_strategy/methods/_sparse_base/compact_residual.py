@@ -20,6 +20,7 @@ from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.reference import blocks
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM, dither, stream_key
 from lowbit_strategy.kernels.segments import CACHE_ELEMENTS
+from lowbit_strategy.methods._base.inner_reducer import ReducerAround
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
 from lowbit_strategy.methods._base.residual_format import read_residual
@@ -35,7 +36,7 @@ def compact(reducer: Reducer, residual: ResidualDtype) -> Reducer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompactResidualReducer(Reducer):
+class CompactResidualReducer(ReducerAround):
     """Any sparse method: its residual is float32 while a bucket is under way, and rounded at random afterwards.
 
     Args:
@@ -43,12 +44,7 @@ class CompactResidualReducer(Reducer):
         residual: ``bfloat16``, or ``int8`` with one bfloat16 scale per 128 elements.
     """
 
-    inner: Reducer
     residual: ResidualDtype
-
-    @property
-    def whole_model(self) -> bool:  # type: ignore[override]
-        return self.inner.whole_model
 
     @property
     def label(self) -> str:
@@ -103,15 +99,6 @@ class CompactResidualReducer(Reducer):
             codes_KB, scale_K = blocks.quantize_residual(padded_KB, noise_KB)
             tensors["residual"][at : at + padded_KB.numel()] = codes_KB.view(-1)
             tensors["residual_scale"][at // _BLOCK : at // _BLOCK + scale_K.numel()] = blocks.to_bfloat16(scale_K)
-
-    def rescale_(self, state: ReducerState, factor: float) -> None:
-        self.inner.rescale_(state, factor)
-
-    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
-        return self.inner.num_messages(specs, world_size, scatter=scatter)
-
-    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
-        return self.inner.wire_nbytes(spec, world_size, scatter=scatter)
 
 
 def round_to_bfloat16(x: Tensor, first: int, key: int) -> Tensor:
