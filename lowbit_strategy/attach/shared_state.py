@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import Comm, bytes_from_first_rank
 from lowbit_strategy.model.parts import local_part
 
 
@@ -39,12 +39,7 @@ def from_first_rank(state: Any, comm: Comm, device: torch.device) -> Any:
         return _Kind(tuple(part.shape), part.dtype, part.device.type)
 
     outline = _replaced(state, Tensor, noted) if comm.rank == 0 else None
-    message = torch.frombuffer(bytearray(pickle.dumps(outline)), dtype=torch.uint8)
-    length = torch.tensor([message.numel()], device=device)
-    comm.broadcast(length, 0).wait()
-    wire = message.to(device) if comm.rank == 0 else torch.empty(int(length), dtype=torch.uint8, device=device)
-    comm.broadcast(wire, 0).wait()
-    outline = pickle.loads(wire.cpu().numpy().tobytes())
+    outline = pickle.loads(bytes_from_first_rank(pickle.dumps(outline), comm, device))
     sent = iter(tensors)
 
     def arrived(kind: _Kind) -> Tensor:

@@ -202,3 +202,14 @@ class UnderWay:
     def wait(self) -> object:
         with self._explained():
             return self._work.wait()
+
+
+def bytes_from_first_rank(message: bytes, comm: Comm, device: torch.device) -> bytes:
+    """The first rank's `message` on every rank: its length, and then the bytes, sent from `device`."""
+    length = torch.tensor([len(message)], device=device)
+    comm.broadcast(length, 0).wait()
+    wire = torch.empty(int(length), dtype=torch.uint8, device=device)
+    if comm.rank == 0:
+        wire.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    comm.broadcast(wire, 0).wait()
+    return wire.cpu().numpy().tobytes()

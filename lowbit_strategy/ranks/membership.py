@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Comm
+from lowbit_strategy.collectives.comm import Comm, bytes_from_first_rank
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm, as_failed_exchange
 from lowbit_strategy.ranks.elastic import Elastic
@@ -176,20 +175,13 @@ class Membership:
                 error = caught
                 kind = next(name for name, each in _SHARED_ERRORS.items() if isinstance(caught, each))
                 answer = {"raised": kind, "text": str(caught)}
-        answer = self._from_first(answer)
+        text = bytes_from_first_rank(json.dumps(answer).encode(), self.replica, torch.device("cpu"))
+        answer = json.loads(text)
         if error is not None:
             raise error
         if "raised" in answer:
             raise _SHARED_ERRORS[answer["raised"]](answer["text"])
         return answer["found"]
-
-    def _from_first(self, value: Any) -> Any:
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        length = torch.tensor([text.numel()])
-        self.replica.broadcast(length, 0).wait()
-        wire: Tensor = text if self.replica.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
-        self.replica.broadcast(wire, 0).wait()
-        return json.loads(bytes(wire.tolist()))
 
     # -- the lighthouse, on the first rank ------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class EagerDiLoCo(DiLoCo):
         DiLoCo.__post_init__(self)
         if self.delay or self.mix:
             raise ValueError(
-                f"delay and mix must be left at 0, got {self.delay} and {self.mix}: bytes travel for a whole turn "
+                f"delay and mix must be left at 0, got {self.delay} and {self.mix}: bytes travel for a whole turn"
                 " anyway"
             )
         if self.optimizer_class != "SGD":
