@@ -61,11 +61,6 @@ class Choice:
     differs: str = ""
     costs: str = ""
 
-    @property
-    def total(self) -> int:
-        """Bytes."""
-        return self.memory.total
-
     def arithmetic(self) -> str:
         memory = self.memory
         purposes = (
@@ -76,7 +71,7 @@ class Choice:
             ("coding by plain PyTorch", memory.working),
         )
         parts = ", ".join(f"{_gb(nbytes)} for {what}" for what, nbytes in purposes if nbytes)
-        return f"{_gb(self.total)} ({parts})"
+        return f"{_gb(memory.total)} ({parts})"
 
 
 def choices(
@@ -142,10 +137,10 @@ def choose(found: Sequence[Choice], room_nbytes: int, limit_nbytes: int) -> Choi
         ValueError: It is not.
     """
     for each in found:
-        if each.total <= room_nbytes:
+        if each.memory.total <= room_nbytes:
             return each
-    smallest = min(found, key=lambda each: each.total)
-    if smallest.total > limit_nbytes:
+    smallest = min(found, key=lambda each: each.memory.total)
+    if smallest.memory.total > limit_nbytes:
         raise ValueError(
             f"compression would keep {found[0].arithmetic()} on every rank, at least {smallest.arithmetic()}, and"
             f" {_gb(limit_nbytes)} are allowed: use weights='exact', HSDP (shard_size='node') or nodes of several"

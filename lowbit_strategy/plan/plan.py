@@ -12,17 +12,11 @@ from lowbit_strategy.methods._base.method import Method, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.plan.gradients import (
-    Layout,
-    Reduced,
-    ddp_buckets,
-    gradient_units,
-    working_nbytes,
-)
+from lowbit_strategy.plan.gradients import Layout, Reduced, Reduction, ddp_buckets, gradient_units
 from lowbit_strategy.plan.messages import Unit, ahead_nbytes, leaving_nbytes, step_nbytes, under_way_nbytes
 from lowbit_strategy.plan.rounds import anchor_nbytes, round_units, share_nbytes, state_units
 from lowbit_strategy.plan.squares import square_units, squares_nbytes
-from lowbit_strategy.plan.weights import ModuleLayout, module_weights, sharing_ranks, weight_units
+from lowbit_strategy.plan.weights import ModuleLayout, kept_nbytes, weight_units
 from lowbit_strategy.ranks.shape import Shape
 
 BUCKETS_OF_A_ROUND = 3  # under way at a time, where ranks are near: one leaves, one arrives, one has its mean
@@ -129,8 +123,7 @@ class Plan:
 
     def weights_memory(self, coding: WeightCoding) -> int:
         """Memory for what would be kept with another way of sending weights."""
-        sharing = sharing_ranks(self.shape, self.layout)
-        return sum(module_weights(coding, module, sharing).kept_nbytes for module in self.modules.values())
+        return kept_nbytes(coding, self.modules, self.shape, self.layout)
 
     def weights_with(self, coding: WeightCoding) -> tuple[Unit, ...]:
         """What would travel of every step with another way of sending weights."""
@@ -170,18 +163,20 @@ def make_plan(
         reduced = ddp_buckets((spec.name, spec.whole.numel, 4) for spec in specs)
     if shape.num_peers == 1:  # there is nobody to meet
         outer = None
-    gradients = gradient_units(reduced, methods, by_name, shape, layout, local=outer is not None)
+    scatter = layout == "fsdp"
+    reduction = Reduction(methods, by_name, shape.num_peers, scatter)
+    gradients = gradient_units(reduced, reduction, shape, layout, local=outer is not None)
     rounds = round_units(outer, methods, by_name, shape) if outer is not None else ()
     state = state_units(outer, by_name, shape) if rounds and outer is not None and outer.average_state else ()
-    scatter = layout == "fsdp"
     if squares:
         state += square_units(reduced, assignments, by_name, shape, scatter=scatter)
     unsharded = sum(each.itemsize * by_name[name].whole.numel for each in reduced for name in each.names)
+    # DDP's first step has one bucket
+    at_once = [tuple(by_name)] if layout == "ddp" else [each.names for each in reduced]
     units: tuple[Unit, ...] = ()
     kept = 0
     if coding is not None and modules is not None:
-        units, sharing = weight_units(coding, modules, shape, layout), sharing_ranks(shape, layout)
-        kept = sum(module_weights(coding, module, sharing).kept_nbytes for module in modules.values())
+        units, kept = weight_units(coding, modules, shape, layout), kept_nbytes(coding, modules, shape, layout)
     return Plan(
         shape=shape,
         layout=layout,
@@ -197,15 +192,7 @@ def make_plan(
             residuals=residual_nbytes(methods, by_name, shape, scatter=scatter),
             weights=kept,
             messages=_messages_nbytes(gradients, units, rounds, state, shape, layout, unsharded),
-            working=working_nbytes(
-                methods,
-                by_name,
-                # DDP's first step has one bucket
-                [list(by_name)] if layout == "ddp" else [each.names for each in reduced],
-                shape.num_peers,
-                scatter=scatter,
-                device_type=device_type,
-            )
+            working=reduction.working_nbytes(at_once, device_type)
             + (share_nbytes(outer, by_name) if outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if outer is not None else 0,
             squares=squares_nbytes(assignments, by_name, shape, scatter=scatter) if squares else 0,
