@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,8 +129,6 @@ def cluster_of(link: str | None, latency: str | None, measured: Any = None) -> A
     Raises:
         ValueError: A quantity is none.
     """
-    from dataclasses import replace
-
     from lowbit_strategy.plan.cluster import Cluster, Link
 
     inside, coded = Link(_INTRA_LATENCY_S, _INTRA_NBYTES_PER_S), _ENCODED_PER_S
