@@ -164,17 +164,15 @@ def choices(wanted: Wanted, cluster: Cluster | None = None, compute_s: float | N
     for layout in _layouts(wanted):
         base = plan_for(wanted, layout, PRESETS["dense"], assigned=assigned["dense"])
         half = uncompressed(base, 2)
-        own = [_timed("float32", layout, uncompressed(base, 4), cluster, compute_s)]
-        own.append(_timed("bf16", layout, half, cluster, compute_s))
-        ours = [
-            _timed(name, layout, plan, cluster, compute_s, half, quality)
-            for name, quality in _COMPRESSED
-            for plan in [plan_for(wanted, layout, PRESETS[name], assigned=assigned[name])]
-        ]
+        own = [_timed("float32", uncompressed(base, 4), cluster, compute_s), _timed("bf16", half, cluster, compute_s)]
+        ours = []
+        for name, quality in _COMPRESSED:
+            plan = plan_for(wanted, layout, PRESETS[name], assigned=assigned[name])
+            ours.append(_timed(name, plan, cluster, compute_s, half, quality))
         if layout != "fsdp":
             rule = OUTER_RULES["diloco"]
             plan = plan_for(wanted, layout, default_compressor(rule), outer=rule)
-            ours.append(_timed("diloco", layout, plan, cluster, compute_s, half, "local"))
+            ours.append(_timed("diloco", plan, cluster, compute_s, half, "local"))
         found += own + (ours if cluster is None else sorted(ours, key=_seconds))
     return found
 
@@ -185,7 +183,6 @@ def _layouts(wanted: Wanted) -> tuple[Layout, ...]:
 
 def _timed(
     name: str,
-    layout: Layout,
     plan: Plan,
     cluster: Cluster | None,
     compute_s: float | None,
@@ -193,7 +190,8 @@ def _timed(
     quality: Quality = "same",
 ) -> Choice:
     ours = against is not None
-    full, line = (f"{name}_{layout}", f'strategy="{name}_{layout}"') if ours else (f"{layout}, {name}", "")
+    full = f"{name}_{plan.layout}" if ours else f"{plan.layout}, {name}"
+    line = f'strategy="{full}"' if ours else ""
     loss = worst_loss(name) if ours else None
     if cluster is not None and ours:
         cluster = cluster.coding_as(name)

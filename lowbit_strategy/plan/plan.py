@@ -90,11 +90,6 @@ class Plan:
         """Whether peers reduce-scatter, and not all-reduce."""
         return self.layout == "fsdp"
 
-    def parameter_nbytes(self, name: str) -> int:
-        """Bytes sent to peers for one reduction of a parameter, framing aside."""
-        method, spec = self.assignments[name].method, self.specs[name]
-        return method.wire_nbytes(spec, self.shape.num_peers, scatter=self.scatter)
-
     @property
     def sent_nbytes(self) -> int:
         """Bytes of gradients sent to peers in a step, of movements in a round; framing aside."""
@@ -120,14 +115,6 @@ class Plan:
         peers = self.shape.num_peers
         numel = sum(spec.numel for spec in self.specs.values())
         return (1 if self.scatter else 2) * (peers - 1) * numel // peers * itemsize
-
-    def weights_memory(self, coding: WeightCoding) -> int:
-        """Memory for what would be kept with another way of sending weights."""
-        return kept_nbytes(coding, self.modules, self.shape, self.layout)
-
-    def weights_with(self, coding: WeightCoding) -> tuple[Unit, ...]:
-        """What would travel of every step with another way of sending weights."""
-        return weight_units(coding, self.modules, self.shape, self.layout)
 
 
 def make_plan(
@@ -189,7 +176,7 @@ def make_plan(
         every=1 if outer is None else every or outer.round_length(0, None),
         outer=outer,
         memory=Memory(
-            residuals=residual_nbytes(methods, by_name, shape, scatter=scatter),
+            residuals=_residual_nbytes(reduction, shape),
             weights=kept,
             messages=_messages_nbytes(gradients, units, rounds, state, shape, layout, unsharded),
             working=reduction.working_nbytes(at_once, device_type)
@@ -226,13 +213,11 @@ def _messages_nbytes(
     return nbytes
 
 
-def residual_nbytes(
-    methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], shape: Shape, *, scatter: bool
-) -> int:
+def _residual_nbytes(reduction: Reduction, shape: Shape) -> int:
     """Memory for what methods keep, as their stores have it: made on the meta device, they take none."""
     peer = shape.rank // shape.num_parts
-    placement = Placement(peer, shape.num_peers, torch.device("meta"), scatter)
+    placement = Placement(peer, shape.num_peers, torch.device("meta"), reduction.scatter)
     served: dict[Method, dict[str, TensorSpec]] = {}
-    for name, method in methods.items():
-        served.setdefault(method, {})[name] = specs[name]
+    for name, method in reduction.methods.items():
+        served.setdefault(method, {})[name] = reduction.specs[name]
     return sum(method.make_store(members, placement).nbytes for method, members in served.items())
