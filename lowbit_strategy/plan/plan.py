@@ -160,25 +160,23 @@ def make_plan(
     unsharded = sum(each.itemsize * by_name[name].whole.numel for each in reduced for name in each.names)
     # DDP's first step has one bucket
     at_once = [tuple(by_name)] if layout == "ddp" else [each.names for each in reduced]
-    units: tuple[Unit, ...] = ()
-    kept = 0
-    if coding is not None and modules is not None:
-        units, kept = weight_units(coding, modules, shape, layout), kept_nbytes(coding, modules, shape, layout)
+    modules = modules or {}
+    weights = () if coding is None else weight_units(coding, modules, shape, layout)
     return Plan(
         shape=shape,
         layout=layout,
         specs=by_name,
         assignments=dict(assignments),
         gradients=gradients,
-        weights=units,
+        weights=weights,
         rounds=rounds,
         state=state,
         every=1 if outer is None else every or outer.round_length(0, None),
         outer=outer,
         memory=Memory(
             residuals=_residual_nbytes(reduction, shape),
-            weights=kept,
-            messages=_messages_nbytes(gradients, units, rounds, state, shape, layout, unsharded),
+            weights=0 if coding is None else kept_nbytes(coding, modules, shape, layout),
+            messages=_messages_nbytes(gradients, weights, rounds, state, shape, layout, unsharded),
             working=reduction.working_nbytes(at_once, device_type)
             + (share_nbytes(outer, by_name) if outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if outer is not None else 0,
@@ -186,7 +184,7 @@ def make_plan(
             accumulating=0 if layout == "ddp" else unsharded,
         ),
         coding=coding,
-        modules=modules or {},
+        modules=modules,
     )
 
 
