@@ -64,37 +64,33 @@ class Reduction:
     Args:
         methods: Of each parameter.
         specs: Of each parameter, or of this rank's part of it.
-        world_size: How many ranks reduce it.
+        shape: The ranks.
         scatter: As FSDP2's reduce-scatter.
     """
 
     methods: Mapping[str, Method]
     specs: Mapping[str, TensorSpec]
-    world_size: int
+    shape: Shape
     scatter: bool
 
     def _coded_rows(self, names: Iterable[str]) -> list[tuple[CodecPair, int]]:
         """The codecs of the parameters that have any, and the elements of a rank's row."""
         return [
-            (pair, self.specs[name].cut(self.world_size, pair.block_size, scatter=self.scatter).row_numel)
+            (pair, self.specs[name].cut(self.shape.num_peers, pair.block_size, scatter=self.scatter).row_numel)
             for name in names
             if isinstance(pair := self.methods[name], CodecPair)
         ]
 
-    def messages(self, names: Sequence[str], level: Level = "flat", leaving: float = 1.0) -> list[Message]:
+    def messages(self, names: Sequence[str]) -> list[Message]:
         """What a rank sends for one bucket to the ranks that reduce it.
 
         1. all codecs together: one message on the uplink and, without `scatter`, one on the downlink
         2. every other method after them, one after the other
-
-        Args:
-            names: The bucket's.
-            level: Of the messages.
-            leaving: How much of a message leaves the node.
         """
-        if self.world_size == 1:
+        peers = self.shape.num_peers
+        if peers == 1:
             return []
-        others = self.world_size - 1
+        others, level, leaving = peers - 1, peer_level(self.shape), self.shape.peers_share_leaving()
         messages: list[Message] = []
         rows = self._coded_rows(names)
         for hop in ("uplink",) if self.scatter else ("uplink", "downlink"):
@@ -108,8 +104,8 @@ class Reduction:
                 Message(
                     level,
                     method.label,
-                    sum(method.wire_nbytes(spec, self.world_size, scatter=self.scatter) for spec in members),
-                    in_series=method.num_messages(members, self.world_size, scatter=self.scatter),
+                    sum(method.wire_nbytes(spec, peers, scatter=self.scatter) for spec in members),
+                    in_series=method.num_messages(members, peers, scatter=self.scatter),
                     fixed=method.fixed_size,
                     leaving=leaving,
                 )
@@ -126,17 +122,17 @@ class Reduction:
 
     def padding_nbytes(self, names: Sequence[str]) -> int:
         """What methods with communication of their own may send beyond their promises: two hops, padded for each."""
-        return 2 * (self.world_size - 1) * ALIGNMENT * sum(map(len, self._reduced(names).values()))
+        return 2 * (self.shape.num_peers - 1) * ALIGNMENT * sum(map(len, self._reduced(names).values()))
 
     def memory(self, names: Sequence[str]) -> tuple[int, int]:
         """Memory that the shared exchange of a bucket takes: while it is under way, and for the mean between hops."""
-        rows = self._coded_rows(names)
+        peers, rows = self.shape.num_peers, self._coded_rows(names)
         if not rows:
             return 0, 0
         row = HEADER_NBYTES + sum(round_up(pair.uplink.wire_nbytes(row_numel), ALIGNMENT) for pair, row_numel in rows)
         shard = sum(round_up(row_numel, ALIGNMENT) for _, row_numel in rows)
-        own = 0 if self.scatter or self.world_size <= 2 else row  # of two ranks it lies where the first message was
-        return 2 * self.world_size * row + own, 0 if self.scatter else 4 * shard
+        own = 0 if self.scatter or peers <= 2 else row  # of two ranks it lies where the first message was
+        return 2 * peers * row + own, 0 if self.scatter else 4 * shard
 
     def working_nbytes(self, at_once: Iterable[Sequence[str]], device_type: str) -> int:
         """Temporary memory for what no kernel codes.
@@ -148,7 +144,7 @@ class Reduction:
         longest = 0
         for pair, row_numel in self._coded_rows(self.methods):
             if not (pair.uplink.in_one_pass and (self.scatter or pair.downlink.in_one_pass)):
-                longest = max(longest, row_numel, min(run, self.world_size * row_numel))
+                longest = max(longest, row_numel, min(run, self.shape.num_peers * row_numel))
         return longest * _WORKING_NBYTES + max((round(self._reducing_nbytes(names)) for names in at_once), default=0)
 
     def _reducing_nbytes(self, names: Sequence[str]) -> float:
@@ -179,8 +175,8 @@ def peer_unit(
 ) -> Unit:
     """What a rank sends for its parts of parameters that are no gradients of a step: coded on both hops."""
     specs = {spec.name: spec for spec in bucket if spec.numel}
-    reduction, names = Reduction(methods, specs, shape.num_peers, scatter), list(specs)
-    messages = reduction.messages(names, peer_level(shape), shape.peers_share_leaving())
+    reduction, names = Reduction(methods, specs, shape, scatter), list(specs)
+    messages = reduction.messages(names)
     memory, mean = reduction.memory(names)
     numel, encoded = sum(spec.whole.numel for spec in bucket), 2 * sum(spec.numel for spec in bucket)
     return Unit(name, numel, tuple(messages), 1, memory, encoded, mean)
@@ -219,14 +215,14 @@ def intra_node_memory(numel: int, itemsize: int, shape: Shape, layout: Layout) -
 
 
 def _gradient_unit(
-    reduced: Reduced, reduction: Reduction, shape: Shape, layout: Layout, *, whole_model: Sequence[str], local: bool
+    reduced: Reduced, reduction: Reduction, layout: Layout, *, whole_model: Sequence[str], local: bool
 ) -> Unit:
     """Of parameters that are reduced as one.
 
     `whole_model`: in DDP's last bucket, parameters of other buckets that are reduced with it. `local`: steps are, so
     that nothing travels to peers.
     """
-    methods, specs, scatter = reduction.methods, reduction.specs, reduction.scatter
+    methods, specs, shape, scatter = reduction.methods, reduction.specs, reduction.shape, reduction.scatter
     present = [name for name in reduced.names if scatter or specs[name].numel]  # a rank may have no part of it
     own = [name for name in present if not (methods[name].whole_model and layout == "ddp")] + list(whole_model)
     messages: list[Message] = []
@@ -238,7 +234,7 @@ def _gradient_unit(
         messages.append(Message("intra-node", "reduce-scatter", sent, in_series=pieces, leaving=0.0))
         memory += intra_node_memory(numel, reduced.itemsize, shape, layout)
     if not local:
-        messages += reduction.messages(own, peer_level(shape), shape.peers_share_leaving())
+        messages += reduction.messages(own)
         travelling, mean = reduction.memory(present)
         memory += travelling
     if messages and messages[0].level == "intra-node" and layout == "ddp":
@@ -255,13 +251,13 @@ def _gradient_unit(
 
 
 def gradient_units(
-    reduced: Sequence[Reduced], reduction: Reduction, shape: Shape, layout: Layout, *, local: bool
+    reduced: Sequence[Reduced], reduction: Reduction, layout: Layout, *, local: bool
 ) -> tuple[Unit, ...]:
     """Of a whole model, in the order in which backward comes to them."""
     methods, specs = reduction.methods, reduction.specs
     waiting = [name for each in reduced for name in each.names if methods[name].whole_model and specs[name].numel]
     last = len(reduced) - 1 if layout == "ddp" else None  # where they are reduced
     return tuple(
-        _gradient_unit(each, reduction, shape, layout, whole_model=waiting if at == last else (), local=local)
+        _gradient_unit(each, reduction, layout, whole_model=waiting if at == last else (), local=local)
         for at, each in enumerate(reduced)
     )

@@ -151,8 +151,8 @@ def make_plan(
     if shape.num_peers == 1:  # there is nobody to meet
         outer = None
     scatter = layout == "fsdp"
-    reduction = Reduction(methods, by_name, shape.num_peers, scatter)
-    gradients = gradient_units(reduced, reduction, shape, layout, local=outer is not None)
+    reduction = Reduction(methods, by_name, shape, scatter)
+    gradients = gradient_units(reduced, reduction, layout, local=outer is not None)
     rounds = round_units(outer, methods, by_name, shape) if outer is not None else ()
     state = state_units(outer, by_name, shape) if rounds and outer is not None and outer.average_state else ()
     if squares:
@@ -174,7 +174,7 @@ def make_plan(
         every=1 if outer is None else every or outer.round_length(0, None),
         outer=outer,
         memory=Memory(
-            residuals=_residual_nbytes(reduction, shape),
+            residuals=_residual_nbytes(reduction),
             weights=0 if coding is None else kept_nbytes(coding, modules, shape, layout),
             messages=_messages_nbytes(gradients, weights, rounds, state, shape, layout, unsharded),
             working=reduction.working_nbytes(at_once, device_type)
@@ -211,10 +211,10 @@ def _messages_nbytes(
     return nbytes
 
 
-def _residual_nbytes(reduction: Reduction, shape: Shape) -> int:
+def _residual_nbytes(reduction: Reduction) -> int:
     """Memory for what methods keep, as their stores have it: made on the meta device, they take none."""
-    peer = shape.rank // shape.num_parts
-    placement = Placement(peer, shape.num_peers, torch.device("meta"), reduction.scatter)
+    shape = reduction.shape
+    placement = Placement(shape.rank // shape.num_parts, shape.num_peers, torch.device("meta"), reduction.scatter)
     served: dict[Method, dict[str, TensorSpec]] = {}
     for name, method in reduction.methods.items():
         served.setdefault(method, {})[name] = reduction.specs[name]
