@@ -85,6 +85,11 @@ class Choice:
         plan = self.plan
         return _leaving(plan.gradients) + _leaving(plan.weights) + _leaving(plan.rounds + plan.state) / plan.every
 
+    def held_nbytes(self, wanted: Wanted) -> int:
+        """What a rank holds for the model: weights, gradients, two moments in float32, and what compression keeps."""
+        ranks = {"ddp": 1, "fsdp": wanted.world_size, "hsdp": wanted.ranks_per_node}[self.plan.layout]
+        return round(wanted.numel * (2 * wanted.itemsize + 8) / ranks) + self.plan.memory.total
+
 
 def _leaving(units: Sequence[Unit]) -> float:
     return sum(each.total_nbytes * each.leaving * unit.repeats for unit in units for each in unit.messages)
@@ -206,19 +211,12 @@ def _seconds(choice: Choice) -> float:
     return choice.time.seconds
 
 
-def memory_of(choice: Choice, wanted: Wanted) -> int:
-    """What a rank holds for the model: weights, gradients, two moments in float32, and what compression keeps."""
-    plan = choice.plan
-    shared = 1 if plan.layout == "ddp" else wanted.world_size if plan.layout == "fsdp" else wanted.ranks_per_node
-    return round(wanted.numel * (2 * wanted.itemsize + 8) / shared) + plan.memory.total
-
-
 def advised(
     found: Sequence[Choice], wanted: Wanted, memory: float | None = None, quality: Quality = "same"
 ) -> Choice | None:
     """The fastest of that quality that fits into `memory` bytes; None: the framework's own does as well."""
     allowed = ("same",) if quality == "same" else ("same", "close")
-    fits = [choice for choice in found if memory is None or memory_of(choice, wanted) <= memory]
+    fits = [choice for choice in found if memory is None or choice.held_nbytes(wanted) <= memory]
     own = [_seconds(choice) for choice in fits if not choice.line]
     ours = [choice for choice in fits if choice.line and choice.quality in allowed]
     if not ours:

@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from lowbit_strategy.plan.advice import Choice, Wanted, memory_of
+from lowbit_strategy.plan.advice import Choice, Wanted
 from lowbit_strategy.plan.cluster import Cluster, Link
 from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.report.charts import COLORS, PHONE, SCREEN, STYLE, Paper, plain_decades, png
@@ -109,7 +109,7 @@ def _row(choice: Choice, wanted: Wanted) -> dict[str, str]:
         "step": "" if time is None else f"{time.seconds:.3g}",
         "range": "" if time is None else f"{time.low:.3g} to {time.high:.3g}",
         "sent": f"{choice.between_nbytes / 1e9:.2f}",
-        "memory": f"{memory_of(choice, wanted) / 1e9:.1f}",
+        "memory": f"{choice.held_nbytes(wanted) / 1e9:.1f}",
         "loss": "" if not choice.line else "unknown" if choice.loss is None else str(choice.loss),
         "line": choice.line,
     }
