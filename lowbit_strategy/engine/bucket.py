@@ -21,7 +21,8 @@ from lowbit_strategy.methods._base.codec_pair import CodecStore
 from lowbit_strategy.methods._base.method import Method, MethodStore, Placement
 from lowbit_strategy.methods._base.reducer import ReducerStore, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.gradients import bucket_messages, padding_nbytes
+from lowbit_strategy.plan.gradients import Reduction
+from lowbit_strategy.ranks.shape import Shape
 
 
 class Entry(NamedTuple):
@@ -137,11 +138,11 @@ class Bucket:
             if routes
             else None
         )
-        world_size = context.comm.world_size
-        messages = bucket_messages(context.methods, context.specs, names, world_size, scatter=placement.scatter)
+        planned = Reduction(context.methods, context.specs, Shape(context.comm.world_size), placement.scatter)
+        messages = planned.messages(names)
         self.planned_nbytes = sum(message.total_nbytes for message in messages)
         self.fixed = all(message.fixed for message in messages)  # whatever the values are
-        self.padding_nbytes = padding_nbytes(context.methods, names, world_size)
+        self.padding_nbytes = planned.padding_nbytes(names)
 
     def _slot(self, entry: Entry) -> Slot:
         cut = self.context.placement.cut(self.context.specs[entry.name], self.context.methods[entry.name].block_size)

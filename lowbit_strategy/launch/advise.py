@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,8 +129,6 @@ def cluster_of(link: str | None, latency: str | None, measured: Any = None) -> A
     Raises:
         ValueError: A quantity is none.
     """
-    from dataclasses import replace
-
     from lowbit_strategy.plan.cluster import Cluster, Link
 
     inside, coded = Link(_INTRA_LATENCY_S, _INTRA_NBYTES_PER_S), _ENCODED_PER_S
@@ -247,8 +245,6 @@ def _on_meta(make: Callable[[], Any]) -> Any:
 
 
 def _as_dict(choice: Any, wanted: Any) -> dict[str, Any]:
-    from lowbit_strategy.plan.advice import memory_of
-
     return {
         "name": choice.name,
         "line": choice.line,
@@ -258,15 +254,13 @@ def _as_dict(choice: Any, wanted: Any) -> dict[str, Any]:
         "between_nbytes": round(choice.between_nbytes),
         "sent_nbytes": choice.plan.sent_nbytes,
         "in_series": choice.plan.in_series,
-        "memory_nbytes": memory_of(choice, wanted),
+        "memory_nbytes": choice.held_nbytes(wanted),
         "kept_nbytes": asdict(choice.plan.memory),
         "break_even_nbytes_per_s": choice.break_even,
     }
 
 
 def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -> Table:
-    from lowbit_strategy.plan.advice import memory_of
-
     timed = found[0].time is not None
     table = Table(title=title, box=box.SIMPLE, padding=(0, 0))  # fits into 80 columns
     table.add_column("set-up", no_wrap=True)
@@ -283,7 +277,7 @@ def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -
             ratios = [own.get(f"{layout} {kind}", 0.0) / each.time.seconds for kind in ("at32", "bf16")]
             row = [f"{each.time.seconds:.3g} ({each.time.low:.3g}-{each.time.high:.3g})"]
             row += [f"{ratio:.3g}" if ratio else "" for ratio in ratios] + [_rate(each)]
-        held = memory_of(each, wanted)
+        held = each.held_nbytes(wanted)
         too_much = "!" if limit is not None and held > limit else ""
         loss = "" if not each.line else "unknown" if each.loss is None else str(each.loss)
         table.add_row(each.name, *row, f"{each.between_nbytes / 1e9:.2f}", f"{held / 1e9:.1f}{too_much}", loss)

@@ -25,7 +25,6 @@ def launch_parser() -> argparse.ArgumentParser:
     ours = parser.add_argument_group("Compression Arguments", "Those that accelerate launch does not have.")
     ours.add_argument(
         "--lowbit_config",
-        default=None,
         help=f"A file with a {SECTION} section, or the section itself, '{{compressor: loco, bits: 4}}'. Default: the"
         " section of --config_file.",
     )
@@ -35,12 +34,11 @@ def launch_parser() -> argparse.ArgumentParser:
         help="Report what would be compressed, bytes and residual memory for the model that the script prepares.",
     )
     ours.add_argument(
-        "--link", default=None, help="With --dry_run: bandwidth of a machine, such as 1gbit; adds predicted step times."
+        "--link", help="With --dry_run: bandwidth of a machine, such as 1gbit; adds predicted step times."
     )
-    ours.add_argument("--latency", default=None, help="With --link: between machines, one way. Default: 0.1ms.")
+    ours.add_argument("--latency", help="With --link: between machines, one way. Default: 0.1ms.")
     ours.add_argument(
         "--compute",
-        default=None,
         help="With --link: a step without communication, such as 0.9s. Default: a few steps of the script are"
         " timed here, in one process.",
     )

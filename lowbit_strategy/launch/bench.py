@@ -78,37 +78,25 @@ def _measure(device: Any, world_size: int, progress: Progress) -> Any:
         coded[name] = measure_coding(each, device)
         progress.advance(coding)
     copied = memcpy_nbytes_per_s(device)
-    machine = this_machine(cpu=device.type == "cpu")
-    machines, shape, backend = [machine], (1, 1), ""
-    levels: dict[str, Any] = {}
-    pairs: list[Any] = []
-    network: Any = None
+    everyone: list[Any] = [(this_machine(cpu=device.type == "cpu"), coded, copied)]
+    links: dict[str, Any] = {}
     if world_size > 1:
         import torch.distributed as dist
 
-        network, levels, pairs, shape = _links(device, world_size, progress)
-        everyone: list[Any] = [None] * world_size
-        dist.all_gather_object(everyone, (machine, coded, copied))
-        machines = list(dict.fromkeys(each for each, _, _ in everyone))
-        coded = slowest_codings([each for _, each, _ in everyone])
-        copied, backend = min(each for _, _, each in everyone), str(dist.get_backend())
+        links = _links(device, world_size, progress)
+        everyone *= world_size
+        dist.all_gather_object(everyone, everyone[0])
     return Bench(
         version=__version__,
-        machines=tuple(machines),
-        nodes=shape[0],
-        ranks_per_node=shape[1],
-        backend=backend,
-        levels=levels,
-        pairs=tuple(pairs),
-        rings=None if network is None else network.rings,
-        work=None if network is None else network.work,
-        codings=coded,
-        memcpy_nbytes_per_s=copied,
+        machines=tuple(dict.fromkeys(each for each, _, _ in everyone)),
+        codings=slowest_codings([each for _, each, _ in everyone]),
+        memcpy_nbytes_per_s=min(each for _, _, each in everyone),
+        **links,
     )
 
 
-def _links(device: Any, world_size: int, progress: Progress) -> tuple[Any, dict[str, Any], list[Any], tuple[int, int]]:
-    """All ranks at once, and the same by level; pairs; and the shape."""
+def _links(device: Any, world_size: int, progress: Progress) -> dict[str, Any]:
+    """What a `Bench` has of several ranks: all at once, by level, and pairs."""
     import torch.distributed as dist
 
     from lowbit_strategy.ranks.ranks import make_ranks
@@ -129,7 +117,15 @@ def _links(device: Any, world_size: int, progress: Progress) -> tuple[Any, dict[
     going = progress.add_task("pairs of ranks", total=len(pairs_to_measure(world_size)))
     pairs = measure_pairs(topology, device, lambda: progress.advance(going))
     per_node = topology.ranks_per_node or 1
-    return network, levels, pairs, (world_size // per_node, per_node)
+    return {
+        "nodes": world_size // per_node,
+        "ranks_per_node": per_node,
+        "backend": str(dist.get_backend()),
+        "levels": levels,
+        "pairs": tuple(pairs),
+        "rings": network.rings,
+        "work": network.work,
+    }
 
 
 def _show(measured: Any) -> None:

@@ -186,32 +186,23 @@ def examine_far_links(root: Path = _TCP) -> Iterator[Finding]:
     if (text := _read(root / "tcp_rmem")) is not None:
         largest = int(text.split()[-1])
         advice = f"on a link of R bit/s and a round trip of T seconds it has to be R * T / 8 bytes: {_FAR_PAGE}"
-        yield _judged("tcp_rmem", largest, largest < _FAR, advice)
+        yield _judged("net.ipv4.tcp_rmem", f"at most {largest / 1e6:.1f} MB", largest < _FAR, advice)
     if (text := _read(root / "tcp_wmem")) is not None:
-        largest = int(text.split()[-1])
         advice = (
             "far links: 1.5 * R * T / 8 bytes for R bit/s and a round trip of T seconds, shared by this host's"
             f" connections over the link; longer ones overflow queues on the way: {_FAR_PAGE}"
         )
-        yield _judged("tcp_wmem", largest, True, advice)
+        yield _judged("net.ipv4.tcp_wmem", f"at most {int(text.split()[-1]) / 1e6:.1f} MB", True, advice)
     if (text := _read(root / "tcp_slow_start_after_idle")) is not None:
-        if text == "0":
-            yield Finding("ok", "slow start after idle", "off")
-        else:
-            advice = f"far links: every step begins slowly; sysctl -w net.ipv4.tcp_slow_start_after_idle=0: {_FAR_PAGE}"
-            yield Finding("note", "slow start after idle", "on", advice)
+        advice = f"far links: every step begins slowly; sysctl -w net.ipv4.tcp_slow_start_after_idle=0: {_FAR_PAGE}"
+        yield _judged("slow start after idle", "off" if text == "0" else "on", text != "0", advice)
     if (text := _read(root / "tcp_congestion_control")) is not None:
-        if text == "bbr":
-            yield Finding("ok", "congestion control", text)
-        else:
-            yield Finding(
-                "note", "congestion control", text, f"on far links that lose packets bbr is faster: {_FAR_PAGE}"
-            )
+        advice = f"on far links that lose packets bbr is faster: {_FAR_PAGE}"
+        yield _judged("congestion control", text, text != "bbr", advice)
 
 
-def _judged(name: str, largest: int, noted: bool, advice: str) -> Finding:
-    found = f"at most {largest / 1e6:.1f} MB"
-    return Finding("note", f"net.ipv4.{name}", found, advice) if noted else Finding("ok", f"net.ipv4.{name}", found)
+def _judged(what: str, found: str, noted: bool, advice: str) -> Finding:
+    return Finding("note", what, found, advice) if noted else Finding("ok", what, found)
 
 
 def _read(path: Path) -> str | None:

@@ -19,7 +19,7 @@ from lowbit_strategy.accelerate.plugin import LowBitPlugin
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.launch import units
 from lowbit_strategy.launch.dry_run_report import Planned, plan
-from lowbit_strategy.launch.linked import Linked, StepTimer
+from lowbit_strategy.launch.linked import Linked, time_steps
 from lowbit_strategy.methods._base.compressor import Compressor
 
 
@@ -51,7 +51,7 @@ class DryRun:
                 if linked is None or linked.compute:
                     self._report(model, device, units.duration(linked.compute) if linked is not None else None)
                 self._times = True
-                StepTimer(partial(self._report, model, device))
+                time_steps(partial(self._report, model, device))
         return wrapped(*args, **kwargs)
 
     def _report(self, model: nn.Module, device: torch.device, compute_s: float | None) -> NoReturn:

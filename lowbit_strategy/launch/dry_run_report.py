@@ -63,10 +63,6 @@ class Planned:
         num_nodes, per_node = map(int, numbers)
         return cls(scatter=kind == "fsdp", world_size=num_nodes * per_node, num_nodes=num_nodes)
 
-    @property
-    def topology(self) -> Topology:
-        return Topology((self.world_size // self.num_nodes,) * self.num_nodes, self.world_size)
-
 
 def plan(
     module: nn.Module,
@@ -90,7 +86,9 @@ def plan(
         ValueError, RuntimeError: As `prepare` would on these nodes.
     """
     specs = checked_specs(module, compressor, options, scatter=planned.scatter)
-    prepared = prepared_for(planned.topology, compressor, options, specs, scatter=planned.scatter)
+    nodes = (planned.world_size // planned.num_nodes,) * planned.num_nodes
+    topology = Topology(nodes, planned.world_size)
+    prepared = prepared_for(topology, compressor, options, specs, scatter=planned.scatter)
     shape = _shape(prepared)
     chosen = used_compressor(prepared, shape)
     chosen.check(prepared.specs)

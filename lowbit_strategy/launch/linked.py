@@ -35,7 +35,7 @@ class Linked:
     compute: str
 
     @classmethod
-    def of(cls, link: str, latency: str | None, compute: str | None) -> Linked:
+    def of(cls, link: str, latency: str | None = None, compute: str | None = None) -> Linked:
         """Raises:
         ValueError: One is no quantity.
         """
@@ -55,8 +55,7 @@ class Linked:
         Raises:
             ValueError: One is no quantity.
         """
-        link, latency, compute = (text.split(",") + ["", ""])[:3]
-        return cls.of(link, latency, compute)
+        return cls.of(*text.split(",")[:3])
 
     def predict(self, plan: Plan, compute_s: float) -> str:
         """A line for a report."""
@@ -72,23 +71,16 @@ class Linked:
         )
 
 
-class StepTimer:
-    """Times the script's optimizer steps, then calls `done` with the seconds of one.
+def time_steps(done: Callable[[float], None]) -> None:
+    """Time the script's optimizer steps, then call `done`, once, with the seconds of one."""
+    ends: list[float] = []
 
-    Args:
-        done: Called once.
-    """
-
-    def __init__(self, done: Callable[[float], None]) -> None:
-        self._done = done
-        self._ends: list[float] = []
-        self._handle = register_optimizer_step_post_hook(self._stepped)
-
-    def _stepped(self, *_: Any) -> None:
+    def stepped(*_: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._ends.append(time.perf_counter())
-        if len(self._ends) > _WARM_STEPS + _TIMED_STEPS:
-            self._handle.remove()
-            ends = self._ends[_WARM_STEPS:]
-            self._done(statistics.median(b - a for a, b in itertools.pairwise(ends)))
+        ends.append(time.perf_counter())
+        if len(ends) > _WARM_STEPS + _TIMED_STEPS:
+            handle.remove()
+            done(statistics.median(b - a for a, b in itertools.pairwise(ends[_WARM_STEPS:])))
+
+    handle = register_optimizer_step_post_hook(stepped)

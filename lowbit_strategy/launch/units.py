@@ -34,13 +34,10 @@ def _parse(text: str, units: dict[str, float], what: str) -> float:
     """Raises:
     ValueError: Not a positive quantity with one of the units.
     """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text)
+    match = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text)
     if match is None or match[2] not in units:
         raise ValueError(f"{text!r} is no quantity that is known here: give {what}")
-    try:
-        value = float(match[1])
-    except ValueError:
-        raise ValueError(f"{text!r} is no quantity that is known here: give {what}") from None
+    value = float(match[1])
     if not 0 < value < 1e18:
         raise ValueError(f"{text!r} must be above 0: give {what}")
     return value * units[match[2]]

@@ -13,10 +13,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 
-def _square(x: Tensor) -> Tensor:
-    return x.detach().to(torch.float64).square().sum()
-
-
 class _Pair(Metric):
     """Squares of the compensated gradient, of what was sent and of the difference; and their product."""
 
@@ -114,7 +110,8 @@ class ResidualNorm(Metric):
     def update(self, residuals: Tensor | list[Tensor]) -> None:
         """Residuals of one step on this rank: a tensor or a list of them."""
         parts = [residuals] if isinstance(residuals, Tensor) else residuals
-        self.square += sum((_square(part) for part in parts), torch.zeros_like(self.square))
+        squares = (part.detach().to(torch.float64).square().sum() for part in parts)
+        self.square += sum(squares, torch.zeros_like(self.square))
         self.num_updates += 1
 
     def compute(self) -> Tensor:

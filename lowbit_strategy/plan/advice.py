@@ -85,6 +85,11 @@ class Choice:
         plan = self.plan
         return _leaving(plan.gradients) + _leaving(plan.weights) + _leaving(plan.rounds + plan.state) / plan.every
 
+    def held_nbytes(self, wanted: Wanted) -> int:
+        """What a rank holds for the model: weights, gradients, two moments in float32, and what compression keeps."""
+        ranks = {"ddp": 1, "fsdp": wanted.world_size, "hsdp": wanted.ranks_per_node}[self.plan.layout]
+        return round(wanted.numel * (2 * wanted.itemsize + 8) / ranks) + self.plan.memory.total
+
 
 def _leaving(units: Sequence[Unit]) -> float:
     return sum(each.total_nbytes * each.leaving * unit.repeats for unit in units for each in unit.messages)
@@ -164,17 +169,15 @@ def choices(wanted: Wanted, cluster: Cluster | None = None, compute_s: float | N
     for layout in _layouts(wanted):
         base = plan_for(wanted, layout, PRESETS["dense"], assigned=assigned["dense"])
         half = uncompressed(base, 2)
-        own = [_timed("float32", layout, uncompressed(base, 4), cluster, compute_s)]
-        own.append(_timed("bf16", layout, half, cluster, compute_s))
-        ours = [
-            _timed(name, layout, plan, cluster, compute_s, half, quality)
-            for name, quality in _COMPRESSED
-            for plan in [plan_for(wanted, layout, PRESETS[name], assigned=assigned[name])]
-        ]
+        own = [_timed("float32", uncompressed(base, 4), cluster, compute_s), _timed("bf16", half, cluster, compute_s)]
+        ours = []
+        for name, quality in _COMPRESSED:
+            plan = plan_for(wanted, layout, PRESETS[name], assigned=assigned[name])
+            ours.append(_timed(name, plan, cluster, compute_s, half, quality))
         if layout != "fsdp":
             rule = OUTER_RULES["diloco"]
             plan = plan_for(wanted, layout, default_compressor(rule), outer=rule)
-            ours.append(_timed("diloco", layout, plan, cluster, compute_s, half, "local"))
+            ours.append(_timed("diloco", plan, cluster, compute_s, half, "local"))
         found += own + (ours if cluster is None else sorted(ours, key=_seconds))
     return found
 
@@ -185,7 +188,6 @@ def _layouts(wanted: Wanted) -> tuple[Layout, ...]:
 
 def _timed(
     name: str,
-    layout: Layout,
     plan: Plan,
     cluster: Cluster | None,
     compute_s: float | None,
@@ -193,7 +195,8 @@ def _timed(
     quality: Quality = "same",
 ) -> Choice:
     ours = against is not None
-    full, line = (f"{name}_{layout}", f'strategy="{name}_{layout}"') if ours else (f"{layout}, {name}", "")
+    full = f"{name}_{plan.layout}" if ours else f"{plan.layout}, {name}"
+    line = f'strategy="{full}"' if ours else ""
     loss = worst_loss(name) if ours else None
     if cluster is not None and ours:
         cluster = cluster.coding_as(name)
@@ -208,19 +211,12 @@ def _seconds(choice: Choice) -> float:
     return choice.time.seconds
 
 
-def memory_of(choice: Choice, wanted: Wanted) -> int:
-    """What a rank holds for the model: weights, gradients, two moments in float32, and what compression keeps."""
-    plan = choice.plan
-    shared = 1 if plan.layout == "ddp" else wanted.world_size if plan.layout == "fsdp" else wanted.ranks_per_node
-    return round(wanted.numel * (2 * wanted.itemsize + 8) / shared) + plan.memory.total
-
-
 def advised(
     found: Sequence[Choice], wanted: Wanted, memory: float | None = None, quality: Quality = "same"
 ) -> Choice | None:
     """The fastest of that quality that fits into `memory` bytes; None: the framework's own does as well."""
     allowed = ("same",) if quality == "same" else ("same", "close")
-    fits = [choice for choice in found if memory is None or memory_of(choice, wanted) <= memory]
+    fits = [choice for choice in found if memory is None or choice.held_nbytes(wanted) <= memory]
     own = [_seconds(choice) for choice in fits if not choice.line]
     ours = [choice for choice in fits if choice.line and choice.quality in allowed]
     if not ours:

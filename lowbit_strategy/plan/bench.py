@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,13 @@ class Bench:
 
     version: str
     machines: tuple[Machine, ...]
-    nodes: int
-    ranks_per_node: int
-    backend: str
-    levels: Mapping[str, Link]
-    pairs: tuple[Pair, ...]
-    rings: Rings | None
-    work: Work | None
+    nodes: int = 1
+    ranks_per_node: int = 1
+    backend: str = ""
+    levels: Mapping[str, Link] = field(default_factory=dict)
+    pairs: tuple[Pair, ...] = ()
+    rings: Rings | None = None
+    work: Work | None = None
     codings: Mapping[str, Coding]
     memcpy_nbytes_per_s: float
 

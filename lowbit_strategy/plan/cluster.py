@@ -91,7 +91,6 @@ class Cluster:
         encoded_per_s: Elements per second that a rank encodes or decodes, a hop; None: in no time.
         ways: Latencies that one collective costs: 2 where the sender first waits for the receiver (gloo).
         trees: Whether uncompressed all-reduces take trees where those wait less often than rings: NCCL does.
-        overlaps: Whether messages travel while a rank computes.
         prefetches: Whether FSDP2's do: a GPU works while its host goes ahead, a CPU waits for each of them.
         scatters: Whether an uncompressed reduce-scatter sends each element once: gloo's is an all-reduce.
         work: What sending takes of the processors that compute; None: nothing, and coding neither.
@@ -105,7 +104,6 @@ class Cluster:
     encoded_per_s: float | None = None
     ways: int = 1
     trees: bool = True
-    overlaps: bool = True
     prefetches: bool = True
     scatters: bool = True
     work: Work | None = None

@@ -127,8 +127,6 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float) -> StepTime:
     last = gradients[-1].seconds if gradients else 0.0
     low = max(compute_s + step.work, step.busy) + max(rounds.work, rounds.busy - turns * hidden) / plan.every
     high = compute_s + step.seconds + late.seconds / plan.every
-    if not cluster.overlaps:
-        return StepTime(max(low, compute_s + step.seconds + shown), low, max(low, high))
     if not weights:
         seconds = _bucket_by_bucket(plan, gradients, compute_s)
     elif cluster.prefetches:
@@ -266,25 +264,18 @@ def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None)
         replace(unit, messages=(ring_message(unit.numel * itemsize, plan, hops=hops, what=what),), encoded_numel=0)
         for unit in source
     )
-    weights = tuple(
-        replace(
-            unit,
-            messages=unit.messages
-            if plan.layout == "hsdp"
-            else (
-                ring_message(unit.numel * (weights_itemsize or plan.modules[unit.name].dtype.itemsize), plan, hops=1),
-            ),
-            repeats=plan.modules[unit.name].num_gathers,
-            encoded_numel=0,
-        )
-        for unit in plan.weights
-    )
+    weights = []
+    for unit in plan.weights:
+        module, messages = plan.modules[unit.name], unit.messages
+        if plan.layout != "hsdp":
+            messages = (ring_message(unit.numel * (weights_itemsize or module.dtype.itemsize), plan, hops=1),)
+        weights.append(replace(unit, messages=messages, repeats=module.num_gathers, encoded_numel=0))
     shape = replace(plan.shape, far=False)  # it posts no receives ahead
     return replace(
         plan,
         shape=shape,
         gradients=gradients,
-        weights=weights,
+        weights=tuple(weights),
         rounds=(),
         state=(),
         every=1,

@@ -21,9 +21,6 @@ from lowbit_strategy.ranks.shape import Shape
 SHARE_OF_DEVICE = 8  # compression may keep one part in so many of the smallest GPU's memory, unless `memory=` is given
 FEWEST_PEERS = 4  # among fewer, random rounding without a residual has more noise than was measured
 
-GATHERED_AGAIN = "none in loss, weights travel twice per step"
-NO_RESIDUAL = "within 0.3 % in loss where it was measured"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
@@ -61,11 +58,6 @@ class Choice:
     differs: str = ""
     costs: str = ""
 
-    @property
-    def total(self) -> int:
-        """Bytes."""
-        return self.memory.total
-
     def arithmetic(self) -> str:
         memory = self.memory
         purposes = (
@@ -76,7 +68,7 @@ class Choice:
             ("coding by plain PyTorch", memory.working),
         )
         parts = ", ".join(f"{_gb(nbytes)} for {what}" for what, nbytes in purposes if nbytes)
-        return f"{_gb(self.total)} ({parts})"
+        return f"{_gb(memory.total)} ({parts})"
 
 
 def choices(
@@ -91,17 +83,17 @@ def choices(
         may_recode: Nobody has chosen `weights`: what is kept of them may be gathered again.
     """
     yield choice(compressor, weights, setup)
-    changes: list[str] = []
-    costs = ""
+    differs, costs = [], []
     if may_recode and weights is not None and weights.keep == "codes" and setup.modules:
         weights = replace(weights, keep="nothing")
-        changes.append("weights are gathered again in backward instead of kept as codes")
-        costs = GATHERED_AGAIN
-        yield choice(compressor, weights, setup, "; ".join(changes), costs)
+        differs.append("weights are gathered again in backward instead of kept as codes")
+        costs.append("none in loss, weights travel twice per step")
+        yield choice(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
     if _loss_is_measured(compressor, setup.shape):
-        changes.append("no residual is kept")
-        costs = "; ".join(filter(None, (costs, NO_RESIDUAL)))
-        yield choice(replace(compressor, residual="none"), weights, setup, "; ".join(changes), costs)
+        differs.append("no residual is kept")
+        costs.append("within 0.3 % in loss where it was measured")
+        compressor = replace(compressor, residual="none")
+        yield choice(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
 
 
 def _loss_is_measured(compressor: Compressor, shape: Shape) -> TypeGuard[LoCo]:
@@ -142,10 +134,10 @@ def choose(found: Sequence[Choice], room_nbytes: int, limit_nbytes: int) -> Choi
         ValueError: It is not.
     """
     for each in found:
-        if each.total <= room_nbytes:
+        if each.memory.total <= room_nbytes:
             return each
-    smallest = min(found, key=lambda each: each.total)
-    if smallest.total > limit_nbytes:
+    smallest = min(found, key=lambda each: each.memory.total)
+    if smallest.memory.total > limit_nbytes:
         raise ValueError(
             f"compression would keep {found[0].arithmetic()} on every rank, at least {smallest.arithmetic()}, and"
             f" {_gb(limit_nbytes)} are allowed: use weights='exact', HSDP (shard_size='node') or nodes of several"

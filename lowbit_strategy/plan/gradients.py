@@ -57,59 +57,106 @@ def ddp_buckets(params: Iterable[tuple[str, int, int]], cap_nbytes: int = DDP_CA
     return [Reduced(tuple(names), size, f"bucket {at}") for at, (names, size) in enumerate(found)]
 
 
-def bucket_messages(
-    methods: Mapping[str, Method],
-    specs: Mapping[str, TensorSpec],
-    names: Sequence[str],
-    world_size: int,
-    *,
-    scatter: bool,
-    level: Level = "flat",
-    leaving: float = 1.0,
-) -> list[Message]:
-    """What a rank sends for one bucket to the ranks that reduce it.
-
-    1. all codecs together: one message on the uplink and, without `scatter`, one on the downlink
-    2. every other method after them, one after the other
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Who reduces what, and how.
 
     Args:
         methods: Of each parameter.
         specs: Of each parameter, or of this rank's part of it.
-        names: The bucket's.
-        world_size: How many ranks reduce it.
+        shape: The ranks.
         scatter: As FSDP2's reduce-scatter.
-        level: Of the messages.
-        leaving: How much of a message leaves the node.
     """
-    if world_size == 1:
-        return []
-    others = world_size - 1
-    messages: list[Message] = []
-    pairs = [(method, specs[name]) for name in names if isinstance(method := methods[name], CodecPair)]
-    rows = [(pair, spec.cut(world_size, pair.block_size, scatter=scatter).row_numel) for pair, spec in pairs]
-    for hop in ("uplink",) if scatter else ("uplink", "downlink"):
-        sizes = [getattr(pair, hop).wire_nbytes(row_numel) for pair, row_numel in rows]
-        if sizes:
-            promised = sum(sizes)
-            framed = HEADER_NBYTES + sum(round_up(size, ALIGNMENT) for size in sizes)
-            messages.append(Message(level, hop, others * promised, others * (framed - promised), leaving=leaving))
-    reduced: dict[Method, list[TensorSpec]] = {}
-    for name in names:
-        if not isinstance(methods[name], CodecPair):
-            reduced.setdefault(methods[name], []).append(specs[name])
-    for method, members in reduced.items():
-        assert isinstance(method, Reducer)
-        messages.append(
-            Message(
-                level,
-                method.label,
-                sum(method.wire_nbytes(spec, world_size, scatter=scatter) for spec in members),
-                in_series=method.num_messages(members, world_size, scatter=scatter),
-                fixed=method.fixed_size,
-                leaving=leaving,
+
+    methods: Mapping[str, Method]
+    specs: Mapping[str, TensorSpec]
+    shape: Shape
+    scatter: bool
+
+    def _coded_rows(self, names: Iterable[str]) -> list[tuple[CodecPair, int]]:
+        """The codecs of the parameters that have any, and the elements of a rank's row."""
+        return [
+            (pair, self.specs[name].cut(self.shape.num_peers, pair.block_size, scatter=self.scatter).row_numel)
+            for name in names
+            if isinstance(pair := self.methods[name], CodecPair)
+        ]
+
+    def messages(self, names: Sequence[str]) -> list[Message]:
+        """What a rank sends for one bucket to the ranks that reduce it.
+
+        1. all codecs together: one message on the uplink and, without `scatter`, one on the downlink
+        2. every other method after them, one after the other
+        """
+        peers = self.shape.num_peers
+        if peers == 1:
+            return []
+        others, level, leaving = peers - 1, peer_level(self.shape), self.shape.peers_share_leaving()
+        messages: list[Message] = []
+        rows = self._coded_rows(names)
+        for hop in ("uplink",) if self.scatter else ("uplink", "downlink"):
+            sizes = [getattr(pair, hop).wire_nbytes(row_numel) for pair, row_numel in rows]
+            if sizes:
+                promised = sum(sizes)
+                framed = HEADER_NBYTES + sum(round_up(size, ALIGNMENT) for size in sizes)
+                messages.append(Message(level, hop, others * promised, others * (framed - promised), leaving=leaving))
+        for method, members in self._reduced(names).items():
+            messages.append(
+                Message(
+                    level,
+                    method.label,
+                    sum(method.wire_nbytes(spec, peers, scatter=self.scatter) for spec in members),
+                    in_series=method.num_messages(members, peers, scatter=self.scatter),
+                    fixed=method.fixed_size,
+                    leaving=leaving,
+                )
             )
+        return messages
+
+    def _reduced(self, names: Iterable[str]) -> dict[Reducer, list[TensorSpec]]:
+        """The parameters of each method with communication of its own."""
+        reduced: dict[Reducer, list[TensorSpec]] = {}
+        for name in names:
+            if isinstance(method := self.methods[name], Reducer):
+                reduced.setdefault(method, []).append(self.specs[name])
+        return reduced
+
+    def padding_nbytes(self, names: Sequence[str]) -> int:
+        """What methods with communication of their own may send beyond their promises: two hops, padded for each."""
+        return 2 * (self.shape.num_peers - 1) * ALIGNMENT * sum(map(len, self._reduced(names).values()))
+
+    def memory(self, names: Sequence[str]) -> tuple[int, int]:
+        """Memory that the shared exchange of a bucket takes: while it is under way, and for the mean between hops."""
+        peers, rows = self.shape.num_peers, self._coded_rows(names)
+        if not rows:
+            return 0, 0
+        row = HEADER_NBYTES + sum(round_up(pair.uplink.wire_nbytes(row_numel), ALIGNMENT) for pair, row_numel in rows)
+        shard = sum(round_up(row_numel, ALIGNMENT) for _, row_numel in rows)
+        own = 0 if self.scatter or peers <= 2 else row  # of two ranks it lies where the first message was
+        return 2 * peers * row + own, 0 if self.scatter else 4 * shard
+
+    def working_nbytes(self, at_once: Iterable[Sequence[str]], device_type: str) -> int:
+        """Temporary memory for what no kernel codes.
+
+        Codecs: plain PyTorch codes a run of elements at a time. Methods with communication of their own: what they
+        need for the elements that they reduce at once.
+        """
+        run = PART_NUMEL[device_type == "cuda"]
+        longest = 0
+        for pair, row_numel in self._coded_rows(self.methods):
+            if not (pair.uplink.in_one_pass and (self.scatter or pair.downlink.in_one_pass)):
+                longest = max(longest, row_numel, min(run, self.shape.num_peers * row_numel))
+        return longest * _WORKING_NBYTES + max((round(self._reducing_nbytes(names)) for names in at_once), default=0)
+
+    def _reducing_nbytes(self, names: Sequence[str]) -> float:
+        copied = 4 if self.scatter else 0  # rows of several ranks are put together first
+        return max(
+            (
+                sum((method.temporary_nbytes + copied) * spec.numel for spec in members)
+                for method, members in self._reduced(names).items()
+                if method.temporary_nbytes
+            ),
+            default=0.0,
         )
-    return messages
 
 
 def summed(what: str, numel: int, shape: Shape) -> Message:
@@ -128,40 +175,11 @@ def peer_unit(
 ) -> Unit:
     """What a rank sends for its parts of parameters that are no gradients of a step: coded on both hops."""
     specs = {spec.name: spec for spec in bucket if spec.numel}
-    level, peers, leaving = peer_level(shape), shape.num_peers, shape.peers_share_leaving()
-    messages = bucket_messages(methods, specs, list(specs), peers, scatter=scatter, level=level, leaving=leaving)
-    memory, mean = message_memory(methods, specs, list(specs), peers, scatter=scatter)
+    reduction, names = Reduction(methods, specs, shape, scatter), list(specs)
+    messages = reduction.messages(names)
+    memory, mean = reduction.memory(names)
     numel, encoded = sum(spec.whole.numel for spec in bucket), 2 * sum(spec.numel for spec in bucket)
     return Unit(name, numel, tuple(messages), 1, memory, encoded, mean)
-
-
-def padding_nbytes(methods: Mapping[str, Method], names: Sequence[str], world_size: int) -> int:
-    """What methods with communication of their own may send beyond their promises: two hops, padded per parameter."""
-    num_reduced = sum(not isinstance(methods[name], CodecPair) for name in names)
-    return 2 * (world_size - 1) * ALIGNMENT * num_reduced
-
-
-def message_memory(
-    methods: Mapping[str, Method],
-    specs: Mapping[str, TensorSpec],
-    names: Sequence[str],
-    world_size: int,
-    *,
-    scatter: bool,
-) -> tuple[int, int]:
-    """Memory that the shared exchange of a bucket takes: while it is under way, and for the mean between its hops."""
-    row, shard = HEADER_NBYTES, 0
-    found = False
-    for name in names:
-        if isinstance(method := methods[name], CodecPair):
-            row_numel = specs[name].cut(world_size, method.block_size, scatter=scatter).row_numel
-            row += round_up(method.uplink.wire_nbytes(row_numel), ALIGNMENT)
-            shard += round_up(row_numel, ALIGNMENT)
-            found = True
-    if not found:
-        return 0, 0
-    own = 0 if scatter or world_size <= 2 else row  # of two ranks it lies where the first message was
-    return 2 * world_size * row + own, 0 if scatter else 4 * shard
 
 
 def _part_numel(spec: TensorSpec, shape: Shape) -> int:
@@ -177,45 +195,6 @@ def intra_node_numel(specs: Mapping[str, TensorSpec], names: Sequence[str], shap
     if layout == "hsdp":
         return sum(dim0_cut(specs[name].whole.shape, shape.num_parts).row_numel for name in names)
     return sum(_part_numel(specs[name], shape) for name in names)
-
-
-def working_nbytes(
-    methods: Mapping[str, Method],
-    specs: Mapping[str, TensorSpec],
-    at_once: Iterable[Sequence[str]],
-    world_size: int,
-    *,
-    scatter: bool,
-    device_type: str,
-) -> int:
-    """Temporary memory for what no kernel codes.
-
-    Codecs: plain PyTorch codes a run of elements at a time. Methods with communication of their own: what they need for
-    the elements that they reduce at once.
-    """
-    run = PART_NUMEL[device_type == "cuda"]
-    longest = 0
-    for name, method in methods.items():
-        if isinstance(method, CodecPair) and not (
-            method.uplink.in_one_pass and (scatter or method.downlink.in_one_pass)
-        ):
-            row_numel = specs[name].cut(world_size, method.block_size, scatter=scatter).row_numel
-            longest = max(longest, row_numel, min(run, world_size * row_numel))
-    return longest * _WORKING_NBYTES + max(
-        (round(_reducing_nbytes(methods, specs, names, scatter=scatter)) for names in at_once), default=0
-    )
-
-
-def _reducing_nbytes(
-    methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], names: Sequence[str], *, scatter: bool
-) -> float:
-    copied = 4 if scatter else 0  # rows of several ranks are put together first
-    found: dict[Method, float] = {}
-    for name in names:
-        if isinstance(method := methods[name], Reducer) and method.temporary_nbytes:
-            nbytes = (method.temporary_nbytes + copied) * specs[name].numel
-            found[method] = found.get(method, 0.0) + nbytes
-    return max(found.values(), default=0.0)
 
 
 def intra_node_memory(numel: int, itemsize: int, shape: Shape, layout: Layout) -> int:
@@ -236,21 +215,14 @@ def intra_node_memory(numel: int, itemsize: int, shape: Shape, layout: Layout) -
 
 
 def _gradient_unit(
-    reduced: Reduced,
-    methods: Mapping[str, Method],
-    specs: Mapping[str, TensorSpec],
-    shape: Shape,
-    layout: Layout,
-    *,
-    whole_model: Sequence[str] = (),
-    local: bool = False,
+    reduced: Reduced, reduction: Reduction, layout: Layout, *, whole_model: Sequence[str], local: bool
 ) -> Unit:
     """Of parameters that are reduced as one.
 
     `whole_model`: in DDP's last bucket, parameters of other buckets that are reduced with it. `local`: steps are, so
     that nothing travels to peers.
     """
-    scatter = layout == "fsdp"
+    methods, specs, shape, scatter = reduction.methods, reduction.specs, reduction.shape, reduction.scatter
     present = [name for name in reduced.names if scatter or specs[name].numel]  # a rank may have no part of it
     own = [name for name in present if not (methods[name].whole_model and layout == "ddp")] + list(whole_model)
     messages: list[Message] = []
@@ -262,9 +234,8 @@ def _gradient_unit(
         messages.append(Message("intra-node", "reduce-scatter", sent, in_series=pieces, leaving=0.0))
         memory += intra_node_memory(numel, reduced.itemsize, shape, layout)
     if not local:
-        level, peers, leaving = peer_level(shape), shape.num_peers, shape.peers_share_leaving()
-        messages += bucket_messages(methods, specs, own, peers, scatter=scatter, level=level, leaving=leaving)
-        travelling, mean = message_memory(methods, specs, present, peers, scatter=scatter)
+        messages += reduction.messages(own)
+        travelling, mean = reduction.memory(present)
         memory += travelling
     if messages and messages[0].level == "intra-node" and layout == "ddp":
         messages.append(replace(messages[0], what="all-gather"))
@@ -280,26 +251,13 @@ def _gradient_unit(
 
 
 def gradient_units(
-    reduced: Sequence[Reduced],
-    methods: Mapping[str, Method],
-    specs: Mapping[str, TensorSpec],
-    shape: Shape,
-    layout: Layout,
-    *,
-    local: bool = False,
+    reduced: Sequence[Reduced], reduction: Reduction, layout: Layout, *, local: bool
 ) -> tuple[Unit, ...]:
     """Of a whole model, in the order in which backward comes to them."""
+    methods, specs = reduction.methods, reduction.specs
     waiting = [name for each in reduced for name in each.names if methods[name].whole_model and specs[name].numel]
-    collects = layout == "ddp"
+    last = len(reduced) - 1 if layout == "ddp" else None  # where they are reduced
     return tuple(
-        _gradient_unit(
-            each,
-            methods,
-            specs,
-            shape,
-            layout,
-            whole_model=waiting if collects and at == len(reduced) - 1 else (),
-            local=local,
-        )
+        _gradient_unit(each, reduction, layout, whole_model=waiting if at == last else (), local=local)
         for at, each in enumerate(reduced)
     )

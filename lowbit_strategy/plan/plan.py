@@ -12,17 +12,11 @@ from lowbit_strategy.methods._base.method import Method, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.plan.gradients import (
-    Layout,
-    Reduced,
-    ddp_buckets,
-    gradient_units,
-    working_nbytes,
-)
+from lowbit_strategy.plan.gradients import Layout, Reduced, Reduction, ddp_buckets, gradient_units
 from lowbit_strategy.plan.messages import Unit, ahead_nbytes, leaving_nbytes, step_nbytes, under_way_nbytes
 from lowbit_strategy.plan.rounds import anchor_nbytes, round_units, share_nbytes, state_units
 from lowbit_strategy.plan.squares import square_units, squares_nbytes
-from lowbit_strategy.plan.weights import ModuleLayout, module_weights, sharing_ranks, weight_units
+from lowbit_strategy.plan.weights import ModuleLayout, kept_nbytes, weight_units
 from lowbit_strategy.ranks.shape import Shape
 
 BUCKETS_OF_A_ROUND = 3  # under way at a time, where ranks are near: one leaves, one arrives, one has its mean
@@ -96,11 +90,6 @@ class Plan:
         """Whether peers reduce-scatter, and not all-reduce."""
         return self.layout == "fsdp"
 
-    def parameter_nbytes(self, name: str) -> int:
-        """Bytes sent to peers for one reduction of a parameter, framing aside."""
-        method, spec = self.assignments[name].method, self.specs[name]
-        return method.wire_nbytes(spec, self.shape.num_peers, scatter=self.scatter)
-
     @property
     def sent_nbytes(self) -> int:
         """Bytes of gradients sent to peers in a step, of movements in a round; framing aside."""
@@ -126,15 +115,6 @@ class Plan:
         peers = self.shape.num_peers
         numel = sum(spec.numel for spec in self.specs.values())
         return (1 if self.scatter else 2) * (peers - 1) * numel // peers * itemsize
-
-    def weights_memory(self, coding: WeightCoding) -> int:
-        """Memory for what would be kept with another way of sending weights."""
-        sharing = sharing_ranks(self.shape, self.layout)
-        return sum(module_weights(coding, module, sharing).kept_nbytes for module in self.modules.values())
-
-    def weights_with(self, coding: WeightCoding) -> tuple[Unit, ...]:
-        """What would travel of every step with another way of sending weights."""
-        return weight_units(coding, self.modules, self.shape, self.layout)
 
 
 def make_plan(
@@ -170,49 +150,41 @@ def make_plan(
         reduced = ddp_buckets((spec.name, spec.whole.numel, 4) for spec in specs)
     if shape.num_peers == 1:  # there is nobody to meet
         outer = None
-    gradients = gradient_units(reduced, methods, by_name, shape, layout, local=outer is not None)
+    scatter = layout == "fsdp"
+    reduction = Reduction(methods, by_name, shape, scatter)
+    gradients = gradient_units(reduced, reduction, layout, local=outer is not None)
     rounds = round_units(outer, methods, by_name, shape) if outer is not None else ()
     state = state_units(outer, by_name, shape) if rounds and outer is not None and outer.average_state else ()
-    scatter = layout == "fsdp"
     if squares:
         state += square_units(reduced, assignments, by_name, shape, scatter=scatter)
     unsharded = sum(each.itemsize * by_name[name].whole.numel for each in reduced for name in each.names)
-    units: tuple[Unit, ...] = ()
-    kept = 0
-    if coding is not None and modules is not None:
-        units, sharing = weight_units(coding, modules, shape, layout), sharing_ranks(shape, layout)
-        kept = sum(module_weights(coding, module, sharing).kept_nbytes for module in modules.values())
+    # DDP's first step has one bucket
+    at_once = [tuple(by_name)] if layout == "ddp" else [each.names for each in reduced]
+    modules = modules or {}
+    weights = () if coding is None else weight_units(coding, modules, shape, layout)
     return Plan(
         shape=shape,
         layout=layout,
         specs=by_name,
         assignments=dict(assignments),
         gradients=gradients,
-        weights=units,
+        weights=weights,
         rounds=rounds,
         state=state,
         every=1 if outer is None else every or outer.round_length(0, None),
         outer=outer,
         memory=Memory(
-            residuals=residual_nbytes(methods, by_name, shape, scatter=scatter),
-            weights=kept,
-            messages=_messages_nbytes(gradients, units, rounds, state, shape, layout, unsharded),
-            working=working_nbytes(
-                methods,
-                by_name,
-                # DDP's first step has one bucket
-                [list(by_name)] if layout == "ddp" else [each.names for each in reduced],
-                shape.num_peers,
-                scatter=scatter,
-                device_type=device_type,
-            )
+            residuals=_residual_nbytes(reduction),
+            weights=0 if coding is None else kept_nbytes(coding, modules, shape, layout),
+            messages=_messages_nbytes(gradients, weights, rounds, state, shape, layout, unsharded),
+            working=reduction.working_nbytes(at_once, device_type)
             + (share_nbytes(outer, by_name) if outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if outer is not None else 0,
             squares=squares_nbytes(assignments, by_name, shape, scatter=scatter) if squares else 0,
             accumulating=0 if layout == "ddp" else unsharded,
         ),
         coding=coding,
-        modules=modules or {},
+        modules=modules,
     )
 
 
@@ -239,13 +211,11 @@ def _messages_nbytes(
     return nbytes
 
 
-def residual_nbytes(
-    methods: Mapping[str, Method], specs: Mapping[str, TensorSpec], shape: Shape, *, scatter: bool
-) -> int:
+def _residual_nbytes(reduction: Reduction) -> int:
     """Memory for what methods keep, as their stores have it: made on the meta device, they take none."""
-    peer = shape.rank // shape.num_parts
-    placement = Placement(peer, shape.num_peers, torch.device("meta"), scatter)
+    shape = reduction.shape
+    placement = Placement(shape.rank // shape.num_parts, shape.num_peers, torch.device("meta"), reduction.scatter)
     served: dict[Method, dict[str, TensorSpec]] = {}
-    for name, method in methods.items():
-        served.setdefault(method, {})[name] = specs[name]
+    for name, method in reduction.methods.items():
+        served.setdefault(method, {})[name] = reduction.specs[name]
     return sum(method.make_store(members, placement).nbytes for method, members in served.items())

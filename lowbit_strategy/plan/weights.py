@@ -100,6 +100,12 @@ def sharing_ranks(shape: Shape, layout: Layout) -> int:
     return shape.num_parts if layout == "hsdp" else shape.world_size
 
 
+def kept_nbytes(coding: WeightCoding, layouts: Mapping[str, ModuleLayout], shape: Shape, layout: Layout) -> int:
+    """Memory for what stays between gathers, of a whole model."""
+    num_ranks = sharing_ranks(shape, layout)
+    return sum(module_weights(coding, module, num_ranks).kept_nbytes for module in layouts.values())
+
+
 def weight_units(
     coding: WeightCoding, layouts: Mapping[str, ModuleLayout], shape: Shape, layout: Layout
 ) -> tuple[Unit, ...]:

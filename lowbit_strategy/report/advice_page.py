@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 
-from lowbit_strategy.plan.advice import Choice, Wanted, memory_of
+from lowbit_strategy.plan.advice import Choice, Wanted
 from lowbit_strategy.plan.cluster import Cluster, Link
 from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.report.charts import COLORS, PHONE, SCREEN, STYLE, Paper, plain_decades, png
@@ -55,29 +56,14 @@ def write_advice(
 def curves(found: Sequence[Choice], cluster: Cluster, compute_s: float, paper: Paper = SCREEN) -> tuple[Figure, Figure]:
     """Seconds of a step of each set-up, over the bandwidth and over the latency between nodes."""
     far = cluster.inter_node
-    rates = _around(far.nbytes_per_s)
-    latencies = _around(max(far.latency_s, 1e-5))
+
+    def seconds(choice: Choice, link: Link) -> float:
+        return step_time(choice.plan, cluster.between_nodes(link), compute_s).seconds
+
+    draw = partial(_figure, found, seconds, paper)
     return (
-        _figure(
-            found,
-            compute_s,
-            paper,
-            rates,
-            lambda rate: cluster.between_nodes(Link(far.latency_s, rate)),
-            label="Gbit/s between nodes",
-            scale=8e-9,
-            given=far.nbytes_per_s,
-        ),
-        _figure(
-            found,
-            compute_s,
-            paper,
-            latencies,
-            lambda s: cluster.between_nodes(Link(s, far.nbytes_per_s)),
-            label="ms between nodes, one way",
-            scale=1e3,
-            given=far.latency_s,
-        ),
+        draw("Gbit/s between nodes", 8e-9, far.nbytes_per_s, lambda rate: Link(far.latency_s, rate)),
+        draw("ms between nodes, one way", 1e3, far.latency_s, lambda s: Link(s, far.nbytes_per_s)),
     )
 
 
@@ -87,22 +73,21 @@ def _around(value: float) -> list[float]:
 
 def _figure(
     found: Sequence[Choice],
-    compute_s: float,
+    seconds: Callable[[Choice, Link], float],
     paper: Paper,
-    values: Sequence[float],
-    cluster_at: Callable[[float], Cluster],
-    *,
     label: str,
     scale: float,
     given: float,
+    link_of: Callable[[float], Link],
 ) -> Figure:
+    values = _around(max(given, 1e-5))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(paper.width, 3.6), layout="constrained")
         axes = figure.add_subplot()
         for each in found:
-            seconds = [step_time(each.plan, cluster_at(value), compute_s).seconds for value in values]
+            times = [seconds(each, link_of(value)) for value in values]
             style, color = ("-", _color(each)) if each.line else ("--", _OWN[each.name.endswith("bf16")])
-            axes.plot([scale * value for value in values], seconds, style, color=color, label=each.name)
+            axes.plot([scale * value for value in values], times, style, color=color, label=each.name)
         axes.axvline(scale * given, color="#9aa5b1", linewidth=1)
         axes.set(xscale="log", yscale="log", xlabel=label, ylabel="seconds of a step")
         plain_decades(axes.xaxis)
@@ -124,7 +109,7 @@ def _row(choice: Choice, wanted: Wanted) -> dict[str, str]:
         "step": "" if time is None else f"{time.seconds:.3g}",
         "range": "" if time is None else f"{time.low:.3g} to {time.high:.3g}",
         "sent": f"{choice.between_nbytes / 1e9:.2f}",
-        "memory": f"{memory_of(choice, wanted) / 1e9:.1f}",
+        "memory": f"{choice.held_nbytes(wanted) / 1e9:.1f}",
         "loss": "" if not choice.line else "unknown" if choice.loss is None else str(choice.loss),
         "line": choice.line,
     }

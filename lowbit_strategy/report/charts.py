@@ -91,8 +91,8 @@ def _new(width: float, height: float = 3.6, ratios: Sequence[float] = (1.0,)) ->
     return figure, list(axes)
 
 
-def _finish(axes: Axes, run: Run, ylabel: str, last_step: int | None = None) -> None:
-    axes.set_ylabel(ylabel)
+def _finish(axes: Axes, run: Run, ylabel: str, last_step: int | None = None, xlabel: str = "") -> None:
+    axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.set_xlim(0, max(run.last_step if last_step is None else last_step, 1))
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
     axes.margins(x=0)
@@ -189,8 +189,7 @@ def _draw_groups(run: Run, paper: Paper, key: str, ylabel: str) -> Figure | None
     axes.plot(total.steps, total.values, color=_INK, linewidth=2.6, label="all parameters")
     figure.legend(loc="outside lower center", ncols=paper.columns, fontsize=9, columnspacing=1.4, handlelength=1.4)
     axes.set_ylim(bottom=0.0)
-    _finish(axes, run, ylabel)
-    axes.set_xlabel("optimizer step")
+    _finish(axes, run, ylabel, xlabel="optimizer step")
     return figure
 
 
@@ -214,8 +213,7 @@ def draw_bytes(run: Run, paper: Paper = SCREEN) -> Figure | None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
     figure.legend(loc="outside lower center", ncols=2 * paper.columns - 1)
     axes.set_ylim(bottom=0)
-    _finish(axes, run, "sent by one rank so far")
-    axes.set_xlabel("optimizer step")
+    _finish(axes, run, "sent by one rank so far", xlabel="optimizer step")
     return figure
 
 
@@ -243,8 +241,7 @@ def draw_time(run: Run, paper: Paper = SCREEN) -> Figure | None:
     if slow := sum(time > top for time in times):
         text = f"{slow} slower step{'s' if slow > 1 else ''}, up to {times[-1]:,.0f} ms"
         axes.annotate(text, (1, 1), xycoords="axes fraction", ha="right", va="bottom", color="#52606d", fontsize=9)
-    _finish(axes, run, "ms per step")
-    axes.set_xlabel("optimizer step")
+    _finish(axes, run, "ms per step", xlabel="optimizer step")
     return figure
 
 

@@ -137,10 +137,16 @@ def runs_in(folder: Path) -> list[Path]:
     """
     if (folder / FILE_NAME).is_file():
         return [folder]
-    below = [path for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{FILE_NAME}")]
-    if not below:
+    found = _newest_first(folder, FILE_NAME)
+    if not found:
         read_runs(folder)  # its error says how to get a record
-    return [path.parent for path in sorted(below, key=lambda path: path.stat().st_mtime, reverse=True)]
+    return found
+
+
+def _newest_first(folder: Path, name: str) -> list[Path]:
+    """The folders that have a file of this name, of `folder` and those one or two levels down."""
+    found = [path for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{name}") if path.is_file()]
+    return [path.parent for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
 def read_run(folder: str | Path, number: int | None = None) -> Run:
@@ -183,14 +189,13 @@ def read_baseline(folder: str | Path) -> Run:
     try:
         return read_run(runs_in(folder)[0])
     except FileNotFoundError:
-        tables = [folder / "metrics.csv", *folder.glob("*/metrics.csv"), *folder.glob("*/*/metrics.csv")]
-        tables = [path for path in tables if path.is_file()]
+        tables = _newest_first(folder, "metrics.csv")
         if not tables:
             raise FileNotFoundError(
                 f"{folder} has nothing to compare with: give a run with a record ({FILE_NAME}), or one whose losses"
                 " a CSVLogger has written (metrics.csv)"
             ) from None
-    newest = max(tables, key=lambda path: path.stat().st_mtime).parent
+    newest = tables[0]
     run = _run(newest, [])
     if not run.logged:
         raise ValueError(f"{newest / 'metrics.csv'} has no column whose name contains 'loss': nothing to compare with")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lowbit_strategy.telemetry.monitor_options import MonitorOptions
 from lowbit_strategy.telemetry.observe import Observer
 
 
+@dataclass(eq=False)
 class LoopClock:
     """The progress of a training loop whose steps no framework counts.
 
@@ -27,19 +29,16 @@ class LoopClock:
         steps_per_epoch: Optimizer steps per epoch; epochs are counted by it. None: set `epoch` yourself.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer | None = None,
-        num_steps: int | None = None,
-        steps_per_epoch: int | None = None,
-    ) -> None:
-        for name, value in (("num_steps", num_steps), ("steps_per_epoch", steps_per_epoch)):
+    optimizer: torch.optim.Optimizer | None = None
+    num_steps: int | None = None
+    steps_per_epoch: int | None = None
+    epoch: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "steps_per_epoch"):
+            value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive or None, got {value!r}")
-        self.optimizer = optimizer
-        self.num_steps = num_steps
-        self.steps_per_epoch = steps_per_epoch
-        self.epoch = 0
 
     def __call__(self, step: int) -> Progress:
         return Progress(

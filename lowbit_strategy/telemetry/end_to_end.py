@@ -39,7 +39,6 @@ class MeanSample:
         picked = [
             view.flat()[sample.positions_N].to(torch.float32) for view, sample in zip(views, self._samples, strict=True)
         ]
-        self._lengths = [part.numel() for part in picked]
         self._sample = torch.cat(picked) if picked else torch.empty(0, dtype=torch.float32, device=device)
 
     @property
@@ -59,7 +58,7 @@ class MeanSample:
         The squared norms of the error and of the true mean, estimated for all elements. Under DDP every rank has the
         whole result and gives a W-th; under FSDP2 a rank gives what its own row shows.
         """
-        means = self._sample.split(self._lengths)
+        means = self._sample.split([sample.positions_N.numel() for sample in self._samples])
         return {
             view.spec.name: self._compare(view, mean, sample)
             for view, mean, sample in zip(self._views, means, self._samples, strict=True)

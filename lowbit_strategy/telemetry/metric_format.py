@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from lowbit_strategy.control.base import Controller
@@ -91,10 +90,6 @@ def start_fields(sync: GradientSync, every_n_steps: int, controller: Controller 
         "levels": None if controller is None else list(labels(controller.levels)),
         "configuration": plain("compressor" if controller is None else "controller", chooses),
     }
-
-
-def observation_fields(observation: Observation) -> dict[str, Any]:
-    return {key: value for key, value in asdict(observation).items() if key != "step"}
 
 
 def level_fields(driver: AdaptiveDriver) -> dict[str, Any]:

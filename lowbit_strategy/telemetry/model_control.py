@@ -40,7 +40,6 @@ from lowbit_strategy.telemetry.metric_format import (
     level_fields,
     level_metrics,
     metric_name,
-    observation_fields,
     observation_metrics,
     start_fields,
 )
@@ -260,11 +259,10 @@ class ModelControl:
         progress = self._progress or Progress(step=observation.step)
         self._record.write(
             "observation",
-            observation.step,
             epoch=progress.epoch,
             loss=None if self.loss is None else float(self.loss),
             learning_rate=progress.learning_rate,
-            **observation_fields(observation),
+            **asdict(observation),
         )
         for text in texts:
             self._record.write("warning", observation.step, text=text)
@@ -284,8 +282,10 @@ class ModelControl:
         if driver is None or not self._stepped:
             return
         if first := not self._reported:
-            self._announce(driver)
             self._reported = True
+            if driver.levels and self.sync.ranks.rank == 0:  # the start-up report again
+                name = type(driver.controller).__name__
+                inform("training starts at the levels that %s chose:\n%s", name, build_report(self.sync).render())
         if self.log is None and self._record is None:  # the loop reads the driver's lists itself
             return
         if not driver.events and not driver.warnings and not first:
@@ -308,9 +308,3 @@ class ModelControl:
         outer = self.sync.outer
         while self._record is not None and isinstance(outer, ElasticOuterSync) and outer.changes:
             self._record.write("members", **asdict(outer.changes.popleft()))
-
-    def _announce(self, driver: AdaptiveDriver) -> None:
-        """The start-up report again, for the levels that training starts at."""
-        if driver.levels and self.sync.ranks.rank == 0:
-            name = type(driver.controller).__name__
-            inform("training starts at the levels that %s chose:\n%s", name, build_report(self.sync).render())

@@ -68,10 +68,7 @@ def _measure(first: int, second: int, level: str, device: torch.device) -> Pair:
         seconds = min(_one_way([x], small, other, device, mine=mine) for _ in range(2))
         rate = nbytes / max(seconds - 2 * latency, 1e-9)
         both = torch.tensor([seconds], device=device)
-        if mine:
-            dist.send(both, other)  # both stop at the same size
-        else:
-            dist.recv(both, other)
+        (dist.send if mine else dist.recv)(both, other)  # both stop at the same size
         if float(both) > _LONG_S:
             break
     parts = [torch.zeros(nbytes // _STREAMS, dtype=torch.uint8, device=device) for _ in range(_STREAMS)]
@@ -91,9 +88,6 @@ def _one_way(
     for work in works:
         assert work is not None
         work.wait()
-    if mine:
-        dist.recv(answer, other)
-    else:
-        dist.send(answer, other)
+    (dist.recv if mine else dist.send)(answer, other)
     finish(device)
     return time.perf_counter() - began

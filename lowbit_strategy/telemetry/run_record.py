@@ -41,17 +41,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def read_record(folder: str | Path) -> list[dict[str, Any]]:
-    """All lines of the last run in `folder`, in order; steps that a resumed run did again are left out the first time.
-
-    Raises:
-        FileNotFoundError: As for `read_runs`.
-    """
-    return read_runs(folder)[-1]
-
-
 def read_runs(folder: str | Path) -> list[list[dict[str, Any]]]:
-    """The runs that were written into the record in `folder`, one after the other. One that was resumed is one run.
+    """The runs that were written into the record in `folder`, one after the other, each with its lines in order.
+
+    One that was resumed is one run: steps that it did again are left out the first time.
 
     Raises:
         FileNotFoundError: There is no record; the message names the ways to get one.

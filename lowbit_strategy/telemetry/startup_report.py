@@ -18,6 +18,7 @@ from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import CHOICES
 from lowbit_strategy.plan.messages import leaving_nbytes, step_nbytes
 from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.weights import kept_nbytes, weight_units
 from lowbit_strategy.ranks.shape import Shape
 
 _LONGEST_PHASE = 1 << 20
@@ -64,11 +65,11 @@ def _choice(plan: Plan, coding: WeightCoding) -> WeightChoice:
         "codes": "kept as codes",
         "replica": "kept as a replica",
     }
-    ours, units = coding != Exact(), plan.weights_with(coding)
+    ours, units = coding != Exact(), weight_units(coding, plan.modules, plan.shape, plan.layout)
     return WeightChoice(
         f"{coding.label}, {kept[coding.keep]}",
         step_nbytes(units),
-        plan.weights_memory(coding),
+        kept_nbytes(coding, plan.modules, plan.shape, plan.layout),
         leaving_nbytes(units) if plan.shape.has_nodes and ours else None,
     )
 
@@ -175,8 +176,9 @@ def report_of(plan: Plan, compressor: Compressor, *, device: torch.device, step_
         key = (assignment.kind, assignment.method.description(scatter=plan.scatter), assignment.reason)
         group = groups.setdefault(key, Group(*key))
         group.num_tensors += 1
-        group.numel += plan.specs[name].whole.numel
-        group.sent_nbytes += plan.parameter_nbytes(name)
+        spec = plan.specs[name]
+        group.numel += spec.whole.numel
+        group.sent_nbytes += assignment.method.wire_nbytes(spec, plan.shape.num_peers, scatter=plan.scatter)
     codings = [] if plan.coding is None else [plan.coding, *(each for each in CHOICES if each != plan.coding)]
     return Report(
         plan=plan,

@@ -26,8 +26,8 @@ from lowbit_strategy.control import (
     Schedule,
     Static,
 )
-from lowbit_strategy.telemetry.run_record import read_record
 from testing.processes.scenarios import Facts, raised, scenarios
+from testing.record import read_record
 from testing.training.accelerated import Job, Kind, loss_of, make, prepared, state_folder
 from testing.training.comparing import fingerprint
 from testing.training.regression import mlp

@@ -32,8 +32,8 @@ from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDP
 from lowbit_strategy.fabric import adapt, monitor
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor
 from lowbit_strategy.telemetry.observe import Observer
-from lowbit_strategy.telemetry.run_record import read_record
 from testing.processes.scenarios import Facts, raised, scenarios
+from testing.record import read_record
 from testing.training.comparing import fingerprint
 from testing.training.regression import KINDS, OUTPUTS, WIDTH, Regression, loader, mlp, strategy, trainer
 

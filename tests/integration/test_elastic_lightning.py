@@ -19,9 +19,9 @@ pytest.importorskip("torchft", reason="the extra elastic is not installed")
 
 from lowbit_strategy import DiLoCo, Elastic, LoCo
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
-from lowbit_strategy.telemetry.run_record import read_record
 from testing.processes.ranks import run_ranks
 from testing.processes.replicas import Replicas
+from testing.record import read_record
 from testing.training.comparing import fingerprint, outcome
 from testing.training.regression import ByStep, Regression, dataset, trainer
 

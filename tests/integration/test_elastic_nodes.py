@@ -25,9 +25,9 @@ pytest.importorskip("torchft", reason="the extra elastic is not installed")
 from lowbit_strategy import DiLoCo, Elastic, LoCo
 from lowbit_strategy.fabric import LowBitFSDPStrategy as LowBitFabricFSDPStrategy
 from lowbit_strategy.lightning import CompressionMonitor, LowBitFSDPStrategy
-from lowbit_strategy.telemetry.run_record import read_record
 from testing.processes.ranks import run_ranks
 from testing.processes.replicas import Replicas, ranks_of
+from testing.record import read_record
 from testing.training.comparing import fingerprint, outcome
 from testing.training.elastic import arm
 from testing.training.regression import MIN_SHARD_NUMEL, ByStep, Regression, dataset, mlp, trainer

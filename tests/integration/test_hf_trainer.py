@@ -17,9 +17,9 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, MonitorOptions, binding_of
 from lowbit_strategy.control import Accordion, AccordionBatch, Controller, Phase, Schedule
 from lowbit_strategy.telemetry.metric_format import is_of_group
-from lowbit_strategy.telemetry.run_record import read_record
 from lowbit_strategy.transformers import attach
 from testing.processes.scenarios import Facts, raised, scenarios
+from testing.record import read_record
 from testing.training.accelerated import Kind, record_of
 from testing.training.comparing import fingerprint
 from testing.training.hf_trainer import STEPS, losses, sequences, trainer

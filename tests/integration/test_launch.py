@@ -19,8 +19,8 @@ import psutil
 import pytest
 import yaml
 
-from lowbit_strategy.telemetry.run_record import read_record
 from testing.processes.scripts import REPOSITORY, run_script
+from testing.record import read_record
 
 LOWBIT = ["-c", "from lowbit_strategy.cli import main; main()"]
 LAUNCH = [*LOWBIT, "launch"]

@@ -51,7 +51,7 @@ def limited(folder: Path) -> Facts:
             specs = tuple(spec.whole for spec in made_plan.specs.values())
             where = Setup(specs=specs, shape=made_plan.shape, layout="fsdp", modules=made_plan.modules)
             found = choices(LoCo(), WeightCode(), where, may_recode=True)
-            totals = [each.total for each in found]
+            totals = [each.memory.total for each in found]
         facts[memory] = {
             "losses": model.losses,
             "print": fingerprint(model),

@@ -17,9 +17,9 @@ from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDP
 from lowbit_strategy.fabric import adapt, monitor
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor
 from lowbit_strategy.report.run import read_run
-from lowbit_strategy.telemetry.run_record import read_record
 from testing.log import listen
 from testing.processes.scenarios import Facts, raised, scenarios
+from testing.record import read_record
 from testing.training.accelerated import make, prepared, train
 from testing.training.regression import KINDS, WIDTH, Regression, loader, mlp, strategy, trainer
 

@@ -30,9 +30,9 @@ from lowbit_strategy.checkpoint.capture import capture, restore
 from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, prepare
 from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDPStrategy
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
-from lowbit_strategy.telemetry.run_record import read_record
 from testing.log import listen
 from testing.processes.scenarios import Facts, scenarios
+from testing.record import read_record
 from testing.training import accelerated
 from testing.training.comparing import fingerprint, full_parameters
 from testing.training.fabric import batches, launch, setup, train

@@ -14,10 +14,10 @@ from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.control import GraVAC
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor, LowBitFSDPStrategy
-from lowbit_strategy.telemetry.run_record import read_record
 from testing.log import listen
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, raised, scenarios
+from testing.record import read_record
 from testing.training.accelerated import make, prepared, train
 from testing.training.comparing import fingerprint, full_parameters
 from testing.training.regression import (

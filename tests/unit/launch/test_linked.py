@@ -9,7 +9,7 @@ from torch import nn
 from lowbit_strategy import LoCo
 from lowbit_strategy.launch import launcher
 from lowbit_strategy.launch.dry_run_report import Planned, plan
-from lowbit_strategy.launch.linked import Linked, StepTimer
+from lowbit_strategy.launch.linked import Linked, time_steps
 
 
 def predicted(link: str, planned: Planned) -> tuple[float, float]:
@@ -49,7 +49,7 @@ def test_a_latency_needs_a_link() -> None:
 def test_steps_are_timed_once() -> None:
     found: list[float] = []
     weight = nn.Parameter(torch.ones(3))
-    StepTimer(found.append)
+    time_steps(found.append)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for _ in range(12):
         weight.grad = torch.ones(3)

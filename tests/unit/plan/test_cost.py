@@ -26,8 +26,8 @@ from lowbit_strategy.ranks.topology import Topology
 SLOW, FAST = Link(0.01, 1e9 / 8), Link(1e-6, 1e12)
 
 
-def cluster(link: Link = SLOW, *, ways: int = 1, overlaps: bool = True) -> Cluster:
-    return Cluster(inter_node=link, intra_node=Link(5e-6, 50e9), ways=ways, overlaps=overlaps)
+def cluster(link: Link = SLOW, *, ways: int = 1) -> Cluster:
+    return Cluster(inter_node=link, intra_node=Link(5e-6, 50e9), ways=ways)
 
 
 def test_one_bucket_takes_its_latencies_and_its_bytes() -> None:
@@ -54,7 +54,6 @@ def test_a_prediction_lies_between_its_bounds_and_grows_with_worse_links(layout:
         assert 0.5 <= found.low <= found.seconds <= found.high
         assert found.seconds >= before
         assert step_time(plan, cluster(Link(1e-2, nbytes_per_s)), 0.5).seconds >= found.seconds
-        assert step_time(plan, cluster(link, overlaps=False), 0.5).seconds >= found.seconds
         before = found.seconds
 
 

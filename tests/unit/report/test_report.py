@@ -22,7 +22,8 @@ from lowbit_strategy.report.charts import SCREEN, draw_all
 from lowbit_strategy.report.comparison import compare, configuration
 from lowbit_strategy.report.run import read_run
 from lowbit_strategy.rounds.members_change import MembersChange
-from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord, read_record
+from lowbit_strategy.telemetry.run_record import FILE_NAME, RunRecord
+from testing.record import read_record
 
 LABELS = ["loco(bits=8)", "loco(bits=2)"]
 

@@ -60,7 +60,7 @@ def test_training_without_an_accelerator_is_refused_before_its_first_step(tmp_pa
 def test_bad_input_ends_with_status_2(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lowbit_strategy.launch import run
+    from lowbit_strategy import run
     from lowbit_strategy.launch.auto_attach import AutoAttach
 
     monkeypatch.delenv("LOWBIT_CONFIG", raising=False)
