@@ -23,6 +23,12 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 4096
 
 
+def bit_planes(bits: int) -> tuple[int, ...]:
+    """Widths that divide a byte, with so many bits together; the widest first."""
+    rest = [width for width in (4, 2, 1) if bits % 8 & width]
+    return (*[8] * (bits // 8), *rest)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockFormat:
     """How one block of floats is written.
@@ -106,12 +112,7 @@ class BlockFormat:
     @property
     def planes(self) -> tuple[int, ...]:
         """Widths of the bit planes a code is cut into, low bits first: 3 bits are a 2-bit and a 1-bit plane."""
-        widths, left = [], self.bits
-        for width in (8, 4, 2, 1):
-            if left >= width:
-                widths.append(width)
-                left -= width
-        return tuple(widths)
+        return bit_planes(self.bits)
 
     @property
     def code_nbytes(self) -> int:
