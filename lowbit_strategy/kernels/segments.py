@@ -49,10 +49,6 @@ class Segments:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def numel(self) -> int:
-        return sum(row.numel for row in self.rows)
-
 
 def pieces_of(x: Tensor, segments: Segments, field: Literal["x_offset", "wire_offset"], unit: int = 1) -> list[Tensor]:
     """A view of each segment's elements of `x`, by one operation; offsets are divided by `unit`.

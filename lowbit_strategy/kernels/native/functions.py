@@ -1,4 +1,4 @@
-"""The C functions that take plain pointers and numbers: those of sparse methods, and digests."""
+"""The C functions, by name, and what they take."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ class _Tensor:
 
 
 _COUNT, _INT32, _FLOAT, _NAME = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_char_p
-_ARRAY = ctypes.c_void_p  # of ctypes
+_POINTER = ctypes.c_void_p  # to something else
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "lowbit_encode": (_INT32, (_POINTER, _POINTER, _COUNT, _COUNT)),
+    "lowbit_decode_sum": (None, (_POINTER, _POINTER, _COUNT, _COUNT)),
     "lowbit_select": (_COUNT, (_NAME, _Tensor, _COUNT, _COUNT, _FLOAT, _Tensor, _Tensor, _COUNT)),
     "lowbit_chunk_top_k": (None, (_NAME, _Tensor, _COUNT, _COUNT, _Tensor, _COUNT, _Tensor, _Tensor)),
     "lowbit_add_select": (
@@ -33,9 +35,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "lowbit_top_k": (_COUNT, (_NAME, _Tensor, _Tensor, _COUNT, _INT32, _INT32, _Tensor, _COUNT, _Tensor, _Tensor)),
     "lowbit_sample_magnitudes": (None, (_Tensor, _Tensor, _COUNT, _COUNT, ctypes.c_uint32, _Tensor)),
     "lowbit_peak": (_FLOAT, (_NAME, _Tensor, _COUNT, _COUNT)),
-    "lowbit_locate": (None, (_Tensor, _ARRAY, _Tensor, _Tensor, _COUNT, _COUNT, _COUNT, *[_Tensor] * 4)),
+    "lowbit_locate": (None, (_Tensor, _POINTER, _Tensor, _Tensor, _COUNT, _COUNT, _COUNT, *[_Tensor] * 4)),
     "lowbit_positions": (_INT32, (_Tensor, _Tensor, _Tensor, _COUNT, _Tensor, _COUNT, _Tensor)),
-    "lowbit_add_entries": (None, (_Tensor, _ARRAY, _ARRAY, _ARRAY, _COUNT, _FLOAT, _Tensor)),
+    "lowbit_add_entries": (None, (_Tensor, _POINTER, _POINTER, _POINTER, _COUNT, _FLOAT, _Tensor)),
     "lowbit_digest": (ctypes.c_uint64, (_NAME, _Tensor, _COUNT, _COUNT, _Tensor, _COUNT, ctypes.c_uint64)),
     "lowbit_take_out": (None, (_Tensor, _Tensor, _Tensor, _Tensor, _COUNT)),
 }

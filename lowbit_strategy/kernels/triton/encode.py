@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.kernels.format import float_bits, uniform
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM as _RESIDUAL_STREAM
 from lowbit_strategy.kernels.triton.device_functions import (
     ahead,
@@ -20,7 +20,6 @@ from lowbit_strategy.kernels.triton.device_functions import (
     locate,
     offsets,
 )
-from lowbit_strategy.kernels.triton.layout import float_bits
 from lowbit_strategy.kernels.triton.packing import load_scale, raise_flag, store_codes, store_scale
 from lowbit_strategy.kernels.triton.rounding import quantize, round_parts, stream_key
 from lowbit_strategy.kernels.triton.scales import block_scale, inverse, residual_scale
