@@ -38,7 +38,7 @@ class How(NamedTuple):
     stochastic_residual: bool
 
 
-class Step(NamedTuple):
+class StepArguments(NamedTuple):
     """What all tiles of a segment have in common in one step."""
 
     beta_old: tl.tensor
@@ -209,7 +209,7 @@ def encode_kernel(
     block = ahead(tl.load(row + 1), tile, shape.rows)
     codes_at = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, shape.rows * fmt.code_nbytes)
     scales_at = ahead(wire + tl.load(row + 3), tile, shape.rows * 2)
-    step = Step(beta_old, beta_new, reset, seed, tl.load(row + 6), table, flag)
+    step = StepArguments(beta_old, beta_new, reset, seed, tl.load(row + 6), table, flag)
     first = tile * TILE
     if is_plain(x + place, left, TILE):
         encode_tile(
