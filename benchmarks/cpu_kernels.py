@@ -30,7 +30,7 @@ from rich.table import Table
 from lowbit_strategy.kernels import backends, native
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import BlockFormat, uniform
-from lowbit_strategy.kernels.loco import loco_encode_
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 MEMCPY = "memcpy"
@@ -118,18 +118,8 @@ def kernel_runs(x: torch.Tensor, out: torch.Tensor, fmt: BlockFormat) -> list[tu
         encode_(x, wire, segments, fmt, flag=flag)
 
     def loco(stochastic_residual: bool) -> Callable[[], None]:
-        return lambda: loco_encode_(
-            x,
-            residual,
-            residual_scale,
-            wire_WB[0],
-            segments,
-            fmt,
-            beta=0.8,
-            flag=flag,
-            stochastic_residual=stochastic_residual,
-            seed=1,
-        )
+        feedback = Feedback(residual, residual_scale, 0.8, stochastic=stochastic_residual)
+        return lambda: encode_(x, wire_WB[0], segments, fmt, flag=flag, seed=1, feedback=feedback)
 
     return [
         ("encode", 1, lambda: encode_(x, wire_WB[0], segments, fmt, flag=flag)),

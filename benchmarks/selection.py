@@ -28,7 +28,7 @@ from lowbit_strategy.collectives.layout import flat_cut
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.kernels.select import CHUNK_NUMEL, add_select_, chunk_top_k, select_above, top_k
+from lowbit_strategy.kernels.select import CHUNK_NUMEL, chunk_top_k, select_above, top_k
 from lowbit_strategy.kernels.sums import Sum
 from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -126,7 +126,7 @@ def _passes(x: Tensor, gradient: Tensor) -> dict[str, float]:
         "pass: zero": _seconds(room.zero_),
         "pass: read (sum)": _seconds(gradient.sum),
         "pass: add": _seconds(lambda: sums.add_(gradient)),
-        "pass: add, check, select": _seconds(lambda: add_select_(sums, gradient, math.inf, expected=0)),
+        "pass: add, check, select": _seconds(lambda: select_above(sums, math.inf, expected=0, addend=gradient)),
         "pass: select": _seconds(lambda: select_above(sums, math.inf, expected=0)),
     }
 

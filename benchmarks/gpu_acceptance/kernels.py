@@ -15,7 +15,7 @@ from benchmarks.gpu_acceptance.processes import run_python
 from lowbit_strategy.kernels import backends, dense
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import DenseFormat, uniform
-from lowbit_strategy.kernels.loco import loco_encode_
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -40,14 +40,14 @@ def compile_all(device: torch.device) -> Figures:
             wire = torch.zeros(fmt.wire_nbytes(NUMEL), dtype=torch.uint8, device=device)
             residual = torch.zeros(NUMEL, dtype=torch.int8, device=device)
             scale = torch.zeros(NUMEL // 128, dtype=torch.bfloat16, device=device)
-            loco_encode_(x, residual, scale, wire, segments, fmt, beta=0.8, flag=flag)
+            encode_(x, wire, segments, fmt, flag=flag, feedback=Feedback(residual, scale, 0.8))
             encode_(x, wire, segments, fmt, flag=flag)
             decode_sum_(wire.view(1, -1), x.clone(), segments, fmt)
             decode_sum_(wire.expand(2, -1).contiguous(), x.clone(), segments, fmt)
             count += 4
         exact = torch.zeros(4 * NUMEL, dtype=torch.uint8, device=device)
         dense.encode_(x, exact, segments, DenseFormat("float32"), flag=flag)
-        dense.decode_sum_(exact.view(1, -1), x.clone(), segments, DenseFormat("float32"))
+        decode_sum_(exact.view(1, -1), x.clone(), segments, DenseFormat("float32"))
         count += 2
     if bool(flag):
         raise AssertionError("finite numbers were taken for inf or NaN")

@@ -47,6 +47,7 @@ ROOMS = {
     "codecs": (1, 12.15, "floats to bytes"),
     "kernels": (1, 13.05, "PyTorch, C, Triton"),
     "private_names": (2, 12.15, "of the frameworks"),
+    "inform": (0, 12.15, "what everyone sees"),
     "options": (0, 13.05, "types, suggestions"),
     "version": (2, 13.05, "a number"),
 }
@@ -117,7 +118,7 @@ def draw(axes: Any, edges: Mapping[str, set[str]], sizes: Mapping[str, int]) -> 
             1.5, TOP - (first + last) / 2 - 0.17, title, ha="center", va="center", rotation=90, fontsize=8, color=floor
         )
     for name, tos in edges.items():
-        for to in sorted(tos - {"options", "private_names", "version"}):
+        for to in sorted(tos - {"inform", "options", "private_names", "version"}):
             (x0, y0), (x1, y1) = centre(name), centre(to)
             if y0 == y1:  # neighbours
                 side = WIDTH / 2 if x1 > x0 else -WIDTH / 2

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lowbit_strategy.kernels.reference.rng import dither_at, stream_keys
+from lowbit_strategy.kernels.reference.rng import dither_at, stream_key
 from lowbit_strategy.kernels.segments import Segment, Segments, pieces_of
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class Packed:
         """
         blocks = self._blocks(device)
         first_K = torch.arange(self.num_blocks, device=device) - blocks.first_S[blocks.piece_K]
-        key_K = stream_keys(seed, blocks.salt_S, stream)[blocks.piece_K]
+        key_K = stream_key(seed, blocks.salt_S, stream)[blocks.piece_K]
         inside_B = torch.arange(self.block_size, device=device)
         noise_KB = torch.empty(self.num_blocks, self.block_size, dtype=torch.float32, device=device)
         num_blocks = max(1, _HASHED_AT_ONCE // self.block_size)

@@ -1,4 +1,4 @@
-"""Blockwise quantisation: the public ops. They check their arguments and call a backend.
+"""Blockwise quantisation: the public ops. They check their arguments and call a backend. Sums are of floats too.
 
 Every backend writes the same bytes: `lowbit_strategy.kernels.reference.blocks` is the definition.
 """
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels import backends
-from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,27 +36,33 @@ def encode_(
     flag: Tensor,
     stochastic: bool = False,
     seed: int = 0,
+    feedback: Feedback | None = None,
 ) -> None:
-    """Quantise each segment of `x` into `wire`, without memory of earlier steps.
+    """Quantise each segment of `x` into `wire`; with `feedback` the LoCo step, one pass over memory as well.
 
     Args:
         x: float32, bfloat16 or float16, 1-D contiguous.
         wire: uint8, 1-D contiguous; written at each segment's ``wire_offset``.
-        segments: Which pieces; ``state_offset`` is not used.
+        segments: Which pieces; ``state_offset`` is that of the residual.
         fmt: Codebook or uniform grid, scale rule and block size.
         flag: int32 [1], set to 1 if any block holds inf or NaN (such a block decodes to NaN), else left as it is.
         stochastic: Round up or down at random without bias; uniform grids only.
         seed: 32 bits, private to the rank and the step.
+        feedback: What earlier steps have left to be sent; None: nothing is kept.
     """
     check_buffers(x, wire)
+    if feedback is not None:
+        feedback.check()
     if stochastic and not fmt.is_uniform:
         raise ValueError("stochastic rounding needs the uniform grid: leave codebook unset or use rounding='nearest'")
     backends.implementation("blocks", x.device).encode_(
-        x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag
+        x, wire, segments, fmt, stochastic=stochastic, seed=seed, flag=flag, feedback=feedback
     )
 
 
-def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat, *, alpha: float = 1.0) -> None:
+def decode_sum_(
+    wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockFormat | DenseFormat, *, alpha: float = 1.0
+) -> None:
     """``out[segment] = alpha * sum over sources of decode(source, segment)``, added in float32 in rank order.
 
     Args:
@@ -66,4 +73,5 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: BlockForm
         alpha: Factor applied to the float32 sum before the cast to `out`'s dtype; 1/W makes it a mean.
     """
     check_buffers(out, wire_WB)
-    backends.implementation("blocks", out.device).decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)
+    stem = "dense" if isinstance(fmt, DenseFormat) else "blocks"
+    backends.implementation(stem, out.device).decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)

@@ -1,4 +1,7 @@
-"""Floats that are sent as they are: the public ops of exempt tensors, one call for all pieces of a bucket."""
+"""Floats that are sent as they are: the public op that encodes exempt tensors, one call for all pieces of a bucket.
+
+They are decoded by `lowbit_strategy.kernels.blocks.decode_sum_`.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,3 @@ def encode_(x: Tensor, wire: Tensor, segments: Segments, fmt: DenseFormat, *, fl
     """
     check_buffers(x, wire)
     backends.implementation("dense", x.device).encode_(x, wire, segments, fmt, flag=flag)
-
-
-def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseFormat, *, alpha: float = 1.0) -> None:
-    """``out[segment] = alpha * sum over sources``, added in float32 in rank order.
-
-    Args:
-        wire_WB: uint8 [W, B], one row per source, rows contiguous.
-        out: float32, bfloat16 or float16, 1-D contiguous; only the segments' elements are written.
-        segments: Which pieces; ``x_offset`` is the place in `out`.
-        fmt: What the sources were encoded with.
-        alpha: Factor applied to the float32 sum before the cast to `out`'s dtype; 1/W makes it a mean.
-    """
-    check_buffers(out, wire_WB)
-    backends.implementation("dense", out.device).decode_sum_(wire_WB, out, segments, fmt, alpha=alpha)

@@ -23,6 +23,18 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 4096
 
 
+def float_bits(x: float) -> int:
+    """Of the nearest float32."""
+    bits: int = struct.unpack("<i", struct.pack("<f", x))[0]
+    return bits
+
+
+def bit_planes(bits: int) -> tuple[int, ...]:
+    """Widths that divide a byte, with so many bits together; the widest first."""
+    rest = [width for width in (4, 2, 1) if bits % 8 & width]
+    return (*[8] * (bits // 8), *rest)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockFormat:
     """How one block of floats is written.
@@ -99,19 +111,14 @@ class BlockFormat:
     def max_scale(self) -> float:
         """The largest bfloat16 scale whose outermost value is still a float32."""
         top = self.qmax if self.codebook is None else max(-self.codebook[0], self.codebook[-1], 1.0)
-        bits: int = struct.unpack("<I", struct.pack("<f", FLOAT32_MAX / top))[0]
-        scale: float = struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))[0]
+        bits = float_bits(FLOAT32_MAX / top) & 0xFFFF0000
+        scale: float = struct.unpack("<f", struct.pack("<I", bits))[0]
         return scale
 
     @property
     def planes(self) -> tuple[int, ...]:
         """Widths of the bit planes a code is cut into, low bits first: 3 bits are a 2-bit and a 1-bit plane."""
-        widths, left = [], self.bits
-        for width in (8, 4, 2, 1):
-            if left >= width:
-                widths.append(width)
-                left -= width
-        return tuple(widths)
+        return bit_planes(self.bits)
 
     @property
     def code_nbytes(self) -> int:

@@ -1,9 +1,17 @@
-"""Packing small integers as tightly as whole bytes allow: for sums of codes, whose range grows with the ranks."""
+"""Packing small integers as tightly as whole bytes allow, as bit planes or as digits of a number system.
+
+Half-split: byte j holds elements j, j + n, j + 2n ... of its row, the first in the lowest digit or bits. That is what
+vectorises; neighbouring elements in one byte do not.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from lowbit_strategy.kernels.format import bit_planes
 
 
 def digits_per_byte(limit: int) -> int:
@@ -14,74 +22,65 @@ def digits_per_byte(limit: int) -> int:
     return count
 
 
-def bit_widths(limit: int) -> tuple[int, ...]:
-    """Widths of the bit planes that hold ``0 ... 2 * limit``, low bits first; each fits into a byte."""
-    left, widths = (2 * limit).bit_length(), []
-    while left:
-        width = next(width for width in (8, 4, 2, 1) if left >= width)
-        widths.append(width)
-        left -= width
-    return tuple(widths)
-
-
 def uses_digits(limit: int) -> bool:
     """Whether digits are shorter than bits: 3, 5 (and few other numbers of) values."""
     digits = digits_per_byte(limit)
-    return digits > 0 and digits * sum(bit_widths(limit)) > 8
+    return digits > 0 and digits * (2 * limit).bit_length() > 8
 
 
 def packed_nbytes(numel: int, limit: int) -> int:
     if uses_digits(limit):
         return -(-numel // digits_per_byte(limit))
-    return -(-numel // 8) * sum(bit_widths(limit))
+    return -(-numel // 8) * (2 * limit).bit_length()
 
 
 def pack_integers(q_RN: Tensor, limit: int) -> Tensor:
-    """uint8 [R, packed_nbytes(N)] of int32 rows in ``[-limit, limit]``.
-
-    Byte j holds elements j, j + n, j + 2n ... of its row, the first in the lowest digit or bits.
-    """
-    codes_RN = q_RN + limit
+    """uint8 [R, packed_nbytes(N)] of int32 rows in ``[-limit, limit]``, such as sums of codes over ranks."""
+    multiple = digits_per_byte(limit) if uses_digits(limit) else 8
+    padded_RN = torch.nn.functional.pad(q_RN + limit, (0, -q_RN.shape[1] % multiple))
     if uses_digits(limit):
-        count, base = digits_per_byte(limit), 2 * limit + 1
-        parts = _split(codes_RN, count)
-        return _joined(parts, [base**k for k in range(count)])
-    padded_RN = torch.nn.functional.pad(codes_RN, (0, -codes_RN.shape[1] % 8))
-    planes, shift = [], 0
-    for width in bit_widths(limit):
-        parts = _split((padded_RN >> shift) & ((1 << width) - 1), 8 // width)
-        planes.append(_joined(parts, [1 << (k * width) for k in range(8 // width)]))
-        shift += width
-    return torch.cat(planes, 1)
+        return pack_digits(padded_RN, multiple, 2 * limit + 1)
+    return pack_planes(padded_RN, bit_planes((2 * limit).bit_length()))
 
 
 def unpack_integers(packed_RB: Tensor, numel: int, limit: int) -> Tensor:
     """int32 [R, numel]: the inverse of `pack_integers`."""
-    wide_RB = packed_RB.int()
     if uses_digits(limit):
-        base = 2 * limit + 1
-        parts = [(wide_RB // base**k) % base for k in range(digits_per_byte(limit))]
-        return torch.cat(parts, 1)[:, :numel] - limit
-    padded = -(-numel // 8) * 8
-    codes_RN = torch.zeros(packed_RB.shape[0], padded, dtype=torch.int32, device=packed_RB.device)
-    shift, start = 0, 0
-    for width in bit_widths(limit):
-        size = padded * width // 8
-        plane = wide_RB[:, start : start + size]
-        fields = [(plane >> (k * width)) & ((1 << width) - 1) for k in range(8 // width)]
-        codes_RN |= torch.cat(fields, 1) << shift
-        shift, start = shift + width, start + size
+        codes_RN = unpack_digits(packed_RB.int(), digits_per_byte(limit), 2 * limit + 1)
+    else:
+        codes_RN = unpack_planes(packed_RB.int(), bit_planes((2 * limit).bit_length()))
     return codes_RN[:, :numel] - limit
 
 
-def _split(codes_RN: Tensor, count: int) -> Tensor:
-    padded = torch.nn.functional.pad(codes_RN, (0, -codes_RN.shape[1] % count))
-    return padded.view(padded.shape[0], count, -1)
-
-
-def _joined(parts_RKN: Tensor, weights: list[int]) -> Tensor:
-    """uint8 [R, n]: one byte of every element of the K parts."""
+def pack_digits(codes_RN: Tensor, count: int, base: int) -> Tensor:
+    """uint8 [R, N / count]: `count` codes below `base` in each byte."""
+    parts_RKN = codes_RN.view(codes_RN.shape[0], count, -1)
     byte_RN = parts_RKN[:, 0].clone()
-    for k, weight in enumerate(weights[1:], start=1):
-        byte_RN += parts_RKN[:, k] * weight
+    for k in range(1, count):
+        byte_RN += parts_RKN[:, k] * base**k
     return byte_RN.to(torch.uint8)
+
+
+def unpack_digits(packed_RB: Tensor, count: int, base: int) -> Tensor:
+    """The inverse of `pack_digits`, in the dtype of `packed_RB`."""
+    return torch.cat([(packed_RB // base**k) % base for k in range(count)], 1)
+
+
+def pack_planes(codes_RN: Tensor, widths: Sequence[int]) -> Tensor:
+    """uint8 [R, N / 8 * bits]: codes cut into planes of these widths, low bits first; N is a multiple of 8."""
+    planes, shift = [], 0
+    for width in widths:
+        planes.append(pack_digits((codes_RN >> shift) & ((1 << width) - 1), 8 // width, 1 << width))
+        shift += width
+    return torch.cat(planes, 1)
+
+
+def unpack_planes(packed_RB: Tensor, widths: Sequence[int]) -> Tensor:
+    """The inverse of `pack_planes`, in the dtype of `packed_RB`."""
+    bytes_of_bit = packed_RB.shape[1] // sum(widths)
+    codes_RN, shift = packed_RB.new_zeros(packed_RB.shape[0], 8 * bytes_of_bit), 0
+    for width, plane_RB in zip(widths, packed_RB.split([width * bytes_of_bit for width in widths], 1), strict=True):
+        fields = [(plane_RB >> (k * width)) & ((1 << width) - 1) for k in range(8 // width)]
+        codes_RN |= torch.cat(fields, 1) << shift
+        shift += width
+    return codes_RN

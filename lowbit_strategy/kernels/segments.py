@@ -33,33 +33,21 @@ class Segment(NamedTuple):
 
 
 class Segments:
-    """An immutable table of `Segment` rows with a copy on each device that asks.
+    """An immutable table of `Segment` rows.
 
     ``table`` is int64 ``[S, 5]`` on the CPU, columns in the order of `Segment`'s fields. ``cache`` is for what a
     backend derives from the table (tiles of a launch grid): it lives as long as the table.
     """
 
-    __slots__ = ("_on_device", "cache", "rows", "table")
+    __slots__ = ("cache", "rows", "table")
 
     def __init__(self, rows: Iterable[Segment]) -> None:
         self.rows = tuple(rows)
         self.table = torch.tensor(self.rows, dtype=torch.int64).reshape(-1, len(Segment._fields))
-        self._on_device: dict[torch.device, Tensor] = {}
         self.cache: dict[object, object] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def numel(self) -> int:
-        return sum(row.numel for row in self.rows)
-
-    def to(self, device: torch.device) -> Tensor:
-        if device.type == "cpu":
-            return self.table
-        if device not in self._on_device:
-            self._on_device[device] = self.table.to(device)
-        return self._on_device[device]
 
 
 def pieces_of(x: Tensor, segments: Segments, field: Literal["x_offset", "wire_offset"], unit: int = 1) -> list[Tensor]:

@@ -25,68 +25,57 @@ TINY = torch.finfo(torch.float32).tiny
 _SMALLEST = 2.0**-149  # the smallest positive number
 
 
+class OverflowedSum(ArithmeticError):
+    """Finite numbers have a sum that is not; it has been written."""
+
+
 def _check(x: Tensor) -> None:
     if x.dtype != torch.float32 or x.ndim != 1 or not x.is_contiguous():
         raise TypeError(f"selection works on contiguous 1-D float32 tensors, got {x.dtype} of shape {tuple(x.shape)}")
 
 
-def select_above(x: Tensor, threshold: float, *, expected: int | None = None) -> tuple[Tensor, Tensor]:
-    """Positions and values of all elements with ``|x| >= threshold``.
+def select_above(
+    x: Tensor, threshold: float, *, expected: int | None = None, addend: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Positions and values of all elements with ``|x| >= threshold``; after ``x += addend``, if there is one.
 
     Args:
         x: float32 [N].
         threshold: NaN selects nothing.
         expected: About how many there will be: a good guess saves a second pass.
+        addend: float [N]; float32 on the CPU is added in the same pass.
 
     Returns:
         Positions, ascending, int32 (int64 beyond 2**31 - 1 elements), and their values, float32.
+
+    Raises:
+        OverflowedSum: Not all sums are finite.
     """
     _check(x)
-    if x.numel() > MAX_INT32_NUMEL:
+    is_long = x.numel() > MAX_INT32_NUMEL
+    is_native = not is_long and backends.is_native(x.device)
+    if addend is not None and not (is_native and _is_plain(x, addend)):
+        if not reference.add_(x, addend):
+            raise OverflowedSum
+        addend = None
+    if is_native:
+        indices, values, finite = native_select.select_above(x, threshold, expected, addend)
+        if not finite:
+            raise OverflowedSum
+        return indices, values
+    if is_long:
         return _select_long(x, threshold)
-    if backends.is_native(x.device):
-        return native_select.select_above(x, threshold, expected)
     if x.device.type != "cpu":
         return reference.select_above(x, threshold)
     found = [reference.select_above(piece, threshold) for piece in x.split(_CHUNK)]
-    indices = [part + at * _CHUNK for at, (part, _) in enumerate(found)]
-    return torch.cat(indices), torch.cat([values for _, values in found])
-
-
-def add_select_(x: Tensor, addend: Tensor, threshold: float, *, expected: int) -> tuple[Tensor, Tensor, bool]:
-    """``x += addend``, then `select_above`: on the CPU in one pass over both.
-
-    Args:
-        x: float32 [N]; at most 2**31 - 1 elements are added in one pass.
-        addend: float [N].
-        threshold: NaN selects nothing.
-        expected: About how many there will be.
-
-    Returns:
-        As `select_above`, and whether all sums are finite.
-    """
-    _check(x)
-    if _is_plain(x, addend) and x.numel() <= MAX_INT32_NUMEL and backends.is_native(x.device):
-        return native_select.add_select_(x, addend, threshold, expected)
-    if x.numel() <= MAX_INT32_NUMEL:
-        return reference.add_select_(x, addend, threshold)
-    x.add_(addend)
-    return *select_above(x, threshold), bool(x.isfinite().all())
+    positions = [part + at * _CHUNK for at, (part, _) in enumerate(found)]
+    return torch.cat(positions), torch.cat([part for _, part in found])
 
 
 def _select_long(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     found = [select_above(piece, threshold) for piece in x.split(1 << 30)]
     indices = [part.long() + (at << 30) for at, (part, _) in enumerate(found)]
     return torch.cat(indices), torch.cat([values for _, values in found])
-
-
-def count_above(x: Tensor, threshold: float) -> int:
-    """How many elements have ``|x| >= threshold``."""
-    _check(x)
-    if backends.is_native(x.device):
-        return native_select.count_above(x, threshold)
-    chunk = _CHUNK if x.device.type == "cpu" else 1 << 30
-    return sum(reference.count_above(piece, threshold) for piece in x.split(chunk))
 
 
 def sample_magnitudes(x: Tensor, num: int, *, seed: int, addend: Tensor | None = None) -> Tensor:
@@ -97,8 +86,7 @@ def sample_magnitudes(x: Tensor, num: int, *, seed: int, addend: Tensor | None =
     _check(x)
     if num >= x.numel():
         return x.abs() if addend is None else (x + addend).abs_()
-    is_plain = addend is None or (addend.dtype == torch.float32 and addend.is_contiguous())
-    if is_plain and backends.is_native(x.device):
+    if _is_plain(x, addend) and backends.is_native(x.device):
         return native_select.sample_magnitudes(x, num, seed, addend)
     # index_select: on the CPU ten times faster than x[...]
     places = reference.sample_positions(x.numel(), num, seed, x.device)
@@ -117,45 +105,43 @@ def largest_threshold(magnitudes: Tensor, k: int) -> float:
     return float(magnitudes.topk(k, sorted=False).values.min())
 
 
-def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Exactly the k elements of largest magnitude; of equal ones the first.
+def top_k(x: Tensor, k: int, *, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Exactly the k elements of largest magnitude; of equal ones the first. After ``x += addend``, if there is one.
 
     A lower bound of the k-th largest leaves few candidates, and only those are sorted; the result does not depend on
-    it.
+    it. Candidates of a sum are collected while it is formed.
 
     Args:
         x: float32 [N], finite.
         k: At most N.
+        addend: float [N].
 
     Returns:
         Positions, int64, ascending, and their values, float32.
+
+    Raises:
+        OverflowedSum: Not all sums are finite.
     """
     _check(x)
     if k > x.numel():
         raise ValueError(f"top_k: k is {k} but there are only {x.numel()} elements")
+    if _is_small(x, k) and _is_plain(x, addend):
+        chosen, finite = native_select.top_k_(x, addend, k, x.numel() // _GROUP)
+        if addend is not None and not finite:
+            raise OverflowedSum
+        if chosen is not None:
+            return chosen
+        addend = None
+    if addend is not None and _bound_sample_numel(x.numel(), k) is None:
+        select_above(x, math.nan, expected=0, addend=addend)
+        addend = None
     if k == 0 or k == x.numel():
         indices = torch.arange(k, device=x.device)
         return indices, x[indices]
-    if _is_small(x, k):
-        chosen, _ = native_select.top_k_(x, None, k, x.numel() // _GROUP)
-        if chosen is not None:
-            return chosen
-    candidates, values = _candidates(x, k)
+    candidates, values = _candidates(x, k, addend)
     if candidates is not None and candidates.numel() < k:
         return _fill_up(x, k, candidates)
-    return largest(candidates, values, k)
-
-
-def add_top_k_(x: Tensor, addend: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
-    """``x += addend``, then `top_k`: on the CPU one call for small tensors. None if not all sums are finite."""
-    _check(x)
-    if _is_plain(x, addend) and _is_small(x, k):
-        chosen, finite = native_select.top_k_(x, addend, k, x.numel() // _GROUP)
-        if chosen is not None or not finite:
-            return chosen
-    elif not add_select_(x, addend, math.nan, expected=0)[2]:
-        return None
-    return top_k(x, k)
+    return _largest(candidates, values, k)
 
 
 def _is_small(x: Tensor, k: int) -> bool:
@@ -164,11 +150,11 @@ def _is_small(x: Tensor, k: int) -> bool:
     return is_small and backends.is_native(x.device)
 
 
-def _is_plain(x: Tensor, addend: Tensor) -> bool:
-    return addend.dtype == torch.float32 and addend.is_contiguous() and addend.shape == x.shape
+def _is_plain(x: Tensor, addend: Tensor | None) -> bool:
+    return addend is None or (addend.dtype == torch.float32 and addend.is_contiguous() and addend.shape == x.shape)
 
 
-def largest(candidates: Tensor | None, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _largest(candidates: Tensor | None, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of at least k candidates: positions (None: all from 0 on) and values."""
     magnitudes = values.abs()
     smallest = magnitudes.topk(k, sorted=False).values.min()
@@ -180,19 +166,19 @@ def largest(candidates: Tensor | None, values: Tensor, k: int) -> tuple[Tensor, 
     return indices, values.index_select(0, chosen)
 
 
-def _candidates(x: Tensor, k: int) -> tuple[Tensor | None, Tensor]:
+def _candidates(x: Tensor, k: int, addend: Tensor | None) -> tuple[Tensor | None, Tensor]:
     """All elements at or above some magnitude that at least k reach: positions (None: all of x) and values.
 
     Fewer than k only if the others are (nearly) 0.
     """
-    bound = _lower_bound(x, k)
+    bound = _lower_bound(x, k, addend)
     if bound is None:
         return None, x
-    indices, values = select_above(x, max(bound, TINY), expected=2 * k)
+    indices, values = select_above(x, max(bound, TINY), expected=2 * k, addend=addend)
     return (indices, values) if indices.numel() >= k or bound < TINY else (None, x)
 
 
-def _lower_bound(x: Tensor, k: int) -> float | None:
+def _lower_bound(x: Tensor, k: int, addend: Tensor | None) -> float | None:
     """A magnitude that few more than k elements reach, and hardly ever fewer; None where looking for it does not pay.
 
     For small tensors the k-th largest of the maxima of groups: k groups have an element that large. Else from a sample,
@@ -203,11 +189,14 @@ def _lower_bound(x: Tensor, k: int) -> float | None:
     if numel <= _GROUPED_NUMEL and groups >= 4 * k:
         rows = x[: groups * _GROUP].view(_GROUP, groups)
         return largest_threshold(torch.maximum(rows.amax(0), rows.amin(0).neg_()), k)
-    num = bound_sample_numel(numel, k)
-    return None if num is None else sampled_bound(sample_magnitudes(x, num, seed=numel), numel, k)
+    num = _bound_sample_numel(numel, k)
+    if num is None:
+        return None
+    sample = sample_magnitudes(x, num, seed=numel, addend=addend)
+    return largest_threshold(sample, round(1.5 * k / numel * sample.numel()))
 
 
-def bound_sample_numel(numel: int, k: int) -> int | None:
+def _bound_sample_numel(numel: int, k: int) -> int | None:
     """Size of the sample that bounds the k-th largest from below; None where looking for it does not pay."""
     if numel <= _GROUPED_NUMEL and numel // _GROUP >= 4 * k:
         return None
@@ -215,15 +204,10 @@ def bound_sample_numel(numel: int, k: int) -> int | None:
     return num if 4 * num < numel and 8 * k < numel else None
 
 
-def sampled_bound(sample: Tensor, numel: int, k: int) -> float:
-    """A magnitude that hardly ever fewer than k of `numel` reach, from a sample of them."""
-    return largest_threshold(sample, round(1.5 * k / numel * sample.numel()))
-
-
 def _fill_up(x: Tensor, k: int, candidates: Tensor) -> tuple[Tensor, Tensor]:
     """All candidates, and the first of the others, which are 0."""
-    nonzero = count_above(x, _SMALLEST)
-    if nonzero != candidates.numel():  # numbers below the normal range count as well: sort everything
+    nonzero, _ = select_above(x, _SMALLEST, expected=candidates.numel())
+    if nonzero.numel() != candidates.numel():  # numbers below the normal range count as well: sort everything
         magnitudes = x.abs()
         chosen = magnitudes.sort(descending=True, stable=True).indices[:k].sort().values
         return chosen, x.index_select(0, chosen)

@@ -11,14 +11,13 @@ import math
 from torch import Tensor
 
 from lowbit_strategy.kernels import select
+from lowbit_strategy.kernels.select import OverflowedSum
 
-
-class OverflowedSum(ArithmeticError):
-    """Finite numbers have a sum that is not; it has been written."""
+__all__ = ["OverflowedSum", "Sum", "top_k"]
 
 
 class Sum:
-    """``x + addend``, which ends up in x.
+    """``x + addend``, which ends up in x. What forms it raises `OverflowedSum` if not all of it is finite.
 
     Args:
         x: float32 [N], contiguous.
@@ -32,13 +31,8 @@ class Sum:
         return self._x.numel()
 
     def formed(self) -> Tensor:
-        """The sum.
-
-        Raises:
-            OverflowedSum: Not all of it is finite.
-        """
         if self._addend is not None:
-            self._add_(math.nan, 0)
+            self.above(math.nan, expected=0)
         return self._x
 
     def sample(self, num: int, *, seed: int) -> Tensor:
@@ -46,46 +40,14 @@ class Sum:
         return select.sample_magnitudes(self._x, num, seed=seed, addend=self._addend)
 
     def above(self, threshold: float, *, expected: int) -> tuple[Tensor, Tensor]:
-        """As `select.select_above`.
+        """As `select.select_above`."""
+        return select.select_above(self._x, threshold, expected=expected, addend=self._taken_addend())
 
-        Raises:
-            OverflowedSum: Not all of the sum is finite.
-        """
-        if self._addend is None:
-            return select.select_above(self._x, threshold, expected=expected)
-        return self._add_(threshold, expected)
-
-    def top_k(self, k: int) -> tuple[Tensor, Tensor]:
-        """As `select.top_k`.
-
-        Raises:
-            OverflowedSum: Not all of the sum is finite.
-        """
+    def _taken_addend(self) -> Tensor | None:
         addend, self._addend = self._addend, None
-        chosen = select.top_k(self._x, k) if addend is None else select.add_top_k_(self._x, addend, k)
-        if chosen is None:
-            raise OverflowedSum
-        return chosen
-
-    def _add_(self, threshold: float, expected: int) -> tuple[Tensor, Tensor]:
-        addend, self._addend = self._addend, None
-        assert addend is not None
-        indices, values, finite = select.add_select_(self._x, addend, threshold, expected=expected)
-        if not finite:
-            raise OverflowedSum
-        return indices, values
+        return addend
 
 
 def top_k(total: Sum, k: int) -> tuple[Tensor, Tensor]:
-    """As `select.top_k` of the sum: what reaches a sampled lower bound is collected while the sum is formed.
-
-    Raises:
-        OverflowedSum: Not all of the sum is finite.
-    """
-    numel = total.numel()
-    if (num := select.bound_sample_numel(numel, k)) is not None:
-        bound = select.sampled_bound(total.sample(num, seed=numel), numel, k)
-        candidates, values = total.above(max(bound, select.TINY), expected=2 * k)
-        if candidates.numel() >= k:
-            return select.largest(candidates, values, k)
-    return total.top_k(k)
+    """As `select.top_k`."""
+    return select.top_k(total._x, k, addend=total._taken_addend())

@@ -7,7 +7,7 @@ import torch
 
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.loco import Feedback, loco_encode_
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.segments import Segment, Segments
 from testing.kernels.cases import Case, cases, check_case, check_dense, check_sources
@@ -54,7 +54,7 @@ def test_offsets_beyond_32_bits() -> None:
     scale = torch.zeros(residual.numel() // FORMAT.block_size, dtype=torch.bfloat16, device="cuda")
     wire = torch.empty(BEYOND + nbytes, dtype=torch.uint8, device="cuda")
     flag = torch.zeros(1, dtype=torch.int32, device="cuda")
-    loco_encode_(x, residual, scale, wire, segments, FORMAT, beta=0.8, flag=flag)
+    encode_(x, wire, segments, FORMAT, flag=flag, feedback=Feedback(residual, scale, 0.8))
 
     want_residual, want_wire = torch.zeros(10_240, dtype=torch.int8), torch.empty(nbytes, dtype=torch.uint8)
     want_scale = torch.zeros(80, dtype=torch.bfloat16)

@@ -20,7 +20,8 @@ def available() -> bool:
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The extension's file. Its functions are called through ctypes, which lets go of the interpreter lock.
+    """The extension's file. Its functions are called through ctypes, which lets go of the interpreter lock; those that
+    compute are in `lowbit_strategy.kernels.native.functions`.
 
     Raises:
         RuntimeError: The extension was not built, or from other sources than these.
@@ -33,14 +34,8 @@ def library() -> ctypes.CDLL:
         raise RuntimeError(
             f"{spec.origin} was built from other sources: reinstall, or run setup.py build_ext --inplace"
         )
-    call = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-    for function, result, arguments in (
-        (lib.lowbit_isa, ctypes.c_char_p, (ctypes.c_int,)),
-        (lib.lowbit_find, ctypes.c_void_p, (ctypes.c_char_p,)),
-        (lib.lowbit_encode, ctypes.c_int, call),
-        (lib.lowbit_decode_sum, None, call),
-    ):
-        function.restype, function.argtypes = result, arguments
+    lib.lowbit_isa.restype, lib.lowbit_isa.argtypes = ctypes.c_char_p, (ctypes.c_int,)
+    lib.lowbit_find.restype, lib.lowbit_find.argtypes = ctypes.c_void_p, (ctypes.c_char_p,)
     return lib
 
 

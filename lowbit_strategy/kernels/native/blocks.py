@@ -8,18 +8,19 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
 from lowbit_strategy.kernels.loco import Feedback
-from lowbit_strategy.kernels.native import isa, kernels_of, library
+from lowbit_strategy.kernels.native import isa, kernels_of
 from lowbit_strategy.kernels.native.calls import CallStruct, call_struct, extent, set_residual
+from lowbit_strategy.kernels.native.functions import function
 from lowbit_strategy.kernels.native.threads import run
 from lowbit_strategy.kernels.segments import Segments
 
 
 def _run(name: str, call: CallStruct, segments: Segments, fmt: BlockFormat | DenseFormat) -> bool:
     """Call a function of the library for all blocks; whether something was not finite."""
-    function, kernels, pointer = getattr(library(), name), kernels_of(isa()), ctypes.byref(call)
+    work, kernels, pointer = function(name), kernels_of(isa()), ctypes.byref(call)
     return any(
         run(
-            lambda first, last: function(kernels, pointer, first, last),
+            lambda first, last: work(kernels, pointer, first, last),
             extent(segments, fmt).num_blocks,
             fmt.block_size,
         )

@@ -9,50 +9,25 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.native import isa
 from lowbit_strategy.kernels.native.functions import function
-from lowbit_strategy.kernels.native.threads import run
+from lowbit_strategy.kernels.native.threads import run, run_on_elements
 from lowbit_strategy.kernels.reference.rng import hash32
 
-_BLOCK = 4096  # parts of a tensor that threads take start on multiples of it
-
-
-def _select(x: Tensor, start: int, stop: int, threshold: float, capacity: int) -> tuple[int, Tensor, Tensor]:
-    indices = torch.empty(capacity, dtype=torch.int32)
-    values = torch.empty(capacity, dtype=torch.float32)
-    count = function("lowbit_select")(
-        isa().encode(), x.data_ptr(), start, stop, threshold, indices.data_ptr(), values.data_ptr(), capacity
-    )
-    return int(count), indices, values
+_CHUNK = 4096
 
 
 def sample_magnitudes(x: Tensor, num: int, seed: int, addend: Tensor | None) -> Tensor:
     magnitudes = torch.empty(num, dtype=torch.float32)
-    function("lowbit_sample_magnitudes")(
-        x.data_ptr(),
-        None if addend is None else addend.data_ptr(),
-        x.numel(),
-        num,
-        hash32(seed),
-        magnitudes.data_ptr(),
-    )
+    function("lowbit_sample_magnitudes")(x, addend, x.numel(), num, hash32(seed), magnitudes)
     return magnitudes
 
 
 def chunk_top_k(x: Tensor, kept_M: Tensor, positions_MK: Tensor, values_MK: Tensor) -> None:
-    kept_M = kept_M.contiguous()
+    kept_M, room = kept_M.contiguous(), positions_MK.shape[1]
 
     def work(first: int, last: int) -> None:
-        function("lowbit_chunk_top_k")(
-            isa().encode(),
-            x.data_ptr(),
-            first,
-            last,
-            kept_M.data_ptr(),
-            positions_MK.shape[1],
-            positions_MK.data_ptr(),
-            values_MK.data_ptr(),
-        )
+        function("lowbit_chunk_top_k")(isa().encode(), x, first, last, kept_M, room, positions_MK, values_MK)
 
-    run(work, kept_M.numel(), _BLOCK)
+    run(work, kept_M.numel(), _CHUNK)
 
 
 def top_k_(x: Tensor, addend: Tensor | None, k: int, groups: int) -> tuple[tuple[Tensor, Tensor] | None, bool]:
@@ -61,64 +36,39 @@ def top_k_(x: Tensor, addend: Tensor | None, k: int, groups: int) -> tuple[tuple
     scratch = torch.empty(groups + 3 * capacity, dtype=torch.int32)
     positions, values = torch.empty(k, dtype=torch.int64), torch.empty(k, dtype=torch.float32)
     count = function("lowbit_top_k")(
-        isa().encode(),
-        x.data_ptr(),
-        None if addend is None else addend.data_ptr(),
-        x.numel(),
-        k,
-        groups,
-        scratch.data_ptr(),
-        capacity,
-        positions.data_ptr(),
-        values.data_ptr(),
+        isa().encode(), x, addend, x.numel(), k, groups, scratch, capacity, positions, values
     )
     return (positions, values) if count == k else None, count != -2
 
 
-def select_above(x: Tensor, threshold: float, expected: int | None) -> tuple[Tensor, Tensor]:
+def select_above(
+    x: Tensor, threshold: float, expected: int | None, addend: Tensor | None
+) -> tuple[Tensor, Tensor, bool]:
+    """Positions and values, of the sums if there is an addend, and whether all sums are finite; `x` has them."""
     numel = x.numel()
     share = (numel // 64 if expected is None else expected + expected // 2) / max(numel, 1)
 
-    def work(first: int, last: int) -> tuple[Tensor, Tensor]:
-        start, stop = first * _BLOCK, min(last * _BLOCK, numel)
+    def work(start: int, stop: int) -> tuple[Tensor, Tensor, bool]:
         capacity = min(stop - start, int(share * (stop - start)) + 1024)
-        count, indices, values = _select(x, start, stop, threshold, capacity)
+        count, indices, values, finite = _select(x, start, stop, threshold, capacity, addend)
         if count > capacity:
-            count, indices, values = _select(x, start, stop, threshold, count)
-        return indices[:count], values[:count]
+            count, indices, values, _ = _select(x, start, stop, threshold, count, None)
+        return indices[:count], values[:count], finite
 
-    return _joined(run(work, -(-numel // _BLOCK), _BLOCK))
-
-
-def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    parts = run_on_elements(work, numel)
     if len(parts) == 1:
         return parts[0]
-    return torch.cat([indices for indices, _ in parts]), torch.cat([values for _, values in parts])
+    indices, values, finite = zip(*parts, strict=True)
+    return torch.cat(indices), torch.cat(values), all(finite)
 
 
-def add_select_(x: Tensor, addend: Tensor, threshold: float, expected: int) -> tuple[Tensor, Tensor, bool]:
-    numel = x.numel()
-    share, add_select, name = (expected + expected // 2) / max(numel, 1), function("lowbit_add_select"), isa().encode()
-
-    def work(first: int, last: int) -> tuple[Tensor, Tensor, bool]:
-        start, stop = first * _BLOCK, min(last * _BLOCK, numel)
-        capacity = min(stop - start, int(share * (stop - start)) + 1024)
-        indices, values = torch.empty(capacity, dtype=torch.int32), torch.empty(capacity, dtype=torch.float32)
-        found, nonfinite = (indices.data_ptr(), values.data_ptr(), capacity), ctypes.c_int32()
-        span = (start, stop, threshold)
-        count = add_select(name, x.data_ptr(), addend.data_ptr(), *span, *found, ctypes.byref(nonfinite))
-        if count > capacity:
-            count, indices, values = _select(x, start, stop, threshold, count)
-        return indices[:count], values[:count], not nonfinite.value
-
-    parts = run(work, -(-numel // _BLOCK), _BLOCK)
-    if len(parts) == 1:
-        return parts[0]
-    return *_joined([part[:2] for part in parts]), all(finite for _, _, finite in parts)
-
-
-def count_above(x: Tensor, threshold: float) -> int:
-    def work(first: int, last: int) -> int:
-        return _select(x, first * _BLOCK, min(last * _BLOCK, x.numel()), threshold, 0)[0]
-
-    return sum(run(work, -(-x.numel() // _BLOCK), _BLOCK))
+def _select(
+    x: Tensor, start: int, stop: int, threshold: float, capacity: int, addend: Tensor | None
+) -> tuple[int, Tensor, Tensor, bool]:
+    indices, values = torch.empty(capacity, dtype=torch.int32), torch.empty(capacity, dtype=torch.float32)
+    arguments = (start, stop, threshold, indices, values, capacity)
+    if addend is None:
+        return int(function("lowbit_select")(isa().encode(), x, *arguments)), indices, values, True
+    nonfinite = ctypes.c_int32()
+    count = function("lowbit_add_select")(isa().encode(), x, addend, *arguments, ctypes.byref(nonfinite))
+    return int(count), indices, values, not nonfinite.value

@@ -10,19 +10,13 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.native import isa
 from lowbit_strategy.kernels.native.functions import function
-from lowbit_strategy.kernels.native.threads import run
+from lowbit_strategy.kernels.native.threads import run_on_elements
 from lowbit_strategy.kernels.reference.sparse import BlockGrid, Located
-
-_PIECE = 4096  # parts of a tensor that threads take start on multiples of it
 
 
 def peak(x: Tensor) -> float:
-    numel, largest, name = x.numel(), function("lowbit_peak"), isa().encode()
-
-    def work(first: int, last: int) -> float:
-        return float(largest(name, x.data_ptr(), first * _PIECE, min(last * _PIECE, numel)))
-
-    return max(run(work, -(-numel // _PIECE), _PIECE))
+    largest, name = function("lowbit_peak"), isa().encode()
+    return max(run_on_elements(lambda start, stop: float(largest(name, x, start, stop)), x.numel()))
 
 
 def locate(index_E: Tensor, sizes: Sequence[int], grid: BlockGrid) -> Located:
@@ -34,39 +28,29 @@ def locate(index_E: Tensor, sizes: Sequence[int], grid: BlockGrid) -> Located:
         order = torch.empty(num_entries, dtype=torch.int64)
         places = torch.empty(num_messages, num_views, dtype=torch.int64)
     function("lowbit_locate")(
-        index_E.data_ptr(),
+        index_E,
         (ctypes.c_int64 * num_views)(*sizes),
-        grid.span_V.data_ptr(),
-        grid.first_block_V.data_ptr(),
+        grid.span_V,
+        grid.first_block_V,
         num_views,
         grid.num_blocks,
         num_messages,
-        counts_DK.data_ptr(),
-        positions.data_ptr(),
-        None if order is None else order.data_ptr(),
-        None if places is None else places.data_ptr(),
+        counts_DK,
+        positions,
+        order,
+        places,
     )
     return Located(order, counts_DK, positions, [list(sizes)] if places is None else places.tolist())
 
 
 def positions(counts_K: Tensor, wire: Tensor, count: int, grid: BlockGrid) -> Tensor | None:
     found = torch.empty(count, dtype=torch.int64)
-    damaged = function("lowbit_positions")(
-        counts_K.data_ptr(),
-        grid.start_K.data_ptr(),
-        grid.length_K.data_ptr(),
-        grid.num_blocks,
-        wire.data_ptr(),
-        count,
-        found.data_ptr(),
-    )
+    damaged = function("lowbit_positions")(counts_K, grid.start_K, grid.length_K, grid.num_blocks, wire, count, found)
     return None if damaged else found
 
 
 def take_out_(residual: Tensor, indices: Tensor, values: Tensor, sent: Tensor) -> None:
-    function("lowbit_take_out")(
-        residual.data_ptr(), indices.data_ptr(), values.data_ptr(), sent.data_ptr(), indices.numel()
-    )
+    function("lowbit_take_out")(residual, indices, values, sent, indices.numel())
 
 
 def write_sum_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], alpha: float) -> None:
@@ -74,11 +58,11 @@ def write_sum_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], alpha: float
     pointers = ctypes.c_void_p * len(parts)
     room = torch.empty(sum(counts) if alpha != 1.0 else 0, dtype=torch.float32)
     function("lowbit_add_entries")(
-        out.zero_().data_ptr(),
+        out.zero_(),
         pointers(*[indices.data_ptr() for indices, _ in parts]),
         pointers(*[values.data_ptr() for _, values in parts]),
         (ctypes.c_int64 * len(parts))(*counts),
         len(parts),
         alpha,
-        room.data_ptr(),
+        room,
     )

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 _GRAIN = 65536  # elements a thread must have for handing over to it to pay
+_PART = 4096
 _T = TypeVar("_T")
 _pools: dict[int, ThreadPoolExecutor] = {}
 
@@ -26,9 +27,14 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 def run(work: Callable[[int, int], _T], num_blocks: int, block_size: int) -> list[_T]:
     """``work(first, last)`` over parts of ``range(num_blocks)``, one here and the others beside."""
     parts = max(1, min(torch.get_num_threads(), num_blocks * block_size // _GRAIN))
-    bounds = [num_blocks * part // parts for part in range(parts + 1)]
     if parts == 1:
         return [work(0, num_blocks)]
+    bounds = [num_blocks * part // parts for part in range(parts + 1)]
     pool = _pool(parts - 1)
     others = [pool.submit(work, *pair) for pair in pairwise(bounds[1:])]
     return [work(*bounds[:2]), *(other.result() for other in others)]
+
+
+def run_on_elements(work: Callable[[int, int], _T], numel: int) -> list[_T]:
+    """``work(start, stop)`` over parts of ``range(numel)`` that start on multiples of 4,096."""
+    return run(lambda first, last: work(first * _PART, min(last * _PART, numel)), -(-numel // _PART), _PART)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.format import TERNARY_THRESHOLD, BlockFormat, uniform
+from lowbit_strategy.kernels.integers import pack_digits, pack_planes, unpack_digits, unpack_planes
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference.rng import CODE_STREAM, RESIDUAL_STREAM, dither, stream_key
 from lowbit_strategy.kernels.segments import CACHE_ELEMENTS, Piece, Segments, pieces
 
 _FLT_MIN = torch.finfo(torch.float32).tiny
-_TRIT_WEIGHTS = (1, 3, 9, 27, 81)
+_TRITS = 5  # to a byte
 _RESIDUAL_GRID = uniform(8, 128)  # of blocks of any size
 
 
@@ -108,40 +109,18 @@ def dequantize(codes_KB: Tensor, scale_K: Tensor, fmt: BlockFormat) -> Tensor:
 
 
 def pack(codes_KB: Tensor, fmt: BlockFormat) -> Tensor:
-    """uint8 [K, C]. Half-split: byte j of a plane of width w holds elements j, j + n, j + 2n ... (n bytes a plane),
-    element j in the lowest bits. That is what vectorises; neighbouring elements in one byte do not.
-    """
+    """uint8 [K, C], as `lowbit_strategy.kernels.integers` packs."""
     if fmt.is_ternary:
-        size = fmt.code_nbytes
-        padded = torch.nn.functional.pad(codes_KB, (0, 5 * size - fmt.block_size), value=fmt.zero_code)
-        trits = padded.view(-1, 5, size)
-        return sum(trits[:, k] * weight for k, weight in enumerate(_TRIT_WEIGHTS)).to(torch.uint8)  # type: ignore[union-attr]
-    planes, shift = [], 0
-    for width in fmt.planes:
-        field = (codes_KB >> shift) & ((1 << width) - 1)
-        parts = field.view(field.shape[0], 8 // width, -1)
-        byte = parts[:, 0].clone()
-        for k in range(1, 8 // width):
-            byte |= parts[:, k] << (k * width)
-        planes.append(byte)
-        shift += width
-    return torch.cat(planes, -1)
+        padding = (0, _TRITS * fmt.code_nbytes - fmt.block_size)
+        return pack_digits(torch.nn.functional.pad(codes_KB, padding, value=fmt.zero_code), _TRITS, 3)
+    return pack_planes(codes_KB, fmt.planes)
 
 
 def unpack(packed_KC: Tensor, fmt: BlockFormat) -> Tensor:
     """Codes, uint8 [K, B]: the inverse of `pack`."""
     if fmt.is_ternary:
-        trits = [(packed_KC // weight) % 3 for weight in _TRIT_WEIGHTS]
-        return torch.cat(trits, -1)[:, : fmt.block_size]
-    codes = torch.zeros(packed_KC.shape[0], fmt.block_size, dtype=torch.uint8, device=packed_KC.device)
-    shift, start = 0, 0
-    for width in fmt.planes:
-        size = fmt.block_size * width // 8
-        byte = packed_KC[:, start : start + size]
-        fields = [(byte >> (k * width)) & ((1 << width) - 1) for k in range(8 // width)]
-        codes |= torch.cat(fields, -1) << shift
-        shift, start = shift + width, start + size
-    return codes
+        return unpack_digits(packed_KC, _TRITS, 3)[:, : fmt.block_size]
+    return unpack_planes(packed_KC, fmt.planes)
 
 
 def valid_mask(numel: int, fmt: BlockFormat, device: torch.device) -> Tensor:

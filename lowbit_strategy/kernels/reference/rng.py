@@ -5,24 +5,28 @@ The mixer is the public-domain 32-bit "lowbias32" finaliser (C. Wellons, 2018).
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
 CODE_STREAM, RESIDUAL_STREAM = 0, 1
+_Number = TypeVar("_Number", int, Tensor)
 
 
-def hash32(x: int) -> int:
-    x &= _MASK
+def hash32(x: _Number) -> _Number:
+    """32 bits of an integer, or of each of an int64 tensor."""
+    x = x & _MASK
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)
 
 
-def stream_key(seed: int, salt: int, stream: int) -> int:
+def stream_key(seed: int, salt: _Number, stream: int) -> _Number:
     """32-bit key of one segment's stream: every call has a seed, every segment a salt, every use a stream."""
-    return hash32(hash32(seed ^ salt) + stream)
+    return hash32(hash32(salt ^ seed) + stream)
 
 
 def dither(first: int, numel: int, key: int, device: torch.device) -> Tensor:
@@ -32,17 +36,4 @@ def dither(first: int, numel: int, key: int, device: torch.device) -> Tensor:
 
 def dither_at(index: Tensor, key: Tensor | int) -> Tensor:
     """`dither` at any elements: int64 indices and keys that broadcast."""
-    return (_hash32_of(index * GOLDEN + key) >> 8).to(torch.float32) * 2.0**-24 - 0.5
-
-
-def stream_keys(seed: int, salt: Tensor, stream: int) -> Tensor:
-    """`stream_key` of each of many segments, int64."""
-    return _hash32_of(_hash32_of(salt ^ seed) + stream)
-
-
-def _hash32_of(x: Tensor) -> Tensor:
-    """`hash32` of int64 tensors."""
-    x = x & _MASK
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
+    return (hash32(index * GOLDEN + key) >> 8).to(torch.float32) * 2.0**-24 - 0.5

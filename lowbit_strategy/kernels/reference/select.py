@@ -9,8 +9,6 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 
-_MASK = 0xFFFFFFFF
-
 
 def select_above(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Positions (int32, ascending) and values of ``|x| >= threshold``; NaN is not selected."""
@@ -18,15 +16,10 @@ def select_above(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     return indices.to(torch.int32), x.index_select(0, indices)
 
 
-def add_select_(x: Tensor, addend: Tensor, threshold: float) -> tuple[Tensor, Tensor, bool]:
-    """``x += addend``, then `select_above`; and whether all sums are finite."""
+def add_(x: Tensor, addend: Tensor) -> bool:
+    """``x += addend``; whether all sums are finite."""
     x.add_(addend)
-    finite = math.isfinite(float(x.sum())) or bool(x.isfinite().all())  # one fast pass where nothing is wrong
-    return *select_above(x, threshold), finite
-
-
-def count_above(x: Tensor, threshold: float) -> int:
-    return int((x.abs() >= threshold).sum())
+    return math.isfinite(float(x.sum())) or bool(x.isfinite().all())  # one fast pass where nothing is wrong
 
 
 def top_k(x: Tensor, k: int) -> Tensor:
@@ -55,8 +48,5 @@ def sample_positions(numel: int, num: int, seed: int, device: torch.device) -> T
     A plain stride would look at the same columns of a matrix again and again; a generator would need state.
     """
     edges = torch.arange(num + 1, dtype=torch.int64, device=device) * numel // max(num, 1)
-    x = (torch.arange(num, dtype=torch.int64, device=device) * GOLDEN + hash32(seed)) & _MASK
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    x = x ^ (x >> 16)
+    x = hash32(torch.arange(num, dtype=torch.int64, device=device) * GOLDEN + hash32(seed))
     return edges[:-1] + ((x * edges.diff()) >> 32)  # a stratum has fewer than 2**31 elements

@@ -81,14 +81,7 @@ def locate(index_E: Tensor, sizes: Sequence[int], grid: BlockGrid) -> Located:
 
 
 def positions(counts_K: Tensor, wire: Tensor, count: int, grid: BlockGrid) -> Tensor | None:
-    """The positions in their parameters, int64 [count], that a message starts with; None if one cannot be.
-
-    Args:
-        counts_K: int32, entries in each block: not negative, `count` in all.
-        wire: uint8, at least two bytes for each.
-        count: How many positions all blocks have.
-        grid: How parameters are cut.
-    """
+    """The positions in their parameters, int64 [count], that a message starts with; None if one cannot be."""
     low_E = wire[: 2 * count].clone().view(torch.int16).long() & 0xFFFF
     block_E = torch.arange(grid.num_blocks, device=wire.device).repeat_interleave(counts_K, output_size=count)
     if bool((low_E >= grid.length_K.index_select(0, block_E)).any()):

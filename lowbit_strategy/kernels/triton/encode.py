@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.kernels.format import float_bits, uniform
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM as _RESIDUAL_STREAM
 from lowbit_strategy.kernels.triton.device_functions import (
     ahead,
@@ -20,7 +20,6 @@ from lowbit_strategy.kernels.triton.device_functions import (
     locate,
     offsets,
 )
-from lowbit_strategy.kernels.triton.layout import float_bits
 from lowbit_strategy.kernels.triton.packing import load_scale, raise_flag, store_codes, store_scale
 from lowbit_strategy.kernels.triton.rounding import quantize, round_parts, stream_key
 from lowbit_strategy.kernels.triton.scales import block_scale, inverse, residual_scale
@@ -39,7 +38,7 @@ class How(NamedTuple):
     stochastic_residual: bool
 
 
-class SegmentStep(NamedTuple):
+class StepArguments(NamedTuple):
     """What all tiles of a segment have in common in one step."""
 
     beta_old: tl.tensor
@@ -210,7 +209,7 @@ def encode_kernel(
     block = ahead(tl.load(row + 1), tile, shape.rows)
     codes_at = ahead(wire + tl.multiple_of(tl.load(row + 2), 16), tile, shape.rows * fmt.code_nbytes)
     scales_at = ahead(wire + tl.load(row + 3), tile, shape.rows * 2)
-    step = SegmentStep(beta_old, beta_new, reset, seed, tl.load(row + 6), table, flag)
+    step = StepArguments(beta_old, beta_new, reset, seed, tl.load(row + 6), table, flag)
     first = tile * TILE
     if is_plain(x + place, left, TILE):
         encode_tile(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.kernels.format import BlockFormat, float_bits
 
 MAX_UNROLLED_CODEBOOK = 16  # more values than these are looked up in memory, in a loop
 
@@ -78,11 +78,6 @@ class DeviceFormat:
     codebook_size: int
     zero_code: int
     ternary: bool
-
-
-def float_bits(x: float) -> int:
-    bits: int = struct.unpack("<i", struct.pack("<f", x))[0]
-    return bits
 
 
 @functools.lru_cache(maxsize=256)

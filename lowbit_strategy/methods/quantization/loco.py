@@ -13,10 +13,10 @@ from lowbit_strategy.codecs.block import BlockCodec, Rounding
 from lowbit_strategy.codecs.rotate import RotatedCodec
 from lowbit_strategy.collectives.stateful_codec import Arena, StatefulCodec, StateTensors
 from lowbit_strategy.collectives.step_context import StepContext
-from lowbit_strategy.kernels.blocks import decode_sum_
+from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.codebooks import fitted, gaussian_codebook, ternary, unit_gain
 from lowbit_strategy.kernels.format import BlockFormat, uniform
-from lowbit_strategy.kernels.loco import loco_encode_
+from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
@@ -80,20 +80,15 @@ class LoCoCodec(StatefulCodec):
     def encode_(
         self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
     ) -> None:
-        loco_encode_(
-            x,
+        feedback = Feedback(
             state["residual"],
             state.get("residual_scale"),
-            wire,
-            segments,
-            self.fmt,
-            beta=self.beta,
+            self.beta,
             reset=self.reset_steps is not None and step.index > 0 and step.index % self.reset_steps == 0,
-            stochastic=self.rounding == "stochastic",
-            stochastic_residual=self.residual_rounding == "stochastic",
-            seed=step.seed,
-            flag=flag,
+            stochastic=self.residual_rounding == "stochastic",
         )
+        stochastic = self.rounding == "stochastic"
+        encode_(x, wire, segments, self.fmt, flag=flag, stochastic=stochastic, seed=step.seed, feedback=feedback)
 
     def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
         decode_sum_(wire_WB, out, segments, self.fmt, alpha=alpha)

@@ -13,6 +13,12 @@ from lowbit_strategy.kernels.reference import select as reference
 from lowbit_strategy.kernels.sums import OverflowedSum, Sum, top_k
 
 
+def _added(x: Tensor, addend: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """The definition."""
+    assert reference.add_(x, addend)
+    return reference.select_above(x, threshold)
+
+
 def _pair(numel: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
@@ -23,12 +29,11 @@ def _pair(numel: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def test_adding_and_selecting_is_the_definition(path: str, numel: int, threshold: float) -> None:
     x, addend = _pair(numel)
     wanted_x = x.clone()
-    wanted_indices, wanted_values, wanted_finite = reference.add_select_(wanted_x, addend, threshold)
-    indices, values, finite = select.add_select_(x, addend, threshold, expected=numel // 100)
+    wanted_indices, wanted_values = _added(wanted_x, addend, threshold)
+    indices, values = select.select_above(x, threshold, expected=numel // 100, addend=addend)
     assert torch.equal(x, wanted_x)
     assert torch.equal(indices, wanted_indices)
     assert torch.equal(values, wanted_values)
-    assert finite is wanted_finite is True
 
 
 @pytest.mark.parametrize(("numel", "k"), [(1, 1), (10, 0), (40, 40), (1056, 8), (70_001, 70), (200_001, 9_000)])
@@ -42,12 +47,12 @@ def test_adding_and_taking_the_largest_is_the_definition(path: str, numel: int, 
         y, other = x.clone(), addend.clone()
         if at is not None:
             other[at] = math.nan
-        found = select.add_top_k_(y, other, k)
         if at is not None:
-            assert found is None
+            with pytest.raises(OverflowedSum):
+                select.top_k(y, k, addend=other)
             continue
+        found = select.top_k(y, k, addend=other)
         assert torch.equal(y, wanted_x)
-        assert found is not None
         assert torch.equal(found[0], wanted)
         assert torch.equal(found[1], wanted_x[wanted])
 
@@ -61,10 +66,11 @@ def test_one_sum_that_is_not_finite_is_found_anywhere(path: str, threads: int, a
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert select.add_select_(x.clone(), addend, 3.0, expected=0)[2] is False
+        with pytest.raises(OverflowedSum):
+            select.select_above(x.clone(), 3.0, expected=0, addend=addend)
         addend[at] = -value if math.isfinite(value) else 0.0
         x[at] = value if math.isfinite(value) else torch.finfo(torch.float32).max
-        assert select.add_select_(x, addend, 3.0, expected=0)[2] is True
+        select.select_above(x, 3.0, expected=0, addend=addend)
     finally:
         torch.set_num_threads(before)
 
@@ -75,8 +81,8 @@ def test_slices_and_signs_of_zero_are_the_definition(path: str) -> None:
     x[50], addend[50] = 1e-45, -3e-45
     for start in range(5):
         ours, wanted = x[start:].clone(), x[start:].clone()
-        found, expected = select.add_select_(ours, addend[start:], 1e-44, expected=9), None
-        expected = reference.add_select_(wanted, addend[start:], 1e-44)
+        found = select.select_above(ours, 1e-44, expected=9, addend=addend[start:])
+        expected = _added(wanted, addend[start:], 1e-44)
         assert torch.equal(ours.view(torch.int32), wanted.view(torch.int32))
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
@@ -85,9 +91,8 @@ def test_slices_and_signs_of_zero_are_the_definition(path: str) -> None:
 def test_other_dtypes_are_added_too(path: str) -> None:
     x, addend = _pair(9_000)
     wanted = x + addend.bfloat16()
-    indices, values, finite = select.add_select_(x, addend.bfloat16(), 2.5, expected=0)
+    indices, values = select.select_above(x, 2.5, expected=0, addend=addend.bfloat16())
     assert torch.equal(x, wanted)
-    assert finite
     assert torch.equal(indices, reference.select_above(wanted, 2.5)[0])
     assert torch.equal(values, reference.select_above(wanted, 2.5)[1])
 
