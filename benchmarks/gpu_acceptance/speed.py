@@ -45,7 +45,7 @@ def cold_compile(device: torch.device) -> Figures:
             script = (
                 "import sys, time, torch\n"
                 "from lowbit_strategy.kernels.format import uniform\n"
-                "from lowbit_strategy.kernels.triton import offline\n"
+                "from testing.kernels import offline\n"
                 "from lowbit_strategy.kernels.triton.layout import device_format\n"
                 "from lowbit_strategy.kernels.triton.tiles import decode_launch\n"
                 "fmt = uniform(4, 128)\n"

@@ -210,7 +210,7 @@ def _problem(saved: Any, place: Place) -> str | None:
         return f"holds the residuals of rank {found.rank} of {found.world_size} at step {found.step}"
     # Weights, buffers (a mask of -inf) and moments are the training's: there a value that is not finite may be right.
     residuals = _tensors("parameters", saved["parameters"])
-    bad = next((key for key, tensor in residuals if not _is_finite(tensor)), None)
+    bad = next((key for key, x in residuals if x.is_floating_point() and not x.float().isfinite().all()), None)
     return None if bad is None else f"holds a residual that is not finite, in {bad}"
 
 
@@ -223,7 +223,3 @@ def _tensors(key: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
             yield from _tensors(f"{key}[{index}]", inner)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())

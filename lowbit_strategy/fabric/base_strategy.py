@@ -44,7 +44,10 @@ class LowBitFabricMixin(ParallelStrategy):
 
     def attach(self, session: Session) -> None:
         """Take over a new attachment, in the place of an earlier one of the same module if there is one."""
-        session.bind(self._alive_optimizers, lambda: self.loss_scaler)
+        session.bind(
+            lambda: [optimizer for each in self._optimizers if (optimizer := each()) is not None],
+            lambda: self.loss_scaler,
+        )
         for index, earlier in enumerate(self.sessions):
             if earlier.shares_parameters(session):
                 session.adopt(earlier)
@@ -85,9 +88,6 @@ class LowBitFabricMixin(ParallelStrategy):
         check_optimizers(self.compressor, self.options, [optimizer])
         self._optimizers.append(weakref.ref(optimizer))
         return super().setup_optimizer(optimizer)
-
-    def _alive_optimizers(self) -> list[Any]:
-        return [optimizer for each in self._optimizers if (optimizer := each()) is not None]
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         path = self.broadcast(path)

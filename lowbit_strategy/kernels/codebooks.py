@@ -31,16 +31,12 @@ def gaussian_codebook(codebook_size: int) -> tuple[float, ...]:
     moved = math.inf
     while moved > _CONVERGED:
         edges = [-math.inf, *((a + b) / 2 for a, b in pairwise(codebook)), math.inf]
-        fitted = [_mean_between(a, b) for a, b in pairwise(edges)]
+        fitted = [(_pdf(a) - _pdf(b)) / (_cdf(b) - _cdf(a)) for a, b in pairwise(edges)]  # means between edges
         moved = max(abs(new - old) for new, old in zip(fitted, codebook, strict=True))
         codebook = fitted
     half = [_round(value) for value in codebook[codebook_size - codebook_size // 2 :]]
     middle = [0.0] if codebook_size % 2 else []
     return (*(-value for value in reversed(half)), *middle, *half)
-
-
-def _mean_between(a: float, b: float) -> float:
-    return (_pdf(a) - _pdf(b)) / (_cdf(b) - _cdf(a))
 
 
 def _pdf(x: float) -> float:

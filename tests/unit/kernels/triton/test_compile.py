@@ -12,9 +12,9 @@ from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from lowbit_strategy.kernels.triton import offline
 from lowbit_strategy.kernels.triton.layout import device_format
 from lowbit_strategy.kernels.triton.tiles import decode_launch, encode_launch
+from testing.kernels import offline
 from testing.kernels.cases import FITTED_2, fitted, ternary
 
 ARCHITECTURES = (pytest.param(80, marks=pytest.mark.slow), 90)

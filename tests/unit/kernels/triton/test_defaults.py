@@ -14,10 +14,10 @@ from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from lowbit_strategy.kernels.triton import offline
 from lowbit_strategy.kernels.triton.layout import device_format
-from lowbit_strategy.kernels.triton.offline import Resources
 from lowbit_strategy.kernels.triton.tiles import decode_launch, encode_launch
+from testing.kernels import offline
+from testing.kernels.offline import Resources
 
 FOUR_PROGRAMS = 128  # registers that leave room for so many programs of 128 threads on a multiprocessor
 EXACT = DenseFormat("float32")
