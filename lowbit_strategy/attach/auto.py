@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lowbit_strategy.attach.fit import room_for
 from lowbit_strategy.attach.prepare import Prepared
 from lowbit_strategy.attach.wiring import Wiring
+from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import assign_all
@@ -125,15 +126,9 @@ class AutoChoice:
     def _measured(self) -> tuple[float, ...]:
         return tuple(self._seconds[-self._timed :])
 
-    def _share(self, mine: Any) -> list[Any]:
-        """Every rank's, in order."""
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, mine, group=self._group)
-        return everyone
-
     def _slowest(self, name: str) -> Timed:
         """Each timed step as long as it was on the rank where it took longest."""
-        everyone = self._share(self._measured())
+        everyone = gathered(self._measured(), self._group)
         return Timed(name, tuple(max(step) for step in zip(*everyone, strict=True)))
 
     # -- the framework's own --------------------------------------------------------------------------------------
@@ -220,7 +215,7 @@ class AutoChoice:
 
     def _emptied(self) -> None:
         self._emptying += 1
-        if any(self._share(self._unsent())) and self._emptying < _MOST_EMPTYING_STEPS:
+        if any(gathered(self._unsent(), self._group)) and self._emptying < _MOST_EMPTYING_STEPS:
             self._begin(1, 1)
             return
         self.phase = "own"
@@ -253,7 +248,7 @@ class AutoChoice:
     def _look(self) -> None:
         """Have steps become a third slower or faster?"""
         assert self._reference_s is not None
-        seconds = max(self._share(statistics.median(self._measured())))
+        seconds = max(gathered(statistics.median(self._measured()), self._group))
         if not has_changed(seconds, self._reference_s):
             self._begin(LOOK_EVERY, 50)
             return
@@ -300,6 +295,6 @@ class AutoChoice:
 
     def after_load(self) -> None:
         """A checkpoint's residuals have been loaded; on all ranks. What nothing would send is sent first."""
-        if self.active is None and any(self._share(self._unsent())):
+        if self.active is None and any(gathered(self._unsent(), self._group)):
             self._empty()
             self._take(self._coding)

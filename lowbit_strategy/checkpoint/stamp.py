@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lowbit_strategy.checkpoint.residual_files import ADVICE, Place, ResidualFileError
+from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 
 Stamp = dict[str, Any]
@@ -25,10 +26,8 @@ _KINDS = {"step_index": int, "world_size": int, "parameters": list, "checksums":
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Every rank's `value`, in rank order."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
     with naming_lost_ranks(group, "agreeing on a checkpoint's residual files", ""):
-        dist.all_gather_object(everyone, value, group=group)
-    return everyone
+        return gathered(value, group)
 
 
 def first_problem(problems: list[str | None]) -> str | None:

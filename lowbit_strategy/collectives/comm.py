@@ -204,6 +204,13 @@ class UnderWay:
             return self._work.wait()
 
 
+def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, in rank order, by pickling; all ranks call this."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def bytes_from_first_rank(message: bytes, comm: Comm, device: torch.device) -> bytes:
     """The first rank's `message` on every rank: its length, and then the bytes, sent from `device`."""
     length = torch.tensor([len(message)], device=device)

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from lowbit_strategy.collectives.comm import gathered
+
 _SLOW = ("exdyna", "partition", "warmup")  # presets that code as another preset does, or need a whole model
 
 
@@ -107,9 +109,7 @@ def _links(device: Any, world_size: int, progress: Progress) -> dict[str, Any]:
     topology = find_topology()
     size = topology.ranks_per_node if topology.obstacle is None else None
     ranks = make_ranks(None, topology, size, device, scatter=False)
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, measure_network(ranks, device))
-    network = slowest_network(everyone)
+    network = slowest_network(gathered(measure_network(ranks, device)))
     ranks.destroy()
     levels = {"inter-node": network.between} if topology.num_nodes != 1 else {}
     if topology.num_nodes == 1 or size is not None:

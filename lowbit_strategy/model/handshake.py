@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.parameters import canonical_name, trainable_parameters
@@ -60,9 +61,8 @@ def handshake(mine: Facts, group: dist.ProcessGroup | None = None) -> None:
         LostRankError: A rank has ended.
         RuntimeError: On every rank, naming the first rank and field that differ from rank 0.
     """
-    everyone: list[dict[str, object]] = [{}] * dist.get_world_size(group)
     with naming_lost_ranks(group, "the comparison of models and options", ""):
-        dist.all_gather_object(everyone, dict(mine), group=group)
+        everyone = gathered(dict(mine), group)
     for rank, theirs in enumerate(everyone):
         for field in everyone[0] | theirs:
             value, their_value = everyone[0].get(field), theirs.get(field)

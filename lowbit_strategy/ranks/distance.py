@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lowbit_strategy.collectives.comm import gathered
+
 FAR_S = 5e-3  # a round trip from which on ranks are far apart: between hosts of one site it takes less than 1 ms
 _TRIES = 5  # each time that it is measured
 _TIMES = 2  # before ranks are taken to be far apart: a machine may be busy for a while
@@ -21,9 +23,7 @@ def is_far(group: dist.ProcessGroup | None) -> bool:
     least. The quickest of several tries on the quickest rank counts: a host that is busy is not far. Ranks that share a
     network's interfaces are not, whatever they measure.
     """
-    networks: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(networks, _network(), group)
-    if len(set(networks)) == 1:
+    if len(set(gathered(_network(), group))) == 1:
         return False
     return all(_round_trip_s(group) >= FAR_S for _ in range(_TIMES))
 

@@ -12,6 +12,8 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lowbit_strategy.collectives.comm import gathered
+
 ShardSize = int | Literal["node"]
 
 
@@ -74,8 +76,7 @@ def find_topology(group: dist.ProcessGroup | None = None) -> Topology:
         RuntimeError: On every rank, if LOCAL_WORLD_SIZE is set on some ranks only, or not the same on all of a node.
     """
     world_size = dist.get_world_size(group)
-    everyone: list[tuple[str | None, str]] = [(None, "")] * world_size
-    dist.all_gather_object(everyone, (os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()), group=group)
+    everyone = gathered((os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()), group)
     declared = [size for size, _ in everyone]
     whole_world = world_size == dist.get_world_size()
     if any(size is not None for size in declared) and whole_world:

@@ -9,6 +9,7 @@ import time
 
 import torch.distributed as dist
 
+from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.inform import inform
@@ -58,8 +59,7 @@ class StepForecast:
     def _report(self) -> None:
         sync = self._sync
         median = statistics.median(after - before for before, after in itertools.pairwise(self._ends))
-        everyone = [0.0] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, median, group=self._group)
+        everyone = gathered(median, self._group)
         began = time.perf_counter()
         cluster = measure_cluster(sync.ranks, sync.compressor, sync.device, self._group)
         if sync.ranks.rank == 0:

@@ -6,12 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lowbit_strategy.collectives.comm import Comm, GroupComm
+from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.bench import slowest, slowest_codings
@@ -45,9 +44,8 @@ def measure_cluster(
     ranks: Ranks, compressor: Compressor, device: torch.device, group: dist.ProcessGroup | None
 ) -> Cluster:
     """Links, and how fast `compressor` codes, of the slowest rank, which is waited for; all ranks of `group` call."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (measure_network(ranks, device), measure_coding(compressor, device)), group=group)
-    networks, codings = zip(*everyone, strict=True)
+    measured = gathered((measure_network(ranks, device), measure_coding(compressor, device)), group)
+    networks, codings = zip(*measured, strict=True)
     coding = slowest_codings([{"": each} for each in codings])
     return slowest_network(networks).cluster(coding, is_gloo=device.type == "cpu").coding_as("")
 

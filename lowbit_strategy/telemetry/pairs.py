@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.plan.bench import Pair
 from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.telemetry.links import finish
@@ -51,9 +51,7 @@ def measure_pairs(topology: Topology, device: torch.device, done: Callable[[], N
                 found.append(pair)
         dist.barrier()
         done()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    return sorted(itertools.chain.from_iterable(everyone), key=lambda pair: (pair.first, pair.second))
+    return sorted(itertools.chain.from_iterable(gathered(found)), key=lambda pair: (pair.first, pair.second))
 
 
 def _measure(first: int, second: int, level: str, device: torch.device) -> Pair:
