@@ -96,7 +96,7 @@ def _register(module: Any) -> None:
             description = f"{kind} with {name.partition('_')[0]}"
             registry.register(name, build, description=description, compressor=compressor, **options)
     if not isinstance(registry.available_strategies(), _Names):
-        wrapt.wrap_function_wrapper(registry, "available_strategies", _available)
+        wrapt.wrap_function_wrapper(registry, "available_strategies", lambda all_of, _, a, k: _Names(all_of(*a, **k)))
 
 
 def _build(ours: str, strategy: str, **arguments: Any) -> Any:
@@ -115,10 +115,6 @@ class _Names(list[str]):
         if isinstance(name, str) and (advice := _advice(name.lower(), self)):
             warnings.warn(f"there is no strategy {name!r}{advice}", stacklevel=2)
         return False
-
-
-def _available(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> _Names:
-    return _Names(wrapped(*args, **kwargs))
 
 
 def _advice(name: str, known: list[str]) -> str:

@@ -42,7 +42,7 @@ def launch(argv: Sequence[str]) -> None:
     if args.no_python:
         raise ValueError("lowbit launch runs Python scripts: leave --no_python out")
     _check(args, accelerate_config)
-    if _is_bench(args):
+    if not args.module and args.training_script == "bench" and not os.path.exists("bench"):  # no script of that name
         args.module, args.training_script = True, _BENCH
     else:
         section = _section(args, accelerate_config)
@@ -55,11 +55,6 @@ def launch(argv: Sequence[str]) -> None:
     _keep_failures(args, accelerate_config)
     with _plain_copy(args, accelerate_config), forwarded_signals():
         end_as(launch_command, args)
-
-
-def _is_bench(args: argparse.Namespace) -> bool:
-    """Whether it is ``lowbit bench`` that is to run on all ranks, and no script of that name."""
-    return not args.module and args.training_script == "bench" and not os.path.exists("bench")
 
 
 def _load(path: str | None) -> dict[str, Any]:
