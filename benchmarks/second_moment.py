@@ -46,6 +46,7 @@ CASES: tuple[tuple[str, Correction], ...] = (
     ("loco2", "sketch"),
     ("loco2", "squares"),
     ("loco", "none"),
+    ("loco", "squares"),
 )
 
 
