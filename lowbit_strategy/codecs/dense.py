@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
-from lowbit_strategy.kernels.blocks import decode_sum_
-from lowbit_strategy.kernels.dense import encode_
+from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segments
 

@@ -1,6 +1,6 @@
-"""Blockwise quantisation: the public ops. They check their arguments and call a backend. Sums are of floats too.
+"""Blockwise quantisation, and floats as they are: the public ops. They check their arguments and call a backend.
 
-Every backend writes the same bytes: `lowbit_strategy.kernels.reference.blocks` is the definition.
+Every backend writes the same bytes: `lowbit_strategy.kernels.reference` is the definition.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def encode_(
     x: Tensor,
     wire: Tensor,
     segments: Segments,
-    fmt: BlockFormat,
+    fmt: BlockFormat | DenseFormat,
     *,
     flag: Tensor,
     stochastic: bool = False,
@@ -44,13 +44,17 @@ def encode_(
         x: float32, bfloat16 or float16, 1-D contiguous.
         wire: uint8, 1-D contiguous; written at each segment's ``wire_offset``.
         segments: Which pieces; ``state_offset`` is that of the residual.
-        fmt: Codebook or uniform grid, scale rule and block size.
+        fmt: Codebook or uniform grid, scale rule and block size; or the type that floats are sent in, to which what
+            follows the flag does not apply.
         flag: int32 [1], set to 1 if any block holds inf or NaN (such a block decodes to NaN), else left as it is.
         stochastic: Round up or down at random without bias; uniform grids only.
         seed: 32 bits, private to the rank and the step.
         feedback: What earlier steps have left to be sent; None: nothing is kept.
     """
     check_buffers(x, wire)
+    if isinstance(fmt, DenseFormat):
+        backends.implementation("dense", x.device).encode_(x, wire, segments, fmt, flag=flag)
+        return
     if feedback is not None:
         feedback.check()
     if stochastic and not fmt.is_uniform:

@@ -15,7 +15,6 @@ from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.lightning.asynchronous import finish_writing
 from lowbit_strategy.lightning.bases import ParallelStrategy
 from lowbit_strategy.lightning.local_callbacks import add_local_callbacks, copied
 from lowbit_strategy.lightning.replica import batch_size, join_in, with_own_samples
@@ -193,7 +192,7 @@ class LowBitMixin(ParallelStrategy):
         if not self._writes:
             return
         filepath = self.broadcast(filepath)
-        later = finish_writing(self.checkpoint_io)
+        later = _finish_writing(self.checkpoint_io)
         with self.session.save(filepath, asynchronous=later) as stamp, self.session.shared_weights(validates=False):
             checkpoint[CHECKPOINT_KEY] = stamp
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -231,3 +230,18 @@ class LowBitMixin(ParallelStrategy):
         if self.session is not None:
             self.session.close()
         super().teardown()
+
+
+def _finish_writing(checkpoint_io: Any) -> bool:
+    """Whether checkpoints are written while training goes on; those that were begun are complete when this returns.
+
+    Raises:
+        BaseException: What has kept the last one from being written.
+    """
+    if not any(base.__name__ == "AsyncCheckpointIO" for base in type(checkpoint_io).__mro__):
+        return False
+    if checkpoint_io._executor is not None:  # one thread, so this comes after all that was begun
+        checkpoint_io._executor.submit(bool).result()
+    if checkpoint_io._error is not None:
+        raise checkpoint_io._error
+    return True

@@ -49,7 +49,7 @@ PATCHES = private_names(
       wrapped {_TRAINER}.loops.fit_loop:_FitLoop.on_run_end(self)
     it asks rank 0 alone whether a signal has come, and ranks that train locally have speeds of their own
       overridden {_TRAINER}.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor(self)
-    residuals of a replaced checkpoint stay until the new one has been written (asynchronous.py)
+    residuals of a replaced checkpoint stay until the new one has been written (base_strategy.py)
       read {_ASYNC}._executor
       read {_ASYNC}._error
     its handlers of signals call collectives, so they run when all ranks can answer (signals.py)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lowbit_strategy.kernels import native
-from lowbit_strategy.kernels.blocks import decode_sum_
-from lowbit_strategy.kernels.dense import encode_
+from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.reference import dense as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
