@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_acceptance.checks import Check, Figures
 from benchmarks.gpu_acceptance.processes import run_python
-from lowbit_strategy.kernels import backends, dense
+from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import DenseFormat, uniform
 from lowbit_strategy.kernels.loco import Feedback
@@ -46,7 +46,7 @@ def compile_all(device: torch.device) -> Figures:
             decode_sum_(wire.expand(2, -1).contiguous(), x.clone(), segments, fmt)
             count += 4
         exact = torch.zeros(4 * NUMEL, dtype=torch.uint8, device=device)
-        dense.encode_(x, exact, segments, DenseFormat("float32"), flag=flag)
+        encode_(x, exact, segments, DenseFormat("float32"), flag=flag)
         decode_sum_(exact.view(1, -1), x.clone(), segments, DenseFormat("float32"))
         count += 2
     if bool(flag):
