@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from benchmarks.outer_steps import Local, Variant
 from benchmarks.quality import DENSE, Exchange, parse
 from benchmarks.runs import Runs, warmup_then_cosine
+from benchmarks.second_moment import HALF
 from benchmarks.weights import Weights
 from lowbit_strategy.engine.second_moment import SecondMoment
 from lowbit_strategy.methods.weights.registry import as_weights
@@ -67,17 +68,13 @@ class Case:
 
 CASES = {
     "uncompressed": Case(),
+    "bf16": Case(compressor=HALF),
     "loco": Case(compressor="loco"),
     "loco1": Case(compressor="loco1"),
     "loco1, second moment": Case(compressor="loco1", second_moment=True),
     "diloco": Case(
-        outer={
-            "name": "diloco",
-            "every": 30,
-            "momentum": 0.7,
-            "average_state": {"exp_avg": 3, "exp_avg_sq": 3},
-            "synchronous": 100,
-        }
+        outer={"name": "diloco", "every": 30, "momentum": 0.8, "synchronous": 100},
+        second_moment=True,
     ),
     "diloco, as published": Case(outer={"name": "diloco", "every": 30}),
     "loco2": Case(compressor="loco2"),
@@ -174,7 +171,9 @@ class Rounds:
         stacked = self.params.values()
         self.optimizer = torch.optim.AdamW(stacked, lr=0.0, betas=BETAS, weight_decay=0.1, fused=True)
         self.highest = setting.learning_rate
-        self.ranks = Local(Variant(outer=case.outer), self.params, self.optimizer, seed)
+        self.ranks = Local(
+            Variant(outer=case.outer, second_moment=case.second_moment), self.params, self.optimizer, seed
+        )
 
     def step(self, batches: Sequence[Tensor], rate: float) -> float:
         rows = {name: param.unbind(0) for name, param in self.params.items()}

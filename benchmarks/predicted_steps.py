@@ -36,6 +36,7 @@ LAYOUTS = {
     "hsdp": ("loco_hsdp", "dense_hsdp", "loco1_hsdp", "diloco_hsdp"),
 }
 MODEL = {"width": 256, "depth": 12, "context": 64, "batch_size": 1, "numel": 9_597_440}
+_FAR_MODEL = {**MODEL, "depth": 4}  # for FSDP2, which waits for a round trip several times per module
 _TIMEOUT_S = 600
 
 
@@ -55,10 +56,12 @@ def name_of(rate: str, delay: int, shape: tuple[int, int], layout: str) -> str:
     return f"{layout} {shape[0]}x{shape[1]} {rate} {delay}ms"
 
 
-def run(rate: str, delay: int, shape: tuple[int, int], layout: str, options: argparse.Namespace) -> dict[str, Any]:
-    numbers = {"rounds": 1, "steps": options.steps, "warmup_steps": options.warmup_steps, **MODEL}
+def run(
+    rate: str, delay: int, shape: tuple[int, int], variants: list[str], options: argparse.Namespace
+) -> dict[str, Any]:
+    model = MODEL if not delay or variants[0] in LAYOUTS["ddp"] else _FAR_MODEL
+    numbers = {"rounds": 1, "steps": options.steps, "warmup_steps": options.warmup_steps, **model}
     pairs = [part for name, value in numbers.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    variants = [each for each in LAYOUTS[layout] if options.local_steps or not each.startswith("diloco")]
     with SlowNetwork(shape[0], delay_s=delay / 1000, ranks_per_host=shape[1]) as network:
         network.set_rate(None if rate == "none" else rate)
         arguments = [*pairs, "--variants", *variants]
@@ -95,7 +98,6 @@ def main() -> int:
     parser.add_argument("--only", default="", help="runs whose name has this in it, such as 'ddp 4x1 200mbit'")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup-steps", type=int, default=3)
-    parser.add_argument("--local-steps", action="store_true", help="measure DiLoCo too, in whole rounds")
     parser.add_argument("--show", action="store_true", help="run nothing")
     options = parser.parse_args()
     content = json.loads(options.json.read_text()) if options.json.exists() else {"runs": {}}
@@ -106,13 +108,15 @@ def main() -> int:
         began = time.monotonic()
         for each in runs():
             name = name_of(*each)
-            if name in content["runs"] or options.only not in name:
+            done = content["runs"].get(name, {"cells": {}})["cells"]
+            missing = [variant for variant in LAYOUTS[each[3]] if variant not in done]
+            if not missing or options.only not in name:
                 continue
             if time.monotonic() - began > 60 * options.minutes:
                 break
             print(name, file=sys.stderr, flush=True)
-            machine = describe_machine()
-            content["runs"][name] = {**run(*each, options), "machine": machine}
+            report = {**run(*each[:3], missing, options), "machine": describe_machine()}
+            content["runs"][name] = {**report, "cells": {**done, **report["cells"]}}
             options.json.write_text(json.dumps(content, indent=1) + "\n")
     show(content["runs"])
     return 0

@@ -31,11 +31,13 @@ from benchmarks.runs import Runs, warmup_then_cosine
 from benchmarks.small_models import make_model, text_of
 from lowbit_strategy.engine.second_moment import SecondMoment
 
+HALF = 'dense {"dtype":"bfloat16"}'
 Correction = Literal["none", "tensor", "element", "sketch", "squares"]
 BETA2 = 0.95
 SKETCH_NUMEL, SKETCH_EVERY, SKETCH_KEPT = 64, 8, 0.9
 CASES: tuple[tuple[str, Correction], ...] = (
     (DENSE, "none"),
+    (HALF, "none"),  # how far apart runs are anyway
     ("loco1", "none"),
     ("loco1", "tensor"),
     ("loco1", "element"),

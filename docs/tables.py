@@ -263,7 +263,7 @@ def messages_in_series() -> str:
 # -- predicted steps --------------------------------------------------------------------------------------------------
 
 _COLUMNS = (("ddp", "fsdp2", "dense_hsdp"), ("fsdp2-bf16",), ("loco_ddp", "loco_fsdp", "loco_hsdp"))
-_COLUMNS += (("loco1_ddp", "loco1_fsdp", "loco1_hsdp"),)
+_COLUMNS += (("loco1_ddp", "loco1_fsdp", "loco1_hsdp"), ("diloco_ddp", "diloco_hsdp"))
 _LAYOUTS = {"ddp": "DDP", "fsdp": "FSDP2", "hsdp": "HSDP"}
 _RATES = {"none": "loopback", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s", "50mbit": "50 Mbit/s"}
 
@@ -276,7 +276,7 @@ def _by_link(name: list[str]) -> tuple[int, int, str, str]:
 def predicted_steps() -> str:
     """Every cell of `benchmarks/predicted_steps.py`: predicted over measured seconds."""
     runs = json.loads((ROOT / "benchmarks/results/predicted_steps.json").read_text())["runs"]
-    head = "| link | layout, hosts x ranks | float32 | bf16 | 4 bits | 1 bit |"
+    head = "| link | layout, hosts x ranks | float32 | bf16 | 4 bits | 1 bit | DiLoCo |"
     rows, ratios = [], []
     for layout, hosts, rate, delay in sorted(map(str.split, runs), key=_by_link):
         run = runs[f"{layout} {hosts} {rate} {delay}"]
@@ -289,7 +289,7 @@ def predicted_steps() -> str:
         rows.append(f"| {_RATES[rate]}{late} | {_LAYOUTS[layout]}, {hosts} | {' | '.join(cells)} |")
     near = [sum(abs(ratio - 1) <= bound for ratio in ratios) for bound in (0.15, 0.3)]
     counted = f"Of {len(ratios)} cells {near[0]} are within 15 % and {near[1]} within 30 %."
-    return "\n".join((head, "|---|---|---|---|---|---|", *rows, "", counted))
+    return "\n".join((head, "|---|---|---|---|---|---|---|", *rows, "", counted))
 
 
 TABLES: dict[str, Callable[[], str]] = {

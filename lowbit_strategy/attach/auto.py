@@ -126,10 +126,10 @@ class AutoChoice:
     def _measured(self) -> tuple[float, ...]:
         return tuple(self._seconds[-self._timed :])
 
-    def _slowest(self, name: str) -> Timed:
+    def _slowest(self, name: str, steps: float = 1.0) -> Timed:
         """Each timed step as long as it was on the rank where it took longest."""
         everyone = gathered(self._measured(), self._group)
-        return Timed(name, tuple(max(step) for step in zip(*everyone, strict=True)))
+        return Timed(name, tuple(max(step) for step in zip(*everyone, strict=True)), steps)
 
     # -- the framework's own --------------------------------------------------------------------------------------
 
@@ -144,7 +144,8 @@ class AutoChoice:
         compute_s = compute_within(plain, cluster, self._own.median)
         seconds = [step_time(plan, cluster, compute_s).seconds for plan in plans]
         fits = [self._room is None or plan.memory.total <= self._room for plan in plans]
-        promising = [at for at in hopeful(seconds, self._own.median) if fits[at]]
+        costs = [each.steps * predicted for each, predicted in zip(self._all, seconds, strict=True)]
+        promising = [at for at in hopeful(costs, self._own.median) if fits[at]]
         self._predicted = {each.name: predicted for each, predicted in zip(self._all, seconds, strict=True)}
         self._waiting = [self._all[at] for at in promising]
         self._tried, self._times = [], []
@@ -168,7 +169,7 @@ class AutoChoice:
         """The next candidate, or the decision."""
         if self.phase == "try":
             assert self.active is not None
-            self._times.append(self._slowest(self.active.name))
+            self._times.append(self._slowest(self.active.name, self.active.steps))
             self._tried.append(self.active)
         if self._waiting:
             self.phase = "try"

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.attach.sync_options import SyncOptions, check_options
 from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
-from lowbit_strategy.hooks.ddp import GLOO_BUCKET_CAP_MB
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
@@ -35,11 +34,9 @@ from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
 from lowbit_strategy.model.mixed_precision import policy_of
 from lowbit_strategy.options.suggestions import unknown_option
+from lowbit_strategy.plan.gradients import BUCKET_CAP_MB
 from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.ranks.topology import find_topology, hybrid_mesh, resolve_shard_size
-
-# On CUDA each bucket costs a fixed time on the host, so fewer and larger ones than DDP's 25 MiB.
-CUDA_BUCKET_CAP_MB = 128
 
 Accumulate = Literal["local", "reduce"]
 
@@ -56,7 +53,7 @@ _FSDP1_REMEDIES = {
 
 def default_bucket_cap_mb(device: torch.device) -> int:
     """The size of DDP's buckets where the user has set none."""
-    return GLOO_BUCKET_CAP_MB if device.type == "cpu" else CUDA_BUCKET_CAP_MB
+    return BUCKET_CAP_MB[device.type]
 
 
 class _Options:

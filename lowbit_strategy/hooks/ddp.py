@@ -13,10 +13,6 @@ from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.model.parameters import canonical_name
 
-# On gloo several smaller buckets fill a slow link better than DDP's 25 MiB: their exchanges overlap each other and
-# backward. Measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md.
-GLOO_BUCKET_CAP_MB = 8
-
 
 class DDPHook:
     """Reduces DDP's buckets in place.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -21,6 +22,10 @@ from lowbit_strategy.launch.commands import errors_of
 _ENCODED_PER_S = 20e9  # elements per hop, assumed: a GPU reads and writes some hundred gigabytes per second
 _INTRA_LATENCY_S, _INTRA_NBYTES_PER_S = 5e-6, 50e9  # assumed, of links inside a node
 
+STEPS_MEAN = (
+    "steps: per cent more to the same loss, measured at the best learning rate and\n"
+    "below; the advice counts them. *: with second_moment=True, for Adam and AdamW."
+)
 _LINK, _LATENCY, _COMPUTE = "10gbit", "0.1ms", "1s"  # where nobody says
 
 Params = Annotated[str | None, typer.Option(help="Parameters of a transformer, such as 7e9 or 7B.")]
@@ -62,6 +67,8 @@ def advise(
     with errors_of("advise"):
         measured = None if bench is None else _measurements(bench, cpu=cpu)
         wanted = _wanted(params, model, hf_config, *_shape(nodes, ranks_per_node, measured))
+        if measured is not None and measured.backend == "gloo":
+            wanted = replace(wanted, device_type="cpu")
         cluster = cluster_of(link, latency, measured)
         compute_s = units.duration(compute or _COMPUTE)
         limit = None if memory is None else units.size(memory)
@@ -83,6 +90,7 @@ def advise(
         else f"Use: {best.line}"
     )
     Console().print(_table(found, wanted, limit, title))
+    print(STEPS_MEAN)
     print(sources)
     print(answer)
     if html is not None:
@@ -250,6 +258,7 @@ def _as_dict(choice: Any, wanted: Any) -> dict[str, Any]:
         "line": choice.line,
         "quality": choice.quality if choice.line else None,
         "loss": None if choice.loss is None else asdict(choice.loss),
+        "more_steps_percent": None if choice.steps is None else _finite(choice.steps.worst),
         "step": None if choice.time is None else asdict(choice.time),
         "between_nbytes": round(choice.between_nbytes),
         "sent_nbytes": choice.plan.sent_nbytes,
@@ -262,10 +271,10 @@ def _as_dict(choice: Any, wanted: Any) -> dict[str, Any]:
 
 def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -> Table:
     timed = found[0].time is not None
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 0))  # fits into 80 columns
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 0), show_edge=False)  # fits into 80 columns
     table.add_column("set-up", no_wrap=True)
     columns = ["step, s", "x fp32", "x bf16", "pays to\nGbit/s"] if timed else []
-    for name in [*columns, "sent\nGB", "memory\nGB", "loss, %\nmeasured"]:
+    for name in [*columns, "sent\nGB", "memory\nGB", "loss, %\nmeasured", "steps\n%"]:
         table.add_column(name, justify="right", no_wrap=True)
     own: dict[str, float] = {}
     for each in found:
@@ -279,9 +288,13 @@ def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -
             row += [f"{ratio:.3g}" if ratio else "" for ratio in ratios] + [_rate(each)]
         held = each.held_nbytes(wanted)
         too_much = "!" if limit is not None and held > limit else ""
-        loss = "" if not each.line else "unknown" if each.loss is None else str(each.loss)
-        table.add_row(each.name, *row, f"{each.between_nbytes / 1e9:.2f}", f"{held / 1e9:.1f}{too_much}", loss)
+        costs = ["" if not each.line else "?" if known is None else str(known) for known in (each.loss, each.steps)]
+        table.add_row(each.name, *row, f"{each.between_nbytes / 1e9:.2f}", f"{held / 1e9:.1f}{too_much}", *costs)
     return table
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else "never"
 
 
 def _rate(choice: Any) -> str:

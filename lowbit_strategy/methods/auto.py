@@ -17,15 +17,17 @@ class Auto(Compressor):
 
     1. the first steps are the framework's own; they and the links are timed
     2. the step of every candidate is predicted, and the two that promise most are tried for a few steps each
-    3. the fastest is kept. If that is the framework's own, the hook is removed, and the log says why
+    3. what reaches the same loss soonest is kept. If that is the framework's own, the hook is removed, and the log says
+       why
     4. when step times have changed by a third, it looks again
 
     Gradients that a candidate has not sent yet are carried over to the next one, and are sent uncompressed before the
     framework takes over. Local steps are never chosen, because they change the algorithm.
 
     Args:
-        quality: ``same``: 4 bits and more, whose loss was measured to be that of float32; ``close``: also 2 bits
-            and 1 bit, whose loss was measured to be a little worse.
+        quality: ``same``: 4 bits and more, whose loss was measured to be that of float32; ``close``: also 2 bits,
+            whose loss was measured to be a little worse. What either needs of more steps to the same loss is counted
+            as time. One bit needs too many without `second_moment`, which does not go with a change of compressors.
 
     Raises:
         ValueError: `quality` is neither of the two.

@@ -17,8 +17,8 @@ from lowbit_strategy.methods.weights.registry import default_weights
 from lowbit_strategy.plan import fitting
 from lowbit_strategy.plan.cluster import Cluster
 from lowbit_strategy.plan.cost import StepTime, break_even, step_time, uncompressed
-from lowbit_strategy.plan.gradients import Layout, Reduced, ddp_buckets
-from lowbit_strategy.plan.measured_loss import Loss, Quality, quality_of, worst_loss
+from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, Reduced, ddp_buckets
+from lowbit_strategy.plan.measured_loss import STEPS, Loss, MoreSteps, Quality, quality_of, steps_of, worst_loss
 from lowbit_strategy.plan.messages import Unit
 from lowbit_strategy.plan.models import layers_of
 from lowbit_strategy.plan.plan import Plan, make_plan
@@ -29,6 +29,12 @@ WORTH_IT = 0.95  # of the uncompressed step's time: below it, compression is wor
 _LATE = 10**6  # a step at which all warm-ups are over
 _BITS = {"loco": 4, "loco2": 2, "loco1": 1, "powersgd": 1}  # of what is shown; of PowerSGD fewer than that
 _COMPRESSED = tuple((name, quality_of(name, bits)) for name, bits in _BITS.items())
+_SQUARES = "*"  # after the name of what has second_moment=True
+_SQUARES_LINES = {
+    "ddp": 'strategy=LowBitDDPStrategy("{}", second_moment=True)',
+    "fsdp": 'strategy=LowBitFSDPStrategy("{}", second_moment=True)',
+    "hsdp": 'strategy=LowBitFSDPStrategy("{}", shard_size="node", second_moment=True)',
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +46,14 @@ class Wanted:
         nodes: Machines.
         ranks_per_node: Processes on each.
         itemsize: Bytes of an element of weights and gradients without compression: 2 for bf16, 4 for float32.
+        device_type: Of the ranks.
     """
 
     specs: Sequence[TensorSpec]
     nodes: int
     ranks_per_node: int
     itemsize: int = 4
+    device_type: str = "cuda"
 
     @property
     def world_size(self) -> int:
@@ -61,14 +69,16 @@ class Choice:
     """One set-up and what it costs.
 
     Args:
-        name: The strategy's; ``ddp`` and ``fsdp`` with a type of float are the framework's own.
+        name: The strategy's, with a star where it has ``second_moment=True``; ``ddp`` and ``fsdp`` with a type of float
+            are the framework's own.
         line: What to paste; empty for the framework's own.
         plan: What it sends and keeps.
         time: Of a step; None: without links there is no prediction.
         quality: What is known of its loss (`quality_of`); ``local``: ranks train by themselves, which is another
             algorithm.
         loss: Measured, of the model where it is highest; None: of the framework's own, or never measured.
-        break_even: Bytes per second between nodes below which it is faster than bf16 without compression.
+        break_even: Bytes per second between nodes below which it comes to the same loss sooner than bf16.
+        steps: How many more it needs to the same loss; None: of the framework's own, or never measured.
     """
 
     name: str
@@ -78,6 +88,13 @@ class Choice:
     quality: Quality = "same"
     break_even: float | None = None
     loss: Loss | None = None
+    steps: MoreSteps | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, times as many as it needs to the same loss, where that was measured."""
+        assert self.time is not None
+        return self.time.seconds * (1.0 if self.steps is None else self.steps.times)
 
     @property
     def between_nbytes(self) -> float:
@@ -103,6 +120,7 @@ def plan_for(
     coding: WeightCoding | None = None,
     outer: OuterRule | None = None,
     assigned: Mapping[str, Assignment] | None = None,
+    squares: bool = False,
 ) -> Plan:
     """A strategy's plan with its defaults: two levels where nodes have several ranks, HSDP with a replica per node."""
     assigned = assign(wanted, compressor) if assigned is None else assigned
@@ -111,7 +129,8 @@ def plan_for(
     modules = layers_of(list(wanted.specs), wanted.itemsize)
     if layout == "ddp":
         coding = None
-        reduced = ddp_buckets((spec.name, spec.numel, wanted.itemsize) for spec in wanted.specs)
+        cap_nbytes = BUCKET_CAP_MB[wanted.device_type] * 2**20
+        reduced = ddp_buckets(((spec.name, spec.numel, wanted.itemsize) for spec in wanted.specs), cap_nbytes)
     else:
         coding = coding or (Exact() if layout == "hsdp" else default_weights(compressor))
         members = [(name, module.specs) for name, module in reversed(modules.items())]
@@ -125,6 +144,8 @@ def plan_for(
         coding=coding,
         modules=None if layout == "ddp" else modules,
         outer=outer,
+        device_type=wanted.device_type,
+        squares=squares,
     )
 
 
@@ -174,11 +195,14 @@ def choices(wanted: Wanted, cluster: Cluster | None = None, compute_s: float | N
         for name, quality in _COMPRESSED:
             plan = plan_for(wanted, layout, PRESETS[name], assigned=assigned[name])
             ours.append(_timed(name, plan, cluster, compute_s, half, quality))
+            if (starred := name + _SQUARES) in STEPS and not (layout == "ddp" and wanted.ranks_per_node > 1):
+                plan = plan_for(wanted, layout, PRESETS[name], assigned=assigned[name], squares=True)
+                ours.append(_timed(starred, plan, cluster, compute_s, half, quality))
         if layout != "fsdp":
             rule = OUTER_RULES["diloco"]
             plan = plan_for(wanted, layout, default_compressor(rule), outer=rule)
             ours.append(_timed("diloco", plan, cluster, compute_s, half, "local"))
-        found += own + (ours if cluster is None else sorted(ours, key=_seconds))
+        found += own + (ours if cluster is None else sorted(ours, key=lambda choice: choice.seconds))
     return found
 
 
@@ -194,32 +218,31 @@ def _timed(
     against: Plan | None = None,
     quality: Quality = "same",
 ) -> Choice:
-    ours = against is not None
-    full = f"{name}_{plan.layout}" if ours else f"{plan.layout}, {name}"
-    line = f'strategy="{full}"' if ours else ""
-    loss = worst_loss(name) if ours else None
-    if cluster is not None and ours:
-        cluster = cluster.coding_as(name)
+    if against is None:
+        time = None if cluster is None or compute_s is None else step_time(plan, cluster, compute_s)
+        return Choice(f"{plan.layout}, {name}", "", plan, time)
+    preset, star = name.removesuffix(_SQUARES), _SQUARES * name.endswith(_SQUARES)
+    full, known = f"{preset}_{plan.layout}", (worst_loss(name), STEPS.get(name))
+    line = _SQUARES_LINES[plan.layout].format(preset) if star else f'strategy="{full}"'
     if cluster is None or compute_s is None:
-        return Choice(full, line, plan, quality=quality, loss=loss)
-    even = None if against is None else break_even(plan, against, cluster, compute_s)
-    return Choice(full, line, plan, step_time(plan, cluster, compute_s), quality, even, loss)
-
-
-def _seconds(choice: Choice) -> float:
-    assert choice.time is not None
-    return choice.time.seconds
+        return Choice(full + star, line, plan, None, quality, None, *known)
+    cluster = cluster.coding_as(preset)
+    even = break_even(plan, against, cluster, compute_s, steps_of(name))
+    return Choice(full + star, line, plan, step_time(plan, cluster, compute_s), quality, even, *known)
 
 
 def advised(
     found: Sequence[Choice], wanted: Wanted, memory: float | None = None, quality: Quality = "same"
 ) -> Choice | None:
-    """The fastest of that quality that fits into `memory` bytes; None: the framework's own does as well."""
+    """What reaches the same loss soonest, of that quality, and fits into `memory` bytes.
+
+    None: the framework's own does as well.
+    """
     allowed = ("same",) if quality == "same" else ("same", "close")
     fits = [choice for choice in found if memory is None or choice.held_nbytes(wanted) <= memory]
-    own = [_seconds(choice) for choice in fits if not choice.line]
+    own = [choice.seconds for choice in fits if not choice.line]
     ours = [choice for choice in fits if choice.line and choice.quality in allowed]
     if not ours:
         return None
-    best = min(ours, key=_seconds)
-    return best if not own or _seconds(best) < WORTH_IT * min(own) else None
+    best = min(ours, key=lambda choice: choice.seconds)
+    return best if not own or best.seconds < WORTH_IT * min(own) else None

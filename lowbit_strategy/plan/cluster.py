@@ -30,6 +30,10 @@ class Link:
             last = point
         return last[1] + (nbytes - last[0]) / self.nbytes_per_s
 
+    def beginning_s(self, nbytes: float) -> float:
+        """Of these, the seconds by which a message alone is slower than the rate, in which others could travel."""
+        return max(0.0, self.travelling_s(nbytes) - nbytes / self.nbytes_per_s)
+
     def shared_by(self, ranks: int) -> Link:
         """The link of a node, of whose ranks each has this when all send at once."""
         measured = tuple((ranks * nbytes, seconds) for nbytes, seconds in self.measured)

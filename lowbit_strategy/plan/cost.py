@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Link
+from lowbit_strategy.plan.gradients import ddp_buckets
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, RING, RING_SCATTER, Level, Message, Unit
 from lowbit_strategy.plan.plan import Memory, Plan
 
@@ -49,14 +50,19 @@ def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> 
     each = message.total_nbytes / number
     if cluster.rings is not None and message.what in _RINGS:
         ring = cluster.rings.between if message.leaving else cluster.rings.inside
-        return times * message.in_series * ring.latency_s, times * number * ring.travelling_s(each)
+        return _split_time([(ring, each)], times * number, times * message.in_series * ring.latency_s)
     link = cluster.inter_node if message.leaving else cluster.intra_node
     in_series = message.in_series if message.by_tree is None or not cluster.trees else message.by_tree
     latency = times * in_series * cluster.ways * link.latency_s
     leaving = message.leaving * ranks_per_node * each
-    travelling = cluster.inter_node.travelling_s(leaving) if leaving else 0.0
-    staying = cluster.intra_node.travelling_s(each - message.leaving * each)
-    return latency, times * number * (travelling + staying)
+    parts = [(cluster.inter_node, leaving)] if leaving else []
+    return _split_time([*parts, (cluster.intra_node, each - message.leaving * each)], times * number, latency)
+
+
+def _split_time(parts: Sequence[tuple[Link, float]], times: float, latency: float) -> tuple[float, float]:
+    """What a message waits for while others can travel, and what it keeps its links busy."""
+    beginning = sum(link.beginning_s(nbytes) for link, nbytes in parts)
+    return latency + times * beginning, times * (sum(link.travelling_s(nbytes) for link, nbytes in parts) - beginning)
 
 
 def _times(message: Message, cluster: Cluster) -> int:
@@ -255,14 +261,11 @@ def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None)
     """
     if plan.shape.world_size == 1:
         return plan
-    hops = 2 if plan.layout == "ddp" else 1
-    source = plan.gradients or plan.rounds
-    if plan.layout == "hsdp":
-        hops = 2  # inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
-    what = RING_SCATTER if plan.layout == "fsdp" else RING
+    hops, what = (1, RING_SCATTER) if plan.layout == "fsdp" else (2, RING)
+    # HSDP: inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
     gradients = tuple(
-        replace(unit, messages=(ring_message(unit.numel * itemsize, plan, hops=hops, what=what),), encoded_numel=0)
-        for unit in source
+        Unit(name, numel, (ring_message(numel * itemsize, plan, hops=hops, what=what),))
+        for name, numel in _reduced_as_one(plan, itemsize)
     )
     weights = []
     for unit in plan.weights:
@@ -284,13 +287,24 @@ def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None)
     )
 
 
-def break_even(plan: Plan, other: Plan, cluster: Cluster, compute_s: float) -> float | None:
-    """Bytes per second between nodes below which `plan` is faster than `other`: None at none, `ANY_RATE` at all."""
+def _reduced_as_one(plan: Plan, itemsize: int) -> list[tuple[str, int]]:
+    """Names and elements: modules as before, and DDP's buckets, which are of other sizes than those it compresses."""
+    if plan.layout != "ddp":
+        return [(unit.name, unit.numel) for unit in plan.gradients or plan.rounds]
+    numels = {name: spec.whole.numel for name, spec in plan.specs.items()}
+    buckets = ddp_buckets((name, numel, itemsize) for name, numel in numels.items())
+    return [(bucket.name, sum(numels[name] for name in bucket.names)) for bucket in buckets]
+
+
+def break_even(plan: Plan, other: Plan, cluster: Cluster, compute_s: float, steps: float = 1.0) -> float | None:
+    """Bytes per second between nodes below which `plan` is faster than `other`, though it needs `steps` times as many
+    steps: None at none, `ANY_RATE` at all.
+    """
     assert plan.shape.world_size == other.shape.world_size
 
     def is_faster(nbytes_per_s: float) -> bool:
         at = cluster.between_nodes(Link(cluster.inter_node.latency_s, nbytes_per_s))
-        return step_time(plan, at, compute_s).seconds < 0.99 * step_time(other, at, compute_s).seconds
+        return steps * step_time(plan, at, compute_s).seconds < 0.99 * step_time(other, at, compute_s).seconds
 
     low, high = 1e4, ANY_RATE
     if not is_faster(low):

@@ -1,7 +1,11 @@
-"""What set-ups cost in validation loss, as far as it was measured: of `benchmarks/results`, which a test compares."""
+"""What set-ups cost in validation loss and in steps, as far as it was measured.
+
+The figures are those of `benchmarks/results`, which a test compares. A star means with ``second_moment=True``.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,7 +40,35 @@ class Loss:
         return f"{self.percent:+.1f}" + ("" if self.error is None else f"±{self.error:.1f}")
 
 
-# From `low_bits.json` (1,500 steps, 4 ranks) and, of local steps, `outer_steps_transformer.json` (3,000 steps).
+@dataclass(frozen=True, slots=True)
+class MoreSteps:
+    """Per cent more steps than uncompressed training needs to the loss that it has after three quarters of its run.
+
+    Means of three seeds, of the model and schedule where they are most; infinite where the loss was not reached.
+
+    Args:
+        best: At the learning rate that is best without compression.
+        quarter: At a quarter of it.
+    """
+
+    best: float
+    quarter: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.best, self.quarter)
+
+    @property
+    def times(self) -> float:
+        """How many times the steps of uncompressed training."""
+        return 1 + max(0.0, self.worst) / 100
+
+    def __str__(self) -> str:
+        return f"{self.worst:+.0f}" if math.isfinite(self.worst) else "never"
+
+
+# From `low_bits.json` (1,500 steps, 4 ranks); of local steps `outer_steps_transformer.json` (3,000 steps); with a star
+# `second_moment.json` (400 steps, 4 ranks).
 LOSSES: dict[str, tuple[Loss, ...]] = {
     "bf16": (
         Loss("convolutional", 0.001, 0.002, 5),
@@ -58,9 +90,25 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
         Loss("recurrent", 0.004, 0.088, 10),
         Loss("transformer", 0.306, 0.437, 10),
     ),
+    "loco2*": (Loss("mixer", 0.021, 0.482, 3), Loss("recurrent", -0.182, 0.292, 3), Loss("lstm", -0.666, 0.072, 3)),
+    "loco1*": (Loss("mixer", 0.073, 0.245, 3), Loss("recurrent", 0.115, 0.490, 3), Loss("lstm", -0.903, 0.524, 3)),
     "powersgd": (Loss("convolutional", 2.752, None, 1), Loss("recurrent", 3.847, None, 1)),
     "diloco": (Loss("transformer", 8.673, 0.281, 3),),
 }
+
+# From `second_moment.json` and `second_moment_decay.json`: 400 steps, 4 ranks, a constant rate and a cosine to zero.
+STEPS: dict[str, MoreSteps] = {
+    "loco": MoreSteps(-0.8, 1.9),
+    "loco2": MoreSteps(1.2, 6.0),
+    "loco2*": MoreSteps(0.8, 1.1),
+    "loco1": MoreSteps(math.inf, math.inf),
+    "loco1*": MoreSteps(-0.9, 4.3),
+}
+
+
+def steps_of(name: str) -> float:
+    """How many times the steps of uncompressed training, to the same loss; 1 where it was not measured."""
+    return STEPS[name].times if name in STEPS else 1.0
 
 
 def worst_loss(name: str) -> Loss | None:

@@ -14,6 +14,7 @@ from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.weightcode import WeightCode
 from lowbit_strategy.plan.gradients import Layout
+from lowbit_strategy.plan.measured_loss import steps_of
 
 WARM_STEPS = 3  # of the framework's own, before any is timed
 OWN_STEPS = 5
@@ -33,11 +34,13 @@ class Candidate:
         name: For reports.
         compressor: Of gradients.
         weights: How FSDP2's weights travel; None under DDP.
+        steps: Times those of uncompressed training that it needs to the same loss (`measured_loss`).
     """
 
     name: str
     compressor: Compressor
     weights: WeightCoding | None = None
+    steps: float = 1.0
 
 
 def candidates(auto: Auto, layout: Layout, weights: WeightCoding | None) -> list[Candidate]:
@@ -48,16 +51,16 @@ def candidates(auto: Auto, layout: Layout, weights: WeightCoding | None) -> list
         layout: What wraps the model.
         weights: Chosen by the user; None: not chosen.
     """
-    names = ("loco",) if auto.quality == "same" else ("loco", "loco2", "loco1")
-    compressors: list[tuple[str, Compressor]] = [(name, _keeping(PRESETS[name], auto)) for name in names]
+    names = ("loco",) if auto.quality == "same" else ("loco", "loco2")
+    found = [Candidate(name, _keeping(PRESETS[name], auto), None, steps_of(name)) for name in names]
     if layout != "fsdp":  # FSDP2 has a type for reduction of its own, mp_policy
-        compressors.append(("bf16", Dense(dtype="bfloat16")))
+        found.append(Candidate("bf16", Dense(dtype="bfloat16")))
     if layout == "ddp":
-        return [Candidate(name, each) for name, each in compressors]
+        return found
     if weights is not None or layout == "hsdp":
-        return [Candidate(name, each, weights or Exact()) for name, each in compressors]
+        return [replace(each, weights=weights or Exact()) for each in found]
     codings: tuple[tuple[str, WeightCoding], ...] = (("", WeightCode()), (", exact weights", Exact()))
-    return [Candidate(name + words, each, coding) for name, each in compressors for words, coding in codings]
+    return [replace(each, name=each.name + words, weights=coding) for each in found for words, coding in codings]
 
 
 def _keeping(compressor: Compressor, auto: Auto) -> Compressor:
@@ -69,14 +72,20 @@ def _keeping(compressor: Compressor, auto: Auto) -> Compressor:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Steps of one set-up that were timed, in seconds."""
+    """Steps of one set-up that were timed, in seconds, and how many times as many it needs to the same loss."""
 
     name: str
     seconds: tuple[float, ...]
+    steps: float = 1.0
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
+
+    @property
+    def cost(self) -> float:
+        """Seconds for what a step of uncompressed training achieves."""
+        return self.steps * self.median
 
     @property
     def middle(self) -> tuple[float, float]:
@@ -86,7 +95,8 @@ class Timed:
 
     def __str__(self) -> str:
         low, high = self.middle
-        return f"{self.name} {self.median:.3g} s ({low:.3g} to {high:.3g})"
+        more = f", {self.steps:.3g} times the steps" if self.steps > 1 else ""
+        return f"{self.name} {self.median:.3g} s ({low:.3g} to {high:.3g}{more})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +108,7 @@ class Verdict:
 
 
 def hopeful(predicted: Sequence[float], own_s: float) -> list[int]:
-    """Numbers of the candidates to try, the most promising first, from the seconds of a step predicted for each."""
+    """Numbers of the candidates to try, the most promising first, from what is predicted that each costs (`cost`)."""
     order = sorted(range(len(predicted)), key=lambda at: predicted[at])
     return [at for at in order[:MOST_TRIED] if predicted[at] < HOPEFUL * own_s]
 
@@ -107,12 +117,12 @@ def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
     """The fastest that is certainly faster than the framework's own."""
     if not tried:
         return Verdict(None, "no candidate is predicted to be faster than the framework's own step")
-    best = min(range(len(tried)), key=lambda at: tried[at].median)
+    best = min(range(len(tried)), key=lambda at: tried[at].cost)
     measured = ", ".join(str(each) for each in (own, *tried))
-    faster = own.median / tried[best].median
-    if tried[best].median > WORTH_IT * own.median:
+    faster = own.median / tried[best].cost
+    if tried[best].cost > WORTH_IT * own.median:
         return Verdict(None, f"nothing that was tried is faster than the framework's own step: {measured}")
-    if tried[best].middle[1] >= own.middle[0]:
+    if tried[best].steps * tried[best].middle[1] >= own.middle[0]:
         return Verdict(None, f"step times vary too much to tell what is faster, so nothing is changed: {measured}")
     return Verdict(best, f"{faster:.2f} times as fast as the framework's own step: {measured}")
 

@@ -98,7 +98,7 @@ def _figure(
 
 def _color(choice: Choice) -> str:
     """The same for a method on every chart."""
-    method = choice.name.rpartition("_")[0]
+    method = choice.name.removesuffix("*").rpartition("_")[0]
     return COLORS[_METHODS.index(method) if method in _METHODS else -1]
 
 
@@ -111,5 +111,6 @@ def _row(choice: Choice, wanted: Wanted) -> dict[str, str]:
         "sent": f"{choice.between_nbytes / 1e9:.2f}",
         "memory": f"{choice.held_nbytes(wanted) / 1e9:.1f}",
         "loss": "" if not choice.line else "unknown" if choice.loss is None else str(choice.loss),
+        "steps": "" if not choice.line else "unknown" if choice.steps is None else str(choice.steps),
         "line": choice.line,
     }

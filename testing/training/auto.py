@@ -22,7 +22,8 @@ STEPS = 24  # 8 of the framework's own, 5 of each of two candidates, one to empt
 
 def hasty_measurements() -> contextlib.AbstractContextManager[object]:
     """Links and coding are measured as ever, but briefly: where nothing is decided by the figures."""
-    return mock.patch.multiple(links, _ENOUGH_S=0.005, _SIZES=(1 << 14, 1 << 16), _NUM_TURNS=3)
+    sizes = (1 << 14, 1 << 16)
+    return mock.patch.multiple(links, _ENOUGH_S=0.005, _SIZES=sizes, _RING_SIZES=sizes, _NUM_TURNS=3)
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def test_quantities() -> None:
 
 
 def test_losses_are_those_that_were_measured() -> None:
-    code, output = invoke("advise", "--params", "1e8", "--close", "--json")
+    code, output = invoke("advise", "--params", "1e9", "--link", "1gbit", "--close", "--json")
     assert code == 0
     found = {each["name"]: each for each in json.loads(output)["choices"]}
     assert found["loco_ddp"]["quality"] == "same"
@@ -96,6 +96,20 @@ def test_losses_are_those_that_were_measured() -> None:
     assert found["powersgd_ddp"]["loss"]["percent"] > 3
     assert found["diloco_ddp"]["quality"] == "local"
     assert "powersgd" not in json.loads(output)["advice"]
+    assert found["loco2_ddp"]["more_steps_percent"] > found["loco_ddp"]["more_steps_percent"] > 0
+    assert found["powersgd_ddp"]["more_steps_percent"] is None
+
+
+def test_one_bit_is_advised_only_with_the_second_moment() -> None:
+    """Without it, what it sends soonest needs too many steps."""
+    code, output = invoke("advise", "--params", "7e9", "--ranks-per-node", "1", "--link", "1gbit", "--close", "--json")
+    assert code == 0
+    found = {each["name"]: each for each in json.loads(output)["choices"]}
+    assert found["loco1_ddp"]["step"]["seconds"] < found["loco1_ddp*"]["step"]["seconds"]
+    assert found["loco1_ddp"]["more_steps_percent"] == "never"
+    assert found["loco1_ddp"]["break_even_nbytes_per_s"] is None
+    assert json.loads(output)["advice"] == 'strategy=LowBitDDPStrategy("loco1", second_moment=True)'
+    assert "loco1_fsdp*" in found
 
 
 def test_a_page_with_curves(tmp_path: Path) -> None:

@@ -113,6 +113,30 @@ def test_more_bytes_never_travel_faster(points: list[tuple[float, float]], one: 
     assert link.travelling_s(less) <= link.travelling_s(more) * (1 + 1e-9)
 
 
+def test_what_a_message_alone_is_slower_by_is_waited_for_like_a_latency() -> None:
+    """As where a connection begins slowly: others can travel meanwhile, and the link is busy for the bytes alone."""
+    link = Link(1e-3, 1e6, ((1e3, 5e-4), (1e4, 3e-2)))
+    assert link.beginning_s(1e3) == 0.0  # it passes faster than the rate says
+    assert link.beginning_s(1e4) == pytest.approx(2e-2)
+    at = replace(cluster(link), intra_node=link)
+    message = Message("flat", "rows", 10_000, in_series=1, leaving=1.0)
+    assert message_seconds(message, at, 1) == pytest.approx((2.1e-2, 1e-2))
+
+
+def test_buckets_are_those_of_the_strategy_and_of_ddp() -> None:
+    """A strategy makes DDP's buckets smaller on CPU and larger on GPUs; without compression they are DDP's own."""
+    specs = [TensorSpec(f"weight {at}", (512, 512)) for at in range(160)]  # a MiB each
+    found = {}
+    for device_type in ("cpu", "cuda"):
+        wanted = Wanted(specs, 2, 1, device_type=device_type)
+        plan = plan_for(wanted, "ddp", PRESETS["loco"])
+        found[device_type] = len(plan.gradients)
+        stock = uncompressed(plan, 4).gradients
+        assert len(stock) == 1 + -(-159 // 25)
+        assert sum(unit.numel for unit in stock) == wanted.numel
+    assert found == {"cpu": 1 + -(-159 // 8), "cuda": 1 + -(-159 // 128)}
+
+
 def test_messages_in_series_share_the_bytes() -> None:
     """Each of them is as short as its share."""
     link = Link(0.0, 1e6, ((100.0, 0.0), (1000.0, 9e-4)))
