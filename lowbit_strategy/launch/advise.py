@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -258,7 +257,7 @@ def _as_dict(choice: Any, wanted: Any) -> dict[str, Any]:
         "line": choice.line,
         "quality": choice.quality if choice.line else None,
         "loss": None if choice.loss is None else asdict(choice.loss),
-        "more_steps_percent": None if choice.steps is None else _finite(choice.steps.worst),
+        "more_steps_percent": None if choice.steps is None else choice.steps.worst,
         "step": None if choice.time is None else asdict(choice.time),
         "between_nbytes": round(choice.between_nbytes),
         "sent_nbytes": choice.plan.sent_nbytes,
@@ -291,10 +290,6 @@ def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -
         costs = ["" if not each.line else "?" if known is None else str(known) for known in (each.loss, each.steps)]
         table.add_row(each.name, *row, f"{each.between_nbytes / 1e9:.2f}", f"{held / 1e9:.1f}{too_much}", *costs)
     return table
-
-
-def _finite(value: float) -> float | str:
-    return value if math.isfinite(value) else "never"
 
 
 def _rate(choice: Any) -> str:

@@ -101,13 +101,13 @@ def test_losses_are_those_that_were_measured() -> None:
 
 
 def test_one_bit_is_advised_only_with_the_second_moment() -> None:
-    """Without it, what it sends soonest needs too many steps."""
+    """Without it, its steps are shorter, and a fifth more of them are needed."""
     code, output = invoke("advise", "--params", "7e9", "--ranks-per-node", "1", "--link", "1gbit", "--close", "--json")
     assert code == 0
     found = {each["name"]: each for each in json.loads(output)["choices"]}
     assert found["loco1_ddp"]["step"]["seconds"] < found["loco1_ddp*"]["step"]["seconds"]
-    assert found["loco1_ddp"]["more_steps_percent"] == "never"
-    assert found["loco1_ddp"]["break_even_nbytes_per_s"] is None
+    assert found["loco1_ddp"]["more_steps_percent"] > 20
+    assert found["loco1_ddp"]["break_even_nbytes_per_s"] < found["loco1_ddp*"]["break_even_nbytes_per_s"]
     assert json.loads(output)["advice"] == 'strategy=LowBitDDPStrategy("loco1", second_moment=True)'
     assert "loco1_fsdp*" in found
 
