@@ -53,7 +53,7 @@ _FSDP1_REMEDIES = {
 
 def default_bucket_cap_mb(device: torch.device) -> int:
     """The size of DDP's buckets where the user has set none."""
-    return BUCKET_CAP_MB[device.type]
+    return BUCKET_CAP_MB["cpu" if device.type == "cpu" else "cuda"]
 
 
 class _Options:

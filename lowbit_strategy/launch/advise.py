@@ -194,6 +194,7 @@ def estimate(
     Console().print(
         _table(found, wanted, None, f"{wanted.numel:.3g} parameters, {wanted.nodes} x {wanted.ranks_per_node} ranks")
     )
+    print(STEPS_MEAN)
     print("What loco_fsdp keeps on a rank, chosen when the model is set up by the room that there is (memory=):")
     for each in advice.kept(wanted):
         print(f"  {each.differs or 'by default'}: {each.arithmetic()}{'; cost: ' + each.costs if each.costs else ''}")

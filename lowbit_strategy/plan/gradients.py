@@ -22,8 +22,8 @@ Layout = Literal["ddp", "fsdp", "hsdp"]
 _WORKING_NBYTES = 32  # of temporary memory per element that plain PyTorch codes at a time, measured: benchmarks/LOG.md
 DDP_FIRST_NBYTES, DDP_CAP_NBYTES = 2**20, 25 * 2**20  # of a bucket, as DDP has them by default
 # Of those that are compressed. On gloo several smaller buckets fill a slow link better than DDP's: their exchanges
-# overlap each other and backward; measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md. On CUDA each
-# bucket costs a fixed time on the host, so there are fewer and larger ones.
+# overlap each other and backward; measured from 2 to 25 at 200 Mbit/s and 1 Gbit/s: docs/benchmarks.md. On CUDA, and
+# on any other accelerator, each bucket costs a fixed time on the host, so there are fewer and larger ones.
 BUCKET_CAP_MB = {"cpu": 8, "cuda": 128}
 
 

@@ -87,6 +87,7 @@ def _figure(
         for each in found:
             times = [seconds(each, link_of(value)) for value in values]
             style, color = ("-", _color(each)) if each.line else ("--", _OWN[each.name.endswith("bf16")])
+            style = ":" if each.name.endswith("*") else style
             axes.plot([scale * value for value in values], times, style, color=color, label=each.name)
         axes.axvline(scale * given, color="#9aa5b1", linewidth=1)
         axes.set(xscale="log", yscale="log", xlabel=label, ylabel="seconds of a step")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.published_steps import TOLERANCE, rows
 from lowbit_strategy import PRESETS, LoCo
+from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.advice import Choice, Wanted, advised, choices, plan_for
@@ -201,3 +203,8 @@ def test_two_of_three_published_figures_are_within_a_fifth() -> None:
     assert len(found) >= 15
     assert sum(row.within for row in found) / len(found) >= 2 / 3
     assert all(abs(row.ratio - 1) < 2 * TOLERANCE for row in found)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 8), ("cuda", 128), ("mps", 128), ("xpu", 128)])
+def test_every_device_has_a_size_of_buckets(device: str, expected: int) -> None:
+    assert default_bucket_cap_mb(torch.device(device)) == expected
