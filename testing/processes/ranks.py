@@ -22,6 +22,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -44,16 +45,22 @@ from testing.processes.scripts import OUTPUT_CHARACTERS, REPOSITORY, describe_ex
 
 GRACE_S = 3.0  # after the first failure the other ranks have this long to report theirs
 START_LIMIT_S = 240.0  # for interpreters and imports, which take a minute where many programs share few cores
+_RANDOM = random.SystemRandom()  # no seed of a test makes two of them ask for one port
 
 ProcessGroup = Literal["file", "env"] | None
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on now. Another process may take it before you do: prefer a file store."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A TCP port nobody listens on now. Another process may take it before you do: prefer a file store.
+
+    It is none of those that the system hands out to whoever asks for any: a rank whose launcher's port had become
+    another rank's connection would wait for an answer for half an hour.
+    """
+    while True:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            port = _RANDOM.randrange(10_000, 32_000)
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(

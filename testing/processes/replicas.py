@@ -156,23 +156,36 @@ class Replicas:
 
     def results(self, *names: str) -> dict[str, Any]:
         """What these have returned; fails if one has raised, died or hangs."""
-        deadline = time.monotonic() + START_LIMIT_S + self.timeout
+        self._join(*names)
         for name in names:
-            self.processes[name].join(max(0.1, deadline - time.monotonic()))
-            if self.processes[name].exitcode is None:
-                self.send(name, signal.SIGUSR1)
-                time.sleep(0.5)
-                raise AssertionError(f"replica {name} hangs\n{self.output()}")
             how = describe_exit(self.processes[name].exitcode or 0)
             assert self.processes[name].exitcode == 0, f"replica {name} {how}\n{self.output()}"
         return {name: pickle.loads((self.folder / f"{name}.result").read_bytes()) for name in names}
 
     def error(self, name: str) -> str:
-        """What a replica has raised."""
-        self.processes[name].join(START_LIMIT_S + self.timeout)
+        """What a replica has raised; fails if it has not, or hangs."""
+        self._join(name)
         path = self.folder / f"{name}.error"
         assert path.exists(), f"replica {name} has not raised\n{self.output()}"
         return path.read_text()
+
+    def _join(self, *names: str) -> None:
+        """Until these have ended; fails, with the stacks of all that still run, if one hangs."""
+        for name in names:
+            self.wait_for((self.folder / f"{name}.ready").exists, f"{name} has started", START_LIMIT_S)
+        deadline = time.monotonic() + self.timeout
+        for name in names:
+            self.processes[name].join(max(0.1, deadline - time.monotonic()))
+            if self.processes[name].exitcode is None:
+                self._dump_stacks()
+                raise AssertionError(f"replica {name} hangs\n{self.output()}")
+
+    def _dump_stacks(self) -> None:
+        for name, process in self.processes.items():
+            if process.exitcode is None:
+                with contextlib.suppress(ProcessLookupError):  # it may end in this very moment
+                    self.send(name, signal.SIGUSR1)
+        time.sleep(0.5)  # the handler writes a file and says nothing when it is done
 
     def output(self) -> str:
         return "\n".join(
