@@ -13,7 +13,10 @@ Results are added to the JSON file as they come, and what is in it already is no
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -207,11 +210,39 @@ def smooth(losses: list[float]) -> list[float]:
     return [statistics.fmean(losses[max(0, at - 1) : at + 2]) for at in range(len(losses))]
 
 
-def table(results: Runs[Run]) -> Table:
+def read_runs(path: Path) -> Runs[Run]:
+    """Those of a file, of whatever setting."""
+    return Runs(path, Setting(**json.loads(path.read_text())["setting"]), Run)
+
+
+def learning_curve(others: Sequence[Runs[Run]], model: str, rate: float) -> float | None:
+    """How fast the last loss of whole uncompressed runs falls with their length: d log loss / d log steps.
+
+    Least squares over all lengths, each seed with a level of its own; None: there is one length only.
+    """
+    points: dict[int, list[tuple[float, float]]] = {}
+    for runs in others:
+        for run in runs.of(model=model, rate=rate, variant=DENSE):
+            points.setdefault(run.seed, []).append((math.log(runs.setting.steps), math.log(run.losses[-1])))
+    covariance = variance = 0.0
+    for seed in points.values():
+        at, level = (statistics.fmean(each) for each in zip(*seed, strict=True))
+        covariance += sum((x - at) * (y - level) for x, y in seed)
+        variance += sum((x - at) ** 2 for x, _ in seed)
+    return covariance / variance if variance else None
+
+
+def longer_run(run: Run, dense: Run, slope: float) -> float:
+    """Per cent more steps of a whole run, its schedule as much longer, to the last loss of uncompressed training."""
+    return 100 * math.expm1(math.log(run.losses[-1] / dense.losses[-1]) / -slope)
+
+
+def table(results: Runs[Run], others: Sequence[Runs[Run]] = ()) -> Table:
     """Final loss and steps over those of the uncompressed run of the same model, rate and seed: means of the seeds."""
     shares = (0.25, 0.5, 0.75)
     heads = [f"extra steps at {share:.0%}, %" for share in shares]
-    found = Table("model", "rate", "variant", "correction", "seeds", "loss, %", *heads, "exact over decoded")
+    heads = [*heads, "longer run, %", "exact over decoded"]
+    found = Table("model", "rate", "variant", "correction", "seeds", "loss, %", *heads)
     groups: dict[tuple[str, float, str, str], list[tuple[Run, Run]]] = {}
     for run in results.runs:
         dense = results.get(model=run.model, rate=run.rate, variant=DENSE, seed=run.seed)
@@ -226,9 +257,16 @@ def table(results: Runs[Run]) -> Table:
         ]
         gap = statistics.fmean(100 * (run.losses[-1] / dense.losses[-1] - 1) for run, dense in pairs)
         ratio = statistics.fmean(run.energy_ratio for run, _ in pairs)
+        slope = learning_curve([results, *others], model, rate)
+        longer = "" if slope is None else mean_and_error([longer_run(run, dense, slope) for run, dense in pairs])
         names = (model, f"{rate:g}", variant, correction, str(len(pairs)))
-        found.add_row(*names, f"{gap:+.2f}", *cells, f"{ratio:.2f}")
+        found.add_row(*names, f"{gap:+.2f}", *cells, longer, f"{ratio:.2f}")
     return found
+
+
+def mean_and_error(values: list[float]) -> str:
+    error = f" ± {statistics.stdev(values) / math.sqrt(len(values)):.1f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):+.1f}{error}"
 
 
 def main(
@@ -238,21 +276,23 @@ def main(
     cases: Annotated[str | None, typer.Option(help="loco1:squares,...; None: all")] = None,
     workers: Annotated[int, typer.Option(help="simulated ranks")] = 4,
     decays: Annotated[bool, typer.Option(help="a cosine to zero in the place of a constant learning rate")] = False,
+    steps: Annotated[int, typer.Option(help="of a run")] = Setting().steps,
+    other_lengths: Annotated[list[Path] | None, typer.Option(help="results of whole runs of other lengths")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
 ) -> None:
     """Train, compare, and add to the results file."""
     torch.set_num_threads(1)
-    setting = Setting(workers=workers, decays=decays)
+    setting = Setting(workers=workers, decays=decays, steps=steps)
     chosen = [case for case in CASES if cases is None or ":".join(case) in cases.split(",")]
     results = Runs(json_path, setting, Run)
     for seed in map(int, seeds.split(",")):
         for kind in model or ["mixer", "recurrent", "lstm"]:
-            for rate in map(float, rates.split(",")):
+            for rate in map(float, filter(None, rates.split(","))):
                 for variant, correction in chosen:
                     case = {"model": kind, "rate": rate, "variant": variant, "correction": correction, "seed": seed}
                     if results.get(**case) is None:
                         results.add(train(kind, rate, variant, correction, seed, setting))
-    Console(width=200).print(table(results))
+    Console(width=200).print(table(results, [read_runs(path) for path in other_lengths or []]))
 
 
 if __name__ == "__main__":

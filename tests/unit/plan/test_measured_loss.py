@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.second_moment import Run, extra_steps
+from benchmarks.runs import Runs
+from benchmarks.second_moment import Run, Setting, extra_steps, learning_curve, longer_run, read_runs
 from lowbit_strategy.plan.measured_loss import LOSSES, STEPS, quality_of, steps_of, worst_loss
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 VARIANTS = {"bf16": 'dense {"dtype":"bfloat16"}', "powersgd": 'powersgd {"rank":2}'}
-
-
+RATES = (1.0, 0.25)
 SECOND_MOMENTS = ("loco1*", "loco2*")
 
 
@@ -70,25 +72,66 @@ def test_losses_with_second_moments_are_those_of_the_results(name: str) -> None:
         assert loss.error == pytest.approx(statistics.stdev(percents) / len(percents) ** 0.5, abs=1e-3)
 
 
+def worst_mean(file: str, name: str, percent_of: Callable[[Run, Run], float | None]) -> float:
+    """Of the models and of both rates, means of three seeds and more."""
+    means = []
+    for rate in RATES:
+        found = of_second_moments(file, name, rate)
+        assert len(found) == 3
+        for pairs in found.values():
+            percents = [percent_of(run, dense) for run, dense in pairs]
+            assert len(percents) >= 3
+            means.append(statistics.mean(each for each in percents if each is not None))
+            assert None not in percents
+    return max(means)
+
+
 @pytest.mark.parametrize("name", STEPS)
-def test_steps_are_those_of_the_results(name: str) -> None:
-    for rate, percent in ((1.0, STEPS[name].best), (0.25, STEPS[name].quarter)):
-        means = []
-        for pairs in of_second_moments("second_moment", name, rate).values():
-            assert len(pairs) >= 3
-            more = [each for run, dense in pairs if (each := extra_steps(run, dense, 0.75)) is not None]
-            assert len(more) == len(pairs)
-            means.append(statistics.mean(more))
-        assert len(means) == 3
-        assert percent == pytest.approx(max(means), abs=0.05)
+def test_steps_at_a_constant_rate_are_those_of_the_results(name: str) -> None:
+    worst = worst_mean("second_moment", name, lambda run, dense: extra_steps(run, dense, 0.75))
+    assert STEPS[name].constant == pytest.approx(worst, abs=0.05)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_with_a_falling_rate_are_those_of_the_results(name: str) -> None:
+    lengths = [read_runs(RESULTS / f"second_moment_decay{which}.json") for which in ("", "_320_steps", "_500_steps")]
+    slopes = {
+        (model, rate): learning_curve(lengths, model, rate)
+        for model in ("mixer", "recurrent", "lstm")
+        for rate in RATES
+    }
+
+    def longer(run: Run, dense: Run) -> float:
+        slope = slopes[run.model, run.rate]
+        assert slope is not None
+        return longer_run(run, dense, slope)
+
+    assert STEPS[name].decaying == pytest.approx(worst_mean("second_moment_decay", name, longer), abs=0.05)
+
+
+def test_a_loss_that_falls_as_a_power_of_the_steps() -> None:
+    def whole(steps: int, seed: int) -> Runs[Run]:
+        runs = Runs(None, Setting(steps=steps, decays=True), Run)
+        loss = (1 + seed) * (steps / 400) ** -0.25
+        runs.add(Run(model="m", rate=1.0, variant="dense", correction="none", seed=seed, losses=[loss], energy_ratio=1))
+        return runs
+
+    lengths = [whole(steps, seed) for steps, seed in ((400, 0), (500, 0), (320, 1), (400, 1))]
+    slope = learning_curve(lengths, "m", 1.0)
+    assert slope == pytest.approx(-0.25)
+    dense = lengths[0].runs[0]
+    assert longer_run(replace(dense, losses=[1.0]), dense, -0.25) == 0.0
+    assert longer_run(replace(dense, losses=[1.1**0.25]), dense, -0.25) == pytest.approx(10)
+    assert learning_curve(lengths[:1], "m", 1.0) is None
+    assert learning_curve(lengths, "m", 2.0) is None
 
 
 def test_more_steps_cost_time_and_fewer_are_not_counted() -> None:
-    assert steps_of("loco2") == 1.06
+    assert steps_of("loco2") == pytest.approx(1.067)
     assert steps_of("loco1") == pytest.approx(1.208)
     assert steps_of("somebody's") == 1.0
     assert str(STEPS["loco1"]) == "+21"
-    assert str(STEPS["loco2"]) == "+6"
+    assert str(STEPS["loco2"]) == "+7"
 
 
 def test_labels_follow() -> None:
