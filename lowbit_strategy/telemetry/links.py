@@ -24,7 +24,8 @@ _RING_SIZES = tuple(4 * nbytes for nbytes in _SIZES)  # of what goes round a rin
 _LONG_S = 0.25  # a message that takes so long tells the bandwidth well enough
 _WARM = 0.8  # a connection that was idle begins slowly: calls are repeated until one takes at least so much of the last
 _MOST_WARMING = 8
-_ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 12, 2  # of one measurement
+_ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 12, 3  # of one measurement
+_FEWEST_FAR = 6
 _CODED_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 25}
 _CODED_TENSORS, _SMALL_NUMEL = 8, 1 << 13
 
@@ -53,7 +54,7 @@ def measure_cluster(
 
 def measure_network(ranks: Ranks, device: torch.device) -> Network:
     """On all ranks, which all call this."""
-    turns = Turns(ranks.world, device)
+    turns = Turns(ranks.world, device, far=ranks.peers.is_far)
     between, work = measure_link(ranks.peers, turns)
     inside = between if ranks.intra_node is None else measure_link(ranks.intra_node, turns)[0]
     per_node = 1 if ranks.topology is None else ranks.topology.ranks_per_node or 1
@@ -76,8 +77,9 @@ class Turns:
         crowding: Seconds that a second of a processor's time takes while all ranks compute.
     """
 
-    def __init__(self, comm: Comm, device: torch.device) -> None:
+    def __init__(self, comm: Comm, device: torch.device, *, far: bool = False) -> None:
         self.device = device
+        self._usual: Callable[[list[float]], float] = min if far else statistics.median
         self.seconds = self.work_s = 0.0
         self.crowding = 1.0
         self._x = torch.ones(256, 256, device=device) / 256
@@ -108,13 +110,17 @@ class Turns:
     def cost_of(self, comm: Comm, call: Callable[[], object]) -> tuple[float, float]:
         """Seconds of a collective that follows a turn, the median of a few, and processor time, their mean.
 
+        Of each the ranks' mean counts: who comes first waits for the last, and each is the last now and then.
+
         Ranks that are far apart report ahead that their next receive is posted. In training these reports arrive long
-        before a message is sent; here they are given the time.
+        before a message is sent; here they are given the time. Where some are far apart the fastest of the few counts:
+        their connections become faster for a while, and those of training are used longer.
         """
         call()
         each = self._warm(comm, call)
         pause = each if comm.is_far else 0.0
-        times = int(min(_MOST_TIMES, max(_FEWEST_TIMES, _ENOUGH_S / (each + pause))))
+        fewest = _FEWEST_FAR if comm.is_far else _FEWEST_TIMES
+        times = int(min(_MOST_TIMES, max(fewest, _ENOUGH_S / (each + pause))))
         finish(self.device)
         working, seconds = time.process_time(), []
         for _ in range(times):
@@ -123,9 +129,11 @@ class Turns:
             self.take()
             call()
             finish(self.device)
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - began - self.seconds)
         worked = (time.process_time() - working) / times - self.work_s
-        return max(statistics.median(seconds) - self.seconds, 1e-7), max(0.0, worked)
+        mean = torch.tensor(seconds, dtype=torch.float64, device=self.device) / comm.world_size
+        comm.all_reduce(mean).wait()
+        return max(self._usual(mean.tolist()), 1e-7), max(0.0, worked)
 
     def _warm(self, comm: Comm, call: Callable[[], object]) -> float:
         """Seconds of a turn and the last call on the slowest ranks, so that all repeat it as often."""

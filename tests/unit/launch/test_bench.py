@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,28 @@ def measured_links(rank: int, world_size: int) -> Any:
     turns = links.Turns(comm, torch.device("cpu"))
     link, work = links.measure_link(comm, turns)
     return link, links.measure_ring(comm, turns, 1)[0], work
+
+
+def test_ranks_find_a_collective_equally_slow_and_between_far_ones_its_fastest_call_counts() -> None:
+    costs = run_ranks(costs_near_and_far, 2, timeout=60)
+    assert costs[0] == costs[1]
+    near, far = costs[0]
+    assert far < 0.5 * near
+
+
+def costs_near_and_far(rank: int, world_size: int) -> tuple[float, ...]:
+    """One call of three is fast, and in the others one rank waits for the other."""
+    comm, costs = GroupComm(), []
+    for far in (False, True):
+        calls = itertools.count()
+
+        def call(calls: Iterator[int] = calls) -> None:
+            at = next(calls) % 3
+            time.sleep(0.01 if at == 2 else 0.2 if at == rank else 0.0)
+            comm.all_reduce(torch.zeros(1)).wait()
+
+        costs.append(links.Turns(comm, torch.device("cpu"), far=far).cost_of(comm, call)[0])
+    return tuple(costs)
 
 
 def test_advise_predicts_with_all_that_was_measured_and_without_rings_of_links_that_were_given() -> None:
