@@ -66,17 +66,16 @@ class Case:
     outer: Any = None
 
 
+LATER = {"name": "diloco", "every": 30, "momentum": 0.8, "synchronous": 100}  # and less momentum than published
 CASES = {
     "uncompressed": Case(),
     "bf16": Case(compressor=HALF),
     "loco": Case(compressor="loco"),
     "loco1": Case(compressor="loco1"),
     "loco1, second moment": Case(compressor="loco1", second_moment=True),
-    "diloco": Case(
-        outer={"name": "diloco", "every": 30, "momentum": 0.8, "synchronous": 100},
-        second_moment=True,
-    ),
     "diloco, as published": Case(outer={"name": "diloco", "every": 30}),
+    "diloco, 0.8": Case(outer=LATER),
+    "diloco, 0.8, second moment": Case(outer=LATER, second_moment=True),
     "loco2": Case(compressor="loco2"),
     "powersgd": Case(compressor="powersgd"),
     "dgc": Case(compressor="dgc"),

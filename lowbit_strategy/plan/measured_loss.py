@@ -68,22 +68,25 @@ class MoreSteps:
 
 
 # From `low_bits.json` (1,500 steps, 4 ranks); of local steps `outer_steps_transformer.json` (3,000 steps); with a star
-# `second_moment.json` (400 steps, 4 ranks).
+# `second_moment.json` (400 steps, 4 ranks); of gpt, ten million parameters, `large_model.json` (1,000 steps, 4 ranks).
 LOSSES: dict[str, tuple[Loss, ...]] = {
     "bf16": (
         Loss("convolutional", 0.001, 0.002, 5),
         Loss("recurrent", -0.016, 0.053, 5),
         Loss("transformer", 0.052, 0.172, 5),
+        Loss("gpt", -0.148, 0.046, 3),
     ),
     "loco": (
         Loss("convolutional", -0.126, 0.016, 5),
         Loss("recurrent", -0.166, 0.109, 5),
         Loss("transformer", -1.549, 0.698, 5),
+        Loss("gpt", -0.392, 0.242, 3),
     ),
     "loco2": (
         Loss("convolutional", 0.048, 0.053, 10),
         Loss("recurrent", -0.029, 0.097, 10),
         Loss("transformer", 0.110, 0.429, 10),
+        Loss("gpt", -0.220, 0.304, 3),
     ),
     "loco1": (
         Loss("convolutional", 0.332, 0.092, 10),
@@ -91,9 +94,18 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
         Loss("transformer", 0.306, 0.437, 10),
     ),
     "loco2*": (Loss("mixer", 0.021, 0.482, 3), Loss("recurrent", -0.182, 0.292, 3), Loss("lstm", -0.666, 0.072, 3)),
-    "loco1*": (Loss("mixer", 0.073, 0.245, 3), Loss("recurrent", 0.115, 0.490, 3), Loss("lstm", -0.903, 0.524, 3)),
-    "powersgd": (Loss("convolutional", 2.752, None, 1), Loss("recurrent", 3.847, None, 1)),
-    "diloco": (Loss("transformer", 8.673, 0.281, 3),),
+    "loco1*": (
+        Loss("mixer", 0.073, 0.245, 3),
+        Loss("recurrent", 0.115, 0.490, 3),
+        Loss("lstm", -0.903, 0.524, 3),
+        Loss("gpt", -1.193, 0.515, 3),
+    ),
+    "powersgd": (
+        Loss("convolutional", 2.752, None, 1),
+        Loss("recurrent", 3.847, None, 1),
+        Loss("gpt", 11.391, 0.658, 3),
+    ),
+    "diloco": (Loss("transformer", 8.673, 0.281, 3), Loss("gpt", 30.024, 0.824, 3)),
 }
 
 # From `second_moment.json` and `second_moment_decay.json`: 400 steps, 4 ranks.

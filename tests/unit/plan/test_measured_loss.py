@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.runs import Runs
 from benchmarks.second_moment import Run, Setting, extra_steps, learning_curve, longer_run, read_runs
-from lowbit_strategy.plan.measured_loss import LOSSES, STEPS, quality_of, steps_of, worst_loss
+from lowbit_strategy.plan.measured_loss import LOSSES, STEPS, Loss, quality_of, steps_of, worst_loss
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 VARIANTS = {"bf16": 'dense {"dtype":"bfloat16"}', "powersgd": 'powersgd {"rank":2}'}
@@ -30,7 +30,7 @@ def runs(name: str) -> list[dict[str, Any]]:
 def test_losses_are_those_of_the_results(name: str) -> None:
     found = runs("outer_steps_transformer" if name == "diloco" else "low_bits")
     every = [run for run in found if run.get("layout", "ddp") == "ddp"]
-    for loss in LOSSES[name]:
+    for loss in small_models(name):
         by_variant = [
             {
                 run["seed"]: run["validation_loss"]
@@ -49,6 +49,28 @@ def test_losses_are_those_of_the_results(name: str) -> None:
             assert loss.error == pytest.approx(statistics.stdev(percents) / len(percents) ** 0.5, abs=1e-3)
 
 
+def small_models(name: str) -> list[Loss]:
+    return [loss for loss in LOSSES[name] if loss.model != "gpt"]
+
+
+CASES = {"diloco": "diloco, as published", "loco1*": "loco1, second moment"}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_the_larger_model_are_those_of_the_results(name: str) -> None:
+    losses = {(run["case"], run["seed"]): run["validation"][-1] for run in runs("large_model")}
+    case = CASES.get(name, name)
+    percents = [
+        100 * (loss / losses["uncompressed", seed] - 1) for (each, seed), loss in losses.items() if each == case
+    ]
+    found = [loss for loss in LOSSES[name] if loss.model == "gpt"]
+    assert len(found) == bool(percents)
+    for loss in found:
+        assert loss.seeds == len(percents) == 3
+        assert loss.percent == pytest.approx(statistics.mean(percents), abs=1e-3)
+        assert loss.error == pytest.approx(statistics.stdev(percents) / len(percents) ** 0.5, abs=1e-3)
+
+
 def of_second_moments(file: str, name: str, rate: float) -> dict[str, list[tuple[Run, Run]]]:
     """Runs of a preset and those without compression of the same seeds, by model."""
     every = [Run(**each) for each in runs(file)]
@@ -64,8 +86,8 @@ def of_second_moments(file: str, name: str, rate: float) -> dict[str, list[tuple
 @pytest.mark.parametrize("name", SECOND_MOMENTS)
 def test_losses_with_second_moments_are_those_of_the_results(name: str) -> None:
     found = of_second_moments("second_moment", name, 1.0)
-    assert set(found) == {loss.model for loss in LOSSES[name]}
-    for loss in LOSSES[name]:
+    assert set(found) == {loss.model for loss in small_models(name)}
+    for loss in small_models(name):
         percents = [100 * (run.losses[-1] / dense.losses[-1] - 1) for run, dense in found[loss.model]]
         assert loss.seeds == len(percents)
         assert loss.percent == pytest.approx(statistics.mean(percents), abs=1e-3)
@@ -142,4 +164,4 @@ def test_labels_follow() -> None:
     assert quality_of("somebody's", 8) == "unmeasured"
     loss = worst_loss("powersgd")
     assert loss is not None
-    assert str(loss) == "+3.8"
+    assert str(loss) == "+11.4±0.7"
