@@ -23,7 +23,7 @@ def draw() -> None:
     }
     exact = curves["uncompressed"]
     steps = found["setting"]["record_every"] * np.arange(1, exact.shape[1] + 1)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
     for case, losses in curves.items():
         if len(losses) < len(exact):
             continue  # a case whose seeds are not all there
@@ -32,9 +32,8 @@ def draw() -> None:
         right.plot(steps, gaps.mean(0), color=line.get_color())
         right.fill_between(steps, gaps.min(0), gaps.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
     left.set(xlabel="step", ylabel="validation loss, nats per byte")
-    left.legend(fontsize=8)
     right.set(xlabel="step", ylabel="gap to uncompressed, %", title="mean and range of seeds")
-    figure.tight_layout()
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     save(figure, "large_model")
 
 

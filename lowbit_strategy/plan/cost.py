@@ -179,13 +179,15 @@ def _bucket_by_bucket(plan: Plan, costs: Sequence[_Cost], compute_s: float) -> f
 def _in_turn(
     plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Cost], cluster: Cluster, compute_s: float
 ) -> float:
-    """FSDP2 waits for each collective; what goes on beside it are messages between replicas, and between far ranks."""
+    """FSDP2 waits for each collective; what goes on beside it are messages between replicas, and between far ranks that
+    are on one level.
+    """
     gathered = _sum(plan.weights, weights)
     if plan.layout == "hsdp":
         parts = [_split(unit, cluster, ranks_per_node(plan)) for unit in plan.gradients]
         inside = sum(near.seconds for near, _ in parts)
         return _bucket_by_bucket(plan, [far for _, far in parts], compute_s + gathered.seconds + inside)
-    if plan.shape.far:  # all rows leave at once, gradients while backward goes on
+    if plan.shape.far and plan.shape.num_parts == 1:  # all rows leave at once, gradients while backward goes on
         alone = max(cost.latency for cost in weights)
         return _bucket_by_bucket(plan, gradients, compute_s + gathered.busy + alone)
     both = gathered + _sum(plan.gradients, gradients)

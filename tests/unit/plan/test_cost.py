@@ -168,6 +168,17 @@ def test_where_ranks_share_processors_others_compute_while_one_waits() -> None:
     assert shared.high == alone.high
 
 
+@pytest.mark.parametrize(("nodes", "per_node", "waits"), [(4, 1, 3), (2, 2, 24)])
+def test_modules_of_fsdp_leave_at_once_where_far_ranks_are_on_one_level(nodes: int, per_node: int, waits: int) -> None:
+    """Twelve modules. On one level: the weights' latency once, and the last gradients'; on two each of 24 messages."""
+    specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(12)]
+    plan = plan_for(Wanted(specs, nodes, per_node, device_type="cpu"), "fsdp", PRESETS["loco"])
+    far = replace(plan, shape=replace(plan.shape, far=True))
+    at = Cluster(inter_node=Link(0.05, 1e12), intra_node=Link(0.0, 1e12), prefetches=False)
+    latencies = step_time(far, at, 0.0).seconds / 0.05
+    assert latencies == pytest.approx(waits, abs=1.01)
+
+
 def test_gloo_scatters_by_an_all_reduce_and_waits_for_each_collective() -> None:
     plan = uncompressed(plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "fsdp", LoCo()), 2)
     link = Link(1e-3, 1e9)
