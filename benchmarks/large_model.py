@@ -11,7 +11,6 @@ Results are added to the JSON file as they come, and what is in it already is no
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from torch.nn import functional as F
 
 from benchmarks.outer_steps import Local, Variant
 from benchmarks.quality import DENSE, Exchange, parse
-from benchmarks.runs import Runs, warmup_then_cosine
+from benchmarks.runs import Runs, mean_and_error, warmup_then_cosine
 from benchmarks.second_moment import HALF
 from benchmarks.weights import Weights
 from lowbit_strategy.engine.second_moment import SecondMoment
@@ -253,10 +252,8 @@ def table(results: Runs[Run]) -> Table:
     for case in CASES:
         runs, each = results.of(case=case), gaps(results, case)
         if runs:
-            error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.nan
             loss = statistics.fmean(run.validation[-1] for run in runs)
-            gap = f"{statistics.fmean(each):+.2f} ± {error:.2f}" if each else ""
-            found.add_row(case, str(len(runs)), f"{runs[0].bits:.2f}", f"{loss:.4f}", gap)
+            found.add_row(case, str(len(runs)), f"{runs[0].bits:.2f}", f"{loss:.4f}", mean_and_error(each, 2))
     return found
 
 

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.quality import DENSE, Exchange, Layout, parse
-from benchmarks.runs import Runs, warmup_then_cosine
+from benchmarks.runs import Runs, mean_and_error, warmup_then_cosine
 from benchmarks.small_models import make_model, text_of
 
 VALIDATION_WINDOWS = 2048
@@ -171,19 +171,11 @@ class Results(Runs[Run]):
         table = Table("variant", "layout", "bits", *models, "mean", "largest transient", "of a mean over seeds")
         for variant, layout in dict.fromkeys((run.variant, run.layout) for run in self.runs if run.variant != DENSE):
             run = next(run for run in self.runs if (run.variant, run.layout) == (variant, layout))
-            cells = [mean_and_error(self.gaps(variant, layout, model)) for model in models]
-            whole = mean_and_error(self.gaps(variant, layout))
+            cells = [mean_and_error(self.gaps(variant, layout, model), 3) for model in models]
+            whole = mean_and_error(self.gaps(variant, layout), 3)
             peaks = [f"{peak:+.2f}" for peak in self.transients(variant, layout)]
             table.add_row(variant, layout, f"{run.codec_bits:.2f}", *cells, whole, *peaks)
         return table
-
-
-def mean_and_error(values: list[float]) -> str:
-    """``mean ± standard error``."""
-    if not values:
-        return ""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f"{statistics.fmean(values):+.3f} ± {error:.3f}"
 
 
 def main(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -26,6 +28,14 @@ def warmup_then_cosine(step: int, setting: Schedule, *, floor: float) -> float:
         return (step + 1) / setting.warmup_steps
     progress = (step - setting.warmup_steps) / max(1, setting.steps - setting.warmup_steps)
     return floor + (1 - floor) / 2 * (1 + math.cos(math.pi * progress))
+
+
+def mean_and_error(values: Sequence[float], digits: int) -> str:
+    """``mean ± standard error``; empty for none."""
+    if not values:
+        return ""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return f"{statistics.fmean(values):+.{digits}f} ± {error:.{digits}f}"
 
 
 Run = TypeVar("Run")

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from benchmarks.low_bits import LEARNING_RATES
 from benchmarks.quality import DENSE, Exchange, parse
-from benchmarks.runs import Runs, warmup_then_cosine
+from benchmarks.runs import Runs, mean_and_error, warmup_then_cosine
 from benchmarks.small_models import make_model, text_of
 from lowbit_strategy.engine.second_moment import SecondMoment
 
@@ -258,15 +258,10 @@ def table(results: Runs[Run], others: Sequence[Runs[Run]] = ()) -> Table:
         gap = statistics.fmean(100 * (run.losses[-1] / dense.losses[-1] - 1) for run, dense in pairs)
         ratio = statistics.fmean(run.energy_ratio for run, _ in pairs)
         slope = learning_curve([results, *others], model, rate)
-        longer = "" if slope is None else mean_and_error([longer_run(run, dense, slope) for run, dense in pairs])
+        longer = "" if slope is None else mean_and_error([longer_run(run, dense, slope) for run, dense in pairs], 1)
         names = (model, f"{rate:g}", variant, correction, str(len(pairs)))
         found.add_row(*names, f"{gap:+.2f}", *cells, longer, f"{ratio:.2f}")
     return found
-
-
-def mean_and_error(values: list[float]) -> str:
-    error = f" ± {statistics.stdev(values) / math.sqrt(len(values)):.1f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):+.1f}{error}"
 
 
 def main(

@@ -101,10 +101,9 @@ def worst_mean(file: str, name: str, percent_of: Callable[[Run, Run], float | No
         found = of_second_moments(file, name, rate)
         assert len(found) == 3
         for pairs in found.values():
-            percents = [percent_of(run, dense) for run, dense in pairs]
-            assert len(percents) >= 3
-            means.append(statistics.mean(each for each in percents if each is not None))
-            assert None not in percents
+            percents = [each for run, dense in pairs if (each := percent_of(run, dense)) is not None]
+            assert len(percents) == len(pairs) >= 3
+            means.append(statistics.mean(percents))
     return max(means)
 
 
