@@ -70,6 +70,7 @@ CASES = {
     "uncompressed": Case(),
     "bf16": Case(compressor=HALF),
     "loco": Case(compressor="loco"),
+    "loco4": Case(compressor="loco4"),
     "loco1": Case(compressor="loco1"),
     "loco1, second moment": Case(compressor="loco1", second_moment=True),
     "diloco, as published": Case(outer={"name": "diloco", "every": 30}),

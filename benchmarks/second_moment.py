@@ -52,6 +52,7 @@ CASES: tuple[tuple[str, Correction], ...] = (
     ("loco2", "squares"),
     ("loco", "none"),
     ("loco", "squares"),
+    ("loco4", "none"),
 )
 
 

@@ -7,6 +7,7 @@ taken from the block) is data in `BlockFormat`; the kernels are written once.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ SCALE_NBYTES = 2  # bfloat16: the range of float32, so tiny gradients keep their
 TERNARY_THRESHOLD = 0.7
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 4096
+E2M1 = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values of the standard
 
 
 def float_bits(x: float) -> int:
@@ -76,10 +78,12 @@ class BlockFormat:
             if self.thresholds:
                 raise ValueError("thresholds need a codebook; the uniform grid rounds to the nearest value")
             return
-        if self.scale_rule == "absmax":
-            raise ValueError("codebook needs scale_rule 'rms', 'mean_abs' or 'ternary'; 'absmax' is the uniform grid's")
         if not 2 <= len(self.codebook) <= 2**self.bits or list(self.codebook) != sorted(set(self.codebook)):
             raise ValueError(f"codebook must be 2 to {2**self.bits} ascending numbers, got {self.codebook}")
+        if self.scale_rule == "absmax" and self.codebook[0] != -self.codebook[-1]:
+            raise ValueError(
+                f"scale_rule 'absmax' needs a codebook that reaches as far below zero as above, got {self.codebook}"
+            )
         if self.scale_rule == "ternary" and len(self.codebook) != 3:
             raise ValueError(f"scale_rule 'ternary' needs a codebook of three values, got {self.codebook}")
         if not self.thresholds:
@@ -98,9 +102,19 @@ class BlockFormat:
         return self.codebook is not None and len(self.codebook) == 3 and self.bits == 2
 
     @property
+    def is_e2m1(self) -> bool:
+        """As `e2m1` makes it: codes are then found by arithmetic."""
+        return self == e2m1(self.block_size)
+
+    @property
     def qmax(self) -> int:
         """Largest code magnitude of the uniform grid; the code of value q is q + qmax."""
         return 2 ** (self.bits - 1) - 1
+
+    @property
+    def top(self) -> float:
+        """The largest magnitude among the values, in units of the scale."""
+        return float(self.qmax) if self.codebook is None else max(-self.codebook[0], self.codebook[-1])
 
     @property
     def zero_code(self) -> int:
@@ -110,8 +124,7 @@ class BlockFormat:
     @property
     def max_scale(self) -> float:
         """The largest bfloat16 scale whose outermost value is still a float32."""
-        top = self.qmax if self.codebook is None else max(-self.codebook[0], self.codebook[-1], 1.0)
-        bits = float_bits(FLOAT32_MAX / top) & 0xFFFF0000
+        bits = float_bits(FLOAT32_MAX / max(self.top, 1.0)) & 0xFFFF0000
         scale: float = struct.unpack("<f", struct.pack("<I", bits))[0]
         return scale
 
@@ -142,6 +155,16 @@ class BlockFormat:
 def uniform(bits: int, block_size: int) -> BlockFormat:
     """Absmax over 2**bits - 1 evenly spaced values: LoCo's format."""
     return BlockFormat(bits=bits, block_size=block_size)
+
+
+@functools.cache
+def e2m1(block_size: int) -> BlockFormat:
+    """The floats of 4 bits, "FP4": sign, two bits of exponent, one of mantissa; 12 is the block's largest magnitude.
+
+    As fine as the even grid of 4 bits in the middle of a block's range, and half as coarse near zero.
+    """
+    codebook = (*(-value for value in reversed(E2M1)), 0.0, *E2M1)
+    return BlockFormat(bits=4, block_size=block_size, codebook=codebook)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.codebooks import unit_gain
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.reference import dense as reference_dense
@@ -52,6 +52,9 @@ FORMATS: dict[str, BlockFormat] = {
     "fitted4": fitted(4, tuple((i - 7.5) / 4 for i in range(16)), 64),
     "fitted5-many": fitted(5, MANY, 64),
     **{f"ternary-block{size}": ternary(size) for size in (32, 64, 128, 256)},
+    "fitted3-absmax": fitted(3, (-2.0, -0.875, 0.0, 0.75, 2.0), rule="absmax"),
+    "e2m1": e2m1(128),
+    "e2m1-block32": e2m1(32),
     "unit1": unit_gain(2, 64),
     "unit2": unit_gain(4, 64),
     "unit-ternary": unit_gain(3, 128),
@@ -73,18 +76,18 @@ class Case:
 
 CORE = frozenset(  # one for each path through the code
     {f"uniform{bits}" for bits in (2, 4, 7, 8)}
-    | {"uniform4-block32", "uniform4-block4096", "fitted2", "fitted1-block32", "fitted3-odd", "fitted5-many"}
+    | {"uniform4-block32", "uniform4-block4096", "fitted2", "fitted1-block32", "fitted3-odd", "fitted5-many", "e2m1"}
     | {"ternary-block128", "ternary-block32", "unit2", "unit-ternary", "uniform3-stochastic", "uniform4-stochastic"}
     | {f"{name}-{what}" for name in ("uniform4", "fitted2") for what in ("residual32", "dithered")}
     | {"uniform4-bfloat16", "uniform4-float16"}
 )
 
 
-QUICK = frozenset({"uniform4", "fitted2", "ternary-block128"})
+QUICK = frozenset({"uniform4", "fitted2", "ternary-block128", "e2m1"})
 
 
 def quick_cases() -> list[Case]:
-    """A case for each way in which codes are packed; the rest of the core is marked slow."""
+    """A case for each way in which codes are found or packed; the rest of the core is marked slow."""
     return [case for case in cases() if case.name in QUICK]
 
 
@@ -146,6 +149,9 @@ def gradient(numel: int, block: int, seed: int, dtype: torch.dtype) -> Tensor:
     x_KB[(2 + seed) % num_blocks] = 0.0  # idle
     grid = torch.randint(-7, 8, (block,), generator=generator) * 0.5
     x_KB[(4 + seed) % num_blocks] = grid + 0.25 * (grid.abs() < 3)  # ties
+    halfway = torch.tensor([0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0])[grid.abs().mul(2).long().clamp(max=6)] * grid.sign()
+    halfway[0] = 12.0
+    x_KB[(9 + seed) % num_blocks] = halfway  # ties of E2M1
     return x_KB.view(-1)[:numel].to(dtype)
 
 

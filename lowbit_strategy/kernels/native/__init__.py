@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 ISA_OVERRIDE = "LOWBIT_ISA"  # avx512 | avx2 | portable: for tests and benchmarks, and to rule a code path out in a hunt
 
-_ABI = 7  # LOWBIT_ABI in lowbit.h
+_ABI = 8  # LOWBIT_ABI in lowbit.h
 
 
 @lru_cache(maxsize=1)

@@ -29,8 +29,10 @@ class FormatStruct(ctypes.Structure):
         ("zero_code", ctypes.c_int32),
         ("num_planes", ctypes.c_int32),
         ("ternary", ctypes.c_int32),
+        ("e2m1", ctypes.c_int32),
         ("planes", ctypes.c_int32 * 4),
         ("max_scale", ctypes.c_float),
+        ("top", ctypes.c_float),
         ("codebook", ctypes.c_float * _MAX_CODEBOOK),
         ("thresholds", ctypes.c_float * _MAX_CODEBOOK),
     )
@@ -72,8 +74,10 @@ def format_struct(fmt: BlockFormat) -> FormatStruct:
         zero_code=fmt.zero_code,
         num_planes=len(fmt.planes),
         ternary=fmt.is_ternary,
+        e2m1=fmt.is_e2m1,
         planes=fmt.planes,
         max_scale=fmt.max_scale,
+        top=fmt.top,
         codebook=codebook
         + codebook[-1:] * (_MAX_CODEBOOK - len(codebook)),  # codes that are never sent decode to something too
         thresholds=fmt.thresholds,

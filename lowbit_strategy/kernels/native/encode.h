@@ -138,7 +138,7 @@ static int scale_batch(
     const int n = fmt->block_size, loco = call->residual_kind != RESIDUAL_NONE;
     int flag = 0;
     if (fmt->rule == RULE_ABSMAX) {
-        uniform_scales(to->scale, to->inverse, to->largest, batch->num_blocks, fmt->zero_code, fmt->max_scale, 0);
+        absmax_scales(to->scale, to->inverse, to->largest, batch->num_blocks, fmt->top, fmt->max_scale, 0);
     } else {
         for (int b = 0; fmt->rule != RULE_RMS && b < batch->num_blocks; b++) {
             int count = batch->count - b * n < n ? batch->count - b * n : n;
@@ -158,7 +158,9 @@ static int scale_batch(
 }
 
 /* Codes of a batch to `out`, each block `stride` bytes behind the last, and the updated residual. `num_values`: 0 is
- * the uniform grid, -1 as many as the format has. */
+ * the uniform grid, -1 as many as the format has, FLOATS those of E2M1. */
+enum { FLOATS = -2 };
+
 ALWAYS_INLINE void quantize_batch(
     struct encoding *to, const struct lowbit_format *fmt, const struct lowbit_call *call, const struct batch *batch,
     uint8_t *out, int stride, const int num_values, const int stochastic, const int kind, const int num, const int parts
@@ -176,10 +178,11 @@ ALWAYS_INLINE void quantize_batch(
         if (!(scale > 0.0f)) {
             memset(out, nothing, (size_t)(n / parts));
             to->largest[b] = kind != RESIDUAL_NONE && !to->keep[b] ? quantize_nothing(fmt, &from, &apply, kind) : 0;
-        } else if (num_values == 0) {
+        } else if (num_values == 0 || num_values == FLOATS) {
             vu start = counter + (uint32_t)(b * n) * GOLDEN;
-            to->largest[b] = quantize_uniform(
-                &from, n, scale, inverse, qmax, qmax, out, start, &apply, stochastic, kind, num, parts
+            to->largest[b] = quantize_grid(
+                &from, n, scale, inverse, qmax, qmax, out, start, &apply, num_values == FLOATS, stochastic, kind, num,
+                parts
             );
         } else if (num_values == 2 && num < parts) {
             to->largest[b] = quantize_signs(fmt, &from, scale, inverse, out, &apply, kind, num);
@@ -204,6 +207,7 @@ ALWAYS_INLINE void quantize(
     else if (wide && !num_values && !stochastic && bits == 2) RUN(wire, nbytes, 0, 0, kind, GROUP, 4);
     else if (wide && !num_values && !stochastic && bits == 8) RUN(wire, nbytes, 0, 0, kind, GROUP, 1);
     else if (wide && !num_values && bits == 4) RUN(wire, nbytes, 0, 1, kind, GROUP, 2);
+    else if (wide && fmt->e2m1) RUN(wire, nbytes, FLOATS, 0, kind, GROUP, 2);
     else if (wide && num_values == 4 && bits == 2) RUN(wire, nbytes, 4, 0, kind, GROUP, 4);
     else if (n >= 8 * LANES && num_values == 2 && bits == 1) RUN(wire, nbytes, 2, 0, kind, 8, 8);
     else if (n < 8 * LANES && num_values == 2 && bits == 1) {
@@ -245,7 +249,7 @@ ALWAYS_INLINE void store_batch(
 ) {
     int8_t *q = (int8_t *)call->residual + batch->segment->state_offset + batch->first;
     const vu counter = dither_counter(batch->first, stream_key(call->seed, batch->segment->salt, RESIDUAL_STREAM));
-    uniform_scales(to->scale, to->inverse, to->largest, batch->num_blocks, 127, RESIDUAL_MAX_SCALE, 1);
+    absmax_scales(to->scale, to->inverse, to->largest, batch->num_blocks, 127, RESIDUAL_MAX_SCALE, 1);
     for (int b = 0; b < batch->num_blocks; b++)
         if (!to->keep[b]) call->residual_scale[batch->state_block + b] = (uint16_t)(bits_of(to->scale[b]) >> 16);
     for (int b = 0, end; b < batch->num_blocks; b = end) {

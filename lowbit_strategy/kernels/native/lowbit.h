@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LOWBIT_ABI 7 /* goes up when the structures change; __init__.py has the same number */
+#define LOWBIT_ABI 8 /* goes up when the structures change; __init__.py has the same number */
 
 #define LOWBIT_MAX_BLOCK 4096
 #define LOWBIT_MAX_CODEBOOK 256
@@ -25,8 +25,10 @@ enum lowbit_residual { RESIDUAL_NONE, RESIDUAL_INT8, RESIDUAL_FLOAT32 };
 struct lowbit_format {
     int32_t bits, block_size, rule, codebook_size, code_nbytes, zero_code, num_planes;
     int32_t ternary; /* three values, five codes to a byte */
+    int32_t e2m1; /* floats of 4 bits */
     int32_t planes[4];
     float max_scale; /* the largest whose outermost value is finite */
+    float top; /* the largest magnitude among the values, in units of the scale */
     float codebook[LOWBIT_MAX_CODEBOOK];
     float thresholds[LOWBIT_MAX_CODEBOOK];
 };

@@ -70,10 +70,31 @@ ALWAYS_INLINE int32_t reduce_group(const vi *largest, const int num) {
     return vi_reduce_max(all);
 }
 
+/* E2M1: the float of 4 bits that is nearest to y has the code's magnitude as its bits. A code counts thresholds below y:
+ * on one of them y goes to the lower side. From 2 on, codes are y's exponent and first bit of mantissa, rounded. */
+ALWAYS_INLINE vi nearest_e2m1(vf y) {
+    const vi sign = (vi)y >> 31, size = vi_magnitude(y) - sign;
+    const vi few = -((size > vi_set1(0x3F000000)) + (size > vi_set1(0x3FC00000))); /* above 0.5 and 1.5 */
+    const vi code = vi_max(few, ((size + vi_set1(0x1FFFFF)) >> 22) - vi_set1(254));
+    return (code ^ sign) - sign;
+}
+
+/* What it stands for: 0, 1, 2, 3, 4, 6, 8, 12 with its sign. */
+ALWAYS_INLINE vf e2m1_value(vi code) {
+#if LOOKUP_BITS >= 4
+    const vf table = {0, 1, 2, 3, 4, 6, 8, 12, 0, -12, -8, -6, -4, -3, -2, -1}; /* the lowest 4 bits count */
+    return vf_lookup(table, code);
+#else
+    const vi sign = code >> 31, size = (code ^ sign) - sign;
+    const vi bits = ((size + vi_set1(254)) << 22) + ((size == 1) << 22); /* 1, not 1.5 */
+    return (vf)((bits | (sign & vi_set1(INT32_MIN))) & (size > 0));
+#endif
+}
+
 /* Codes round(h / scale + noise) + offset of one block. Returns the bits of the largest |e'|. */
-ALWAYS_INLINE int32_t quantize_uniform(
+ALWAYS_INLINE int32_t quantize_grid(
     const struct source *from, int n, float scale, float inverse, int qmax, int offset, uint8_t *codes, vu counter,
-    const struct update *to, const int stochastic, const int kind, const int num, const int parts
+    const struct update *to, const int e2m1, const int stochastic, const int kind, const int num, const int parts
 ) {
     vi largest[MAX_GROUP] = {{0}};
     for (int i = 0; i < n / parts; i += num / parts * LANES) {
@@ -87,12 +108,12 @@ ALWAYS_INLINE int32_t quantize_uniform(
             add_dither(y, counters, num);
             counter += (uint32_t)(num / parts * LANES) * GOLDEN;
         }
-        EACH(k) q[k] = vi_rint(y[k]);
+        EACH(k) q[k] = e2m1 ? nearest_e2m1(y[k]) : vi_rint(y[k]);
         /* To nearest stays inside: the scale is not below the largest magnitude over qmax. */
         if (stochastic) EACH(k) q[k] = vi_min(vi_max(q[k], vi_set1(-qmax)), vi_set1(qmax));
         store_group(codes + i, q, offset, num, parts);
         if (kind != RESIDUAL_NONE) {
-            EACH(k) y[k] = vf_from(q[k]);
+            EACH(k) y[k] = e2m1 ? e2m1_value(q[k]) : vf_from(q[k]);
             EACH(k) y[k] = y[k] * vf_set1(scale);
             update_group(to, i, n, h, e, y, largest, num, parts);
         }

@@ -97,11 +97,11 @@ ALWAYS_INLINE void round_scales(
     }
 }
 
-ALWAYS_INLINE void uniform_scales(
+ALWAYS_INLINE void absmax_scales(
     float scale[BATCH_BLOCKS], float inverse[BATCH_BLOCKS], const int32_t largest[BATCH_BLOCKS], int num_blocks,
-    int qmax, float most, const int saturate
+    float top, float most, const int saturate
 ) {
     for (int b = 0; b < num_blocks; b += LANES)
-        vf_store(scale + b, vf_load((const float *)largest + b) * vf_set1((float)(1.0 / qmax)));
+        vf_store(scale + b, vf_load((const float *)largest + b) * vf_set1((float)(1.0 / top)));
     round_scales(scale, inverse, largest, num_blocks, most, saturate);
 }

@@ -43,7 +43,7 @@ def raw_scale(h_KB: Tensor, counts_K: Tensor, fmt: BlockFormat) -> Tensor:
     magnitude_KB = h_KB.abs()
     absmax_K = magnitude_KB.amax(-1)
     if fmt.scale_rule == "absmax":
-        return absmax_K * torch.tensor(1.0 / fmt.qmax, dtype=torch.float32)
+        return absmax_K * torch.tensor(1.0 / fmt.top, dtype=torch.float32)
     if fmt.scale_rule == "rms":  # by a power of two near absmax, so that squares neither overflow nor vanish
         exponent = torch.frexp(absmax_K).exponent.clamp(-120, 120)
         unit_KB = torch.ldexp(h_KB, -exponent[:, None])

@@ -46,7 +46,7 @@ class DeviceFormat:
         block: Elements of a block.
         bits: Bits of a code.
         qmax: Largest code magnitude of the uniform grid.
-        inverse_qmax: 1 / qmax.
+        inverse_top: 1 over the largest magnitude among the values.
         max_scale_bits: The largest scale whose outermost value is finite, as bits.
         rule: The scale rule.
         parts: Pieces of a block that share their bytes in the narrowest plane (1 for ternary codes).
@@ -59,12 +59,13 @@ class DeviceFormat:
         codebook_size: Number of reconstruction values, 0 on the uniform grid.
         zero_code: Code of the elements of a block that cannot be quantised.
         ternary: Three values, five codes to a byte.
+        e2m1: Floats of 4 bits: codes and values are found by arithmetic.
     """
 
     block: int
     bits: int
     qmax: int
-    inverse_qmax: float
+    inverse_top: float
     max_scale_bits: int
     rule: str
     parts: int
@@ -78,6 +79,7 @@ class DeviceFormat:
     codebook_size: int
     zero_code: int
     ternary: bool
+    e2m1: bool
 
 
 @functools.lru_cache(maxsize=256)
@@ -91,7 +93,7 @@ def device_format(fmt: BlockFormat) -> DeviceFormat:
         block=fmt.block_size,
         bits=fmt.bits,
         qmax=fmt.qmax,
-        inverse_qmax=1.0 / fmt.qmax if fmt.is_uniform else 0.0,
+        inverse_top=1.0 / fmt.top,
         max_scale_bits=float_bits(fmt.max_scale),
         rule=fmt.scale_rule,
         parts=parts,
@@ -105,6 +107,7 @@ def device_format(fmt: BlockFormat) -> DeviceFormat:
         codebook_size=len(codebook),
         zero_code=fmt.zero_code,
         ternary=fmt.is_ternary,
+        e2m1=fmt.is_e2m1,
     )
 
 

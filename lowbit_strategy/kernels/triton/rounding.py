@@ -11,6 +11,7 @@ from lowbit_strategy.kernels.triton.scales import inverse
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to the nearest even integer, in the low bits
 GOLDEN = tl.constexpr(_GOLDEN)
+SIGN = tl.constexpr(-(2**31))
 CODE_STREAM = tl.constexpr(_CODE_STREAM)
 
 
@@ -69,7 +70,10 @@ def nearest_values(parts, scale_inverse, table, fmt: tl.constexpr):
     for p in tl.static_range(len(parts)):
         y = parts[p] * scale_inverse[:, None]
         code = tl.zeros_like(y)
-        if len(fmt.codebook) > 0:
+        if fmt.e2m1:
+            number = nearest_e2m1(y)
+            code, value = (number + fmt.zero_code).to(tl.float32), e2m1_value(number)
+        elif len(fmt.codebook) > 0:
             value = tl.full(y.shape, fmt.codebook[0], tl.float32)
             for i in tl.static_range(len(fmt.thresholds)):
                 above = tl.where(y > fmt.thresholds[i], 1.0, 0.0)
@@ -85,6 +89,28 @@ def nearest_values(parts, scale_inverse, table, fmt: tl.constexpr):
         codes = codes + (code,)
         values = values + (value,)
     return codes, values
+
+
+@triton.jit
+def nearest_e2m1(y):
+    """The signed number of the nearest float of 4 bits. A number counts thresholds below y.
+
+    From 2 on, numbers are y's exponent and first bit of mantissa, rounded; below, thresholds are 0.5 and 1.5.
+    """
+    bits = y.to(tl.int32, bitcast=True)
+    sign = bits >> 31
+    size = (bits & 0x7FFFFFFF) - sign
+    few = (size > 0x3F000000).to(tl.int32) + (size > 0x3FC00000).to(tl.int32)
+    number = tl.maximum(few, ((size + 0x1FFFFF) >> 22) - 254)
+    return (number ^ sign) - sign
+
+
+@triton.jit
+def e2m1_value(number):
+    """What it stands for: 0, 1, 2, 3, 4, 6, 8, 12 with its sign."""
+    size = tl.abs(number)
+    bits = ((size + 254) << 22) | (number & SIGN)
+    return tl.where(size > 1, bits.to(tl.float32, bitcast=True), number.to(tl.float32))
 
 
 @triton.jit

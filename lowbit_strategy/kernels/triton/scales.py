@@ -19,7 +19,7 @@ def block_scale(parts, left, fmt: tl.constexpr, shape: tl.constexpr, PLAIN: tl.c
     """Scale float32 [rows]: 0 where elements are too small, NaN where not finite; and whether the block is finite."""
     if fmt.rule == "absmax":
         largest = largest_bits(parts)
-        raw = largest.to(tl.float32, bitcast=True) * fmt.inverse_qmax
+        raw = largest.to(tl.float32, bitcast=True) * fmt.inverse_top
         return rounded_scale(raw, largest < INFINITY, fmt.max_scale_bits)
     largest = largest_bits(parts)
     finite = largest < INFINITY  # here, not later: its first use is what gives scales the layout of the elements

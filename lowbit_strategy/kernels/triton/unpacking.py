@@ -7,6 +7,7 @@ import triton.language as tl
 
 from lowbit_strategy.kernels.triton.device_functions import offsets
 from lowbit_strategy.kernels.triton.packing import load_rows
+from lowbit_strategy.kernels.triton.rounding import e2m1_value
 
 BYTE = tl.constexpr(8388608.0)  # 2**23: a byte or'ed into its mantissa is that number
 BYTE_BITS = tl.constexpr(0x4B000000)
@@ -95,7 +96,9 @@ def plane_field(packed, P: tl.constexpr, PLANE: tl.constexpr, fmt: tl.constexpr)
 def codebook_value(packed, P: tl.constexpr, scale, table, fmt: tl.constexpr):
     """Fitted codebook: the products with the scale are taken once per block, and a code's bits choose among them."""
     code = code_of(packed, P, fmt)
-    if len(fmt.codebook) == 0:
+    if fmt.e2m1:
+        value = e2m1_value(code - fmt.zero_code) * scale[:, None]
+    elif len(fmt.codebook) == 0:
         value = tl.load(table + (fmt.codebook_size - 1) + code) * scale[:, None]
     else:
         BITS: tl.constexpr = fmt.bits

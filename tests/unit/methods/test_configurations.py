@@ -78,10 +78,12 @@ WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [
     (LoCo, {"bits": 1}, "or codebook='fitted'"),
     (LoCo, {"bits": 5, "codebook": "fitted"}, "bits must be an integer from 1 to 4 with codebook='fitted'"),
     (LoCo, {"bits": 4, "codebook": "ternary"}, "bits must be 2 with codebook='ternary'"),
+    (LoCo, {"bits": 3, "codebook": "e2m1"}, "bits must be 4 with codebook='e2m1'"),
+    (LoCo, {"codebook": "e2m1", "rounding": "stochastic"}, "rounding must be 'nearest' with codebook"),
     (
         LoCo,
         {"codebook": "gaussian"},
-        "codebook must be 'uniform', 'fitted', 'ternary', 'unit_gain' or 'ternary_unit_gain'",
+        "codebook must be 'uniform', 'e2m1', 'fitted', 'ternary', 'unit_gain' or 'ternary_unit_gain'",
     ),
     (
         LoCo,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,11 +15,18 @@ from torch import Tensor
 
 from lowbit_strategy.kernels import backends, native
 from lowbit_strategy.kernels.blocks import encode_
-from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, e2m1, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.segments import Segment, Segments
-from testing.kernels.native_cases import Case, compare_encode_and_decode, compare_loco_encode, examples, make_case
+from testing.kernels.native_cases import (
+    Case,
+    assert_same_bytes,
+    compare_encode_and_decode,
+    compare_loco_encode,
+    examples,
+    make_case,
+)
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the C extension is not built")
 
@@ -31,6 +39,7 @@ FITTED = {
     "2 bits": {"bits": 2, "scale_rule": "rms", "codebook": (-1.5078125, -0.453125, 0.453125, 1.5078125)},
     "3 bits": {"bits": 3, "scale_rule": "rms", "codebook": (-2.0, -1.25, -0.75, -0.25, 0.25, 0.75, 1.25, 2.0)},
     "4 bits, 11 codebook": {"bits": 4, "scale_rule": "mean_abs", "codebook": tuple((i - 5) / 2 for i in range(11))},
+    "3 bits, largest magnitude": {"bits": 3, "codebook": (-2.0, -0.875, 0.0, 0.75, 2.0)},
     "7 bits": {"bits": 7, "scale_rule": "rms", "codebook": tuple((i - 50) / 16 for i in range(100))},
     "ternary": {"bits": 2, "scale_rule": "ternary", "codebook": (-1.0, 0.0, 1.0)},
     "2 bits, own thresholds": {
@@ -51,8 +60,13 @@ FITTED = {
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     size = draw(st.sampled_from((32, 64, 128, 256, 4096)))
-    bits = draw(st.one_of(st.integers(2, 8), st.sampled_from(sorted(FITTED))))
-    fmt = uniform(bits, size) if isinstance(bits, int) else BlockFormat(block_size=size, **FITTED[bits])  # type: ignore[arg-type]
+    bits = draw(st.one_of(st.integers(2, 8), st.sampled_from(sorted(FITTED)), st.none()))
+    if bits is None:
+        fmt = e2m1(size)
+    elif isinstance(bits, int):
+        fmt = uniform(bits, size)
+    else:
+        fmt = BlockFormat(block_size=size, **FITTED[bits])  # type: ignore[arg-type]
     numels = draw(st.lists(st.sampled_from((0, 1, 31, 33, 128, 1000, 2500, 4097)), min_size=1, max_size=3))
     return make_case(draw, fmt, numels)
 
@@ -79,6 +93,22 @@ def loco_once(x: Tensor, fmt: BlockFormat) -> list[Tensor]:
     for _ in range(2):
         native_blocks.encode_(x, wire, segments, fmt, stochastic=True, seed=3, flag=flag, feedback=feedback)
     return [wire, residual, scale.view(torch.int16)]
+
+
+@pytest.mark.parametrize("size", [32, 128])
+def test_ties_of_e2m1(size: int, isa: str) -> None:
+    x = torch.tensor([0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0, 1.0, 3.0, 6.0, 8.0]).repeat(24)[:256]
+    x[::2] *= -1
+    x[::size] = 12.0
+    assert_same_bytes({"wire": encoded(native_blocks, x, size)}, {"wire": encoded(reference_blocks, x, size)})
+
+
+def encoded(backend: ModuleType, x: Tensor, size: int) -> Tensor:
+    fmt = e2m1(size)
+    wire, flag = torch.zeros(fmt.wire_nbytes(x.numel()), dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+    segments = Segments([Segment(0, x.numel(), 0, 0, salt=7)])
+    backend.encode_(x, wire, segments, fmt, stochastic=False, seed=0, flag=flag)
+    return wire
 
 
 def test_bytes_do_not_depend_on_the_number_of_threads() -> None:

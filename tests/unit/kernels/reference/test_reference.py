@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.codebooks import fitted, ternary
-from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, e2m1, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference.blocks import (
     decode_sum_,
@@ -25,6 +25,7 @@ FORMATS = [
     *(uniform(bits, 64) for bits in range(2, 9)),
     *(fitted(bits, 64) for bits in (1, 2, 3)),
     ternary(64),
+    e2m1(64),
 ]
 
 
@@ -185,6 +186,16 @@ def test_uniform_codes_against_numpy() -> None:
         expected += bytes(int(low | high << 4) for low, high in zip(codes[:32], codes[32:], strict=True))
         scale_bytes += (bits >> 16).to_bytes(2, "little")
     assert bytes(encode(torch.from_numpy(x), uniform(4, 64))[0].tolist()) == bytes(expected + scale_bytes)
+
+
+def test_e2m1_against_numpy() -> None:
+    """To the nearer float of 4 bits, ties downwards."""
+    values = np.array([-12.0, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12])
+    x = torch.tensor([12.0, 10, 10.5, -10, -9.5, 0.5, 0.6, -0.5, -0.4, 2.5, -2.5, 1e-3, 5, 7, -7.1]).repeat(5)[:64]
+    decoded = decode(encode(x, e2m1(64))[0], 64, e2m1(64)).numpy()
+    nearest = values[np.searchsorted((values[1:] + values[:-1]) / 2, x.numpy(), side="left")]
+    assert np.array_equal(decoded, nearest.astype(np.float32))
+    assert np.array_equal(np.unique(np.abs(values)), 2 * np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]))  # the standard's
 
 
 def test_ternary_codes_against_numpy() -> None:

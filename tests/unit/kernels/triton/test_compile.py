@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit_strategy.kernels.codebooks import unit_gain
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, uniform
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -100,7 +100,9 @@ def test_dense_kernels_keep_everything_in_registers(wire: str, arch: int) -> Non
     assert re.search(r"ld\.global(\.\w+)*\.v[24]\.b32", many.ptx)
 
 
-@pytest.mark.parametrize("fmt", [ternary(128), unit_gain(3, 64), fitted(5, tuple(i / 8 for i in range(-15, 17)))])
+@pytest.mark.parametrize(
+    "fmt", [ternary(128), unit_gain(3, 64), e2m1(128), fitted(5, tuple(i / 8 for i in range(-15, 17)))]
+)
 def test_codebooks_of_every_size(fmt: BlockFormat) -> None:
     """The interpreter runs what the compiler refuses, such as comparisons of tuples and code behind a return."""
     launch = decode_launch(device_format(fmt), torch.float32)
