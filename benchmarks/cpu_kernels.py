@@ -29,7 +29,7 @@ from rich.table import Table
 
 from lowbit_strategy.kernels import backends, native
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
-from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, e2m1, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segment, Segments
 
@@ -66,6 +66,7 @@ def formats(numel: int, block_size: int) -> dict[str, BlockFormat]:
         "4 bits": uniform(4, block_size),
         "8 bits": uniform(8, block_size),
         "2 bits": uniform(2, block_size),
+        "4 bits, e2m1": e2m1(block_size),
         "fitted 2 bits": fitted(2, 0.453125, 1.5078125),
         "fitted 1 bit": fitted(1, 0.796875),
         "ternary": BlockFormat(bits=2, block_size=block_size, scale_rule="ternary", codebook=(-1.0, 0.0, 1.0)),

@@ -25,7 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, uniform
+from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
@@ -37,6 +37,7 @@ FORMATS: dict[str, BlockFormat] = {
     "4bit": uniform(4, 128),
     "8bit": uniform(8, 128),
     "2bit": uniform(2, 128),
+    "e2m1": e2m1(128),
     "fitted2": fitted(2, FITTED_2),
     "fitted1": fitted(1, FITTED_1, 128, "mean_abs"),
 }

@@ -17,14 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from lowbit_strategy import DiLoCo, LoCo
+from lowbit_strategy import LoCo
 from lowbit_strategy.accelerate import LowBitPlugin, binding_of
 from lowbit_strategy.attach.attach import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.hooks.worker import BackwardSide
-from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.ranks.topology import hybrid_mesh
@@ -36,8 +35,8 @@ from testing.training.accelerated import fresh_state, fsdp_plugin, prepared, tra
 from testing.training.comparing import fingerprint, full_parameters
 from testing.training.hf_trainer import losses as hf_losses
 from testing.training.hf_trainer import trainer as hf_trainer
+from testing.training.hsdp import Run, hsdp
 from testing.training.regression import (
-    MIN_SHARD_NUMEL,
     OUTPUTS,
     WIDTH,
     ByStep,
@@ -47,26 +46,6 @@ from testing.training.regression import (
     mlp,
     trainer,
 )
-
-
-def hsdp(compressor: Any = None, **options: Any) -> LowBitFSDPStrategy:
-    compressor = compressor if compressor is not None else LoCo(block_size=32)
-    options = {"shard_size": "node", "min_shard_numel": MIN_SHARD_NUMEL} | options
-    return LowBitFSDPStrategy(compressor, **options)
-
-
-class Run(NamedTuple):
-    """What a rank has come to, and among how many others that get compressed messages of it, out of how many."""
-
-    losses: list[float]
-    bits: int
-    steps: int
-    peers: int
-    world_size: int
-
-    @classmethod
-    def of(cls, losses: list[float], model: nn.Module, sync: Any) -> Run:
-        return cls(losses, fingerprint(model), sync.step_index, sync.ranks.peers.world_size, sync.ranks.world_size)
 
 
 class ByName(NamedTuple):
@@ -388,86 +367,3 @@ def test_bad_input(facts: list[Facts]) -> None:
         assert "give compression shard_size=4 as well" in rank["replicated"]
         assert "shard_size=3 does not divide the ranks of a node (2, 2)" in rank["trainer"]
         assert "shard_size=3 does not divide the ranks of a node (2, 2)" in rank["plugin"]
-
-
-OUTER = DiLoCo(every=4, momentum=0.5, average_state={"exp_avg": 1, "exp_avg_sq": 2}, synchronous_end=2, num_steps=11)
-
-
-class LocalSteps(NamedTuple):
-    """Bytes are per step and rank: with local steps, and of a ring in float32 that has all gradients in every step."""
-
-    whole: Run
-    again: Run
-    nbytes: float
-    ring_nbytes: float
-    refused: str
-
-
-def local_steps(folder: Path) -> LocalSteps:
-    """Two nodes of two ranks: sharded inside, local steps between."""
-    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    with nodes_of(2):
-        whole = ByStep()
-        made = trainer(hsdp(outer=OUTER), max_steps=11, callbacks=[saver], enable_checkpointing=True)
-        made.fit(whole, loader())
-        again = ByStep()
-        resumed = trainer(hsdp(outer=OUTER), max_steps=11)
-        resumed.fit(again, loader(), ckpt_path=folder / "step=6.ckpt")
-        named = trainer("diloco_hsdp", max_steps=31)
-        named.fit(Regression(), loader())
-        refused = raised(lambda: trainer(LowBitFSDPStrategy(outer="diloco"), max_steps=1).fit(Regression(), loader()))
-    return LocalSteps(
-        whole=Run.of(whole.losses, whole, made.strategy.sync),
-        again=Run.of(again.losses, again, resumed.strategy.sync),
-        nbytes=named.strategy.sync.ranks.peers.sent_nbytes / 31,
-        ring_nbytes=4 * 2 * 3 / 4 * sum(param.numel() for param in whole.parameters()),
-        refused=refused,
-    )
-
-
-@scenarios(local_steps, world_size=4)
-def test_local_steps_between_nodes(facts: list[LocalSteps]) -> None:
-    for rank in facts:
-        assert rank.again.bits == rank.whole.bits == facts[0].whole.bits
-        assert rank.again.losses == rank.whole.losses[6:]
-        assert (rank.whole.peers, rank.whole.world_size, rank.whole.steps) == (2, 4, 11)
-        assert rank.nbytes < 0.01 * rank.ring_nbytes, (rank.nbytes, rank.ring_nbytes)
-        assert "shard_size" in rank.refused
-
-
-# -- validation of local steps ----------------------------------------------------------------------------------------
-
-
-def validates_anchors(folder: Path, by: str, weights: str) -> Facts:
-    """The root group stays gathered after a validation, with the anchors in the place of the rank's own weights."""
-    losses = {}
-    for validates in (True, False):
-        torch.manual_seed(0)
-        model = ByStep()
-        options: dict[str, Any] = {"limit_val_batches": 1 if validates else 0, "val_check_interval": 3}
-        callbacks = [AnchorsInBetween()] if by == "callback" and validates else []
-        if by == "callback":
-            options["limit_val_batches"] = 0
-        with nodes_of(2):
-            made = trainer(
-                hsdp(outer=DiLoCo(every=7), weights=weights), max_steps=10, num_sanity_val_steps=0,
-                callbacks=callbacks, **options,
-            )  # fmt: skip
-            made.fit(model, loader(), loader())
-        losses[validates] = model.losses
-    return losses
-
-
-class AnchorsInBetween(L.Callback):
-    """Looks at the anchors while the model is in training mode, as a loop of one's own may."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if trainer.global_step in (3, 8):
-            with trainer.strategy.session.shared_weights(), torch.no_grad():  # type: ignore[attr-defined]
-                pl_module(dataset()[:4][0])
-
-
-@scenarios(validates_anchors, world_size=4, by=("trainer", "callback"), weights=("exact", "code8"))
-def test_local_steps_are_the_same_with_and_without_validation(facts: list[Facts]) -> None:
-    for rank in facts:
-        assert rank[True] == rank[False]

@@ -9,9 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
 
 from lowbit_strategy import (
     OUTER_RULES,
@@ -25,19 +23,13 @@ from lowbit_strategy import (
     PostLocalSGD,
     Quadratic,
 )
-from lowbit_strategy.accelerate import LowBitPlugin
 from lowbit_strategy.checkpoint.capture import capture, restore
-from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, prepare
-from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDPStrategy
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
 from testing.log import listen
 from testing.processes.scenarios import Facts, scenarios
 from testing.record import read_record
-from testing.training import accelerated
 from testing.training.comparing import fingerprint, full_parameters
-from testing.training.fabric import batches, launch, setup, train
-from testing.training.hf_trainer import trainer as hf_trainer
-from testing.training.regression import ByStep, Regression, dataset, loader, mlp, trainer
+from testing.training.regression import ByStep, Regression, dataset, loader, trainer
 
 STREAMING = DiLoCo(every=6, momentum=0.5, fragments=3, delay=1, mix=0.5)
 RULES = {
@@ -340,138 +332,6 @@ def unfrozen(folder: Path) -> Facts:
 def test_parameters_that_are_unfrozen(facts: list[Facts]) -> None:
     assert facts[0] == facts[1]
     assert facts[0]["trained"]
-
-
-def through_fabric(folder: Path) -> Facts:
-    facts: Facts = {}
-    for name in ("whole", "again"):
-        torch.manual_seed(0)
-        made = launch(FabricDDPStrategy(LoCo(block_size=32), outer=STREAMING))
-        net = mlp()
-        model, optimizer = setup(made, net)
-        state = {"model": model, "optimizer": optimizer}
-        path = folder / "fabric.ckpt"
-        if name == "again":
-            made.load(path, state)
-        else:
-            train(made, model, optimizer, batches(made.global_rank, 0, 5))
-            made.save(path, state)
-        train(made, model, optimizer, batches(made.global_rank, 5, 11))
-        session = made.strategy.sessions[0]
-        with session.shared_weights():
-            shared = fingerprint(net)
-        session.finish()
-        facts[name] = {"shared": shared, "end": fingerprint(net)}
-    saved = torch.load(path, weights_only=True)["model"]
-    return facts | {"saved": float(sum(value.sum() for value in saved.values()))}
-
-
-@scenarios(through_fabric)
-def test_fabric_saves_the_anchors_and_goes_on_to_the_bit(facts: list[Facts]) -> None:
-    assert facts[0] == facts[1]
-    assert facts[0]["whole"] == facts[0]["again"]
-
-
-def through_accelerate(folder: Path) -> Facts:
-    """Saved in the middle of a round and of a fragment's way; what is saved is what all ranks share."""
-    plugin = LowBitPlugin(LoCo(block_size=32), outer={"name": "diloco", "every": 6, "fragments": 2, "delay": 2})
-    whole = accelerated.prepared(accelerated.make("ddp", plugin, accumulate=2), lr=1e-2)
-    accelerated.train(whole, 8, clip=1.0)
-    whole.accelerator.save_state(str(folder))
-    accelerated.train(whole, 14, skip=8, clip=1.0)
-    again = accelerated.prepared(accelerated.make("ddp", plugin, accumulate=2), lr=1e-2)
-    again.accelerator.load_state(str(folder))
-    accelerated.train(again, 14, skip=8, clip=1.0)
-    before, resumed = fingerprint(whole.model), fingerprint(again.model)
-    shared = whole.accelerator.get_state_dict(whole.model)
-    own = fingerprint(whole.model)
-    whole.accelerator.end_training()
-    return {
-        "own": before,
-        "resumed": resumed,
-        "kept": own == before,
-        "shared": float(sum(value.double().sum() for value in shared.values())),
-        "end": fingerprint(whole.model),
-        "steps": whole.sync.step_index,
-    }
-
-
-@scenarios(through_accelerate)
-def test_accelerate_goes_on_to_the_bit(facts: list[Facts]) -> None:
-    first, second = facts
-    assert first["own"] == first["resumed"] != second["own"] == second["resumed"]
-    assert first["kept"]
-    assert first["shared"] == second["shared"]
-    assert first["end"] == second["end"]
-    assert first["steps"] == 7
-
-
-def loop_of_ones_own(folder: Path) -> Facts:
-    """Nobody names the optimizer but `end_step`; its state is averaged, and shared at the end."""
-    rule = DiLoCo(every=3, average_state={"exp_avg": 1}, synchronous_end=2, num_steps=8)
-    steps, spread, refused = [], 0.0, ""
-    for names_it in (True, False):
-        torch.manual_seed(0)
-        net = mlp()
-        prepared = prepare(net, LoCo(block_size=32, beta=0.0, reset_steps=None), SyncOptions(outer=rule))
-        model = DistributedDataParallel(net)
-        session = attach_ddp(model, prepared)
-        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-        session.resume()
-        try:
-            for step, (x, y) in enumerate(batches(torch.distributed.get_rank(), 0, 8)):
-                optimizer.zero_grad()
-                session.begin_step()
-                nn.functional.mse_loss(model(x), y).backward()
-                optimizer.step()
-                session.end_step(optimizer if names_it else None)
-                steps.append(fingerprint(net))
-                if step == 2:
-                    moment = optimizer.state[net[0].bias]["exp_avg"].clone()
-                    torch.distributed.all_reduce(moment, torch.distributed.ReduceOp.MAX)
-                    spread = float((moment - optimizer.state[net[0].bias]["exp_avg"]).abs().max())
-        except RuntimeError as error:
-            refused = str(error)
-        session.close()
-    return {"steps": steps[:8], "spread": spread, "refused": refused}
-
-
-@scenarios(loop_of_ones_own)
-def test_a_loop_of_ones_own_names_its_optimizer_at_each_step(facts: list[Facts]) -> None:
-    first, second = facts
-    same = [a == b for a, b in zip(first["steps"], second["steps"], strict=True)]
-    assert same == [False, False, True, False, False, True, True, True]
-    assert first["spread"] == second["spread"] == 0.0
-    assert "need the optimizer: call session.end_step(optimizer)" in first["refused"]
-
-
-class EvaluateInTheMiddle(TrainerCallback):
-    """On the same data on all ranks, between two rounds."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 5:
-            self._trainer.evaluate(self._trainer.train_dataset)
-
-
-def through_the_hf_trainer(folder: Path) -> Facts:
-    plugin = LowBitPlugin(LoCo(block_size=32), outer=DiLoCo(every=3))
-    whole = hf_trainer(folder / "a", "ddp", plugin)
-    whole.add_callback(EvaluateInTheMiddle(whole))
-    whole.train()
-    again = hf_trainer(folder / "b", "ddp", plugin)
-    again.train(resume_from_checkpoint=str(folder / "a" / "checkpoint-4"))
-    evaluated = [entry["eval_loss"] for entry in whole.state.log_history if "eval_loss" in entry]
-    return {"whole": fingerprint(whole.model), "again": fingerprint(again.model), "evaluated": evaluated}
-
-
-@scenarios(through_the_hf_trainer)
-def test_the_hf_trainer_goes_on_to_the_bit(facts: list[Facts]) -> None:
-    assert facts[0] == facts[1]
-    assert facts[0]["whole"] == facts[0]["again"]
-    assert len(facts[0]["evaluated"]) == 1
 
 
 def other_world(folder: Path, rule: str) -> Facts:
