@@ -80,7 +80,8 @@ class Timed:
 
     @property
     def median(self) -> float:
-        return statistics.median(self.seconds)
+        """Of an even number of steps the lower of the two in the middle: what disturbs a step makes it longer."""
+        return statistics.median_low(self.seconds)
 
     @property
     def cost(self) -> float:
@@ -114,17 +115,18 @@ def hopeful(predicted: Sequence[float], own_s: float) -> list[int]:
 
 
 def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
-    """The fastest that is certainly faster than the framework's own."""
+    """The fastest of what is certainly faster than the framework's own."""
     if not tried:
         return Verdict(None, "no candidate is predicted to be faster than the framework's own step")
-    best = min(range(len(tried)), key=lambda at: tried[at].cost)
     measured = ", ".join(str(each) for each in (own, *tried))
-    faster = own.median / tried[best].cost
-    if tried[best].cost > WORTH_IT * own.median:
+    faster = [at for at, each in enumerate(tried) if each.cost <= WORTH_IT * own.median]
+    if not faster:
         return Verdict(None, f"nothing that was tried is faster than the framework's own step: {measured}")
-    if tried[best].steps * tried[best].middle[1] >= own.middle[0]:
+    certain = [at for at in faster if tried[at].steps * tried[at].middle[1] < own.middle[0]]
+    if not certain:
         return Verdict(None, f"step times vary too much to tell what is faster, so nothing is changed: {measured}")
-    return Verdict(best, f"{faster:.2f} times as fast as the framework's own step: {measured}")
+    best = min(certain, key=lambda at: tried[at].cost)
+    return Verdict(best, f"{own.median / tried[best].cost:.2f} times as fast as the framework's own step: {measured}")
 
 
 def has_changed(seconds: float, reference_s: float) -> bool:

@@ -34,7 +34,7 @@ def test_the_fastest_is_chosen() -> None:
     tried = [Timed("a", (0.6, 0.61, 0.6, 0.62)), Timed("b", (0.5, 0.5, 0.52, 0.51))]
     verdict = decide(OWN, tried)
     assert verdict.chosen == 1
-    assert "1.98 times as fast" in verdict.reason
+    assert "2.00 times as fast" in verdict.reason
 
 
 def test_more_steps_to_the_same_loss_are_counted() -> None:
@@ -61,6 +61,17 @@ def test_noise_is_reported_and_nothing_changed() -> None:
 def test_one_slow_step_is_no_noise() -> None:
     verdict = decide(Timed("own", (1.0, 1.0, 9.0, 1.0, 1.0)), [Timed("a", (0.5, 0.5, 7.0, 0.5))])
     assert verdict.chosen == 0
+
+
+def test_steps_that_were_disturbed_do_not_hide_the_fastest() -> None:
+    late = Timed("a", (0.5, 0.9, 0.5, 0.9))
+    assert decide(OWN, [late, Timed("b", (0.8, 0.8, 0.8, 0.8))]).chosen == 0
+
+
+def test_where_the_fastest_is_uncertain_another_that_is_certain_is_taken() -> None:
+    uncertain = Timed("a", (0.5, 2.0, 0.5, 2.0))
+    assert decide(OWN, [uncertain, Timed("b", (0.8, 0.8, 0.8, 0.8))]).chosen == 1
+    assert decide(OWN, [uncertain]).chosen is None
 
 
 def test_what_is_predicted_to_be_slower_is_not_tried() -> None:
