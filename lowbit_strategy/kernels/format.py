@@ -80,10 +80,9 @@ class BlockFormat:
             return
         if not 2 <= len(self.codebook) <= 2**self.bits or list(self.codebook) != sorted(set(self.codebook)):
             raise ValueError(f"codebook must be 2 to {2**self.bits} ascending numbers, got {self.codebook}")
-        if self.scale_rule == "absmax" and self.codebook[0] not in (0.0, -self.codebook[-1]):
+        if self.scale_rule == "absmax" and self.codebook[0] != -self.codebook[-1]:
             raise ValueError(
-                "scale_rule 'absmax' needs a codebook that reaches as far below zero as above, or begins at zero, got "
-                f"{self.codebook}"
+                f"scale_rule 'absmax' needs a codebook that reaches as far below zero as above, got {self.codebook}"
             )
         if self.scale_rule == "ternary" and len(self.codebook) != 3:
             raise ValueError(f"scale_rule 'ternary' needs a codebook of three values, got {self.codebook}")

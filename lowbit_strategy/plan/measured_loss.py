@@ -92,6 +92,7 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
         Loss("convolutional", 0.332, 0.092, 10),
         Loss("recurrent", 0.004, 0.088, 10),
         Loss("transformer", 0.306, 0.437, 10),
+        Loss("gpt", -0.636, 0.325, 3),
     ),
     "loco2*": (Loss("mixer", 0.021, 0.482, 3), Loss("recurrent", -0.182, 0.292, 3), Loss("lstm", -0.666, 0.072, 3)),
     "loco1*": (
