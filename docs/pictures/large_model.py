@@ -14,6 +14,8 @@ from style import save
 
 PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "large_model.json"
 
+COLOURS = 7  # before lines are dashed
+
 
 def draw() -> None:
     found = json.loads(PATH.read_text())
@@ -24,12 +26,12 @@ def draw() -> None:
     exact = curves["uncompressed"]
     steps = found["setting"]["record_every"] * np.arange(1, exact.shape[1] + 1)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
-    for case, losses in curves.items():
-        if len(losses) < len(exact):
-            continue  # a case whose seeds are not all there
-        (line,) = left.plot(steps, losses.mean(0), label=case)
+    whole = {case: losses for case, losses in curves.items() if len(losses) == len(exact)}  # whose seeds are all there
+    for number, (case, losses) in enumerate(whole.items()):
+        dashes = "-" if number < COLOURS else "--"
+        (line,) = left.plot(steps, losses.mean(0), dashes, color=f"C{number % COLOURS}", label=case)
         gaps = 100 * (losses / exact - 1)
-        right.plot(steps, gaps.mean(0), color=line.get_color())
+        right.plot(steps, gaps.mean(0), dashes, color=line.get_color())
         right.fill_between(steps, gaps.min(0), gaps.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
     left.set(xlabel="step", ylabel="validation loss, nats per byte")
     right.set(xlabel="step", ylabel="gap to uncompressed, %", title="mean and range of seeds")
