@@ -111,8 +111,8 @@ class LoCo(Compressor):
 
     An even grid is as coarse for an element that is small in its block as for the largest. Its noise there can exceed
     the element, and Adam, which divides by each element's root mean square, then takes smaller steps for it.
-    ``codebook="e2m1"`` takes the floats of 4 bits: nearly as good for the largest elements and finer by a factor of
-    1.7 for the small ones, in the same bytes.
+    ``codebook="e2m1"`` takes the floats of 4 bits, ``s = absmax(h) / 12`` and q of 0, 1, 2, 3, 4, 6, 8, 12 with their
+    signs: finer by a factor of 1.7 for small elements and coarser for the few largest, in the same bytes.
 
     Below 4 bits an even grid wastes its few values on the tails. ``codebook="fitted"`` puts them where a Gaussian has
     its mass (Lloyd-Max), in units of the block's root mean square: what is clipped is fed back. ``codebook="ternary"``
