@@ -49,8 +49,7 @@ class BlockCodec(BucketCodec):
 
     @property
     def contracts(self) -> bool:
-        fmt = self.fmt
-        if self.rounding == "nearest" and (fmt.is_uniform or fmt.is_e2m1 or fmt.codebook == (-1.0, 0.0, 1.0)):
+        if self.rounding == "nearest" and (self.fmt.is_uniform or self.fmt.codebook == (-1.0, 0.0, 1.0)):
             return True  # no element's error is larger than the element
         return contracts(functools.partial(_decoded, self.fmt, self.rounding), self.block_size)
 
