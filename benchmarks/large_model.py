@@ -262,10 +262,11 @@ def main(
     json_path: Annotated[Path, typer.Option("--json", help="results file, continued if it exists")],
     seeds: Annotated[str, typer.Option(help="seeds, separated by commas")] = "0,1,2",
     cases: Annotated[list[str] | None, typer.Option("--case", help="of the study; repeat; none: all")] = None,
+    steps: Annotated[int, typer.Option(min=50, help="of each run; one file has runs of one length")] = Setting().steps,
 ) -> None:
     """Train, compare, and add to the results file."""
     torch.set_num_threads(1)
-    results = Runs(json_path, Setting(), Run)
+    results = Runs(json_path, Setting(steps=steps), Run)
     for case in cases or CASES:
         for seed in map(int, filter(None, seeds.split(","))):
             if results.get(case=case, seed=seed) is None:

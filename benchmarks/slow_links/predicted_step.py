@@ -6,6 +6,7 @@ is checked against, the links, and the step without communication; nothing of th
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -36,6 +37,7 @@ from recipes.gpt import LanguageModel
 _STOCK_ITEMSIZE = {"ddp": 4, STOCK: 4, STOCK_BF16: 2}
 _PRESETS = ("loco", "loco1", "dense")
 _NO_SYNC_BF16 = "no-sync-bf16"
+_ALONE_STEPS = 30  # of computing: ranks that are far apart begin one after the other, and the last ends alone
 
 
 def measured_cluster() -> Cluster:
@@ -74,14 +76,17 @@ def measured_step(variant: str, options: Any, *, sharded: bool) -> tuple[list[fl
     """Seconds of each step on this rank, and the plan of a strategy of ours."""
     L.seed_everything(0, verbose=False)
     is_stock = variant in (STOCK, STOCK_BF16)
-    alone = Alone if sharded else LanguageModel
-    kinds = {STOCK: ShardedModel, STOCK_BF16: HalfModel, NO_SYNC: alone, _NO_SYNC_BF16: HalfAlone}
+    own_model = Alone if sharded else LanguageModel
+    kinds = {STOCK: ShardedModel, STOCK_BF16: HalfModel, NO_SYNC: own_model, _NO_SYNC_BF16: HalfAlone}
     kind = kinds.get(variant, LanguageModel)
     model = kind(options.width, options.depth, heads=4, context=options.context)
     rule = OUTER_RULES.get(variant.rpartition("_")[0])
-    meter = StepMeter(options if rule is None else in_rounds(options, rule))
     own = options if rule is None else in_rounds(options, rule)
-    if variant in (NO_SYNC, _NO_SYNC_BF16):
+    alone = variant in (NO_SYNC, _NO_SYNC_BF16)
+    if alone:
+        own = argparse.Namespace(**{**vars(own), "steps": _ALONE_STEPS})
+    meter = StepMeter(own)
+    if alone:
         fit(model, meter, own, strategy=SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)
         return meter.times_s, None
     strategy = fsdp_strategy(variant, int(os.environ["WORLD_SIZE"])) if is_stock else strategy_of(variant)

@@ -181,7 +181,8 @@ _FAR_PAGE = "docs/multi-node.md"
 def examine_far_links(root: Path = _TCP) -> Iterator[Finding]:
     """Socket buffers, slow start after idle, congestion control; nothing where the kernel does not say.
 
-    How long send buffers should be depends on the link, which is not known here: it is always noted.
+    How long send buffers should be, and which congestion control, depends on the link, which is not known here: these
+    are always noted.
     """
     if (text := _read(root / "tcp_rmem")) is not None:
         largest = int(text.split()[-1])
@@ -197,8 +198,11 @@ def examine_far_links(root: Path = _TCP) -> Iterator[Finding]:
         advice = f"far links: every step begins slowly; sysctl -w net.ipv4.tcp_slow_start_after_idle=0: {_FAR_PAGE}"
         yield _judged("slow start after idle", "off" if text == "0" else "on", text != "0", advice)
     if (text := _read(root / "tcp_congestion_control")) is not None:
-        advice = f"on far links that lose packets bbr is faster: {_FAR_PAGE}"
-        yield _judged("congestion control", text, text != "bbr", advice)
+        advice = (
+            "far links: bbr spreads each message over up to half a round trip, cubic and reno send it at once; where"
+            f" packets are lost bbr is faster all the same: {_FAR_PAGE}"
+        )
+        yield Finding("note", "congestion control", text, advice)
 
 
 def _judged(what: str, found: str, noted: bool, advice: str) -> Finding:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from typing_extensions import Self
 
-from testing.hosts.relay import HOST_SETTINGS, SEND_BUFFER, Relay, send_buffer_nbytes
+from testing.hosts.relay import HOST_SETTINGS, SEND_BUFFER, WITHOUT_LOSS, Relay, send_buffer_nbytes
 
 INTERFACE = "eth0"  # in every host
 PREFIX = "lowbit"
@@ -92,7 +92,7 @@ class SlowNetwork(Network):
         num_hosts: How many.
         delay_s: Of every packet, one way.
         loss: Share of the packets that are lost.
-        settings: Of every host's kernel where links are far, beside or in place of `relay.HOST_SETTINGS`. Send buffers
+        settings: Of every host's kernel where links are far, beside or in place of those of `relay`. Send buffers
             that are not among them are what the limit of bandwidth lets travel, shared by all connections of a host.
         ranks_per_host: Each has a connection to every other host.
     """
@@ -110,7 +110,7 @@ class SlowNetwork(Network):
     ) -> None:
         self.delay_s = delay_s
         self.loss = loss
-        self._settings = HOST_SETTINGS | dict(settings or {})
+        self._settings = HOST_SETTINGS | ({} if loss else WITHOUT_LOSS) | dict(settings or {})
         self._shares_buffers = SEND_BUFFER not in (settings or {})
         self._connections = max(1, num_hosts - 1) * ranks_per_host
         self._send_buffer = self._settings[SEND_BUFFER]

@@ -25,6 +25,9 @@ HOST_SETTINGS = {
     "net.ipv4.tcp_slow_start_after_idle": "0",
     "net.ipv4.tcp_no_metrics_save": "1",
 }
+# Sends at once what its window holds, as cubic does, which not every namespace may take; bbr would spread it over up
+# to half a round trip. Where packets are lost the machine's own is better.
+WITHOUT_LOSS = {"net.ipv4.tcp_congestion_control": "reno"}
 
 
 def send_buffer_nbytes(rate: float | None, round_trip_s: float, connections: int) -> int:
