@@ -54,7 +54,7 @@ def measure_cluster(
 
 def measure_network(ranks: Ranks, device: torch.device) -> Network:
     """On all ranks, which all call this."""
-    turns = Turns(ranks.world, device, far=ranks.peers.is_far)
+    turns = Turns(ranks.world, device, far=ranks.peers.is_far, near=ranks.intra_node)
     between, work = measure_link(ranks.peers, turns)
     inside = between if ranks.intra_node is None else measure_link(ranks.intra_node, turns)[0]
     per_node = 1 if ranks.topology is None else ranks.topology.ranks_per_node or 1
@@ -77,8 +77,9 @@ class Turns:
         crowding: Seconds that a second of a processor's time takes while all ranks compute.
     """
 
-    def __init__(self, comm: Comm, device: torch.device, *, far: bool = False) -> None:
+    def __init__(self, comm: Comm, device: torch.device, *, far: bool = False, near: Comm | None = None) -> None:
         self.device = device
+        self._near = near
         self._usual: Callable[[list[float]], float] = min if far else statistics.median
         self.seconds = self.work_s = 0.0
         self.crowding = 1.0
@@ -115,7 +116,8 @@ class Turns:
 
         Ranks that are far apart report ahead that their next receive is posted. In training these reports arrive long
         before a message is sent; here they are given the time. Where some are far apart the fastest of the few counts:
-        their connections become faster for a while, and those of training are used longer.
+        their connections become faster for a while, and those of training are used longer. Ranks of a node begin
+        together, as they do in a step: one after the other, each would have their link to itself.
         """
         call()
         each = self._warm(comm, call)
@@ -126,6 +128,8 @@ class Turns:
         working, seconds = time.process_time(), []
         for _ in range(times):
             time.sleep(pause)
+            if comm.is_far and self._near is not None:
+                self._meet(self._near)
             began = time.perf_counter()
             self.take()
             call()
@@ -135,6 +139,11 @@ class Turns:
         mean = torch.tensor(seconds, dtype=torch.float64, device=self.device) / comm.world_size
         comm.all_reduce(mean).wait()
         return max(self._usual(mean.tolist()), 1e-7), max(0.0, worked)
+
+    def _meet(self, comm: Comm) -> None:
+        counted = comm.sent_nbytes
+        comm.all_reduce_max(torch.zeros(1, device=self.device)).wait()
+        comm.sent_nbytes = counted
 
     def _warm(self, comm: Comm, call: Callable[[], object]) -> float:
         """Seconds of a turn and the last call on the slowest ranks, so that all repeat it as often."""
