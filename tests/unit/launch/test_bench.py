@@ -142,6 +142,26 @@ def costs_near_and_far(rank: int, world_size: int) -> tuple[float, ...]:
     return tuple(costs)
 
 
+def test_ranks_of_a_node_begin_every_far_message_together() -> None:
+    """Though one of them needs longer for each: one after the other, each would have their link to itself."""
+    first, second = run_ranks(far_calls_begin, 2, timeout=60)
+    assert len(first) >= 6
+    assert max(abs(a - b) for a, b in zip(first, second, strict=True)) < 0.2
+
+
+def far_calls_begin(rank: int, world_size: int) -> list[float]:
+    comm, begun = GroupComm(), []
+    comm.is_far = True
+
+    def call() -> None:
+        begun.append(time.monotonic())
+        time.sleep(0.1 * rank)
+
+    turns = links.Turns(comm, torch.device("cpu"), far=True, near=GroupComm())
+    turns.cost_of(comm, call)
+    return begun
+
+
 def test_advise_predicts_with_all_that_was_measured_and_without_rings_of_links_that_were_given() -> None:
     link = Link(1e-3, 1e8, ((1e5, 1e-4), (1e6, 1e-2)))
     measured = Bench(
