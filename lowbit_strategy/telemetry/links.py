@@ -92,9 +92,7 @@ class Turns:
         began = time.thread_time()
         self.take()
         fits = torch.tensor([10 * _TURN_S / max(time.thread_time() - began, 1e-6)], dtype=torch.float64)
-        counted = comm.sent_nbytes
-        comm.all_reduce_max(fits).wait()  # all compute as much, and begin together
-        comm.sent_nbytes = counted
+        _highest(comm, fits)  # all compute as much, and begin together
         self._times = max(1, round(float(fits)))
         turns = _NUM_TURNS * (_TIMES_FAR if far else 1)
         began, working, own = time.perf_counter(), time.process_time(), time.thread_time()
@@ -129,7 +127,7 @@ class Turns:
         for _ in range(times):
             time.sleep(pause)
             if comm.is_far and self._near is not None:
-                self._meet(self._near)
+                _highest(self._near, torch.zeros(1, device=self.device))
             began = time.perf_counter()
             self.take()
             call()
@@ -139,11 +137,6 @@ class Turns:
         mean = torch.tensor(seconds, dtype=torch.float64, device=self.device) / comm.world_size
         comm.all_reduce(mean).wait()
         return max(self._usual(mean.tolist()), 1e-7), max(0.0, worked)
-
-    def _meet(self, comm: Comm) -> None:
-        counted = comm.sent_nbytes
-        comm.all_reduce_max(torch.zeros(1, device=self.device)).wait()
-        comm.sent_nbytes = counted
 
     def _warm(self, comm: Comm, call: Callable[[], object]) -> float:
         """Seconds of a turn and the last call on the slowest ranks, so that all repeat it as often."""
@@ -155,6 +148,13 @@ class Turns:
             if float(longest[0]) > _WARM * before > 0:
                 break
         return float(longest.sum())
+
+
+def _highest(comm: Comm, x: torch.Tensor) -> None:
+    """Of all ranks, in place; not counted as traffic of a step."""
+    counted = comm.sent_nbytes
+    comm.all_reduce_max(x).wait()
+    comm.sent_nbytes = counted
 
 
 _TURN_S, _NUM_TURNS = 4e-3, 25  # of a processor's time; turns that tell how long one takes
