@@ -191,10 +191,10 @@ def attach_fsdp(
         check_process_groups(module, group, replicated=False)
     prepared = fitted(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    side = BackwardSide(sync.device) if is_hsdp or ranks.reduces_meanwhile else None
+    side = BackwardSide(sync.device) if is_hsdp or ranks.peers.is_far else None
     choice = None
     if _is_to_choose(prepared, ranks):
-        choice = AutoChoice(prepared, sync, FSDPWiring(module, sync, side if is_hsdp else None), group)
+        choice = AutoChoice(prepared, sync, FSDPWiring(module, sync, side), group)
     else:
         fsdp.install(module, sync, weight_coding(prepared), side)
     shards = {canonical_name(name): param for name, param in module.named_parameters()}

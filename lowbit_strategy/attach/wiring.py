@@ -75,7 +75,7 @@ class FSDPWiring:
     Args:
         module: Sharded over all ranks, or over those of a node.
         sync: Reduces while it is taken.
-        side: HSDP: where shards are reduced while backward goes on.
+        side: Where shards are reduced while backward goes on; None: FSDP2 waits for each module's.
     """
 
     def __init__(self, module: nn.Module, sync: GradientSync, side: BackwardSide | None = None) -> None:

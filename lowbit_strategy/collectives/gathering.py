@@ -44,8 +44,8 @@ class Gathering:
 
     @property
     def is_far(self) -> bool:
-        """Whether messages take so long that all are to travel at once, over one level."""
-        return self._inside is None and self._between.is_far
+        """Whether messages take so long that all are to travel at once."""
+        return self._between.is_far
 
     @property
     def ahead_nbytes(self) -> int:
@@ -60,17 +60,23 @@ class Gathering:
     def run(self, out_WB: Tensor, x_B: Tensor) -> Iterator[Pending]:
         """`x_B` of rank r becomes row r of `out_WB` on every rank; yields while bytes travel.
 
-        On two levels a message goes in pieces of which all ranks' together have at most `MESSAGE_NBYTES`.
+        On two levels a message goes in pieces of which all ranks' together have at most `MESSAGE_NBYTES`. Where ranks
+        are far apart all that travels between them does so at the first yield.
         """
         if self._inside is None:
             yield self._counted(self._between, out_WB, x_B)
             return
         num_nodes, num_inside = self._between.world_size, self._inside.world_size
         out_NLB = out_WB.view(num_nodes, num_inside, -1)
+        own_NB = torch.empty(num_nodes, x_B.numel() if self.is_far else 0, dtype=x_B.dtype, device=x_B.device)
+        if self.is_far:
+            yield self._counted(self._between, own_NB, x_B)
         for start, stop in pieces_of_rows(x_B.numel(), self.world_size * x_B.element_size()):
-            own_Nb = torch.empty(num_nodes, stop - start, dtype=x_B.dtype, device=x_B.device)
-            yield self._counted(self._between, own_Nb, x_B[start:stop])
-            all_LNb = torch.empty(num_inside, *own_Nb.shape, dtype=x_B.dtype, device=x_B.device)
+            own_Nb = own_NB[:, start:stop].contiguous()
+            if not self.is_far:
+                own_Nb = own_Nb.new_empty(num_nodes, stop - start)
+                yield self._counted(self._between, own_Nb, x_B[start:stop])
+            all_LNb = own_Nb.new_empty(num_inside, *own_Nb.shape)
             yield self._counted(self._inside, all_LNb.view(num_inside, -1), own_Nb.view(-1))
             out_NLB[:, :, start:stop].copy_(all_LNb.transpose(0, 1))
 

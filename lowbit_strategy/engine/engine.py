@@ -86,7 +86,7 @@ class GradientSync:
         self.outer: LocalTraining | None = None
         self.second_moment: Corrects | None = None
         self._revocable = False  # the methods' state is kept through a step
-        self.buffers = WireBuffers(device, several=not scatter or ranks.reduces_meanwhile)
+        self.buffers = WireBuffers(device, several=not scatter or ranks.peers.is_far)
         self._meet(ranks)
         self.state = MethodState(specs, ranks.share, self._placement(), device)
         self._flags = StepFlags(device)

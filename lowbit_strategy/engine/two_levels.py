@@ -11,13 +11,12 @@ the same index, and each of them ends with its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Entry, Stages
@@ -115,25 +114,37 @@ class TwoLevelBuckets:
 _KEPT_PLANS = 256  # DDP rebuilds its buckets once or twice
 
 
-def scatter_over_two_levels(
-    sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor
-) -> Iterator[Pending | None]:
-    """FSDP2's reduce-scatter over all ranks: row r of `x` is for rank r, `out` is the sum of the own row.
+class Scatter(NamedTuple):
+    """FSDP2's reduce-scatter over all ranks, in two parts that follow each other: inside the node, and the rest."""
 
-    A module's rows are as large as its gradients: what is sent at a time is borrowed, so that all modules share it.
+    inside: Stages
+    between: Stages
+
+
+def scatter(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor, *, aside: bool = False) -> Scatter:
+    """Row r of `x` is for rank r, `out` is the sum of the own row. Over one level there is nothing inside.
+
+    A module's rows are as large as its gradients: what is sent at a time inside the node is borrowed, so that all
+    modules share it, unless other modules are reduced between the nodes meanwhile (`aside`), by another thread.
     """
     intra_node = sync.ranks.intra_node
-    assert intra_node is not None
+    if intra_node is None:
+        return Scatter(iter(()), sync.reduce(layout, x, out))
     num_inside = intra_node.world_size
     mean_N = torch.empty(x.numel() // num_inside, dtype=x.dtype, device=x.device)
-    between = sync.reduce(layout, mean_N, out)
+    between = sync.reduce(layout, mean_N, out)  # now: the engine counts buckets as they come
     rows_LGN = x.view(-1, num_inside, out.numel()).transpose(0, 1)
-    yield from sum_rows(
+    inside = sum_rows(
         rows_LGN,
         mean_N.view(-1, out.numel()),
         intra_node,
         alpha=1.0 / num_inside,
-        buffers=sync.buffers,
+        buffers=None if aside else sync.buffers,
     )
-    yield from between
-    out.mul_(num_inside)  # FSDP2 divides by the number of all ranks
+    return Scatter(inside, _summed(between, out, num_inside))
+
+
+def _summed(stages: Stages, out: Tensor, num_inside: int) -> Stages:
+    """FSDP2 divides by the number of all ranks."""
+    yield from stages
+    out.mul_(num_inside)

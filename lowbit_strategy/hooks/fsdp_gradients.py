@@ -9,6 +9,7 @@ stream of its own, which FSDP2 waits for.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.two_levels import scatter_over_two_levels
+from lowbit_strategy.engine.two_levels import scatter
 from lowbit_strategy.hooks.worker import BackwardSide
 
 
@@ -90,8 +91,8 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
 class CompressedReduceScatter(_ReduceScatter):
     """Input ``[W * n]``, output ``[n]``, always a sum.
 
-    Where ranks are far apart messages travel while backward goes on: FSDP2 is given what will be the gradients, and
-    the end of the backward pass waits for them, unless they are read before.
+    Where ranks are far apart messages between them travel while backward goes on: FSDP2 is given what will be the
+    gradients, and the end of the backward pass waits for them, unless they are read before.
 
     Args:
         sync: The engine.
@@ -120,10 +121,8 @@ class CompressedReduceScatter(_ReduceScatter):
                 f"compressed reduce-scatter sums, FSDP2 asked for {op}: was the gradient division changed?"
             )
         layout, sync = self._rows.of(output_tensor.numel()), self._sync
-        if sync.ranks.intra_node is not None:
-            wait_for_all(scatter_over_two_levels(sync, layout, input_tensor, output_tensor))
-        elif self._side is None:
-            wait_for_all(sync.reduce(layout, input_tensor, output_tensor))
+        if self._side is None:
+            wait_for_all(itertools.chain(*scatter(sync, layout, input_tensor, output_tensor)))
         else:
             self._reduce_meanwhile(self._side, layout, input_tensor, output_tensor)
         self.on_reduced()
@@ -133,7 +132,7 @@ class CompressedReduceScatter(_ReduceScatter):
         if at_once or self._sync.has_entered(layout):  # the module has run twice in one pass
             side.finish()
         if at_once:
-            wait_for_all(self._sync.reduce(layout, x, out))
+            wait_for_all(itertools.chain(*scatter(self._sync, layout, x, out)))
             return
         total = torch.empty_like(out)  # FSDP2 divides `out` as soon as this returns
         divisor = self._param_group.gradient_divide_factor or float(self._sync.ranks.world_size)
@@ -141,7 +140,9 @@ class CompressedReduceScatter(_ReduceScatter):
         def mean() -> None:
             out.copy_(total.div_(divisor))
 
-        side.run(self._sync.reduce(layout, x, total), total, at_once=False, then=mean)
+        inside, between = scatter(self._sync, layout, x, total, aside=True)
+        wait_for_all(inside)
+        side.run(between, total, at_once=False, then=mean)
 
 
 _DIVIDED_AFTERWARDS = (torch.float32, torch.bfloat16)  # FSDP2 divides others in part before they are reduced

@@ -168,7 +168,7 @@ def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync,
     order = _StreamOrder(sync.device)
     gathers = [CodedAllGather(weights, name, each, module, order) for name, each in groups.items()]
     for gather, each in zip(gathers, groups.values(), strict=True):
-        gather.together = gathers if sync.ranks.reduces_meanwhile else ()
+        gather.together = gathers if comm.is_far else ()
         each.module.set_custom_all_gather(gather)
         stock = types.MethodType(type(each.param_group).pre_forward, each.param_group)  # not that of an earlier fit
         each.param_group.pre_forward = functools.partial(gather.reshard_leftovers, stock)

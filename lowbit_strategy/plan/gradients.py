@@ -201,8 +201,9 @@ def intra_node_numel(specs: Mapping[str, TensorSpec], names: Sequence[str], shap
     return sum(_part_numel(specs[name], shape) for name in names)
 
 
-def intra_node_memory(numel: int, itemsize: int, shape: Shape, layout: Layout) -> int:
-    """Memory for the exact sums inside a node: a piece that is sent, one that is received, and the mean.
+def intra_node_memory(numel: int, itemsize: int, shape: Shape, layout: Layout) -> tuple[int, int]:
+    """Memory for the exact sums inside a node: for the mean, as long as the bucket is under way, and for a piece that
+    is sent and one that is received, of one bucket at a time, but under DDP of each.
 
     Args:
         numel: Elements of the mean.
@@ -212,10 +213,11 @@ def intra_node_memory(numel: int, itemsize: int, shape: Shape, layout: Layout) -
     """
     whole = shape.num_parts * numel * itemsize
     piece = min(whole, MESSAGE_NBYTES)
-    pieces = piece if piece == whole else 2 * piece  # what is sent as one lies where the framework has it
-    if layout == "hsdp":  # FSDP2 has the mean
-        return pieces
-    return pieces + whole // shape.num_parts + (whole if layout == "ddp" else 0)
+    pieces = piece if piece == whole else 2 * piece  # what is sent as one the framework has as well, or gloo for it
+    mean = whole // shape.num_parts
+    if layout == "ddp":
+        return pieces + mean + whole, 0
+    return 0 if layout == "hsdp" else mean, pieces  # under HSDP FSDP2 has the mean
 
 
 def _gradient_unit(
@@ -230,17 +232,18 @@ def _gradient_unit(
     present = [name for name in reduced.names if scatter or specs[name].numel]  # a rank may have no part of it
     own = [name for name in present if not (methods[name].whole_model and layout == "ddp")] + list(whole_model)
     messages: list[Message] = []
-    memory = mean = 0
+    memory = brief = 0
     if shape.share is not None and shape.num_parts > 1 and not (local and layout == "ddp"):
         numel = intra_node_numel(specs, reduced.names, shape, layout)
         sent = (shape.num_parts - 1) * numel * reduced.itemsize
         pieces = len(pieces_of_rows(numel, shape.num_parts * reduced.itemsize))
         messages.append(Message("intra-node", "reduce-scatter", sent, in_series=pieces, leaving=0.0))
-        memory += intra_node_memory(numel, reduced.itemsize, shape, layout)
+        memory, brief = intra_node_memory(numel, reduced.itemsize, shape, layout)
     if not local:
         messages += reduction.messages(own)
         travelling, mean = reduction.memory(present)
         memory += travelling
+        brief += mean
     if messages and messages[0].level == "intra-node" and layout == "ddp":
         messages.append(replace(messages[0], what="all-gather"))
     hops = 1 if scatter else 2
@@ -250,7 +253,7 @@ def _gradient_unit(
         tuple(messages),
         buffer_nbytes=memory,
         encoded_numel=0 if local else hops * sum(specs[name].numel for name in own),
-        mean_nbytes=mean,
+        brief_nbytes=brief,
     )
 
 

@@ -51,7 +51,8 @@ class Unit:
         repeats: How often it travels in a step (of a round: in a round), in the mean.
         buffer_nbytes: Memory for its messages while they are under way.
         encoded_numel: Elements that this rank encodes and decodes for it, all hops together.
-        mean_nbytes: Memory for the mean of what this rank owns, between two hops: of one unit at a time.
+        brief_nbytes: Memory besides that one unit at a time has: what travels inside a node while all wait for it, and
+            between two hops the mean of what this rank owns.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Unit:
     repeats: float = 1
     buffer_nbytes: int = 0
     encoded_numel: int = 0
-    mean_nbytes: int = 0
+    brief_nbytes: int = 0
 
     @property
     def in_series(self) -> int:
@@ -73,9 +74,9 @@ class Unit:
 
 
 def under_way_nbytes(units: Sequence[Unit], at_once: int) -> int:
-    """Memory for the most of so many in a row that are under way, and for a mean."""
+    """Memory for the most of so many in a row that are under way, and for what one has at a time."""
     travelling = [sum(unit.buffer_nbytes for unit in units[first : first + at_once]) for first in range(len(units))]
-    return max(travelling, default=0) + max((unit.mean_nbytes for unit in units), default=0)
+    return max(travelling, default=0) + max((unit.brief_nbytes for unit in units), default=0)
 
 
 def step_nbytes(units: Iterable[Unit], *levels: Level) -> int:

@@ -198,16 +198,15 @@ def _messages_nbytes(
     unsharded: int,
 ) -> int:
     """Memory for what is under way at most. `unsharded`: bytes of the whole gradients."""
-    meanwhile = layout == "fsdp" and shape.far and shape.share is None
     # DDP's buckets may all be under way at once
-    nbytes = under_way_nbytes(gradients, len(gradients) if layout == "ddp" or meanwhile else 1)
+    nbytes = under_way_nbytes(gradients, len(gradients) if layout == "ddp" or shape.far else 1)
     nbytes += under_way_nbytes(rounds, len(rounds) if shape.far else BUCKETS_OF_A_ROUND)
-    nbytes += under_way_nbytes(weights, len(weights) if meanwhile else 1)
+    nbytes += under_way_nbytes(weights, len(weights) if layout == "fsdp" and shape.far else 1)
     nbytes += under_way_nbytes(state, 1)
     if shape.far:
         nbytes += sum(ahead_nbytes(unit) for unit in (*gradients, *rounds, *weights, *state))
-    if meanwhile:  # FSDP2's gradients, whole, until backward has ended, and their sums
-        nbytes += unsharded + unsharded // shape.world_size
+    if layout == "fsdp" and shape.far:  # until backward has ended FSDP2's gradients, on one level, and all sums
+        nbytes += unsharded // shape.world_size + (unsharded if shape.share is None else 0)
     return nbytes
 
 

@@ -118,25 +118,27 @@ def weight_units(
     units = []
     for name, module in layouts.items():
         cost = module_weights(coding, module, num_ranks)
-        coded, memory = has_codes(coding, module), cost.buffer_nbytes
+        coded, memory, brief = has_codes(coding, module), cost.buffer_nbytes, 0
         row, framing = cost.gather_nbytes // (num_ranks - 1), cost.row_framing_nbytes
         what = "weights" if coded else EXACT_WEIGHTS
         ours = coded or coding.keep == "replica"
         if two_level and ours:
             nodes, inside = shape.num_peers, shape.num_parts
             pieces = pieces_of_rows(row + framing, num_ranks)
-            memory += (nodes + num_ranks) * pieces[0][1]
+            memory += nodes * (row + framing if shape.far else pieces[0][1])
+            brief = num_ranks * pieces[0][1]
             far = Message(
                 "inter-node",
                 what,
                 (nodes - 1) * row,
                 (nodes - 1) * framing,
-                in_series=len(pieces),
+                in_series=1 if shape.far else len(pieces),
                 fixed=not coding.sends_differences,
             )
             near = replace(
                 far,
                 level="intra-node",
+                in_series=len(pieces),
                 nbytes=(inside - 1) * nodes * row,
                 framing_nbytes=(inside - 1) * nodes * framing,
                 leaving=0.0,
@@ -146,5 +148,5 @@ def weight_units(
             leaving = 0.0 if layout == "hsdp" else shape.world_share_leaving() if ours else shape.ring_share_leaving
             messages = (Message(flat, what, cost.gather_nbytes, (num_ranks - 1) * framing, leaving=leaving),)
         numel = sum(spec.numel for spec in module.specs)
-        units.append(Unit(name, numel, messages, cost.num_gathers, memory, numel if coded else 0))
+        units.append(Unit(name, numel, messages, cost.num_gathers, memory, numel if coded else 0, brief))
     return tuple(units)

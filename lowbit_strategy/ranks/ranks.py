@@ -81,11 +81,6 @@ class Ranks:
         """Whether nothing is compressed, because no other rank reduces the same and none will."""
         return self.peers.world_size == 1 and not self.comes_and_goes
 
-    @property
-    def reduces_meanwhile(self) -> bool:
-        """Whether FSDP2's messages travel while backward goes on, all at once: ranks are far apart, on one level."""
-        return self.peers.is_far and self.intra_node is None
-
     def gathering(self, *, sharded_inside: bool) -> Gathering:
         """How weights travel to the ranks that share them, counted by itself: to each other node once.
 

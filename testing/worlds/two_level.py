@@ -6,6 +6,7 @@ A bucket is reduced as under DDP (`all_reduce`), under FSDP2 sharded over all ra
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from lowbit_strategy.collectives.layout import Share, dim0_cut
 from lowbit_strategy.collectives.ordered import sum_rows
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.two_levels import TwoLevelBuckets, scatter_over_two_levels
+from lowbit_strategy.engine.two_levels import TwoLevelBuckets, scatter
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.ranks.ranks import Ranks
@@ -143,7 +144,7 @@ class NodesWorld:
         out = torch.full((x_WN.shape[1],), 3.0)
         layout = BucketLayout(entries, x_WN.shape[1])
         self.syncs[rank].begin_step()
-        _run(scatter_over_two_levels(self.syncs[rank], layout, x_WN.view(-1), out))
+        _run(itertools.chain(*scatter(self.syncs[rank], layout, x_WN.view(-1), out)))
         out /= self.size
         return {e.name: out[e.offset : e.offset + cuts[e.name].row_length(rank)] for e in entries}
 

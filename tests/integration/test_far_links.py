@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,13 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy import LoCo, TopK
+from lowbit_strategy import Auto, LoCo, TopK
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.transports.far_comm import FarComm
 from lowbit_strategy.telemetry.startup_report import build_report
+from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, scenarios
+from testing.training.auto import STEPS, settled
 from testing.training.comparing import checksum, fingerprint
 from testing.training.regression import Kind, Regression, loader, strategy, trainer
 
@@ -36,7 +39,11 @@ SETTINGS: dict[str, tuple[Kind, Any, dict[str, Any]]] = {
 
 
 def near_and_far(folder: Path, setting: str) -> Facts:
-    kind, compressor, options = SETTINGS[setting]
+    with nodes_of(dist.get_world_size() // 2):
+        return _near_and_far(*SETTINGS[setting])
+
+
+def _near_and_far(kind: Kind, compressor: Any, options: dict[str, Any]) -> Facts:
     runs = {}
     for far in (False, True):
         torch.manual_seed(0)
@@ -58,6 +65,13 @@ def near_and_far(folder: Path, setting: str) -> Facts:
 
 @scenarios(near_and_far, setting=tuple(SETTINGS))
 def test_the_same_bits_and_bytes(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["near"]["residuals"]
+        assert rank["near"] == rank["far"]
+
+
+@scenarios(near_and_far, world_size=4, setting=tuple(SETTINGS))
+def test_the_same_on_two_levels(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["near"]["residuals"]
         assert rank["near"] == rank["far"]
@@ -94,8 +108,9 @@ COLLECTIVES = (
 
 def waits(folder: Path, kind: Kind) -> Facts:
     model = WaitsCounted()
-    made = trainer(strategy(kind, far_links=True), max_steps=8)
-    made.fit(model, loader())
+    with nodes_of(dist.get_world_size() // 2):
+        made = trainer(strategy(kind, far_links=True), max_steps=8)
+        made.fit(model, loader())
     return {"waits": model.waits, "steps": made.global_step}
 
 
@@ -106,12 +121,53 @@ def test_a_step_waits_for_its_gradients_and_weights_alone(facts: list[Facts]) ->
         assert rank == {"waits": [], "steps": 8}
 
 
+@scenarios(waits, world_size=4, kind=("ddp", "fsdp"))
+def test_nor_does_it_on_two_levels(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank == {"waits": [], "steps": 8}
+
+
+def threads(folder: Path, chosen: str) -> Facts:
+    """Which threads have sent gradients in the last steps."""
+    names: list[str] = []
+    compressor = Auto() if chosen == "by the package" else LoCo(block_size=32)
+    original = FarComm.all_to_all
+
+    def noted(self: FarComm, *args: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return original(self, *args)
+
+    with nodes_of(dist.get_world_size() // 2), settled(0, tries=1), mock.patch.object(FarComm, "all_to_all", noted):
+        made = trainer(strategy("fsdp", compressor, far_links=True), max_steps=STEPS)
+        made.fit(Regression(), loader(96 * 12))
+    return {"threads": set(names[-6:]), "sent": made.strategy.sync.ranks.peers.sent_nbytes}
+
+
+def check_threads(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["threads"] == {"lowbit-buckets"}
+        assert rank["sent"] > 0
+
+
+@scenarios(threads, chosen=("by the user", "by the package"))
+def test_gradients_of_fsdp_travel_while_backward_goes_on(facts: list[Facts]) -> None:
+    """By a thread of their own, also where the package has chosen their compression."""
+    check_threads(facts)
+
+
+@scenarios(threads, world_size=4, chosen=("by the user", "by the package"))
+def test_so_they_do_on_two_levels(facts: list[Facts]) -> None:
+    check_threads(facts)
+
+
 def memory(folder: Path, kind: Kind) -> Facts:
     net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    prepared = prepare(net, LoCo(), SyncOptions(far_links=True), scatter=kind == "fsdp")
+    num_ranks = dist.get_world_size()
+    with nodes_of(num_ranks // 2):
+        prepared = prepare(net, LoCo(), SyncOptions(far_links=True), scatter=kind == "fsdp")
     if kind == "fsdp":
         for module in (*net, net):
-            fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+            fully_shard(module, mesh=init_device_mesh("cpu", (num_ranks,)))
         session = attach_fsdp(net, prepared, device=torch.device("cpu"))
         model: nn.Module = net
     else:
@@ -120,6 +176,7 @@ def memory(folder: Path, kind: Kind) -> Facts:
     sync = session.sync
     for _ in range(40):  # receives of the sizes before DDP cut its buckets anew have been given up by then
         session.begin_step()
+        model.zero_grad()
         model(torch.randn(4, 256)).square().mean().backward()
         session.end_step()
     assert isinstance(sync.ranks.peers, FarComm)
@@ -128,8 +185,10 @@ def memory(folder: Path, kind: Kind) -> Facts:
     if sync.weights is not None:
         facts["weights"] = sync.weights.buffers.nbytes
         facts["weights ahead"] = sync.weights.comm.ahead_nbytes
-        whole = sum(4 * spec.numel for spec in sync.specs.values())
-        facts["while backward goes on"] = whole + whole // dist.get_world_size()
+        whole = sum(4 * spec.whole.numel for spec in sync.specs.values())
+        # on two levels FSDP2's own gradients are gone; the means of the node's ranks wait, and one module is received
+        inside = {2: 0, 4: 4 * (256 + 1) * 256}
+        facts["while backward goes on"] = whole // (num_ranks // 2) + whole // num_ranks + inside[num_ranks]
     session.close()
     facts["after the end"] = sync.ranks.peers.ahead_nbytes
     return facts
@@ -137,6 +196,15 @@ def memory(folder: Path, kind: Kind) -> Facts:
 
 @scenarios(memory, kind=("ddp", "fsdp"))
 def test_memory_is_announced(facts: list[Facts]) -> None:
+    _check_announced(facts)
+
+
+@scenarios(memory, world_size=4, kind=("fsdp",))
+def test_memory_is_announced_on_two_levels(facts: list[Facts]) -> None:
+    _check_announced(facts)
+
+
+def _check_announced(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank.pop("after the end") == 0
         announced = rank.pop("announced")

@@ -82,6 +82,8 @@ LAYOUTS = {
     "far ddp": Layout(False, {"far_links": True}),
     "far fsdp": Layout(True, {"far_links": True, "weights": WeightCode(block_size=32)}),
     "far fsdp delta": Layout(True, {"far_links": True, "weights": WeightDelta(block_size=32)}),
+    "far code, two levels": Layout(True, {"far_links": True, "weights": WeightCode(block_size=32)}, 4),
+    "far delta, two levels": Layout(True, {"far_links": True, "weights": WeightDelta(block_size=32)}, 4),
     "far replicas": Layout(True, {"far_links": True, "shard_size": 1}),
     "far diloco": Layout(False, {"far_links": True, "outer": DiLoCo(every=6)}),
     "squares, ddp": Layout(False, {"second_moment": True}),
