@@ -148,6 +148,7 @@ def cluster_of(link: str | None, latency: str | None, measured: Any = None) -> A
         given = Link(
             far.latency_s if latency is not None else found.latency_s,
             far.nbytes_per_s if link is not None else found.nbytes_per_s,
+            work=found.work,
         )
     cluster = measured.cluster()
     return replace(

@@ -124,7 +124,7 @@ def _links(device: Any, world_size: int, progress: Progress) -> dict[str, Any]:
         "levels": levels,
         "pairs": tuple(pairs),
         "rings": network.rings,
-        "work": network.work,
+        "crowding": network.crowding,
     }
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Coding, Link, Network, Rings, Work
 from lowbit_strategy.version import __version__
 
-FORMAT = 3
+FORMAT = 4
 _WILD = 4.0  # times slower than most of its level: somebody should look at that link
 
 
@@ -58,7 +58,7 @@ class Bench:
         levels: Links when all ranks exchange at once, by ``intra-node`` and ``inter-node``; the latter a node's.
         pairs: One by one.
         rings: Links as gloo's own collectives find them; None: there is one rank, or they are NCCL's.
-        work: What sending takes of the processors that ranks compute on; None: there are some to spare.
+        crowding: As that of a `Cluster`.
         codings: How fast a rank encodes and decodes one hop, by the names of presets.
         memcpy_nbytes_per_s: Read and written once each on this device.
     """
@@ -71,14 +71,14 @@ class Bench:
     levels: Mapping[str, Link] = field(default_factory=dict)
     pairs: tuple[Pair, ...] = ()
     rings: Rings | None = None
-    work: Work | None = None
+    crowding: float | None = None
     codings: Mapping[str, Coding]
     memcpy_nbytes_per_s: float
 
     def cluster(self) -> Cluster:
         """What predictions need."""
         inside = self.levels.get("intra-node", Link(0.0, ANY_RATE))
-        network = Network(self.levels.get("inter-node", inside), inside, self.work, self.rings)
+        network = Network(self.levels.get("inter-node", inside), inside, self.crowding, self.rings)
         return network.cluster(self.codings, is_gloo=self.backend == "gloo").coding_as("loco")
 
     def wild_pairs(self) -> list[str]:
@@ -147,25 +147,24 @@ def _from(content: Mapping[str, Any]) -> Bench:
     values["pairs"] = tuple(Pair(**each) for each in values["pairs"])
     values["codings"] = {name: Coding(**each) for name, each in values["codings"].items()}
     if (rings := values["rings"]) is not None:
-        values["rings"] = Rings(_link(rings["between"]), _link(rings["inside"]), _work(rings["work"]))
-    values["work"] = _work(values["work"])
+        values["rings"] = Rings(_link(rings["between"]), _link(rings["inside"]))
+    values["crowding"] = None if values["crowding"] is None else float(values["crowding"])
     return Bench(**values)
 
 
 def _link(content: Mapping[str, Any]) -> Link:
     measured = tuple((nbytes, seconds) for nbytes, seconds in content["measured"])
-    return Link(content["latency_s"], content["nbytes_per_s"], measured)
-
-
-def _work(content: Mapping[str, float] | None) -> Work | None:
-    return None if content is None else Work(**content)
+    work = content["work"]
+    return Link(content["latency_s"], content["nbytes_per_s"], measured, None if work is None else Work(**work))
 
 
 def slowest(links: Sequence[Link]) -> Link:
-    """Of all ranks': the slowest is waited for."""
+    """Of all ranks': the slowest is waited for; of the work of all the mean counts."""
     sizes = zip(*(link.measured for link in links), strict=False)
     measured = tuple((points[0][0], max(seconds for _, seconds in points)) for points in sizes)
-    return Link(max(link.latency_s for link in links), min(link.nbytes_per_s for link in links), measured)
+    works = [astuple(link.work) for link in links if link.work is not None]
+    work = Work(*map(statistics.mean, zip(*works, strict=True))) if works else None
+    return Link(max(link.latency_s for link in links), min(link.nbytes_per_s for link in links), measured, work)
 
 
 def slowest_codings(codings: Sequence[Mapping[str, Coding]]) -> dict[str, Coding]:

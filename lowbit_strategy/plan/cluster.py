@@ -9,17 +9,34 @@ ANY_RATE = 1e12  # bytes per second: faster than any link
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What sending takes of the processors that ranks compute on, in seconds by which a step's compute grows.
+
+    Where more ranks compute than there are processors, each second of a processor's time counts as several.
+
+    Args:
+        message_s: Of every collective.
+        nbyte_s: Of every byte sent, received and added: the more, the slower bytes come, a few at a time.
+    """
+
+    message_s: float
+    nbyte_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """Args:
     latency_s: Seconds from one end to the other.
     nbytes_per_s: Bytes per second, of long messages.
     measured: Bytes of messages and the seconds each took beyond the latency, in rising order. Short messages are often
         faster than the rate of long ones says. Empty: the rate holds for all.
+    work: What its messages take of the processors, where ranks have none to spare; None: nothing.
     """
 
     latency_s: float
     nbytes_per_s: float
     measured: tuple[tuple[float, float], ...] = ()
+    work: Work | None = None
 
     def travelling_s(self, nbytes: float) -> float:
         """Seconds beyond the latency: straight lines between what was measured, then the rate."""
@@ -37,7 +54,7 @@ class Link:
     def shared_by(self, ranks: int) -> Link:
         """The link of a node, of whose ranks each has this when all send at once."""
         measured = tuple((ranks * nbytes, seconds) for nbytes, seconds in self.measured)
-        return Link(self.latency_s, min(ANY_RATE, ranks * self.nbytes_per_s), measured)
+        return replace(self, nbytes_per_s=min(ANY_RATE, ranks * self.nbytes_per_s), measured=measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +71,16 @@ class Coding:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What sending takes of the processors that ranks compute on, in seconds by which a step's compute grows.
-
-    Where more ranks compute than there are processors, each second of a processor's time counts as several.
-
-    Args:
-        message_s: Of every collective.
-        nbyte_s: Of every byte sent, received and added.
-        crowding: Seconds that a second of a processor's time takes while all ranks compute.
-    """
-
-    message_s: float
-    nbyte_s: float
-    crowding: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Rings:
     """Links as the framework's own collectives find them: in rings, which may be slower than messages to each other.
 
     Args:
         between: All ranks; latency and bytes are those of one of the messages in series that a plan counts.
         inside: The ranks of a node.
-        work: Of these messages; None: that of all others.
     """
 
     between: Link
     inside: Link
-    work: Work | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +95,8 @@ class Cluster:
         trees: Whether uncompressed all-reduces take trees where those wait less often than rings: NCCL does.
         prefetches: Whether FSDP2's do: a GPU works while its host goes ahead, a CPU waits for each of them.
         scatters: Whether an uncompressed reduce-scatter sends each element once: gloo's is an all-reduce.
-        work: What sending takes of the processors that compute; None: nothing, and coding neither.
+        crowding: Seconds that a second of a processor's time takes while all ranks compute; None: there are processors
+            to spare, so that neither messages nor coding take any of that time.
         rings: Of the framework's own collectives; None: the same links.
         codings: By the names of presets, for `coding_as`.
         bucket_s: Beside `encoded_per_s`: seconds for every bucket or module that is coded.
@@ -110,14 +109,14 @@ class Cluster:
     trees: bool = True
     prefetches: bool = True
     scatters: bool = True
-    work: Work | None = None
+    crowding: float | None = None
     rings: Rings | None = None
     codings: Mapping[str, Coding] = field(default_factory=dict)
     bucket_s: float = 0.0
 
     def between_nodes(self, link: Link) -> Cluster:
         """The same with another link between nodes, of which no rings were measured."""
-        return replace(self, inter_node=link, rings=None)
+        return replace(self, inter_node=replace(link, work=self.inter_node.work), rings=None)
 
     def coding_as(self, preset: str) -> Cluster:
         """The same with the speed of a preset's codecs, if that was measured."""
@@ -132,10 +131,11 @@ class Network(Rings):
     Args:
         between: A node's link to the other nodes.
         inside: A rank's to the others of its node; the same with one level.
-        work: What sending takes of the processors that compute; None: there are some to spare.
+        crowding: As that of a `Cluster`.
         rings: Links as the framework's own collectives find them, on CPU.
     """
 
+    crowding: float | None = None
     rings: Rings | None = None
 
     def cluster(self, codings: Mapping[str, Coding], *, is_gloo: bool) -> Cluster:
@@ -146,7 +146,7 @@ class Network(Rings):
             trees=not is_gloo,
             prefetches=not is_gloo,
             scatters=not is_gloo,
-            work=self.work,
+            crowding=self.crowding,
             rings=self.rings,
             codings=codings,
         )

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Link
 from lowbit_strategy.plan.gradients import ddp_buckets
-from lowbit_strategy.plan.messages import EXACT_WEIGHTS, RING, RING_SCATTER, Level, Message, Unit
+from lowbit_strategy.plan.messages import EXACT_WEIGHTS, RING, RING_SCATTER, Level, Message, Unit, leaving_nbytes
 from lowbit_strategy.plan.plan import Memory, Plan
 
 _RINGS = (RING, RING_SCATTER, EXACT_WEIGHTS)  # the framework's own collectives
@@ -48,15 +48,21 @@ def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> 
     times = _times(message, cluster)
     number = max(1, message.in_series)
     each = message.total_nbytes / number
+    link = _link_of(message, cluster)
     if cluster.rings is not None and message.what in _RINGS:
-        ring = cluster.rings.between if message.leaving else cluster.rings.inside
-        return _split_time([(ring, each)], times * number, times * message.in_series * ring.latency_s)
-    link = cluster.inter_node if message.leaving else cluster.intra_node
+        return _split_time([(link, each)], times * number, times * message.in_series * link.latency_s)
     in_series = message.in_series if message.by_tree is None or not cluster.trees else message.by_tree
     latency = times * in_series * cluster.ways * link.latency_s
     leaving = message.leaving * ranks_per_node * each
     parts = [(cluster.inter_node, leaving)] if leaving else []
     return _split_time([*parts, (cluster.intra_node, each - message.leaving * each)], times * number, latency)
+
+
+def _link_of(message: Message, cluster: Cluster) -> Link:
+    """Of which it waits for the latency."""
+    if cluster.rings is not None and message.what in _RINGS:
+        return cluster.rings.between if message.leaving else cluster.rings.inside
+    return cluster.inter_node if message.leaving else cluster.intra_node
 
 
 def _split_time(parts: Sequence[tuple[Link, float]], times: float, latency: float) -> tuple[float, float]:
@@ -92,12 +98,12 @@ def unit_cost(unit: Unit, cluster: Cluster, ranks_per_node: int) -> _Cost:
     encoding = unit.encoded_numel / cluster.encoded_per_s if cluster.encoded_per_s else 0.0
     encoding += cluster.bucket_s if unit.encoded_numel else 0.0
     work = 0.0
-    if cluster.work is not None:
+    if cluster.crowding is not None:
         work = encoding
         for message in unit.messages:
-            of_rings = cluster.rings.work if cluster.rings is not None and message.what in _RINGS else None
-            own = of_rings or cluster.work
-            work += _times(message, cluster) * (message.in_series * own.message_s + message.total_nbytes * own.nbyte_s)
+            if (own := _link_of(message, cluster).work) is not None:
+                each = message.in_series * own.message_s + message.total_nbytes * own.nbyte_s
+                work += _times(message, cluster) * each
     return _Cost(sum(latency for latency, _ in parts), sum(busy for _, busy in parts) + encoding, work)
 
 
@@ -132,9 +138,9 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float) -> StepTime:
     shown = max(late.work, late.seconds - turns * hidden) / plan.every
     last = gradients[-1].seconds if gradients else 0.0
     low = max(compute_s + step.work, step.busy) + max(rounds.work, rounds.busy - turns * hidden) / plan.every
-    high = compute_s + step.seconds + late.seconds / plan.every
+    high = compute_s + step.seconds + _longer_together(plan, gradients, cluster) + late.seconds / plan.every
     if not weights:
-        seconds = _bucket_by_bucket(plan, gradients, compute_s)
+        seconds = _bucket_by_bucket(plan, gradients, cluster, compute_s)
     elif cluster.prefetches:
         seconds = _with_prefetch(plan, gradients, weights, compute_s)
     else:
@@ -156,7 +162,7 @@ def ranks_per_node(plan: Plan) -> int:
     return 1 if topology is None else topology.ranks_per_node or 1
 
 
-def _bucket_by_bucket(plan: Plan, costs: Sequence[_Cost], compute_s: float) -> float:
+def _bucket_by_bucket(plan: Plan, costs: Sequence[_Cost], cluster: Cluster, compute_s: float) -> float:
     """Buckets leave in the order of backward; two are under way at a time, and all where ranks are far apart.
 
     What the buckets before take of the processors delays backward, and so the bucket that comes next.
@@ -173,32 +179,44 @@ def _bucket_by_bucket(plan: Plan, costs: Sequence[_Cost], compute_s: float) -> f
         arrived = free + cost.latency
         if not plan.shape.far:
             free += cost.latency / (1 if alone else at_a_time)
-    return max(ready, compute_s, arrived if plan.shape.far else free)
+    if not plan.shape.far:
+        return max(ready, compute_s, free)
+    return max(ready, compute_s, arrived + _longer_together(plan, costs, cluster))
+
+
+def _longer_together(plan: Plan, costs: Sequence[_Cost], cluster: Cluster) -> float:
+    """Seconds by which one message of all buckets' bytes takes longer than the buckets keep the links busy, where all
+    leave at once: many short ones may each pass at once, as a limit of the rate allows, but not one after the other.
+    """
+    if not plan.shape.far:
+        return 0.0
+    together = cluster.inter_node.travelling_s(ranks_per_node(plan) * leaving_nbytes(plan.gradients))
+    return max(0.0, together - sum(cost.busy for cost in costs))
 
 
 def _in_turn(
     plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Cost], cluster: Cluster, compute_s: float
 ) -> float:
-    """FSDP2 waits for each collective; what goes on beside it are messages between replicas, and between far ranks that
-    are on one level.
-    """
+    """FSDP2 waits for each collective; what goes on beside it are messages between replicas, and between far ranks."""
     gathered = _sum(plan.weights, weights)
-    if plan.layout == "hsdp":
-        parts = [_split(unit, cluster, ranks_per_node(plan)) for unit in plan.gradients]
-        inside = sum(near.seconds for near, _ in parts)
-        return _bucket_by_bucket(plan, [far for _, far in parts], compute_s + gathered.seconds + inside)
-    if plan.shape.far and plan.shape.num_parts == 1:  # all rows leave at once, gradients while backward goes on
-        alone = max(cost.latency for cost in weights)
-        return _bucket_by_bucket(plan, gradients, compute_s + gathered.busy + alone)
-    both = gathered + _sum(plan.gradients, gradients)
-    return compute_s + both.seconds - _waited_less(both, cluster, compute_s)
+    if plan.layout != "hsdp" and not plan.shape.far:
+        both = gathered + _sum(plan.gradients, gradients)
+        return compute_s + both.seconds - _waited_less(both, cluster, compute_s)
+    parts = [_split(unit, cluster, ranks_per_node(plan)) for unit in plan.gradients]
+    inside = sum(near.seconds for near, _ in parts)
+    waited = gathered.seconds
+    if plan.shape.far and plan.coding is not None and plan.coding.keep != "nothing":  # all rows of codes leave at once
+        coded = [unit for unit in plan.weights if unit.encoded_numel]
+        far = [_split(unit, cluster, ranks_per_node(plan))[1].latency for unit in coded]
+        waited -= sum(far) - max(far, default=0.0)
+    return _bucket_by_bucket(plan, [far for _, far in parts], cluster, compute_s + waited + inside)
 
 
 def _waited_less(sent: _Cost, cluster: Cluster, compute_s: float) -> float:
     """While a rank waits for a message another has its processor: half of what could be hidden so is."""
-    if cluster.work is None:
+    if cluster.crowding is None:
         return 0.0
-    return min(sent.latency, compute_s * (1 - 1 / cluster.work.crowding)) / 2
+    return min(sent.latency, compute_s * (1 - 1 / cluster.crowding)) / 2
 
 
 def _split(unit: Unit, cluster: Cluster, ranks_per_node: int) -> tuple[_Cost, _Cost]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 
 import torch
 import torch.distributed as dist
@@ -33,13 +33,13 @@ _CODED_TENSORS, _SMALL_NUMEL = 8, 1 << 13
 def slowest_network(networks: Sequence[Network]) -> Network:
     """Of all ranks': the slowest is waited for."""
     rings = [each.rings for each in networks if each.rings is not None]
-    return Network(*_slowest(networks), rings=Rings(*_slowest(rings)) if rings else None)
+    crowding = [each.crowding for each in networks if each.crowding is not None]
+    mean = statistics.mean(crowding) if crowding else None
+    return Network(*_slowest(networks), crowding=mean, rings=Rings(*_slowest(rings)) if rings else None)
 
 
-def _slowest(links: Sequence[Rings]) -> tuple[Link, Link, Work | None]:
-    work = [astuple(each.work) for each in links if each.work is not None]
-    mean = Work(*map(statistics.mean, zip(*work, strict=True))) if work else None
-    return slowest([each.between for each in links]), slowest([each.inside for each in links]), mean
+def _slowest(links: Sequence[Rings]) -> tuple[Link, Link]:
+    return slowest([each.between for each in links]), slowest([each.inside for each in links])
 
 
 def measure_cluster(
@@ -55,16 +55,16 @@ def measure_cluster(
 def measure_network(ranks: Ranks, device: torch.device) -> Network:
     """On all ranks, which all call this."""
     turns = Turns(ranks.world, device, far=ranks.peers.is_far, near=ranks.intra_node)
-    between, work = measure_link(ranks.peers, turns)
-    inside = between if ranks.intra_node is None else measure_link(ranks.intra_node, turns)[0]
+    between, near = measure_link(ranks.peers, turns), turns.inside_a_node()
+    inside = between if ranks.intra_node is None else measure_link(ranks.intra_node, near)
     per_node = 1 if ranks.topology is None else ranks.topology.ranks_per_node or 1
-    rings, is_crowded = None, turns.crowding > _CROWDED
+    rings = None
     if device.type == "cpu" and isinstance(ranks.world, GroupComm) and ranks.world.world_size > 1:
         nodes = -(-ranks.world.world_size // per_node)
-        around, waking = measure_ring(ranks.world, turns, max(1, nodes - 1))
-        near = around if ranks.intra_node is None else measure_ring(ranks.intra_node, turns, 1)[0]
-        rings = Rings(around, near, waking if is_crowded else None)
-    return Network(between.shared_by(per_node), inside, work if is_crowded else None, rings)
+        around = measure_ring(ranks.world, turns, max(1, nodes - 1))
+        rings = Rings(around, around if ranks.intra_node is None else measure_ring(ranks.intra_node, near, 1))
+    crowding = turns.crowding if turns.crowding > _CROWDED else None
+    return Network(between.shared_by(per_node), inside, crowding, rings)
 
 
 class Turns:
@@ -107,6 +107,12 @@ class Turns:
         for _ in range(self._times):
             torch.mm(self._x, self._x)
 
+    def inside_a_node(self) -> Turns:
+        """The same for messages that do not leave a node."""
+        near = copy.copy(self)
+        near._usual = statistics.median
+        return near
+
     def cost_of(self, comm: Comm, call: Callable[[], object]) -> tuple[float, float]:
         """Seconds of a collective that follows a turn, the median of a few, and processor time, their mean.
 
@@ -123,20 +129,20 @@ class Turns:
         fewest = _FEWEST_FAR if comm.is_far else _FEWEST_TIMES
         times = int(min(_MOST_TIMES, max(fewest, _ENOUGH_S / (each + pause))))
         finish(self.device)
-        working, seconds = time.process_time(), []
+        worked, seconds = 0.0, []
         for _ in range(times):
             time.sleep(pause)
             if comm.is_far and self._near is not None:
                 _highest(self._near, torch.zeros(1, device=self.device))
-            began = time.perf_counter()
+            began, working = time.perf_counter(), time.process_time()
             self.take()
             call()
             finish(self.device)
             seconds.append(time.perf_counter() - began - self.seconds)
-        worked = (time.process_time() - working) / times - self.work_s
+            worked += (time.process_time() - working) / times
         mean = torch.tensor(seconds, dtype=torch.float64, device=self.device) / comm.world_size
         comm.all_reduce(mean).wait()
-        return max(self._usual(mean.tolist()), 1e-7), max(0.0, worked)
+        return max(self._usual(mean.tolist()), 1e-7), max(0.0, worked - self.work_s)
 
     def _warm(self, comm: Comm, call: Callable[[], object]) -> float:
         """Seconds of a turn and the last call on the slowest ranks, so that all repeat it as often."""
@@ -162,7 +168,7 @@ _TIMES_FAR = 8  # as many turns: ranks that are far apart do not begin together,
 _CROWDED = 1.25  # below it, ranks have processors to spare
 
 
-def measure_link(comm: Comm, turns: Turns) -> tuple[Link, Work]:
+def measure_link(comm: Comm, turns: Turns) -> Link:
     """Of one rank, by all-to-alls among the ranks of `comm`."""
     device, others = turns.device, comm.world_size - 1
 
@@ -174,7 +180,7 @@ def measure_link(comm: Comm, turns: Turns) -> tuple[Link, Work]:
     return _measure(comm, turns, exchange, _SIZES, lambda nbytes: others * nbytes, 1)
 
 
-def measure_ring(comm: Comm, turns: Turns, in_series: int) -> tuple[Link, Work]:
+def measure_ring(comm: Comm, turns: Turns, in_series: int) -> Link:
     """Of one rank, by the backend's own all-reduces, each of two hops of so many messages in series."""
     own, size = GroupComm(comm.group), comm.world_size
 
@@ -192,9 +198,9 @@ def _measure(
     sizes: Sequence[int],
     sent_nbytes: Callable[[int], float],
     in_series: int,
-) -> tuple[Link, Work]:
+) -> Link:
     if comm.world_size == 1:
-        return Link(0.0, ANY_RATE), Work(0.0, 0.0)
+        return Link(0.0, ANY_RATE)
     counted = comm.sent_nbytes  # this is not traffic of a step
     latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES))
     nbyte_s = beyond = 0.0
@@ -209,8 +215,8 @@ def _measure(
         if float(longest) > _LONG_S:
             break
     comm.sent_nbytes = counted
-    work = Work(turns.crowding * waking / in_series, turns.crowding * nbyte_s, turns.crowding)
-    return Link(latency / in_series, rate_of(measured), tuple(measured)), work
+    work = Work(turns.crowding * waking / in_series, turns.crowding * nbyte_s)
+    return Link(latency / in_series, rate_of(measured), tuple(measured), work)
 
 
 def rate_of(measured: Sequence[tuple[float, float]]) -> float:

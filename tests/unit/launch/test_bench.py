@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -90,9 +91,9 @@ def test_of_many_ranks_some_pairs_are_measured() -> None:
 
 def test_a_rank_alone_has_no_link() -> None:
     device = torch.device("cpu")
-    link, work = links.measure_link(LocalComm(), links.Turns(LocalComm(), device))
+    link = links.measure_link(LocalComm(), links.Turns(LocalComm(), device))
     assert link.nbytes_per_s == ANY_RATE
-    assert (work.message_s, work.nbyte_s) == (0, 0)
+    assert link.work is None
     assert links.measure_coding(LoCo(), device).numel_per_s > 0
 
 
@@ -105,33 +106,35 @@ def test_the_rate_is_that_of_what_a_link_does_not_let_pass_at_once() -> None:
 
 
 def test_a_measured_link_has_the_time_of_every_size_and_none_that_falls() -> None:
-    for link, ring, work in run_ranks(measured_links, 2, timeout=60):
-        for found in (link, ring):
+    for measured in run_ranks(measured_links, 2, timeout=60):
+        for found in measured:
             sizes, seconds = zip(*found.measured, strict=True)
             assert list(sizes) == sorted(sizes)
             assert list(seconds) == sorted(seconds)
             assert found.travelling_s(sizes[-1]) == pytest.approx(seconds[-1], rel=1e-12)  # interpolated
-        assert 1.0 <= work.crowding < 100
+            assert min(found.work.message_s, found.work.nbyte_s) >= 0
 
 
 def measured_links(rank: int, world_size: int) -> Any:
     comm = GroupComm()
     turns = links.Turns(comm, torch.device("cpu"))
-    link, work = links.measure_link(comm, turns)
-    return link, links.measure_ring(comm, turns, 1)[0], work
+    assert 1.0 <= turns.crowding < 100
+    return links.measure_link(comm, turns), links.measure_ring(comm, turns, 1)
 
 
 def test_ranks_find_a_collective_equally_slow_and_between_far_ones_its_fastest_call_counts() -> None:
     costs = run_ranks(costs_near_and_far, 2, timeout=60)
     assert costs[0] == costs[1]
-    near, far = costs[0]
+    near, far, inside = costs[0]
     assert far < 0.5 * near
+    assert far < 0.5 * inside, "inside a node of far ones it does not"
 
 
 def costs_near_and_far(rank: int, world_size: int) -> tuple[float, ...]:
     """One call of three is fast, and in the others one rank waits for the other."""
     comm, costs = GroupComm(), []
-    for far in (False, True):
+    near, far = (links.Turns(comm, torch.device("cpu"), far=far) for far in (False, True))
+    for turns in (near, far, far.inside_a_node()):
         calls = itertools.count()
 
         def call(calls: Iterator[int] = calls) -> None:
@@ -139,7 +142,7 @@ def costs_near_and_far(rank: int, world_size: int) -> tuple[float, ...]:
             time.sleep(0.01 if at == 2 else 0.2 if at == rank else 0.0)
             comm.all_reduce(torch.zeros(1)).wait()
 
-        costs.append(links.Turns(comm, torch.device("cpu"), far=far).cost_of(comm, call)[0])
+        costs.append(turns.cost_of(comm, call)[0])
     return tuple(costs)
 
 
@@ -164,6 +167,26 @@ def far_calls_begin(rank: int, world_size: int) -> list[float]:
     return begun
 
 
+def test_what_ranks_do_between_far_messages_is_no_work_of_a_message() -> None:
+    (worked,) = run_ranks(busy_between_calls, 1, timeout=60)
+    assert worked < 0.01
+
+
+def busy_between_calls(rank: int, world_size: int) -> float:
+    """The processor time of a message that takes none; 0.02 s pass before each."""
+    comm = GroupComm()
+    comm.is_far = True
+
+    def meet(*_: Any) -> None:
+        began = time.process_time()
+        while time.process_time() - began < 0.02:
+            pass
+
+    turns = links.Turns(comm, torch.device("cpu"), far=True, near=comm)
+    with mock.patch.object(links, "_highest", meet):
+        return turns.cost_of(comm, lambda: None)[1]
+
+
 def test_advise_predicts_with_all_that_was_measured_and_without_rings_of_links_that_were_given() -> None:
     link = Link(1e-3, 1e8, ((1e5, 1e-4), (1e6, 1e-2)))
     measured = Bench(
@@ -175,7 +198,6 @@ def test_advise_predicts_with_all_that_was_measured_and_without_rings_of_links_t
         levels={"inter-node": link, "intra-node": link},
         pairs=(),
         rings=Rings(link, link),
-        work=None,
         codings={"loco": Coding(1e9)},
         memcpy_nbytes_per_s=1e10,
     )

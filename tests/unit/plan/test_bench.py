@@ -21,8 +21,8 @@ BENCH = Bench(
     backend="gloo",
     levels={"inter-node": Link(1e-3, 1e8, ((1e5, 1e-4), (1e6, 1e-2))), "intra-node": Link(1e-5, 1e10)},
     pairs=tuple(Pair(a, b, "inter-node", 1e-3, 1e8, 2e8) for a, b in ((0, 2), (0, 3), (1, 2), (1, 3))),
-    rings=Rings(Link(2e-3, 5e7, ((1e4, 1e-4),)), Link(1e-5, 1e9), Work(1e-4, 1e-9)),
-    work=Work(1e-4, 1e-9),
+    rings=Rings(Link(2e-3, 5e7, ((1e4, 1e-4),), Work(1e-4, 1e-9)), Link(1e-5, 1e9)),
+    crowding=1.5,
     codings={"loco": Coding(1e9, 1e-4)},
     memcpy_nbytes_per_s=1e10,
 )
@@ -58,7 +58,7 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
     with pytest.raises(ValueError, match="measure again"):
         read_bench(path, HERE)
-    for part in ("levels", "pairs", "rings", "work", "machines", "codings"):
+    for part in ("levels", "pairs", "rings", "crowding", "machines", "codings"):
         BENCH.write(path)
         path.write_text(json.dumps({**json.loads(path.read_text()), part: ["edited"]}))
         with pytest.raises(ValueError, match="not written by this version"):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.published_steps import TOLERANCE, rows
-from lowbit_strategy import PRESETS, LoCo
+from lowbit_strategy import OUTER_RULES, PRESETS, LoCo
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -87,10 +87,11 @@ def test_more_work_never_makes_a_step_shorter(layout: str, prefetches: bool) -> 
     plan = plan_for(wanted, layout, LoCo())  # type: ignore[arg-type]
     for each in (plan, uncompressed(plan, 2)):
         none = Work(0.0, 0.0)
-        at = replace(cluster(Link(1e-4, 1e9)), encoded_per_s=1e9, prefetches=prefetches, work=none)
+        at = replace(cluster(Link(1e-4, 1e9)), encoded_per_s=1e9, prefetches=prefetches, crowding=1.0)
         before = step_time(each, at, 0.5).seconds
         for work in (none, Work(1e-4, 0.0), Work(1e-4, 1e-9), Work(1e-3, 1e-8)):
-            found = step_time(each, replace(at, work=work), 0.5)
+            links = {level: replace(getattr(at, level), work=work) for level in ("inter_node", "intra_node")}
+            found = step_time(each, replace(at, **links), 0.5)
             assert before <= found.seconds
             assert found.low <= found.seconds <= found.high
             before = found.seconds
@@ -151,32 +152,56 @@ def test_messages_in_series_share_the_bytes() -> None:
 
 def test_rings_take_the_work_that_was_measured_of_them() -> None:
     plan = uncompressed(plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "ddp", LoCo()), 2)
-    link, much, little = Link(1e-6, 1e12), Work(1.0, 0.0), Work(1e-3, 0.0)
-    at = replace(cluster(link), work=much, rings=Rings(link, link, little))
+    link, ring = Link(1e-6, 1e12, work=Work(1.0, 0.0)), Link(1e-6, 1e12, work=Work(1e-3, 0.0))
+    at = replace(cluster(link), crowding=1.0, rings=Rings(ring, ring))
     in_series = sum(message.in_series for unit in plan.gradients for message in unit.messages)
     assert step_time(plan, at, 0.5).low == pytest.approx(0.5 + 1e-3 * in_series)
-    without = replace(at, rings=Rings(link, link))
-    assert step_time(plan, without, 0.5).low == pytest.approx(0.5 + in_series)
+    assert step_time(plan, replace(at, rings=None), 0.5).low == pytest.approx(0.5 + in_series)
+
+
+def test_messages_inside_a_node_take_the_work_that_was_measured_there() -> None:
+    """As the inner steps of local steps do, whatever messages to far hosts take."""
+    wanted = Wanted(transformer(1e9), 2, 2, itemsize=2)
+    plan = plan_for(wanted, "hsdp", LoCo(), outer=OUTER_RULES["diloco"])
+    near, far = Link(0.0, 1e12, work=Work(1e-3, 0.0)), Link(0.05, 1e12, work=Work(1.0, 0.0))
+    at = Cluster(inter_node=far, intra_node=near, crowding=1.0, prefetches=False)
+    inside = sum(
+        unit.repeats * message.in_series for unit in (*plan.gradients, *plan.weights) for message in unit.messages
+    )
+    between = sum(message.in_series for unit in plan.rounds for message in unit.messages)
+    assert step_time(plan, at, 0.5).low == pytest.approx(0.5 + 1e-3 * inside + between / plan.every)
+
+
+def test_buckets_that_leave_at_once_take_as_long_as_one_message_of_all_their_bytes() -> None:
+    """Short messages of which each passes faster than the rate, as where a limit lets a burst pass."""
+    specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(12)]
+    plan = plan_for(Wanted(specs, 2, 1, device_type="cpu"), "ddp", PRESETS["loco"])
+    far = replace(plan, shape=replace(plan.shape, far=True))
+    nbytes = sum(message.nbytes for unit in plan.gradients for message in unit.messages)
+    link = Link(0.05, 1e6, ((nbytes / 4, 0.0), (nbytes, nbytes / 1e6)))
+    assert len(plan.gradients) > 1
+    step = step_time(far, Cluster(inter_node=link, intra_node=link), 0.0)
+    assert step.seconds == pytest.approx(2 * 0.05 + nbytes / 1e6, rel=0.02)
 
 
 def test_where_ranks_share_processors_others_compute_while_one_waits() -> None:
     """At most the time in which others have its processor is hidden, and of that a half."""
     plan = plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "fsdp", LoCo())
-    alone = step_time(plan, replace(cluster(), prefetches=False, work=Work(0.0, 0.0)), 0.5)
-    shared = step_time(plan, replace(cluster(), prefetches=False, work=Work(0.0, 0.0, crowding=2.0)), 0.5)
+    alone = step_time(plan, replace(cluster(), prefetches=False, crowding=1.0), 0.5)
+    shared = step_time(plan, replace(cluster(), prefetches=False, crowding=2.0), 0.5)
     assert alone.seconds - shared.seconds == pytest.approx(0.5 * (1 - 1 / 2) / 2)
     assert shared.high == alone.high
 
 
-@pytest.mark.parametrize(("nodes", "per_node", "waits"), [(4, 1, 3), (2, 2, 24)])
-def test_modules_of_fsdp_leave_at_once_where_far_ranks_are_on_one_level(nodes: int, per_node: int, waits: int) -> None:
-    """Twelve modules. On one level: the weights' latency once, and the last gradients'; on two each of 24 messages."""
+@pytest.mark.parametrize(("nodes", "per_node"), [(4, 1), (2, 2)])
+def test_modules_of_fsdp_leave_at_once_where_ranks_are_far(nodes: int, per_node: int) -> None:
+    """Twelve modules: the weights' latency once, and that of the last gradients."""
     specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(12)]
     plan = plan_for(Wanted(specs, nodes, per_node, device_type="cpu"), "fsdp", PRESETS["loco"])
     far = replace(plan, shape=replace(plan.shape, far=True))
     at = Cluster(inter_node=Link(0.05, 1e12), intra_node=Link(0.0, 1e12), prefetches=False)
     latencies = step_time(far, at, 0.0).seconds / 0.05
-    assert latencies == pytest.approx(waits, abs=1.01)
+    assert 2 <= latencies < 4
 
 
 def test_gloo_scatters_by_an_all_reduce_and_waits_for_each_collective() -> None:
