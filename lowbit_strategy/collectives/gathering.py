@@ -68,17 +68,15 @@ class Gathering:
             return
         num_nodes, num_inside = self._between.world_size, self._inside.world_size
         out_NLB = out_WB.view(num_nodes, num_inside, -1)
-        own_NB = torch.empty(num_nodes, x_B.numel() if self.is_far else 0, dtype=x_B.dtype, device=x_B.device)
-        if self.is_far:
-            yield self._counted(self._between, own_NB, x_B)
-        for start, stop in pieces_of_rows(x_B.numel(), self.world_size * x_B.element_size()):
-            own_Nb = own_NB[:, start:stop].contiguous()
-            if not self.is_far:
-                own_Nb = own_Nb.new_empty(num_nodes, stop - start)
-                yield self._counted(self._between, own_Nb, x_B[start:stop])
-            all_LNb = own_Nb.new_empty(num_inside, *own_Nb.shape)
-            yield self._counted(self._inside, all_LNb.view(num_inside, -1), own_Nb.view(-1))
-            out_NLB[:, :, start:stop].copy_(all_LNb.transpose(0, 1))
+        column_nbytes = self.world_size * x_B.element_size()
+        for first, last in [(0, x_B.numel())] if self.is_far else pieces_of_rows(x_B.numel(), column_nbytes):
+            own_NB = torch.empty(num_nodes, last - first, dtype=x_B.dtype, device=x_B.device)
+            yield self._counted(self._between, own_NB, x_B[first:last])
+            for start, stop in pieces_of_rows(last - first, column_nbytes):
+                own_Nb = own_NB[:, start:stop].contiguous()
+                all_LNb = own_Nb.new_empty(num_inside, *own_Nb.shape)
+                yield self._counted(self._inside, all_LNb.view(num_inside, -1), own_Nb.view(-1))
+                out_NLB[:, :, first + start : first + stop].copy_(all_LNb.transpose(0, 1))
 
     def between_nodes(self, nbytes: float) -> int:
         """How much of `nbytes` that a rank sends by it leaves the node."""

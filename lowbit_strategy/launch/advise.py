@@ -148,13 +148,13 @@ def cluster_of(link: str | None, latency: str | None, measured: Any = None) -> A
         given = Link(
             far.latency_s if latency is not None else found.latency_s,
             far.nbytes_per_s if link is not None else found.nbytes_per_s,
-            work=found.work,
         )
     cluster = measured.cluster()
+    near = measured.levels.get("intra-node", inside)
     return replace(
         cluster,
-        inter_node=given,
-        intra_node=measured.levels.get("intra-node", inside),
+        inter_node=replace(given, work=cluster.inter_node.work),
+        intra_node=replace(near, work=cluster.intra_node.work),
         encoded_per_s=cluster.encoded_per_s or coded,
         rings=cluster.rings if given == found else None,  # those of other links
     )

@@ -76,8 +76,9 @@ class Bench:
     memcpy_nbytes_per_s: float
 
     def cluster(self) -> Cluster:
-        """What predictions need."""
-        inside = self.levels.get("intra-node", Link(0.0, ANY_RATE))
+        """What predictions need. Messages on a level that was not measured take the work of the other's."""
+        work = next((link.work for link in self.levels.values()), None)
+        inside = self.levels.get("intra-node", Link(0.0, ANY_RATE, work=work))
         network = Network(self.levels.get("inter-node", inside), inside, self.crowding, self.rings)
         return network.cluster(self.codings, is_gloo=self.backend == "gloo").coding_as("loco")
 

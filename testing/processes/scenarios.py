@@ -47,20 +47,21 @@ class Scenario:
 def scenarios(
     run: Callable[..., Facts],
     *,
-    world_size: int = 2,
+    world_size: int | Sequence[int] = 2,
     slow: Callable[..., bool] = lambda **_: False,
     **choices: Sequence[Any],
 ) -> pytest.MarkDecorator:
-    """Give a test the `facts` of `run`, once for every combination of `choices`; where `slow` says so, marked."""
+    """Give a test the `facts` of `run`, once for every number of ranks and combination of `choices`; where `slow` says
+    so, marked.
+    """
+    sizes = [world_size] if isinstance(world_size, int) else world_size
     combinations = [tuple(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-    params = [
-        pytest.param(
-            Scenario(run=run, arguments=arguments, world_size=world_size),
-            marks=[pytest.mark.slow] if slow(**dict(arguments)) else [],
-        )
-        for arguments in combinations
-    ]
-    names = ["-".join(str(value) for _, value in arguments) or "run" for arguments in combinations]
+    params, names = [], []
+    for size, arguments in itertools.product(sizes, combinations):
+        chosen = Scenario(run=run, arguments=arguments, world_size=size)
+        params.append(pytest.param(chosen, marks=[pytest.mark.slow] if slow(**dict(arguments)) else []))
+        of_ranks = [f"{size} ranks"] if len(sizes) > 1 else []
+        names.append("-".join([*(str(value) for _, value in arguments), *of_ranks]) or "run")
     return pytest.mark.parametrize("facts", params, indirect=True, ids=names)
 
 

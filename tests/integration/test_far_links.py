@@ -1,4 +1,7 @@
-"""Far links: other messages, the same bits. What is slow there is measured in ``benchmarks/network.py --delay``."""
+"""Far links between two hosts, of one rank each or of two: other messages, the same bits.
+
+What is slow there is measured in ``benchmarks/network.py --delay``.
+"""
 
 from __future__ import annotations
 
@@ -63,15 +66,8 @@ def _near_and_far(kind: Kind, compressor: Any, options: dict[str, Any]) -> Facts
     return runs
 
 
-@scenarios(near_and_far, setting=tuple(SETTINGS))
+@scenarios(near_and_far, world_size=(2, 4), setting=tuple(SETTINGS))
 def test_the_same_bits_and_bytes(facts: list[Facts]) -> None:
-    for rank in facts:
-        assert rank["near"]["residuals"]
-        assert rank["near"] == rank["far"]
-
-
-@scenarios(near_and_far, world_size=4, setting=tuple(SETTINGS))
-def test_the_same_on_two_levels(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["near"]["residuals"]
         assert rank["near"] == rank["far"]
@@ -114,15 +110,9 @@ def waits(folder: Path, kind: Kind) -> Facts:
     return {"waits": model.waits, "steps": made.global_step}
 
 
-@scenarios(waits, kind=("ddp", "fsdp", "hsdp"))
+@scenarios(waits, world_size=(2, 4), kind=("ddp", "fsdp", "hsdp"))
 def test_a_step_waits_for_its_gradients_and_weights_alone(facts: list[Facts]) -> None:
     """Signals, flags and digests travel beside them."""
-    for rank in facts:
-        assert rank == {"waits": [], "steps": 8}
-
-
-@scenarios(waits, world_size=4, kind=("ddp", "fsdp"))
-def test_nor_does_it_on_two_levels(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank == {"waits": [], "steps": 8}
 
@@ -143,21 +133,12 @@ def threads(folder: Path, chosen: str) -> Facts:
     return {"threads": set(names[-6:]), "sent": made.strategy.sync.ranks.peers.sent_nbytes}
 
 
-def check_threads(facts: list[Facts]) -> None:
+@scenarios(threads, world_size=(2, 4), chosen=("by the user", "by the package"))
+def test_gradients_of_fsdp_travel_while_backward_goes_on(facts: list[Facts]) -> None:
+    """By a thread of their own, also where the package has chosen their compression."""
     for rank in facts:
         assert rank["threads"] == {"lowbit-buckets"}
         assert rank["sent"] > 0
-
-
-@scenarios(threads, chosen=("by the user", "by the package"))
-def test_gradients_of_fsdp_travel_while_backward_goes_on(facts: list[Facts]) -> None:
-    """By a thread of their own, also where the package has chosen their compression."""
-    check_threads(facts)
-
-
-@scenarios(threads, world_size=4, chosen=("by the user", "by the package"))
-def test_so_they_do_on_two_levels(facts: list[Facts]) -> None:
-    check_threads(facts)
 
 
 def memory(folder: Path, kind: Kind) -> Facts:
@@ -194,17 +175,17 @@ def memory(folder: Path, kind: Kind) -> Facts:
     return facts
 
 
-@scenarios(memory, kind=("ddp", "fsdp"))
+@scenarios(memory, kind=("ddp",))
 def test_memory_is_announced(facts: list[Facts]) -> None:
-    _check_announced(facts)
+    check_announced(facts)
 
 
-@scenarios(memory, world_size=4, kind=("fsdp",))
-def test_memory_is_announced_on_two_levels(facts: list[Facts]) -> None:
-    _check_announced(facts)
+@scenarios(memory, world_size=(2, 4), kind=("fsdp",))
+def test_memory_of_fsdp_is_announced(facts: list[Facts]) -> None:
+    check_announced(facts)
 
 
-def _check_announced(facts: list[Facts]) -> None:
+def check_announced(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank.pop("after the end") == 0
         announced = rank.pop("announced")
