@@ -1,6 +1,6 @@
 """A larger model: validation loss over steps, and the gap to uncompressed training of the same seed.
 
-Data: benchmarks/results/large_model.json.
+Data: benchmarks/results/large_model.json and large_model_5000.json, each in a picture of its own.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 from style import save
 
-PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "large_model.json"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 COLOURS = 7  # before lines are dashed
 
 
-def draw() -> None:
-    found = json.loads(PATH.read_text())
+def draw(study: str) -> None:
+    found = json.loads((RESULTS / f"{study}.json").read_text())
     curves = {
         case: np.array([run["validation"] for run in found["runs"] if run["case"] == case])
         for case in dict.fromkeys(run["case"] for run in found["runs"])
@@ -36,8 +36,9 @@ def draw() -> None:
     left.set(xlabel="step", ylabel="validation loss, nats per byte")
     right.set(xlabel="step", ylabel="gap to uncompressed, %", title="mean and range of seeds")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    save(figure, "large_model")
+    save(figure, study)
 
 
 if __name__ == "__main__":
-    draw()
+    for study in ("large_model", "large_model_5000"):
+        draw(study)
