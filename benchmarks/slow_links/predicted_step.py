@@ -72,8 +72,8 @@ class HalfAlone(Alone):
     dtype_of_weights = torch.bfloat16
 
 
-def measured_step(variant: str, options: Any, *, sharded: bool) -> tuple[list[float], Plan | None]:
-    """Seconds of each step on this rank, and the plan of a strategy of ours."""
+def measured_step(variant: str, options: Any, *, sharded: bool) -> tuple[StepMeter, Plan | None]:
+    """Seconds of each step on this rank and of its optimizer, and the plan of a strategy of ours."""
     L.seed_everything(0, verbose=False)
     is_stock = variant in (STOCK, STOCK_BF16)
     own_model = Alone if sharded else LanguageModel
@@ -88,7 +88,7 @@ def measured_step(variant: str, options: Any, *, sharded: bool) -> tuple[list[fl
     meter = StepMeter(own)
     if alone:
         fit(model, meter, own, strategy=SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)
-        return meter.times_s, None
+        return meter, None
     strategy = fsdp_strategy(variant, int(os.environ["WORLD_SIZE"])) if is_stock else strategy_of(variant)
     plans: list[Plan] = []
 
@@ -100,7 +100,17 @@ def measured_step(variant: str, options: Any, *, sharded: bool) -> tuple[list[fl
 
     model.configure_callbacks = lambda: [KeepPlan()]  # type: ignore[method-assign]
     fit(model, meter, own, strategy=strategy)
-    return meter.times_s, plans[0] if plans else None
+    return meter, plans[0] if plans else None
+
+
+def over_ranks(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Of each variant's steps, the mean over ranks; the same on all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, seconds)
+    return {
+        variant: [statistics.mean(step) for step in zip(*(each[variant] for each in everyone), strict=True)]
+        for variant in seconds
+    }
 
 
 def _preset_of(variant: str) -> str:
@@ -116,20 +126,17 @@ def main() -> None:
     cluster = measured_cluster()
     sharded = not any(variant.endswith("ddp") for variant in options.variants)
     times: dict[str, list[float]] = {}
+    optimizer: dict[str, list[float]] = {}
     plans: dict[str, Plan] = {}
     for _ in range(options.rounds):
         half = [_NO_SYNC_BF16] if STOCK_BF16 in options.variants else []
         for variant in (NO_SYNC, *half, *options.variants):
-            seconds, plan = measured_step(variant, options, sharded=sharded)
-            times.setdefault(variant, []).extend(seconds)
+            meter, plan = measured_step(variant, options, sharded=sharded)
+            times.setdefault(variant, []).extend(meter.times_s)
+            optimizer.setdefault(variant, []).extend(meter.optimizer_s)
             if plan is not None:
                 plans[variant] = plan
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, times)
-    by_variant = {
-        variant: [statistics.mean(each) for each in zip(*(each[variant] for each in everyone), strict=True)]
-        for variant in times
-    }
+    by_variant, optimizers = over_ranks(times), over_ranks(optimizer)
     compute_s = statistics.median(by_variant[NO_SYNC])
     basis = next(plan for variant, plan in plans.items() if plan.outer is None)
     cells = {}
@@ -138,9 +145,13 @@ def main() -> None:
         plan = plans.get(variant) or uncompressed(basis, itemsize, itemsize)
         by_step = by_variant[variant]
         measured = statistics.mean(by_step) if plan.outer is not None else statistics.median(by_step)
-        alone_s = statistics.median(by_variant[_NO_SYNC_BF16]) if variant == STOCK_BF16 else compute_s
-        predicted = step_time(plan, cluster.coding_as(_preset_of(variant)), alone_s)
-        cells[variant] = {"measured_s": measured, "steps_s": by_step, "compute_s": alone_s, **asdict(predicted)}
+        alone = _NO_SYNC_BF16 if variant == STOCK_BF16 else NO_SYNC
+        figures = {
+            "compute_s": statistics.median(by_variant[alone]),
+            "optimizer_s": statistics.median(optimizers[alone]),
+        }
+        predicted = step_time(plan, cluster.coding_as(_preset_of(variant)), **figures)
+        cells[variant] = {"measured_s": measured, "steps_s": by_step, **figures, **asdict(predicted)}
     if int(os.environ["LOCAL_RANK"]) == 0:
         options.report.write_text(json.dumps({"cluster": asdict(cluster), "compute_s": compute_s, "cells": cells}))
     dist.destroy_process_group()

@@ -43,6 +43,7 @@ from lowbit_strategy.plan.trial import (
     hopeful,
 )
 from lowbit_strategy.telemetry.links import finish, measure_cluster
+from lowbit_strategy.telemetry.optimizer_clock import OptimizerClock
 
 EXTRA_STATE_KEY = "auto"
 LOOK_EVERY = 200  # settled steps between two looks, which the ranks take together; the first comes sooner
@@ -90,8 +91,10 @@ class AutoChoice:
         self._patience = LOOK_EVERY
         self._coding: WeightCoding | None = None  # in force while the engine reduces
         self._seconds: list[float] = []
+        self._optimizer_s: list[float] = []
+        self._clock: OptimizerClock | None = None  # in the phase "own"
         self._last: float | None = None
-        self._begin(WARM_STEPS + OWN_STEPS, OWN_STEPS)
+        self._begin_own()
         sync.save_with(EXTRA_STATE_KEY, self)
 
     @property
@@ -109,6 +112,8 @@ class AutoChoice:
             finish(self.sync.device)
             self.trial_steps += 1
         now = time.perf_counter()
+        if self._clock is not None:
+            self._optimizer_s.append(self._clock.take())
         if self._last is not None:
             self._seconds.append(now - self._last)
         self._last = now
@@ -133,16 +138,21 @@ class AutoChoice:
 
     # -- the framework's own --------------------------------------------------------------------------------------
 
+    def _begin_own(self) -> None:
+        self._clock, self._optimizer_s = OptimizerClock(self.sync.device), []
+        self._begin(WARM_STEPS + OWN_STEPS, OWN_STEPS)
+
     def _plan(self) -> None:
         """The framework's own steps have been timed: measure links, predict, begin to try."""
-        self._own = self._slowest("without compression")
+        self._own, self._clock = self._slowest("without compression"), None
+        optimizer_s = max(gathered(statistics.median(self._optimizer_s[-OWN_STEPS:]), self._group))
         began = time.perf_counter()
         device = self.sync.device
         cluster = measure_cluster(self.sync.ranks, self._all[0].compressor, device, self._group)
         plans = [self._plan_of(each) for each in self._all]
         plain = uncompressed(self._plan_of(Candidate("", self.auto, Exact())), 4)
-        compute_s = compute_within(plain, cluster, self._own.median)
-        seconds = [step_time(plan, cluster, compute_s).seconds for plan in plans]
+        compute_s = compute_within(plain, cluster, self._own.median, optimizer_s)
+        seconds = [step_time(plan, cluster, compute_s, min(optimizer_s, compute_s)).seconds for plan in plans]
         fits = [self._room is None or plan.memory.total <= self._room for plan in plans]
         costs = [each.steps * predicted for each, predicted in zip(self._all, seconds, strict=True)]
         promising = [at for at in hopeful(costs, self._own.median) if fits[at]]
@@ -153,8 +163,8 @@ class AutoChoice:
         link, predictions = cluster.inter_node, ", ".join(f"{n} {s:.3g} s" for n, s in self._predicted.items())
         self._inform(
             f"a step without compression takes {self._own.median:.3g} s, of which about {compute_s:.3g} s is not"
-            f" communication; ranks reach each other at {link.nbytes_per_s / 1e6:.3g} MB/s in"
-            f" {1e3 * link.latency_s:.3g} ms, measured. Predicted: {predictions}"
+            f" communication and {optimizer_s:.3g} s is the optimizer; ranks reach each other at"
+            f" {link.nbytes_per_s / 1e6:.3g} MB/s in {1e3 * link.latency_s:.3g} ms, measured. Predicted: {predictions}"
         )
         self._next()
 
@@ -265,7 +275,7 @@ class AutoChoice:
 
     def _restart(self) -> None:
         self.phase, self.trial_steps, self.trial_s = "own", 0, 0.0
-        self._begin(WARM_STEPS + OWN_STEPS, OWN_STEPS)
+        self._begin_own()
 
     def _inform(self, text: str) -> None:
         if self.sync.ranks.rank == 0:
@@ -291,7 +301,7 @@ class AutoChoice:
         self.reason, self._reference_s = state["reason"], state["reference_s"]
         if chosen:
             self._enter(chosen[0])
-        self.phase = "settled"
+        self.phase, self._clock = "settled", None
         self._begin(LOOK_EVERY, 50)
 
     def after_load(self) -> None:

@@ -51,10 +51,12 @@ class DryRun:
                 if linked is None or linked.compute:
                     self._report(model, device, units.duration(linked.compute) if linked is not None else None)
                 self._times = True
-                time_steps(partial(self._report, model, device))
+                time_steps(partial(self._report, model, device), device)
         return wrapped(*args, **kwargs)
 
-    def _report(self, model: nn.Module, device: torch.device, compute_s: float | None) -> NoReturn:
+    def _report(
+        self, model: nn.Module, device: torch.device, compute_s: float | None, optimizer_s: float = 0.0
+    ) -> NoReturn:
         """Raises:
         SystemExit: With status 0, after the report.
         """
@@ -63,18 +65,25 @@ class DryRun:
         controller = self.plugin.controller
         levels = controller.levels if controller is not None else ()
         if not levels:
-            print(self._plan(model, self.plugin.compressor, device, compute_s), flush=True)
+            print(self._plan(model, self.plugin.compressor, device, compute_s, optimizer_s), flush=True)
         for at, (level, label) in enumerate(zip(levels, labels(levels), strict=True)):
             print(f"level {at} of {type(controller).__name__}, {label}, if everything has it:")
-            print(self._plan(model, level, device, compute_s), flush=True)
+            print(self._plan(model, level, device, compute_s, optimizer_s), flush=True)
         raise SystemExit(0)
 
-    def _plan(self, model: nn.Module, compressor: Compressor, device: torch.device, compute_s: float | None) -> str:
+    def _plan(
+        self,
+        model: nn.Module,
+        compressor: Compressor,
+        device: torch.device,
+        compute_s: float | None,
+        optimizer_s: float,
+    ) -> str:
         options = self.plugin.sync_options()
         report = plan(model, compressor, self.planned, device=device, options=options)
         if self.linked is None or compute_s is None:
             return report.render()
-        return f"{report.render()}\n{self.linked.predict(report.plan, compute_s)}"
+        return f"{report.render()}\n{self.linked.predict(report.plan, compute_s, optimizer_s)}"
 
     def finish(self) -> None:
         """Raises:

@@ -16,6 +16,7 @@ from lowbit_strategy.launch import units
 from lowbit_strategy.launch.advise import cluster_of
 from lowbit_strategy.plan.cost import step_time, uncompressed
 from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.telemetry.optimizer_clock import OptimizerClock
 
 _WARM_STEPS, _TIMED_STEPS = 2, 5
 
@@ -57,12 +58,12 @@ class Linked:
         """
         return cls.of(*text.split(",")[:3])
 
-    def predict(self, plan: Plan, compute_s: float) -> str:
+    def predict(self, plan: Plan, compute_s: float, optimizer_s: float = 0.0) -> str:
         """A line for a report."""
         cluster = cluster_of(self.link, self.latency)
-        ours = step_time(plan, cluster, compute_s)
-        plain, half = (step_time(uncompressed(plan, size), cluster, compute_s) for size in (4, 2))
-        source = "given" if self.compute else "timed here"
+        ours = step_time(plan, cluster, compute_s, optimizer_s)
+        plain, half = (step_time(uncompressed(plan, size), cluster, compute_s, optimizer_s) for size in (4, 2))
+        source = "given" if self.compute else f"{optimizer_s:.3g} s of it the optimizer, timed here"
         return (
             f"  predicted on links of {self.link} and {self.latency}: a step takes {ours.seconds:.3g} s"
             f" ({ours.low:.3g} to {ours.high:.3g}); without compression {plain.seconds:.3g} s in float32,"
@@ -71,16 +72,18 @@ class Linked:
         )
 
 
-def time_steps(done: Callable[[float], None]) -> None:
-    """Time the script's optimizer steps, then call `done`, once, with the seconds of one."""
+def time_steps(done: Callable[[float, float], None], device: torch.device) -> None:
+    """Time the script's steps, then call `done`, once, with the seconds of one and those of the optimizer in it."""
+    clock = OptimizerClock(device)
     ends: list[float] = []
+    optimizer_s: list[float] = []
 
     def stepped(*_: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         ends.append(time.perf_counter())
+        optimizer_s.append(clock.take())
         if len(ends) > _WARM_STEPS + _TIMED_STEPS:
             handle.remove()
-            done(statistics.median(b - a for a, b in itertools.pairwise(ends[_WARM_STEPS:])))
+            step_s = statistics.median(b - a for a, b in itertools.pairwise(ends[_WARM_STEPS:]))
+            done(step_s, statistics.median(optimizer_s[-_TIMED_STEPS:]))
 
     handle = register_optimizer_step_post_hook(stepped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -50,6 +51,19 @@ class Link:
     def beginning_s(self, nbytes: float) -> float:
         """Of these, the seconds by which a message alone is slower than the rate, in which others could travel."""
         return max(0.0, self.travelling_s(nbytes) - nbytes / self.nbytes_per_s)
+
+    def streaming_s(self, nbytes: float) -> float:
+        """Seconds of many messages one after the other: of the best rate that was measured, after one burst.
+
+        What passes faster than that at first, as a limit of the rate allows after a pause, does so once.
+        """
+        rates = [self.nbytes_per_s]
+        for (before, began), (after, ended) in itertools.pairwise(self.measured):
+            if ended > began > 0:
+                rates.append((after - before) / (ended - began))
+        rate = max(rates)
+        burst_s = max((size / rate - seconds for size, seconds in self.measured), default=0.0)
+        return max(0.0, nbytes / rate - max(0.0, burst_s))
 
     def shared_by(self, ranks: int) -> Link:
         """The link of a node, of whose ranks each has this when all send at once."""

@@ -3,7 +3,8 @@
 A message takes ``collectives in series x latency + bytes / bandwidth``; encoding and decoding come on top. What of it
 shows in a step depends on what it can overlap:
 
-* DDP, HSDP: a bucket is sent once backward has produced it, ``T = max(compute, bucket by bucket) + last bucket``
+* DDP, HSDP: a bucket is sent once backward has produced it, ``T = max(compute, bucket by bucket) + last bucket``, and
+  the optimizer after it
 * FSDP2: the next module's weights are gathered while one computes; gradients follow each module's backward pass.
   Without a device of its own that works ahead, as on CPU, a rank waits for each collective before it goes on; where
   ranks share processors, others compute meanwhile
@@ -27,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Link
 from lowbit_strategy.plan.gradients import ddp_buckets
-from lowbit_strategy.plan.messages import EXACT_WEIGHTS, RING, RING_SCATTER, Level, Message, Unit, leaving_nbytes
+from lowbit_strategy.plan.messages import EXACT_WEIGHTS, RING, RING_SCATTER, Level, Message, Unit
 from lowbit_strategy.plan.plan import Memory, Plan
 
 _RINGS = (RING, RING_SCATTER, EXACT_WEIGHTS)  # the framework's own collectives
@@ -119,14 +120,16 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, ranks_per_node: int) -> 
     return costs
 
 
-def step_time(plan: Plan, cluster: Cluster, compute_s: float) -> StepTime:
+def step_time(plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float = 0.0) -> StepTime:
     """Of one step, a mean over a round where steps are local.
 
     Args:
         plan: What is sent.
         cluster: On what.
         compute_s: A step without communication: forward, backward, optimizer.
+        optimizer_s: Of these, the optimizer's, which begins when nothing travels any more.
     """
+    beside_s = compute_s - optimizer_s
     per_node = ranks_per_node(plan)
     gradients = unit_costs(plan.gradients, cluster, per_node)
     weights = unit_costs(plan.weights, cluster, per_node)
@@ -137,15 +140,17 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float) -> StepTime:
     turns = 1 if plan.outer is None else plan.outer.fragments
     shown = max(late.work, late.seconds - turns * hidden) / plan.every
     last = gradients[-1].seconds if gradients else 0.0
-    low = max(compute_s + step.work, step.busy) + max(rounds.work, rounds.busy - turns * hidden) / plan.every
-    high = compute_s + step.seconds + _longer_together(plan, gradients, cluster) + late.seconds / plan.every
+    low = max(compute_s + step.work, step.busy + optimizer_s)
+    low += max(rounds.work, rounds.busy - turns * hidden) / plan.every
+    longer = max(0.0, _passing_s(plan, cluster) - sum(cost.busy for cost in gradients))
+    high = compute_s + step.seconds + longer + late.seconds / plan.every
     if not weights:
-        seconds = _bucket_by_bucket(plan, gradients, cluster, compute_s)
+        seconds = _bucket_by_bucket(plan, gradients, cluster, beside_s)
     elif cluster.prefetches:
-        seconds = _with_prefetch(plan, gradients, weights, compute_s)
+        seconds = _with_prefetch(plan, gradients, weights, beside_s)
     else:
-        seconds = _in_turn(plan, gradients, weights, cluster, compute_s)
-    return StepTime(max(low, min(high, seconds + shown)), low, max(high, low + last))
+        seconds = _in_turn(plan, gradients, weights, cluster, beside_s)
+    return StepTime(max(low, min(high, optimizer_s + seconds + shown)), low, max(high, low + last))
 
 
 def _sum(units: Sequence[Unit], costs: Sequence[_Cost]) -> _Cost:
@@ -165,33 +170,38 @@ def ranks_per_node(plan: Plan) -> int:
 def _bucket_by_bucket(plan: Plan, costs: Sequence[_Cost], cluster: Cluster, compute_s: float) -> float:
     """Buckets leave in the order of backward; two are under way at a time, and all where ranks are far apart.
 
-    What the buckets before take of the processors delays backward, and so the bucket that comes next.
+    What the buckets before take of the processors delays backward, and so the bucket that comes next. All of them
+    together are not faster than the link lets so many bytes pass, of which each by itself may be a burst.
     """
     units = plan.gradients
     total = sum(unit.numel for unit in units) or 1
-    ready, free, arrived = FORWARD_SHARE * compute_s, 0.0, 0.0
+    ready, free, arrived, passed = FORWARD_SHARE * compute_s, 0.0, 0.0, 0.0
     at_a_time = min(2, len(units))
     for at, (unit, cost) in enumerate(zip(units, costs, strict=True)):
         ready += (1 - FORWARD_SHARE) * compute_s * unit.numel / total
         alone = at == len(units) - 1
+        if at == 0:
+            passed = ready + cost.latency + _passing_s(plan, cluster)
         free = max(free, ready) + cost.busy
         ready += cost.work
         arrived = free + cost.latency
         if not plan.shape.far:
             free += cost.latency / (1 if alone else at_a_time)
-    if not plan.shape.far:
-        return max(ready, compute_s, free)
-    return max(ready, compute_s, arrived + _longer_together(plan, costs, cluster))
+    return max(ready, compute_s, passed, arrived if plan.shape.far else free)
 
 
-def _longer_together(plan: Plan, costs: Sequence[_Cost], cluster: Cluster) -> float:
-    """Seconds by which one message of all buckets' bytes takes longer than the buckets keep the links busy, where all
-    leave at once: many short ones may each pass at once, as a limit of the rate allows, but not one after the other.
+def _passing_s(plan: Plan, cluster: Cluster) -> float:
+    """Seconds in which the bytes of all buckets leave a node: as one message where ranks are far apart, otherwise one
+    after the other; the framework's own rings take as long as each of them takes.
     """
-    if not plan.shape.far:
-        return 0.0
-    together = cluster.inter_node.travelling_s(ranks_per_node(plan) * leaving_nbytes(plan.gradients))
-    return max(0.0, together - sum(cost.busy for cost in costs))
+    nbytes = ranks_per_node(plan) * sum(
+        unit.repeats * message.nbytes * message.leaving
+        for unit in plan.gradients
+        for message in unit.messages
+        if message.what not in _RINGS
+    )
+    link = cluster.inter_node
+    return link.travelling_s(nbytes) if plan.shape.far else link.streaming_s(nbytes)
 
 
 def _in_turn(
@@ -335,10 +345,11 @@ def break_even(plan: Plan, other: Plan, cluster: Cluster, compute_s: float, step
     return low if low < 0.9 * ANY_RATE else ANY_RATE
 
 
-def compute_within(plan: Plan, cluster: Cluster, step_s: float) -> float:
-    """A step's time without communication, of which this plan makes `step_s` seconds: between 0 and `step_s`."""
-    low, high = 0.0, step_s
+def compute_within(plan: Plan, cluster: Cluster, step_s: float, optimizer_s: float = 0.0) -> float:
+    """A step's time without communication, of which this plan makes `step_s` seconds; the optimizer's at least."""
+    low, high = min(optimizer_s, step_s), step_s
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (middle, high) if step_time(plan, cluster, middle).seconds < step_s else (low, middle)
+        found = step_time(plan, cluster, middle, min(optimizer_s, middle)).seconds
+        low, high = (middle, high) if found < step_s else (low, middle)
     return high

@@ -18,6 +18,7 @@ from lowbit_strategy.plan.cost import compute_within, step_time, uncompressed
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.trial import WORTH_IT
 from lowbit_strategy.telemetry.links import finish, measure_cluster
+from lowbit_strategy.telemetry.optimizer_clock import OptimizerClock
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -40,6 +41,8 @@ class StepForecast:
         self._sync, self._group = sync, group
         self._num_steps = 0
         self._ends: list[float] = []
+        self._clock: OptimizerClock | None = None
+        self._optimizer_s: list[float] = []
         sync.subscribe(self, StepPhase.RECORD)
 
     def begin_step(self) -> None:
@@ -52,18 +55,23 @@ class StepForecast:
             return
         finish(self._sync.device)
         self._ends.append(time.perf_counter())
+        if self._clock is None:
+            self._clock = OptimizerClock(self._sync.device)
+            return
+        self._optimizer_s.append(self._clock.take())
         if len(self._ends) > TIMED_STEPS:
+            self._clock = None
             self._sync.unsubscribe(self)
             self._report()
 
     def _report(self) -> None:
         sync = self._sync
         median = statistics.median(after - before for before, after in itertools.pairwise(self._ends))
-        everyone = gathered(median, self._group)
+        step_s, optimizer_s = max(gathered((median, statistics.median(self._optimizer_s)), self._group))
         began = time.perf_counter()
         cluster = measure_cluster(sync.ranks, sync.compressor, sync.device, self._group)
         if sync.ranks.rank == 0:
-            text, pays = forecast(sync.plan(), cluster, max(everyone))
+            text, pays = forecast(sync.plan(), cluster, step_s, optimizer_s)
             text += f" (measuring took {time.perf_counter() - began:.2g} s)"
             if pays:
                 inform("lowbit_strategy: %s", text)
@@ -75,13 +83,13 @@ class StepForecast:
                 _log.warning("%s. Compression makes this run no faster on these links: leave it out", text)
 
 
-def forecast(plan: Plan, cluster: Cluster, step_s: float) -> tuple[str, bool | None]:
+def forecast(plan: Plan, cluster: Cluster, step_s: float, optimizer_s: float = 0.0) -> tuple[str, bool | None]:
     """What is reported of a plan whose step takes `step_s` seconds, and whether compression makes it shorter.
 
     None: by the bounds of the prediction, it may.
     """
-    compute_s = compute_within(plan, cluster, step_s)
-    exact, half = (step_time(uncompressed(plan, size, size), cluster, compute_s) for size in (4, 2))
+    compute_s = compute_within(plan, cluster, step_s, optimizer_s)
+    exact, half = (step_time(uncompressed(plan, size, size), cluster, compute_s, optimizer_s) for size in (4, 2))
     link = cluster.inter_node
     text = (
         f"a step takes {step_s:.3g} s, of which communication takes about {step_s - compute_s:.2g} s; without"

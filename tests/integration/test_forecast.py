@@ -91,13 +91,14 @@ def cluster(nbytes_per_s: float, numel_per_s: float) -> Cluster:
     return Cluster(inter_node=link, intra_node=link, codings={"": Coding(numel_per_s)}).coding_as("")
 
 
+@pytest.mark.parametrize("optimizer_s", [0.0, 0.2])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
-def test_it_finds_what_the_model_of_a_step_takes(layout: Any) -> None:
+def test_it_finds_what_the_model_of_a_step_takes(layout: Any, optimizer_s: float) -> None:
     """From the step that the model predicts with compression, the one that it predicts without."""
     plan = plan_for(Wanted(transformer(1e8), 4, 1, itemsize=4), layout, PRESETS["loco"])
     slow = cluster(25e6, 1e9)
-    text, pays = forecast(plan, slow, step_time(plan, slow, 0.5).seconds)
-    exact = step_time(uncompressed(plan, 4, 4), slow, 0.5)
+    text, pays = forecast(plan, slow, step_time(plan, slow, 0.5, optimizer_s).seconds, optimizer_s)
+    exact = step_time(uncompressed(plan, 4, 4), slow, 0.5, optimizer_s)
     assert f"it would take about {exact.seconds:.3g} s" in text
     assert pays
 
