@@ -27,11 +27,12 @@ from benchmarks.slow_links.measuring import fit, parse_options, strategy_of
 from lowbit_strategy import OUTER_RULES, PRESETS
 from lowbit_strategy.plan.bench import slowest_codings
 from lowbit_strategy.plan.cluster import Cluster
-from lowbit_strategy.plan.cost import step_time, uncompressed
+from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.uncompressed import uncompressed
 from lowbit_strategy.ranks.ranks import make_ranks
 from lowbit_strategy.ranks.topology import find_topology
-from lowbit_strategy.telemetry.links import measure_coding, measure_network, slowest_network
+from lowbit_strategy.telemetry.timing.links import measure_coding, measure_network, slowest_network
 from recipes.gpt import LanguageModel
 
 _STOCK_ITEMSIZE = {"ddp": 4, STOCK: 4, STOCK_BF16: 2}

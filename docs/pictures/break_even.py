@@ -18,9 +18,10 @@ from style import BLUE, GREEN, GREY, ORANGE, RED, save
 from lowbit_strategy import Dense, preset
 from lowbit_strategy.plan.advice import Wanted, plan_for
 from lowbit_strategy.plan.cluster import Cluster, Link
-from lowbit_strategy.plan.cost import step_time, uncompressed
+from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.plan.models import transformer
 from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.uncompressed import uncompressed
 
 TOKENS, FLOPS = 4096, 2e14
 CLUSTER = Cluster(inter_node=Link(5e-5, 1.25e9), intra_node=Link(5e-6, 5e10), encoded_per_s=2e10)

@@ -13,9 +13,10 @@ from lowbit_strategy import preset
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
 from lowbit_strategy.plan.advice import Wanted, plan_for
 from lowbit_strategy.plan.cluster import Cluster, Link
-from lowbit_strategy.plan.cost import step_time, uncompressed
+from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.plan.models import transformer
 from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.uncompressed import uncompressed
 
 PER_NODE = 8
 RANKS = (8, 64, 1024, 8192, 100_000)

@@ -28,7 +28,7 @@ from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
-from lowbit_strategy.plan.cost import compute_within, step_time, uncompressed
+from lowbit_strategy.plan.cost import compute_within, step_time
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.trial import (
     OWN_STEPS,
@@ -42,8 +42,9 @@ from lowbit_strategy.plan.trial import (
     has_changed,
     hopeful,
 )
-from lowbit_strategy.telemetry.links import finish, measure_cluster
-from lowbit_strategy.telemetry.optimizer_clock import OptimizerClock
+from lowbit_strategy.plan.uncompressed import uncompressed
+from lowbit_strategy.telemetry.timing.links import finish, measure_cluster
+from lowbit_strategy.telemetry.timing.optimizer_clock import OptimizerClock
 
 EXTRA_STATE_KEY = "auto"
 LOOK_EVERY = 200  # settled steps between two looks, which the ranks take together; the first comes sooner

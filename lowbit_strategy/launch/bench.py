@@ -70,7 +70,7 @@ def _device(*, cpu: bool) -> Any:
 def _measure(device: Any, world_size: int, progress: Progress) -> Any:
     from lowbit_strategy.methods.registry import PRESETS
     from lowbit_strategy.plan.bench import Bench, slowest_codings
-    from lowbit_strategy.telemetry.links import measure_coding, memcpy_nbytes_per_s
+    from lowbit_strategy.telemetry.timing.links import measure_coding, memcpy_nbytes_per_s
     from lowbit_strategy.version import __version__
 
     presets = {name: each for name, each in PRESETS.items() if name not in _SLOW}
@@ -103,8 +103,8 @@ def _links(device: Any, world_size: int, progress: Progress) -> dict[str, Any]:
 
     from lowbit_strategy.ranks.ranks import make_ranks
     from lowbit_strategy.ranks.topology import find_topology
-    from lowbit_strategy.telemetry.links import measure_network, slowest_network
-    from lowbit_strategy.telemetry.pairs import measure_pairs, pairs_to_measure
+    from lowbit_strategy.telemetry.timing.links import measure_network, slowest_network
+    from lowbit_strategy.telemetry.timing.pairs import measure_pairs, pairs_to_measure
 
     topology = find_topology()
     size = topology.ranks_per_node if topology.obstacle is None else None

@@ -14,9 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowbit_strategy.launch import units
 from lowbit_strategy.launch.advise import cluster_of
-from lowbit_strategy.plan.cost import step_time, uncompressed
+from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.plan.plan import Plan
-from lowbit_strategy.telemetry.optimizer_clock import OptimizerClock
+from lowbit_strategy.plan.uncompressed import uncompressed
+from lowbit_strategy.telemetry.timing.optimizer_clock import OptimizerClock
 
 _WARM_STEPS, _TIMED_STEPS = 2, 5
 

@@ -16,12 +16,13 @@ from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import default_weights
 from lowbit_strategy.plan import fitting
 from lowbit_strategy.plan.cluster import Cluster
-from lowbit_strategy.plan.cost import StepTime, break_even, step_time, uncompressed
+from lowbit_strategy.plan.cost import StepTime, break_even, step_time
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, Reduced, ddp_buckets
 from lowbit_strategy.plan.measured_loss import STEPS, Loss, MoreSteps, Quality, quality_of, steps_of, worst_loss
 from lowbit_strategy.plan.messages import Unit
 from lowbit_strategy.plan.models import layers_of
 from lowbit_strategy.plan.plan import Plan, make_plan
+from lowbit_strategy.plan.uncompressed import uncompressed
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
 

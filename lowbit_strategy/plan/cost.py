@@ -4,7 +4,7 @@ A message takes ``collectives in series x latency + bytes / bandwidth``; encodin
 shows in a step depends on what it can overlap:
 
 * DDP, HSDP: a bucket is sent once backward has produced it, ``T = max(compute, bucket by bucket) + last bucket``, and
-  the optimizer after it
+  the optimizer after it; under DDP half of what that hides is not hidden where ranks share processors
 * FSDP2: the next module's weights are gathered while one computes; gradients follow each module's backward pass.
   Without a device of its own that works ahead, as on CPU, a rank waits for each collective before it goes on; where
   ranks share processors, others compute meanwhile
@@ -22,14 +22,12 @@ References:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Link
-from lowbit_strategy.plan.gradients import ddp_buckets
-from lowbit_strategy.plan.messages import EXACT_WEIGHTS, RING, RING_SCATTER, Level, Message, Unit
-from lowbit_strategy.plan.plan import Memory, Plan
+from lowbit_strategy.plan.messages import EXACT_WEIGHTS, RING, RING_SCATTER, Message, Unit
+from lowbit_strategy.plan.plan import Plan
 
 _RINGS = (RING, RING_SCATTER, EXACT_WEIGHTS)  # the framework's own collectives
 FORWARD_SHARE = 1 / 3  # of a step's compute: backward takes twice as long
@@ -146,6 +144,7 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float
     high = compute_s + step.seconds + longer + late.seconds / plan.every
     if not weights:
         seconds = _bucket_by_bucket(plan, gradients, cluster, beside_s)
+        seconds += _hidden_less(plan, beside_s + max(step.seconds, step.work) - seconds, cluster)
     elif cluster.prefetches:
         seconds = _with_prefetch(plan, gradients, weights, beside_s)
     else:
@@ -188,6 +187,14 @@ def _bucket_by_bucket(plan: Plan, costs: Sequence[_Cost], cluster: Cluster, comp
         if not plan.shape.far:
             free += cost.latency / (1 if alone else at_a_time)
     return max(ready, compute_s, passed, arrived if plan.shape.far else free)
+
+
+def _hidden_less(plan: Plan, hidden_s: float, cluster: Cluster) -> float:
+    """Half of what buckets could hide is not, where ranks take turns on the processors: between two messages a bucket
+    waits for one. The framework's own rings do not; nor do far messages, which need none for most of their way.
+    """
+    own = any(message.what not in _RINGS for unit in plan.gradients for message in unit.messages)
+    return max(0.0, hidden_s) / 2 if own and cluster.crowding is not None and not plan.shape.far else 0.0
 
 
 def _passing_s(plan: Plan, cluster: Cluster) -> float:
@@ -260,70 +267,6 @@ def _with_prefetch(plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Co
             sent -= 1
     link += sum(cost.seconds for cost in waiting)
     return max(done, link)
-
-
-# -- without compression ----------------------------------------------------------------------------------------------
-
-
-def ring_message(nbytes: float, plan: Plan, *, hops: int, what: str = RING) -> Message:
-    """A ring over `nbytes`, by one hop or two (all-reduce): every link between nodes carries it once a hop.
-
-    A rank waits for a message per other node in each hop; those inside nodes cost less and are left out. An all-reduce
-    may go up a tree of the nodes and down again, with the same bytes.
-    """
-    world_size, per_node = plan.shape.world_size, ranks_per_node(plan)
-    sent = hops * (world_size - 1) * nbytes / world_size
-    nodes = -(-world_size // per_node)
-    level: Level = "flat" if nodes > 1 else "intra-node"
-    leaving = 1 / per_node if nodes > 1 else 0.0
-    in_series = hops * max(1, nodes - 1)
-    by_tree = min(in_series, 2 * math.ceil(math.log2(nodes))) if hops == 2 and nodes > 1 else None
-    return Message(level, what, round(sent), in_series=in_series, by_tree=by_tree, leaving=leaving)
-
-
-def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None) -> Plan:
-    """What the framework sends by itself for the same model on the same ranks.
-
-    Args:
-        plan: With compression.
-        itemsize: Bytes of an element of the gradients.
-        weights_itemsize: Of FSDP2's weights, where they travel in another type than the plan's.
-    """
-    if plan.shape.world_size == 1:
-        return plan
-    hops, what = (1, RING_SCATTER) if plan.layout == "fsdp" else (2, RING)
-    # HSDP: inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
-    gradients = tuple(
-        Unit(name, numel, (ring_message(numel * itemsize, plan, hops=hops, what=what),))
-        for name, numel in _reduced_as_one(plan, itemsize)
-    )
-    weights = []
-    for unit in plan.weights:
-        module, messages = plan.modules[unit.name], unit.messages
-        if plan.layout != "hsdp":
-            messages = (ring_message(unit.numel * (weights_itemsize or module.dtype.itemsize), plan, hops=1),)
-        weights.append(replace(unit, messages=messages, repeats=module.num_gathers, encoded_numel=0))
-    shape = replace(plan.shape, far=False)  # it posts no receives ahead
-    return replace(
-        plan,
-        shape=shape,
-        gradients=gradients,
-        weights=tuple(weights),
-        rounds=(),
-        state=(),
-        every=1,
-        outer=None,
-        memory=Memory(),
-    )
-
-
-def _reduced_as_one(plan: Plan, itemsize: int) -> list[tuple[str, int]]:
-    """Names and elements: modules as before, and DDP's buckets, which are of other sizes than those it compresses."""
-    if plan.layout != "ddp":
-        return [(unit.name, unit.numel) for unit in plan.gradients or plan.rounds]
-    numels = {name: spec.whole.numel for name, spec in plan.specs.items()}
-    buckets = ddp_buckets((name, numel, itemsize) for name, numel in numels.items())
-    return [(bucket.name, sum(numels[name] for name in bucket.names)) for bucket in buckets]
 
 
 def break_even(plan: Plan, other: Plan, cluster: Cluster, compute_s: float, steps: float = 1.0) -> float | None:

@@ -14,11 +14,12 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.inform import inform
 from lowbit_strategy.plan.cluster import Cluster
-from lowbit_strategy.plan.cost import compute_within, step_time, uncompressed
+from lowbit_strategy.plan.cost import compute_within, step_time
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.trial import WORTH_IT
-from lowbit_strategy.telemetry.links import finish, measure_cluster
-from lowbit_strategy.telemetry.optimizer_clock import OptimizerClock
+from lowbit_strategy.plan.uncompressed import uncompressed
+from lowbit_strategy.telemetry.timing.links import finish, measure_cluster
+from lowbit_strategy.telemetry.timing.optimizer_clock import OptimizerClock
 
 _log = logging.getLogger("lowbit_strategy")
 

@@ -15,7 +15,7 @@ from lowbit_strategy.attach import auto as running
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.plan.trial import Candidate, Timed, Verdict
-from lowbit_strategy.telemetry import links
+from lowbit_strategy.telemetry.timing import links
 
 STEPS = 24  # 8 of the framework's own, 5 of each of two candidates, one to empty residuals, more
 

@@ -12,8 +12,9 @@ import torch
 from lowbit_strategy import PRESETS
 from lowbit_strategy.plan.advice import Wanted, plan_for
 from lowbit_strategy.plan.cluster import Cluster, Coding, Link
-from lowbit_strategy.plan.cost import step_time, uncompressed
+from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.plan.models import transformer
+from lowbit_strategy.plan.uncompressed import uncompressed
 from lowbit_strategy.telemetry import forecast as forecasting
 from lowbit_strategy.telemetry.forecast import forecast
 from testing.log import listen

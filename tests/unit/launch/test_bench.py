@@ -26,8 +26,8 @@ from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.plan.bench import Bench, read_bench
 from lowbit_strategy.plan.cluster import ANY_RATE, Coding, Link, Rings, Work
 from lowbit_strategy.ranks.topology import Topology
-from lowbit_strategy.telemetry import links
-from lowbit_strategy.telemetry.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
+from lowbit_strategy.telemetry.timing import links
+from lowbit_strategy.telemetry.timing.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
 from testing.processes.ranks import run_ranks
 
 

@@ -17,11 +17,12 @@ from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.advice import Choice, Wanted, advised, choices, plan_for
 from lowbit_strategy.plan.cluster import Cluster, Link, Rings, Work
-from lowbit_strategy.plan.cost import break_even, message_seconds, step_time, uncompressed
+from lowbit_strategy.plan.cost import break_even, message_seconds, step_time
 from lowbit_strategy.plan.gradients import Reduced
 from lowbit_strategy.plan.messages import RING, Message
 from lowbit_strategy.plan.models import transformer
 from lowbit_strategy.plan.plan import make_plan
+from lowbit_strategy.plan.uncompressed import uncompressed
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
 
@@ -221,6 +222,18 @@ def test_beside_the_optimizer_nothing_travels(layout: str, prefetches: bool) -> 
     if layout == "ddp":
         later = step_time(plan, slow, 0.5, 0.3).seconds - step_time(plan, slow, 0.2).seconds
         assert later == pytest.approx(0.3)
+
+
+def test_where_ranks_share_processors_half_of_what_buckets_hide_is_hidden() -> None:
+    """And all of what the framework's own rings hide, and what travels between far ranks."""
+    plan = plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "ddp", LoCo())
+    alone, shared = cluster(Link(1e-4, 1e10)), replace(cluster(Link(1e-4, 1e10)), crowding=2.0)
+    far = replace(plan, shape=replace(plan.shape, far=True))
+    before, after = step_time(plan, alone, 0.5), step_time(plan, shared, 0.5)
+    assert after.seconds == pytest.approx((before.seconds + before.high) / 2)
+    assert before.seconds < after.seconds
+    for each in (far, uncompressed(plan, 2)):
+        assert step_time(each, shared, 0.5) == step_time(each, alone, 0.5)
 
 
 def test_where_ranks_share_processors_others_compute_while_one_waits() -> None:

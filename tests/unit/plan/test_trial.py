@@ -7,7 +7,7 @@ import pytest
 from lowbit_strategy import Auto, Dense, Exact, LoCo, WeightDelta, as_compressor
 from lowbit_strategy.plan.advice import Wanted, plan_for
 from lowbit_strategy.plan.cluster import Cluster, Link
-from lowbit_strategy.plan.cost import compute_within, step_time, uncompressed
+from lowbit_strategy.plan.cost import compute_within, step_time
 from lowbit_strategy.plan.models import transformer
 from lowbit_strategy.plan.trial import (
     MOST_TRIED,
@@ -21,6 +21,7 @@ from lowbit_strategy.plan.trial import (
     has_changed,
     hopeful,
 )
+from lowbit_strategy.plan.uncompressed import uncompressed
 
 OWN = Timed("own", (1.0, 1.01, 0.99, 1.02, 1.0))
 

@@ -1,0 +1,72 @@
+"""The plan of the same model on the same ranks without compression: what the framework sends by itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from lowbit_strategy.plan.cost import ranks_per_node
+from lowbit_strategy.plan.gradients import ddp_buckets
+from lowbit_strategy.plan.messages import RING, RING_SCATTER, Level, Message, Unit
+from lowbit_strategy.plan.plan import Memory, Plan
+
+
+def ring_message(nbytes: float, plan: Plan, *, hops: int, what: str = RING) -> Message:
+    """A ring over `nbytes`, by one hop or two (all-reduce): every link between nodes carries it once a hop.
+
+    A rank waits for a message per other node in each hop; those inside nodes cost less and are left out. An all-reduce
+    may go up a tree of the nodes and down again, with the same bytes.
+    """
+    world_size, per_node = plan.shape.world_size, ranks_per_node(plan)
+    sent = hops * (world_size - 1) * nbytes / world_size
+    nodes = -(-world_size // per_node)
+    level: Level = "flat" if nodes > 1 else "intra-node"
+    leaving = 1 / per_node if nodes > 1 else 0.0
+    in_series = hops * max(1, nodes - 1)
+    by_tree = min(in_series, 2 * math.ceil(math.log2(nodes))) if hops == 2 and nodes > 1 else None
+    return Message(level, what, round(sent), in_series=in_series, by_tree=by_tree, leaving=leaving)
+
+
+def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None) -> Plan:
+    """What the framework sends by itself for the same model on the same ranks.
+
+    Args:
+        plan: With compression.
+        itemsize: Bytes of an element of the gradients.
+        weights_itemsize: Of FSDP2's weights, where they travel in another type than the plan's.
+    """
+    if plan.shape.world_size == 1:
+        return plan
+    hops, what = (1, RING_SCATTER) if plan.layout == "fsdp" else (2, RING)
+    # HSDP: inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
+    gradients = tuple(
+        Unit(name, numel, (ring_message(numel * itemsize, plan, hops=hops, what=what),))
+        for name, numel in _reduced_as_one(plan, itemsize)
+    )
+    weights = []
+    for unit in plan.weights:
+        module, messages = plan.modules[unit.name], unit.messages
+        if plan.layout != "hsdp":
+            messages = (ring_message(unit.numel * (weights_itemsize or module.dtype.itemsize), plan, hops=1),)
+        weights.append(replace(unit, messages=messages, repeats=module.num_gathers, encoded_numel=0))
+    shape = replace(plan.shape, far=False)  # it posts no receives ahead
+    return replace(
+        plan,
+        shape=shape,
+        gradients=gradients,
+        weights=tuple(weights),
+        rounds=(),
+        state=(),
+        every=1,
+        outer=None,
+        memory=Memory(),
+    )
+
+
+def _reduced_as_one(plan: Plan, itemsize: int) -> list[tuple[str, int]]:
+    """Names and elements: modules as before, and DDP's buckets, which are of other sizes than those it compresses."""
+    if plan.layout != "ddp":
+        return [(unit.name, unit.numel) for unit in plan.gradients or plan.rounds]
+    numels = {name: spec.whole.numel for name, spec in plan.specs.items()}
+    buckets = ddp_buckets((name, numel, itemsize) for name, numel in numels.items())
+    return [(bucket.name, sum(numels[name] for name in bucket.names)) for bucket in buckets]
