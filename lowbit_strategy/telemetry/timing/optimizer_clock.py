@@ -54,16 +54,18 @@ def _before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     for clock in running:
         clock.begin()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not running or closure is None:
+    if not running or not callable(closure):
         return None
 
-    def timed() -> Any:
-        loss = closure()
+    def timed(*values: Any) -> Any:
+        loss = closure(*values)
         for clock in running:
             clock.begin()
         return loss
 
-    return args[:1], {**kwargs, "closure": timed}
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": timed}
+    return (args[0], timed, *args[2:]), kwargs  # its name may be another
 
 
 def _after(*_: Any) -> None:

@@ -85,6 +85,22 @@ def test_neither_forward_nor_backward_counts(loop: str) -> None:
     assert clock.take() == 0.0
 
 
+def test_other_arguments_reach_an_optimizer_as_they_are() -> None:
+    """One of the user's own may take what it likes."""
+    given: list[Any] = []
+
+    class Own(torch.optim.SGD):
+        def step(self, first: Any, second: Any = None, *, scale: float = 1.0) -> Any:  # type: ignore[override]
+            given.append((first() if callable(first) else first, second, scale))
+
+    clock = OptimizerClock(torch.device("cpu"))
+    optimizer: Any = Own([nn.Parameter(torch.ones(3))], lr=0.0)
+    optimizer.step(0.5, "two", scale=3.0)
+    optimizer.step(lambda: 7.0, "two", scale=3.0)
+    assert given == [(0.5, "two", 3.0), (7.0, "two", 3.0)]
+    assert clock.take() > 0
+
+
 def test_a_closure_is_handed_on_as_it_is_where_no_clock_runs() -> None:
     """And its loss comes back where one does."""
     OptimizerClock(torch.device("cpu"))  # gone at once
