@@ -20,7 +20,7 @@ class OptimizerClock:
     """Times the steps of all optimizers of ``torch.optim`` in this process as long as it lives.
 
     A step that is given a closure, as Lightning gives it forward and backward, counts from where that has returned.
-    The device finishes its work before a step and after it.
+    The device finishes its work before a step and after it. Steps that are compiled are not timed.
 
     Args:
         device: Of the parameters.
@@ -50,6 +50,8 @@ class OptimizerClock:
 
 def _before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Begin, and once more when a closure has returned; `args` begin with the optimizer."""
+    if torch.compiler.is_compiling():
+        return None
     running = list(_clocks)
     for clock in running:
         clock.begin()
@@ -69,5 +71,7 @@ def _before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 def _after(*_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     for clock in list(_clocks):
         clock.end()

@@ -101,6 +101,19 @@ def test_other_arguments_reach_an_optimizer_as_they_are() -> None:
     assert clock.take() > 0
 
 
+@pytest.mark.filterwarnings("error:Dynamo does not know")
+def test_a_step_that_is_compiled_is_left_alone() -> None:
+    clock = OptimizerClock(torch.device("cpu"))
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(2):
+        weight.grad = torch.ones(3)
+        step()
+    assert clock.take() == 0.0
+    assert (weight < 1).all()
+
+
 def test_a_closure_is_handed_on_as_it_is_where_no_clock_runs() -> None:
     """And its loss comes back where one does."""
     OptimizerClock(torch.device("cpu"))  # gone at once
