@@ -153,7 +153,7 @@ class AutoChoice:
         plans = [self._plan_of(each) for each in self._all]
         plain = uncompressed(self._plan_of(Candidate("", self.auto, Exact())), 4)
         compute_s = compute_within(plain, cluster, self._own.median, optimizer_s)
-        seconds = [step_time(plan, cluster, compute_s, min(optimizer_s, compute_s)).seconds for plan in plans]
+        seconds = [step_time(plan, cluster, compute_s, optimizer_s).seconds for plan in plans]
         fits = [self._room is None or plan.memory.total <= self._room for plan in plans]
         costs = [each.steps * predicted for each, predicted in zip(self._all, seconds, strict=True)]
         promising = [at for at in hopeful(costs, self._own.median) if fits[at]]

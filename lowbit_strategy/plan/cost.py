@@ -127,6 +127,7 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float
         compute_s: A step without communication: forward, backward, optimizer.
         optimizer_s: Of these, the optimizer's, which begins when nothing travels any more.
     """
+    optimizer_s = min(optimizer_s, compute_s)
     beside_s = compute_s - optimizer_s
     per_node = ranks_per_node(plan)
     gradients = unit_costs(plan.gradients, cluster, per_node)
@@ -293,6 +294,6 @@ def compute_within(plan: Plan, cluster: Cluster, step_s: float, optimizer_s: flo
     low, high = min(optimizer_s, step_s), step_s
     for _ in range(30):
         middle = (low + high) / 2
-        found = step_time(plan, cluster, middle, min(optimizer_s, middle)).seconds
+        found = step_time(plan, cluster, middle, optimizer_s).seconds
         low, high = (middle, high) if found < step_s else (low, middle)
     return high
