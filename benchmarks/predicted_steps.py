@@ -56,10 +56,15 @@ def name_of(rate: str, delay: int, shape: tuple[int, int], layout: str) -> str:
     return f"{layout} {shape[0]}x{shape[1]} {rate} {delay}ms"
 
 
+def model_of(delay: int, *, is_ddp: bool) -> dict[str, int]:
+    """Sizes of the model that is trained."""
+    return MODEL if not delay or is_ddp else _FAR_MODEL
+
+
 def run(
     rate: str, delay: int, shape: tuple[int, int], variants: list[str], options: argparse.Namespace
 ) -> dict[str, Any]:
-    model = MODEL if not delay or variants[0] in LAYOUTS["ddp"] else _FAR_MODEL
+    model = model_of(delay, is_ddp=variants[0] in LAYOUTS["ddp"])
     numbers = {"rounds": 1, "steps": options.steps, "warmup_steps": options.warmup_steps, **model}
     pairs = [part for name, value in numbers.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     with SlowNetwork(shape[0], delay_s=delay / 1000, ranks_per_host=shape[1]) as network:

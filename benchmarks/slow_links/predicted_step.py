@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.slow_links.ddp_step import NO_SYNC, StepMeter, in_rounds
 from benchmarks.slow_links.fsdp_step import STOCK, STOCK_BF16, HalfModel, ShardedModel
@@ -37,7 +38,8 @@ from recipes.gpt import LanguageModel
 
 _STOCK_ITEMSIZE = {"ddp": 4, STOCK: 4, STOCK_BF16: 2}
 _PRESETS = ("loco", "loco1", "dense")
-_NO_SYNC_BF16 = "no-sync-bf16"
+_NO_SYNC_BF16, _NO_SYNC_DDP = "no-sync-bf16", "no-sync-ddp"
+_ALONE = (NO_SYNC, _NO_SYNC_BF16, _NO_SYNC_DDP)
 _ALONE_STEPS = 30  # of computing: ranks that are far apart begin one after the other, and the last ends alone
 
 
@@ -52,6 +54,15 @@ def measured_cluster() -> Cluster:
     ranks.destroy()
     networks, codings = zip(*everyone, strict=True)
     return slowest_network(networks).cluster(slowest_codings(codings), is_gloo=True)
+
+
+class AloneInDDP(LanguageModel):
+    """Under DDP, in a group of this rank alone: what DDP itself does, and no communication."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.gpt, DistributedDataParallel):
+            group, _ = dist.new_subgroups(1)
+            self.gpt = DistributedDataParallel(self.gpt, process_group=group)
 
 
 class Alone(LanguageModel):
@@ -79,11 +90,12 @@ def measured_step(variant: str, options: Any, *, sharded: bool) -> tuple[StepMet
     is_stock = variant in (STOCK, STOCK_BF16)
     own_model = Alone if sharded else LanguageModel
     kinds = {STOCK: ShardedModel, STOCK_BF16: HalfModel, NO_SYNC: own_model, _NO_SYNC_BF16: HalfAlone}
+    kinds[_NO_SYNC_DDP] = AloneInDDP
     kind = kinds.get(variant, LanguageModel)
     model = kind(options.width, options.depth, heads=4, context=options.context)
     rule = OUTER_RULES.get(variant.rpartition("_")[0])
     own = options if rule is None else in_rounds(options, rule)
-    alone = variant in (NO_SYNC, _NO_SYNC_BF16)
+    alone = variant in _ALONE
     if alone:
         own = argparse.Namespace(**{**vars(own), "steps": _ALONE_STEPS})
     meter = StepMeter(own)
@@ -131,7 +143,7 @@ def main() -> None:
     plans: dict[str, Plan] = {}
     for _ in range(options.rounds):
         half = [_NO_SYNC_BF16] if STOCK_BF16 in options.variants else []
-        for variant in (NO_SYNC, *half, *options.variants):
+        for variant in (NO_SYNC, *half, *(() if sharded else (_NO_SYNC_DDP,)), *options.variants):
             meter, plan = measured_step(variant, options, sharded=sharded)
             times.setdefault(variant, []).extend(meter.times_s)
             optimizer.setdefault(variant, []).extend(meter.optimizer_s)
@@ -147,6 +159,8 @@ def main() -> None:
         by_step = by_variant[variant]
         measured = statistics.mean(by_step) if plan.outer is not None else statistics.median(by_step)
         alone = _NO_SYNC_BF16 if variant == STOCK_BF16 else NO_SYNC
+        if not sharded and plan.outer is None:  # local steps leave DDP's buckets alone
+            alone = _NO_SYNC_DDP
         figures = {
             "compute_s": statistics.median(by_variant[alone]),
             "optimizer_s": statistics.median(optimizers[alone]),

@@ -19,6 +19,7 @@ from lowbit_strategy.launch import units
 from lowbit_strategy.launch.commands import errors_of
 
 _ENCODED_PER_S = 20e9  # elements per hop, assumed: a GPU reads and writes some hundred gigabytes per second
+_ENCODED_PER_S_ON_CPU = 1e9  # a core or two
 _INTRA_LATENCY_S, _INTRA_NBYTES_PER_S = 5e-6, 50e9  # assumed, of links inside a node
 
 STEPS_MEAN = (
@@ -48,7 +49,7 @@ def advise(
     compute: Annotated[str | None, typer.Option(help="A step without communication. Default: 1s.")] = None,
     bench: Annotated[Path | None, typer.Option(help="Links and coding speed as lowbit bench has written them.")] = None,
     cpu: Annotated[
-        bool, typer.Option("--cpu", help="The measurements are of the CPU, although there is a GPU.")
+        bool, typer.Option("--cpu", help="Ranks compute on CPUs, with gloo; so measured, although there is a GPU.")
     ] = False,
     memory: Annotated[str | None, typer.Option(help="Of a device, such as 80GB: what does not fit is marked.")] = None,
     close: Annotated[bool, typer.Option("--close", help="Recommend what is a little worse in loss, too.")] = False,
@@ -66,9 +67,10 @@ def advise(
     with errors_of("advise"):
         measured = None if bench is None else _measurements(bench, cpu=cpu)
         wanted = _wanted(params, model, hf_config, *_shape(nodes, ranks_per_node, measured))
-        if measured is not None and measured.backend == "gloo":
-            wanted = replace(wanted, device_type="cpu")
-        cluster = cluster_of(link, latency, measured)
+        if on_cpu := cpu or (measured is not None and measured.backend == "gloo"):
+            far = measured.far if measured is not None and latency is None else is_far(latency)
+            wanted = replace(wanted, device_type="cpu", far=far)
+        cluster = cluster_of(link, latency, measured, on_cpu=on_cpu)
         compute_s = units.duration(compute or _COMPUTE)
         limit = None if memory is None else units.size(memory)
         found = advice.choices(wanted, cluster, compute_s)
@@ -82,7 +84,7 @@ def advise(
         f"{wanted.numel:.3g} parameters, {wanted.nodes} x {wanted.ranks_per_node} ranks,"
         f" {far.nbytes_per_s * 8 / 1e9:.3g} Gbit/s and {1e3 * far.latency_s:.3g} ms between nodes"
     )
-    sources = _sources(bench, link, latency, compute)
+    sources = _sources(bench, link, latency, compute, cluster.encoded_per_s)
     answer = (
         "Do not use this package here: nothing that keeps the loss is 5 % faster than the framework's own."
         if best is None
@@ -130,7 +132,7 @@ def _shape(nodes: int | None, ranks_per_node: int | None, measured: Any) -> tupl
     return nodes or measured.nodes, ranks_per_node or measured.ranks_per_node
 
 
-def cluster_of(link: str | None, latency: str | None, measured: Any = None) -> Any:
+def cluster_of(link: str | None, latency: str | None, measured: Any = None, *, on_cpu: bool = False) -> Any:
     """What was given goes before what was measured, and that before what is assumed.
 
     Raises:
@@ -138,10 +140,12 @@ def cluster_of(link: str | None, latency: str | None, measured: Any = None) -> A
     """
     from lowbit_strategy.plan.cluster import Cluster, Link
 
-    inside, coded = Link(_INTRA_LATENCY_S, _INTRA_NBYTES_PER_S), _ENCODED_PER_S
+    inside, coded = Link(_INTRA_LATENCY_S, _INTRA_NBYTES_PER_S), _ENCODED_PER_S_ON_CPU if on_cpu else _ENCODED_PER_S
+    ways = 2 if on_cpu else 1  # of gloo's: a sender first hears that the receiver waits
     far = Link(units.duration(latency or _LATENCY), units.rate(link or _LINK))
     if measured is None:
-        return Cluster(inter_node=far, intra_node=inside, encoded_per_s=coded)
+        links = Cluster(inter_node=far, intra_node=inside, encoded_per_s=coded, ways=ways)
+        return replace(links, trees=not on_cpu, prefetches=not on_cpu, scatters=not on_cpu)
     found = measured.levels.get("inter-node", far)
     given = found
     if link is not None or latency is not None:
@@ -157,17 +161,27 @@ def cluster_of(link: str | None, latency: str | None, measured: Any = None) -> A
         intra_node=replace(near, work=cluster.intra_node.work),
         encoded_per_s=cluster.encoded_per_s or coded,
         rings=cluster.rings if given == found else None,  # those of other links
+        ways=1 if latency is None else ways,  # measured as what a message takes
     )
 
 
-def _sources(bench: Path | None, link: str | None, latency: str | None, compute: str | None) -> str:
+def is_far(latency: str | None) -> bool:
+    """Whether messages of ranks on CPUs all travel at once."""
+    from lowbit_strategy.ranks.shape import FAR_S
+
+    return 2 * units.duration(latency or _LATENCY) >= FAR_S
+
+
+def _sources(
+    bench: Path | None, link: str | None, latency: str | None, compute: str | None, encoded_per_s: float
+) -> str:
     """Which figures were given, measured and assumed."""
     of = {f"link {link or _LINK}": link, f"latency {latency or _LATENCY}": latency}
     given = [what for what, value in {**of, f"compute {compute or _COMPUTE}": compute}.items() if value is not None]
     assumed = [] if compute else [f"compute {_COMPUTE}"]
     if bench is None:
         assumed += [what for what, value in of.items() if value is None]
-        assumed += ["50 GB/s inside a node", "2e10 elements/s encoded"]
+        assumed += ["50 GB/s inside a node", f"{encoded_per_s:.2g} elements/s encoded"]
         measured = ""
     else:
         measured = f"; measured, in {bench}: the rest"

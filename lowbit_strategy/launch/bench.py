@@ -110,6 +110,7 @@ def _links(device: Any, world_size: int, progress: Progress) -> dict[str, Any]:
     size = topology.ranks_per_node if topology.obstacle is None else None
     ranks = make_ranks(None, topology, size, device, scatter=False)
     network = slowest_network(gathered(measure_network(ranks, device)))
+    far = ranks.peers.is_far
     ranks.destroy()
     levels = {"inter-node": network.between} if topology.num_nodes != 1 else {}
     if topology.num_nodes == 1 or size is not None:
@@ -123,6 +124,7 @@ def _links(device: Any, world_size: int, progress: Progress) -> dict[str, Any]:
         "backend": str(dist.get_backend()),
         "levels": levels,
         "pairs": tuple(pairs),
+        "far": far,
         "rings": network.rings,
         "crowding": network.crowding,
     }

@@ -80,10 +80,13 @@ class DryRun:
         optimizer_s: float,
     ) -> str:
         options = self.plugin.sync_options()
-        report = plan(model, compressor, self.planned, device=device, options=options)
-        if self.linked is None or compute_s is None:
+        linked = self.linked
+        far = linked is not None and linked.is_far(device)
+        report = plan(model, compressor, self.planned, device=device, options=options, far=far)
+        if linked is None or compute_s is None:
             return report.render()
-        return f"{report.render()}\n{self.linked.predict(report.plan, compute_s, optimizer_s)}"
+        cluster = linked.cluster(compressor, device)
+        return f"{report.render()}\n{linked.predict(report.plan, cluster, compute_s, optimizer_s)}"
 
     def finish(self) -> None:
         """Raises:

@@ -71,6 +71,7 @@ def plan(
     *,
     device: torch.device,
     options: SyncOptions = SyncOptions(),  # noqa: B008 (frozen)
+    far: bool = False,
 ) -> Report:
     """What `prepare` and attaching would report for `module`.
 
@@ -81,6 +82,7 @@ def plan(
         device: Where that run's gradients will be.
         options: Beside the compressor. Weights are taken to be gathered in their own type, in forward and in backward;
             of local steps the report is about those that come after a synchronous part.
+        far: Whether messages between machines take so long that all are to travel at once.
 
     Raises:
         ValueError, RuntimeError: As `prepare` would on these nodes.
@@ -89,7 +91,7 @@ def plan(
     nodes = (planned.world_size // planned.num_nodes,) * planned.num_nodes
     topology = Topology(nodes, planned.world_size)
     prepared = prepared_for(topology, compressor, options, specs, scatter=planned.scatter)
-    shape = _shape(prepared)
+    shape = _shape(prepared, far=far)
     chosen = used_compressor(prepared, shape)
     chosen.check(prepared.specs)
     parts = [spec.shared(shape.share) for spec in prepared.specs]
@@ -111,11 +113,11 @@ def plan(
     return report_of(planned_run, chosen, device=device)
 
 
-def _shape(prepared: Prepared) -> Shape:
+def _shape(prepared: Prepared, *, far: bool) -> Shape:
     topology, size = prepared.topology, prepared.shard_size or prepared.node_size
     scatter = prepared.scatter and prepared.shard_size is None
     share = None if size is None else share_of(0, size, topology.world_size, scatter=scatter)
-    return Shape(topology.world_size, 0, share, topology)
+    return Shape(topology.world_size, 0, share, topology, far and topology.num_nodes > 1)
 
 
 def _as_one(prepared: Prepared, itemsizes: Mapping[str, int]) -> list[Reduced]:

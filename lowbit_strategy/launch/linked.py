@@ -6,17 +6,20 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowbit_strategy.launch import units
-from lowbit_strategy.launch.advise import cluster_of
+from lowbit_strategy.launch.advise import cluster_of, is_far
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.plan.cluster import Cluster
 from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.uncompressed import uncompressed
+from lowbit_strategy.telemetry.timing.links import measure_coding
 from lowbit_strategy.telemetry.timing.optimizer_clock import OptimizerClock
 
 _WARM_STEPS, _TIMED_STEPS = 2, 5
@@ -59,17 +62,26 @@ class Linked:
         """
         return cls.of(*text.split(",")[:3])
 
-    def predict(self, plan: Plan, compute_s: float, optimizer_s: float = 0.0) -> str:
+    def is_far(self, device: torch.device) -> bool:
+        """Whether ranks on such devices let all messages between machines travel at once."""
+        return device.type == "cpu" and is_far(self.latency)
+
+    def cluster(self, compressor: Compressor, device: torch.device) -> Cluster:
+        """The links, and how fast `device` codes, measured here."""
+        coding = measure_coding(compressor.phase(0), device)
+        links = cluster_of(self.link, self.latency, on_cpu=device.type == "cpu")
+        return replace(links, encoded_per_s=coding.numel_per_s, bucket_s=coding.bucket_s)
+
+    def predict(self, plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float = 0.0) -> str:
         """A line for a report."""
-        cluster = cluster_of(self.link, self.latency)
         ours = step_time(plan, cluster, compute_s, optimizer_s)
         plain, half = (step_time(uncompressed(plan, size), cluster, compute_s, optimizer_s) for size in (4, 2))
         source = "given" if self.compute else f"{optimizer_s:.3g} s of it the optimizer, timed here"
         return (
             f"  predicted on links of {self.link} and {self.latency}: a step takes {ours.seconds:.3g} s"
             f" ({ours.low:.3g} to {ours.high:.3g}); without compression {plain.seconds:.3g} s in float32,"
-            f" {half.seconds:.3g} s in bf16. Computing takes {compute_s:.3g} s, {source}; assumed: 50 GB/s inside a"
-            " node, 2e10 elements/s encoded"
+            f" {half.seconds:.3g} s in bf16. Computing takes {compute_s:.3g} s, {source}; {cluster.encoded_per_s:.2g}"
+            " elements/s encoded, measured here; assumed: 50 GB/s inside a node"
         )
 
 

@@ -48,6 +48,7 @@ class Wanted:
         ranks_per_node: Processes on each.
         itemsize: Bytes of an element of weights and gradients without compression: 2 for bf16, 4 for float32.
         device_type: Of the ranks.
+        far: Whether messages between machines take so long that all are to travel at once, as they do on CPU.
     """
 
     specs: Sequence[TensorSpec]
@@ -55,6 +56,7 @@ class Wanted:
     ranks_per_node: int
     itemsize: int = 4
     device_type: str = "cuda"
+    far: bool = False
 
     @property
     def world_size(self) -> int:
@@ -155,7 +157,8 @@ def shape_for(wanted: Wanted, layout: Layout, *, local: bool = False) -> Shape:
     nodes, per_node = wanted.nodes, wanted.ranks_per_node
     two_level = per_node > 1 and (layout == "hsdp" or (nodes > 1 and not local))
     share = Share(0, per_node, nodes if layout == "fsdp" else None) if two_level else None
-    return Shape(wanted.world_size, 0, share, Topology((per_node,) * nodes, wanted.world_size))
+    far = wanted.far and nodes > 1
+    return Shape(wanted.world_size, 0, share, Topology((per_node,) * nodes, wanted.world_size), far)
 
 
 def kept(wanted: Wanted) -> list[fitting.Choice]:

@@ -57,6 +57,7 @@ class Bench:
         backend: Of torch.distributed; empty where one rank was alone.
         levels: Links when all ranks exchange at once, by ``intra-node`` and ``inter-node``; the latter a node's.
         pairs: One by one.
+        far: Whether messages between machines take so long that all are to travel at once.
         rings: Links as gloo's own collectives find them; None: there is one rank, or they are NCCL's.
         crowding: As that of a `Cluster`.
         codings: How fast a rank encodes and decodes one hop, by the names of presets.
@@ -70,6 +71,7 @@ class Bench:
     backend: str = ""
     levels: Mapping[str, Link] = field(default_factory=dict)
     pairs: tuple[Pair, ...] = ()
+    far: bool = False
     rings: Rings | None = None
     crowding: float | None = None
     codings: Mapping[str, Coding]
@@ -144,16 +146,17 @@ def read_bench(path: Path, here: Machine) -> Bench:
 def _from(content: Mapping[str, Any]) -> Bench:
     values = {field.name: content[field.name] for field in fields(Bench)}
     values["machines"] = tuple(Machine(**each) for each in values["machines"])
-    values["levels"] = {name: _link(each) for name, each in values["levels"].items()}
+    values["levels"] = {name: link_from(each) for name, each in values["levels"].items()}
     values["pairs"] = tuple(Pair(**each) for each in values["pairs"])
     values["codings"] = {name: Coding(**each) for name, each in values["codings"].items()}
     if (rings := values["rings"]) is not None:
-        values["rings"] = Rings(_link(rings["between"]), _link(rings["inside"]))
+        values["rings"] = Rings(link_from(rings["between"]), link_from(rings["inside"]))
     values["crowding"] = None if values["crowding"] is None else float(values["crowding"])
     return Bench(**values)
 
 
-def _link(content: Mapping[str, Any]) -> Link:
+def link_from(content: Mapping[str, Any]) -> Link:
+    """As `dataclasses.asdict` has written it."""
     measured = tuple((nbytes, seconds) for nbytes, seconds in content["measured"])
     work = content["work"]
     return Link(content["latency_s"], content["nbytes_per_s"], measured, None if work is None else Work(**work))

@@ -6,8 +6,7 @@ shows in a step depends on what it can overlap:
 * DDP, HSDP: a bucket is sent once backward has produced it, ``T = max(compute, bucket by bucket) + last bucket``, and
   the optimizer after it; under DDP half of what that hides is not hidden where ranks share processors
 * FSDP2: the next module's weights are gathered while one computes; gradients follow each module's backward pass.
-  Without a device of its own that works ahead, as on CPU, a rank waits for each collective before it goes on; where
-  ranks share processors, others compute meanwhile
+  Without a device of its own that works ahead, as on CPU, a rank waits for each collective before it goes on
 * local steps: a round's messages, less what its delay hides, over the steps of the round
 
 Where messages are sent, and gradients coded, by the processors that compute (`Work`), a step takes its compute and all
@@ -127,6 +126,8 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float
         compute_s: A step without communication: forward, backward, optimizer.
         optimizer_s: Of these, the optimizer's, which begins when nothing travels any more.
     """
+    if plan.shape.far:
+        cluster = replace(cluster, ways=1)  # receives are posted ahead
     optimizer_s = min(optimizer_s, compute_s)
     beside_s = compute_s - optimizer_s
     per_node = ranks_per_node(plan)
@@ -218,8 +219,7 @@ def _in_turn(
     """FSDP2 waits for each collective; what goes on beside it are messages between replicas, and between far ranks."""
     gathered = _sum(plan.weights, weights)
     if plan.layout != "hsdp" and not plan.shape.far:
-        both = gathered + _sum(plan.gradients, gradients)
-        return compute_s + both.seconds - _waited_less(both, cluster, compute_s)
+        return compute_s + gathered.seconds + _sum(plan.gradients, gradients).seconds
     parts = [_split(unit, cluster, ranks_per_node(plan)) for unit in plan.gradients]
     inside = sum(near.seconds for near, _ in parts)
     waited = gathered.seconds
@@ -228,13 +228,6 @@ def _in_turn(
         far = [_split(unit, cluster, ranks_per_node(plan))[1].latency for unit in coded]
         waited -= sum(far) - max(far, default=0.0)
     return _bucket_by_bucket(plan, [far for _, far in parts], cluster, compute_s + waited + inside)
-
-
-def _waited_less(sent: _Cost, cluster: Cluster, compute_s: float) -> float:
-    """While a rank waits for a message another has its processor: half of what could be hidden so is."""
-    if cluster.crowding is None:
-        return 0.0
-    return min(sent.latency, compute_s * (1 - 1 / cluster.crowding)) / 2
 
 
 def _split(unit: Unit, cluster: Cluster, ranks_per_node: int) -> tuple[_Cost, _Cost]:

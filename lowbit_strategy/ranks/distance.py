@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import gathered
+from lowbit_strategy.ranks.shape import FAR_S
 
-FAR_S = 5e-3  # a round trip from which on ranks are far apart: between hosts of one site it takes less than 1 ms
 _TRIES = 5  # each time that it is measured
 _TIMES = 2  # before ranks are taken to be far apart: a machine may be busy for a while
 

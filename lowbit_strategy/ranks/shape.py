@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.ranks.topology import Topology
 
+FAR_S = 5e-3  # a round trip from which on ranks are far apart: between hosts of one site it takes less than 1 ms
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:

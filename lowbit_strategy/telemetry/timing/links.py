@@ -26,6 +26,7 @@ _WARM = 0.8  # a connection that was idle begins slowly: calls are repeated unti
 _MOST_WARMING = 8
 _ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 12, 3  # of one measurement
 _FEWEST_FAR = 6
+_MORE_OF_SHORT = 3  # as many: from what a message of no length takes all other times are counted
 _CODED_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 25}
 _CODED_TENSORS, _SMALL_NUMEL = 8, 1 << 13
 
@@ -79,6 +80,7 @@ class Turns:
 
     def __init__(self, comm: Comm, device: torch.device, *, far: bool = False, near: Comm | None = None) -> None:
         self.device = device
+        self.world, self.far = comm, far
         self._near = near
         self._usual: Callable[[list[float]], float] = min if far else statistics.median
         self.seconds = self.work_s = 0.0
@@ -95,11 +97,8 @@ class Turns:
         _highest(comm, fits)  # all compute as much, and begin together
         self._times = max(1, round(float(fits)))
         turns = _NUM_TURNS * (_TIMES_FAR if far else 1)
-        began, working, own = time.perf_counter(), time.process_time(), time.thread_time()
-        for _ in range(turns):
-            self.take()
-        self.seconds = (time.perf_counter() - began) / turns
-        self.work_s = (time.process_time() - working) / turns
+        own = time.thread_time()
+        self.seconds, self.work_s = self._timed(turns)
         self.crowding = max(1.0, self.seconds * turns / max(time.thread_time() - own, 1e-6))
 
     def take(self) -> None:
@@ -107,16 +106,30 @@ class Turns:
         for _ in range(self._times):
             torch.mm(self._x, self._x)
 
+    def alone(self, times: int) -> tuple[float, float]:
+        """Seconds of a turn with no message after it, and processor time; as before where ranks are far apart, which do
+        not begin together.
+        """
+        return (self.seconds, self.work_s) if self.far else self._timed(times)
+
+    def _timed(self, times: int) -> tuple[float, float]:
+        began, working = time.perf_counter(), time.process_time()
+        for _ in range(times):
+            self.take()
+        return (time.perf_counter() - began) / times, (time.process_time() - working) / times
+
     def inside_a_node(self) -> Turns:
         """The same for messages that do not leave a node."""
         near = copy.copy(self)
-        near._usual = statistics.median
+        near._usual, near.far = statistics.median, False
         return near
 
-    def cost_of(self, comm: Comm, call: Callable[[], object]) -> tuple[float, float]:
+    def cost_of(self, comm: Comm, call: Callable[[], object], more: int = 1) -> tuple[float, float]:
         """Seconds of a collective that follows a turn, the median of a few, and processor time, their mean.
 
-        Of each the ranks' mean counts: who comes first waits for the last, and each is the last now and then.
+        Of each the ranks' mean counts: who comes first waits for the last, and each is the last now and then. Turns
+        without it are timed before and after: how fast a processor is changes, and a short message takes less time
+        than that changes a turn by. `more`: times as many calls as usual.
 
         Ranks that are far apart report ahead that their next receive is posted. In training these reports arrive long
         before a message is sent; here they are given the time. Where some are far apart the fastest of the few counts:
@@ -124,33 +137,36 @@ class Turns:
         together, as they do in a step: one after the other, each would have their link to itself.
         """
         call()
-        each = self._warm(comm, call)
+        each = self._warm(call)
         pause = each if comm.is_far else 0.0
         fewest = _FEWEST_FAR if comm.is_far else _FEWEST_TIMES
-        times = int(min(_MOST_TIMES, max(fewest, _ENOUGH_S / (each + pause))))
+        times = int(min(more * _MOST_TIMES, max(fewest, more * _ENOUGH_S / (each + pause))))
         finish(self.device)
         worked, seconds = 0.0, []
+        turn_s, turn_work_s = self.alone(times // 2 + 1)
         for _ in range(times):
             time.sleep(pause)
-            if comm.is_far and self._near is not None:
+            if self._near is not None:
                 _highest(self._near, torch.zeros(1, device=self.device))
             began, working = time.perf_counter(), time.process_time()
             self.take()
             call()
             finish(self.device)
-            seconds.append(time.perf_counter() - began - self.seconds)
+            seconds.append(time.perf_counter() - began)
             worked += (time.process_time() - working) / times
-        mean = torch.tensor(seconds, dtype=torch.float64, device=self.device) / comm.world_size
+        later_s, later_work_s = self.alone(times // 2 + 1)
+        mean = torch.tensor(seconds, dtype=torch.float64, device=self.device) - (turn_s + later_s) / 2
+        mean /= comm.world_size
         comm.all_reduce(mean).wait()
-        return max(self._usual(mean.tolist()), 1e-7), max(0.0, worked - self.work_s)
+        return max(self._usual(mean.tolist()), 1e-7), max(0.0, worked - (turn_work_s + later_work_s) / 2)
 
-    def _warm(self, comm: Comm, call: Callable[[], object]) -> float:
-        """Seconds of a turn and the last call on the slowest ranks, so that all repeat it as often."""
+    def _warm(self, call: Callable[[], object]) -> float:
+        """Seconds of a turn and the last call on the slowest of all ranks, so that all repeat it as often."""
         longest = torch.tensor([0.0, self.seconds], dtype=torch.float64, device=self.device)
         for _ in range(_MOST_WARMING):
             before = float(longest[0])
             longest[0] = seconds_of(call, self.device)
-            comm.all_reduce_max(longest).wait()
+            _highest(self.world, longest)
             if float(longest[0]) > _WARM * before > 0:
                 break
         return float(longest.sum())
@@ -202,7 +218,7 @@ def _measure(
     if comm.world_size == 1:
         return Link(0.0, ANY_RATE)
     counted = comm.sent_nbytes  # this is not traffic of a step
-    latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES))
+    latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES), _MORE_OF_SHORT)
     nbyte_s = beyond = 0.0
     measured: list[tuple[float, float]] = []
     for nbytes in sizes:
@@ -211,7 +227,7 @@ def _measure(
         measured.append((sent_nbytes(nbytes) / in_series, beyond / in_series))
         nbyte_s = max(0.0, working - waking) / sent_nbytes(nbytes)
         longest = torch.tensor([beyond], dtype=torch.float64, device=turns.device)
-        comm.all_reduce_max(longest).wait()  # all ranks stop at the same size
+        _highest(turns.world, longest)  # all ranks stop at the same size
         if float(longest) > _LONG_S:
             break
     comm.sent_nbytes = counted

@@ -48,6 +48,19 @@ def test_json_has_what_the_table_has() -> None:
     assert loco["memory_nbytes"] > loco["kept_nbytes"]["residuals"] > 0
 
 
+def test_far_machines_without_gpus_let_all_messages_travel_at_once() -> None:
+    wanted = ("--params", "1e8", "--nodes", "4", "--ranks-per-node", "1", "--link", "10gbit", "--compute", "0.1s")
+    steps = []
+    for far in (("--latency", "2ms", "--cpu"), ("--latency", "100ms", "--cpu"), ("--latency", "100ms")):
+        code, output = invoke("advise", *wanted, *far, "--json")
+        assert code == 0
+        found = {each["name"]: each["step"]["seconds"] for each in json.loads(output)["choices"]}
+        steps.append((found["loco_fsdp"], found["fsdp, float32"]))
+    (near, _), (ahead, _), (gpu, _) = steps
+    assert ahead - near < 0.6
+    assert gpu > 2 * ahead
+
+
 def test_estimate_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_model.py").write_text(
         "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self):\n"

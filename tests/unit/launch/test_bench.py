@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from lowbit_strategy.cli import app
@@ -167,6 +168,31 @@ def far_calls_begin(rank: int, world_size: int) -> list[float]:
     turns = links.Turns(comm, torch.device("cpu"), far=True, near=GroupComm())
     turns.cost_of(comm, call)
     return begun
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_ranks_of_a_node_whose_links_are_of_different_speed_measure_as_often(far: bool) -> None:
+    """They begin each message together, so one that measured more often would wait for the other for ever."""
+    counts = run_ranks(calls_of_two_links, 4, far, timeout=60)
+    assert len(set(counts)) == 1
+
+
+def calls_of_two_links(rank: int, world_size: int, far: bool) -> int:
+    """Ranks 0 and 2 reach each other ten times faster than 1 and 3."""
+    near, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    peers, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    comm, times = GroupComm(peers), 0
+    comm.is_far = far
+
+    def call() -> None:
+        nonlocal times
+        times += 1
+        time.sleep(0.15 if rank % 2 else 0.015)
+        comm.all_reduce(torch.zeros(1)).wait()
+
+    turns = links.Turns(GroupComm(), torch.device("cpu"), far=far, near=GroupComm(near))
+    turns.cost_of(comm, call)
+    return times
 
 
 def test_what_ranks_do_between_far_messages_is_no_work_of_a_message() -> None:

@@ -8,18 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit_strategy import LoCo
+from lowbit_strategy import PRESETS, LoCo
 from lowbit_strategy.launch import launcher
 from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.launch.linked import Linked, time_steps
 
 
-def predicted(link: str, planned: Planned) -> tuple[float, float]:
+def predicted(link: str, planned: Planned, latency: str = "1ms") -> tuple[float, float]:
     """With 4 bits, and in float32."""
     with torch.device("meta"):
         module = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
-    report = plan(module, LoCo(), planned, device=torch.device("cpu"))
-    words = Linked.of(link, "1ms", "0.1s").predict(report.plan, 0.1).split()
+    linked, device = Linked.of(link, latency, "0.1s"), torch.device("cpu")
+    report = plan(module, LoCo(), planned, device=device, far=linked.is_far(device))
+    words = linked.predict(report.plan, linked.cluster(LoCo(), device), 0.1).split()
     return float(words[words.index("takes") + 1]), float(words[words.index("float32,") - 3])
 
 
@@ -31,6 +32,24 @@ def test_steps_follow_the_link(scatter: bool) -> None:
     assert 0.1 <= fast < slow < slow_plain
     assert fast_plain < slow_plain
     assert slow_plain > 4 * slow if not scatter else slow_plain > 3 * slow
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_what_is_far_is_predicted_as_it_will_travel(scatter: bool) -> None:
+    """On CPU all messages at once, so that a step of six modules waits for a few latencies and not for all of them."""
+    planned = Planned(scatter=scatter, world_size=4, num_nodes=4)
+    near, plain = predicted("10gbit", planned, "2ms")
+    far, far_plain = predicted("10gbit", planned, "200ms")
+    assert far - near < 4 * 0.2
+    assert far_plain - plain > 8 * 0.2
+
+
+def test_every_preset_is_timed() -> None:
+    linked = Linked.of("1gbit")
+    for name, compressor in PRESETS.items():
+        cluster = linked.cluster(compressor, torch.device("cpu"))
+        assert cluster.encoded_per_s is not None, name
+        assert cluster.encoded_per_s > 0, name
 
 
 def test_what_is_handed_on_is_read() -> None:

@@ -1,0 +1,101 @@
+"""Predictions of `predicted_steps.py` made anew: what each run measured stays, the model of a step is today's.
+
+    python -m benchmarks.predicted_again --json benchmarks/results/predicted_steps.json
+
+Plans are those that the strategies have by default on the ranks of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.predicted_steps import LAYOUTS, model_of, show
+from lowbit_strategy import OUTER_RULES, PRESETS
+from lowbit_strategy.methods.outer.registry import default_compressor
+from lowbit_strategy.model.parameters import describe_parameters
+from lowbit_strategy.plan.advice import Wanted, plan_for
+from lowbit_strategy.plan.bench import link_from
+from lowbit_strategy.plan.cluster import Cluster, Coding, Rings
+from lowbit_strategy.plan.cost import StepTime, step_time
+from lowbit_strategy.plan.gradients import Layout
+from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.uncompressed import uncompressed
+from recipes.gpt import LanguageModel
+
+_BYTES = {"ddp": 4, "fsdp2": 4, "fsdp2-bf16": 2}  # of an element, of what the framework sends by itself
+
+
+def cluster_from(content: Mapping[str, Any]) -> Cluster:
+    """As `dataclasses.asdict` has written it."""
+    values = dict(content)
+    for name in ("inter_node", "intra_node"):
+        values[name] = link_from(values[name])
+    values["codings"] = {name: Coding(**each) for name, each in values["codings"].items()}
+    if (rings := values["rings"]) is not None:
+        values["rings"] = Rings(link_from(rings["between"]), link_from(rings["inside"]))
+    return Cluster(**values)
+
+
+@functools.cache
+def plans_of(layout: Layout, nodes: int, ranks_per_node: int, delay_ms: int) -> dict[str, Plan]:
+    """Of each variant."""
+    sizes = model_of(delay_ms, is_ddp=layout == "ddp")
+    with torch.device("meta"):
+        module = LanguageModel(sizes["width"], sizes["depth"], heads=4, context=sizes["context"])
+    specs = describe_parameters(module)
+    wanted = Wanted(specs, nodes, ranks_per_node, device_type="cpu", far=delay_ms > 0)
+    basis = plan_for(wanted, layout, PRESETS["loco"])
+    plans = {}
+    for variant in LAYOUTS[layout]:
+        name = variant.rpartition("_")[0]
+        if variant in _BYTES:
+            plans[variant] = uncompressed(basis, _BYTES[variant], _BYTES[variant])
+        elif name in OUTER_RULES:
+            rule = OUTER_RULES[name]
+            plans[variant] = plan_for(wanted, layout, default_compressor(rule), outer=rule)
+        else:
+            plans[variant] = plan_for(wanted, layout, PRESETS[name])
+    return plans
+
+
+def predicted(name: str, report: Mapping[str, Any]) -> dict[str, StepTime]:
+    """Of each variant of a run, of what was measured in it.
+
+    Args:
+        name: Of the run, such as ``ddp 4x1 200mbit 50ms``.
+        report: What is stored of it.
+    """
+    layout, shape, _, delay = name.split()
+    nodes, ranks_per_node = map(int, shape.split("x"))
+    plans = plans_of(layout, nodes, ranks_per_node, int(delay.removesuffix("ms")))  # type: ignore[arg-type]
+    cluster = cluster_from(report["cluster"])
+    found = {}
+    for variant, cell in report["cells"].items():
+        preset = variant.rpartition("_")[0]
+        coded = cluster.coding_as(preset if preset in cluster.codings else "loco")
+        found[variant] = step_time(plans[variant], coded, cell["compute_s"], cell.get("optimizer_s", 0.0))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    content = json.loads(options.json.read_text())
+    for name, report in content["runs"].items():
+        for variant, time in predicted(name, report).items():
+            report["cells"][variant] |= asdict(time)
+    options.json.write_text(json.dumps(content, indent=1) + "\n")
+    show(content["runs"])
+
+
+if __name__ == "__main__":
+    main()
