@@ -236,7 +236,7 @@ def test_where_ranks_share_processors_half_of_what_buckets_hide_is_hidden() -> N
         assert step_time(each, shared, 0.5) == step_time(each, alone, 0.5)
 
 
-def test_gloo_says_first_that_it_waits_unless_that_is_said_ahead() -> None:
+def test_gloo_waits_for_a_note_of_the_receiver_unless_receives_are_posted_ahead() -> None:
     """Twice the latency of the framework's own messages and of near ranks; far ranks have posted their receives."""
     far = Wanted(transformer(1e9), 4, 1, itemsize=2, device_type="cpu", far=True)
     both = plan_for(replace(far, far=False), "ddp", LoCo()), plan_for(far, "ddp", LoCo())
