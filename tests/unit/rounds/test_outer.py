@@ -2,103 +2,38 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import random
 import time
-from collections.abc import Callable
-from concurrent.futures import wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowbit_strategy import (
-    DGC,
     OUTER_RULES,
-    AdaComm,
     Dense,
     DiLoCo,
     EagerDiLoCo,
-    ExDyna,
     LocalSGD,
     LoCo,
-    OuterRule,
-    OverlapLocalSGD,
-    Quadratic,
     TopK,
 )
-from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.codecs.chunk import ChunkTopK
-from lowbit_strategy.control.base import Controller, Decision, Telemetry
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.launch.dry_run_report import Planned, plan
-from lowbit_strategy.methods._base.compressor import Compressor, assign_all
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_reducer import value_codec
-from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
+from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.model.parameters import describe_parameters
-from lowbit_strategy.plan.rounds import cut_into
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.register import strategy_names
 from lowbit_strategy.rounds.fragment import Fragment
 from lowbit_strategy.rounds.outer import OuterSync
-from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
-from recipes.gpt import GPT
+from testing.worlds.replicas import Replicas
 from testing.worlds.threaded import ThreadedWorld
 
 CPU = torch.device("cpu")
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 8))
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_buffers())
-
-
-class Replicas:
-    """Copies of one model, each with an optimizer and local steps of its own."""
-
-    def __init__(self, rule: OuterRule, compressor: Compressor | None = None, world_size: int = 2) -> None:
-        torch.manual_seed(0)
-        first = net()
-        self.models = [copy.deepcopy(first) for _ in range(world_size)]
-        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in self.models]
-        self.world = ThreadedWorld(world_size)
-        self.outers = []
-        for model, comm in zip(self.models, self.world.comms, strict=True):
-            sync = GradientSync(compressor or Dense(), describe_parameters(model), Ranks.flat(comm), CPU, scatter=False)
-            buffers = functools.partial(_buffers, model)
-            self.outers.append(OuterSync(sync, dict(model.named_parameters()), rule, buffers=buffers))
-
-    def together(self, call: Callable[[int], Any]) -> list[Any]:
-        futures = [self.world._threads.submit(call, rank) for rank in range(len(self.models))]
-        wait(futures)
-        return [future.result() for future in futures]
-
-    def local_step(self, rank: int, seed: int) -> None:
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * rank + seed))
-        self.optimizers[rank].zero_grad()
-        (self.models[rank](x) - torch.tanh(x[:, :8])).square().mean().backward()
-        self.optimizers[rank].step()
-
-    def step(self, seed: int) -> None:
-        for rank in range(len(self.models)):
-            self.local_step(rank, seed)
-        self.together(lambda rank: self.outers[rank].after_step(0.1))
-
-    def finish(self) -> None:
-        self.together(lambda rank: self.outers[rank].finish())
-        self.world.close()
-
-    def weights(self, rank: int) -> Tensor:
-        model = self.models[rank]
-        tensors = (*model.parameters(), *model.buffers())
-        return torch.cat([each.detach().reshape(-1) for each in tensors if each.is_floating_point()])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -226,115 +161,6 @@ def test_weights_of_a_smaller_type_do_not_drag_the_anchor() -> None:
     world.close()
 
 
-def test_fragments_are_of_about_the_same_size() -> None:
-    specs = [TensorSpec(str(at), (at % 7 + 1, 100)) for at in range(40)]
-    parts = cut_into(specs, 4)
-    assert [spec for part in parts for spec in part] == specs
-    sizes = [sum(spec.numel for spec in part) for part in parts]
-    assert max(sizes) < 1.2 * sum(sizes) / 4
-    assert len(cut_into(specs[:2], 4)) == 2
-
-
-def test_a_method_of_the_whole_model_is_not_cut_into_fragments() -> None:
-    with pytest.raises(ValueError, match="looks at the whole model at once, and fragments=2"):
-        DiLoCo(fragments=2).check(assign_all(ExDyna(), [TensorSpec("w", (64, 64))]))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"every": 0}, "every must be a positive integer"),
-        ({"every": 3, "fragments": 4}, "every must be at least fragments, 4"),
-        ({"every": 12, "fragments": 4, "delay": 4}, "delay must be 0 to 3"),
-        ({"mix": 1.0}, "mix must be in"),
-        ({"momentum": 1.0}, "momentum must be in"),
-        ({"lr": 0.0}, "lr must be above 0"),
-        ({"optimizer_class": "Sgd"}, "optimizer_class must be the name"),
-        ({"decay": "linear"}, "needs the length of the run, num_steps"),
-        ({"synchronous_end": 100}, "needs the length of the run: give num_steps"),
-        ({"synchronous": 0.5, "synchronous_end": 50, "num_steps": 100}, "leave no local step of num_steps=100"),
-        ({"synchronous_compressor": DGC(momentum=0.9)}, "must not apply a momentum of its own, got dgc"),
-    ],
-)
-def test_options_out_of_range(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DiLoCo(**wrong)
-
-
-@pytest.mark.parametrize("wrong", [{"delay": 1}, {"mix": 0.5}, {"optimizer_class": "Adam"}])
-def test_eager_updates_take_no_delay_and_no_other_optimizer(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be left at"):
-        EagerDiLoCo(**wrong)
-
-
-def test_rounds_that_follow_the_loss_have_a_length() -> None:
-    with pytest.raises(ValueError, match="start must be at least minimum, 4, got 3"):
-        AdaComm(start=3)
-
-
-def test_overlap_takes_no_delay() -> None:
-    with pytest.raises(ValueError, match="delay must be left at 0"):
-        OverlapLocalSGD(delay=3)
-
-
-@pytest.mark.parametrize(("name", "bits"), [("diloco", 0.3), ("streamingdiloco", 0.16), ("sparseloco", 0.06)])
-def test_bits_per_parameter_and_step(name: str, bits: float) -> None:
-    """Of a transformer with 9.7 million parameters on four ranks, as the report has it."""
-    with torch.device("meta"):
-        model = GPT(width=256, depth=12, heads=4, context=128)
-    numel = sum(param.numel() for param in model.parameters())
-    report = plan(
-        model,
-        default_compressor(OUTER_RULES[name]),
-        Planned(world_size=4, scatter=False),
-        device=CPU,
-        options=SyncOptions(outer=OUTER_RULES[name]),
-    )
-    assert 8 * report.plan.sent_nbytes / report.plan.every / numel < bits
-    assert "per round of 30 steps" in report.render()
-
-
-@dataclass(frozen=True)
-class Longer(Controller):
-    """Rounds of 4 steps from the first turn on."""
-
-    levels: tuple[Compressor, ...] = ()
-
-    def init(self, specs: Any, world_size: int, *, scatter: bool = False) -> dict[str, Any]:
-        return {}
-
-    def decide(self, telemetry: Telemetry, state: dict[str, Any]) -> Decision:
-        return Decision(state={"step": telemetry.progress.step}, every=4)
-
-
-def test_a_controller_changes_the_length_of_rounds() -> None:
-    ranks = Replicas(LocalSGD(every=2))
-    for outer in ranks.outers:
-        AdaptiveDriver(Longer()).attach(outer.sync)
-    turns = []
-    for seed in range(12):
-        ranks.step(seed)
-        turns.append(ranks.outers[0].num_turns)
-    assert turns == [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
-    ranks.world.close()
-
-
-def test_rounds_become_shorter_with_the_loss() -> None:
-    """Every rank learns the mean of all ranks' losses, so all have the same rounds; one without a loss stops that."""
-    ranks = Replicas(LocalSGD(every=AdaComm(start=8, minimum=2)), world_size=3)
-    lengths = []
-    for step in range(24):
-        for rank, outer in enumerate(ranks.outers):
-            outer.observe_loss(torch.tensor((1.0, 2.0, 6.0)[rank] / (1 if step < 8 else 4)))
-        ranks.together(lambda rank: ranks.outers[rank].after_step(0.1))
-        lengths.append({outer.round_length for outer in ranks.outers})
-    assert lengths[:16] == [{8}] * 16
-    assert lengths[16:] == [{8}] * 7 + [{4}]  # half of the root; the last round's loss came with its turn
-    ranks.outers[0].observe_loss(float("nan"))
-    assert ranks.outers[1].state_dict()["losses"]["means"] == [3.0, 0.75]
-    ranks.world.close()
-
-
 @pytest.mark.parametrize(("decay", "factors"), [("linear", (0.6, 0.2)), ("cosine", (0.6545, 0.0955))])
 def test_the_outer_rate_falls_by_steps_that_all_ranks_agree_on(decay: Any, factors: tuple[float, float]) -> None:
     """Ranks have completed different numbers of steps when they send; the mean decides."""
@@ -392,35 +218,6 @@ def test_the_sample_of_the_drift_is_in_step_with_no_row() -> None:
     specs = [TensorSpec("weight", (256, 64))]
     fragment = Fragment(specs, {"weight": torch.zeros(256, 64)})
     assert len(set((fragment.sample % 64).tolist())) > 48
-
-
-@pytest.mark.parametrize("peak", [None, 8e-3])
-def test_rounds_of_a_warm_up_are_no_longer_than_those_after_it(peak: float | None) -> None:
-    """The learning rate rises over 20 steps: as published, rounds have the length that comes right after."""
-    rule = LocalSGD(every=Quadratic(alpha=16e-3, peak=peak, minimum=2))
-    ranks = Replicas(rule)
-    lengths = []
-    for step in range(60):
-        rate = 8e-3 * min(1.0, (step + 1) / 20)
-        ranks.together(functools.partial(_step_at, ranks, rate))
-        lengths.append(ranks.outers[0].round_length)
-    assert max(lengths[:20]) == (2 if peak is None else 4)
-    assert set(lengths[24:]) == {4}
-    ranks.world.close()
-
-
-def _step_at(ranks: Replicas, rate: float, rank: int) -> None:
-    ranks.outers[rank].after_step(rate)
-
-
-def test_a_rule_has_the_same_compressor_by_every_name() -> None:
-    for name, rule in OUTER_RULES.items():
-        assert default_compressor(as_outer(name)) == default_compressor(as_outer({"name": name})) == by_strategy(name)
-        assert as_outer(name).name == rule.name == name
-
-
-def by_strategy(name: str) -> Compressor:
-    return next(compressor for known, compressor, *_ in strategy_names() if known == f"{name}_ddp")
 
 
 def test_the_mean_of_sparse_messages_is_exact() -> None:

@@ -1,0 +1,106 @@
+"""Rules of local steps as they are written: fragments, options out of range, names, bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit_strategy import (
+    DGC,
+    OUTER_RULES,
+    AdaComm,
+    DiLoCo,
+    EagerDiLoCo,
+    ExDyna,
+    OverlapLocalSGD,
+)
+from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.launch.dry_run_report import Planned, plan
+from lowbit_strategy.methods._base.compressor import Compressor, assign_all
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
+from lowbit_strategy.plan.rounds import cut_into
+from lowbit_strategy.register import strategy_names
+from recipes.gpt import GPT
+
+CPU = torch.device("cpu")
+
+
+def test_fragments_are_of_about_the_same_size() -> None:
+    specs = [TensorSpec(str(at), (at % 7 + 1, 100)) for at in range(40)]
+    parts = cut_into(specs, 4)
+    assert [spec for part in parts for spec in part] == specs
+    sizes = [sum(spec.numel for spec in part) for part in parts]
+    assert max(sizes) < 1.2 * sum(sizes) / 4
+    assert len(cut_into(specs[:2], 4)) == 2
+
+
+def test_a_method_of_the_whole_model_is_not_cut_into_fragments() -> None:
+    with pytest.raises(ValueError, match="looks at the whole model at once, and fragments=2"):
+        DiLoCo(fragments=2).check(assign_all(ExDyna(), [TensorSpec("w", (64, 64))]))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"every": 0}, "every must be a positive integer"),
+        ({"every": 3, "fragments": 4}, "every must be at least fragments, 4"),
+        ({"every": 12, "fragments": 4, "delay": 4}, "delay must be 0 to 3"),
+        ({"mix": 1.0}, "mix must be in"),
+        ({"momentum": 1.0}, "momentum must be in"),
+        ({"lr": 0.0}, "lr must be above 0"),
+        ({"optimizer_class": "Sgd"}, "optimizer_class must be the name"),
+        ({"decay": "linear"}, "needs the length of the run, num_steps"),
+        ({"synchronous_end": 100}, "needs the length of the run: give num_steps"),
+        ({"synchronous": 0.5, "synchronous_end": 50, "num_steps": 100}, "leave no local step of num_steps=100"),
+        ({"synchronous_compressor": DGC(momentum=0.9)}, "must not apply a momentum of its own, got dgc"),
+    ],
+)
+def test_options_out_of_range(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DiLoCo(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"delay": 1}, {"mix": 0.5}, {"optimizer_class": "Adam"}])
+def test_eager_updates_take_no_delay_and_no_other_optimizer(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be left at"):
+        EagerDiLoCo(**wrong)
+
+
+def test_rounds_that_follow_the_loss_have_a_length() -> None:
+    with pytest.raises(ValueError, match="start must be at least minimum, 4, got 3"):
+        AdaComm(start=3)
+
+
+def test_overlap_takes_no_delay() -> None:
+    with pytest.raises(ValueError, match="delay must be left at 0"):
+        OverlapLocalSGD(delay=3)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("diloco", 0.3), ("streamingdiloco", 0.16), ("sparseloco", 0.06)])
+def test_bits_per_parameter_and_step(name: str, bits: float) -> None:
+    """Of a transformer with 9.7 million parameters on four ranks, as the report has it."""
+    with torch.device("meta"):
+        model = GPT(width=256, depth=12, heads=4, context=128)
+    numel = sum(param.numel() for param in model.parameters())
+    report = plan(
+        model,
+        default_compressor(OUTER_RULES[name]),
+        Planned(world_size=4, scatter=False),
+        device=CPU,
+        options=SyncOptions(outer=OUTER_RULES[name]),
+    )
+    assert 8 * report.plan.sent_nbytes / report.plan.every / numel < bits
+    assert "per round of 30 steps" in report.render()
+
+
+def test_a_rule_has_the_same_compressor_by_every_name() -> None:
+    for name, rule in OUTER_RULES.items():
+        assert default_compressor(as_outer(name)) == default_compressor(as_outer({"name": name})) == by_strategy(name)
+        assert as_outer(name).name == rule.name == name
+
+
+def by_strategy(name: str) -> Compressor:
+    return next(compressor for known, compressor, *_ in strategy_names() if known == f"{name}_ddp")
