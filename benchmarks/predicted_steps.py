@@ -70,9 +70,8 @@ def run(
     with SlowNetwork(shape[0], delay_s=delay / 1000, ranks_per_host=shape[1]) as network:
         network.set_rate(None if rate == "none" else rate)
         arguments = [*pairs, "--variants", *variants]
-        report: dict[str, Any] = run_on_hosts(network, SCRIPT, arguments, timeout=_TIMEOUT_S, ranks_per_host=shape[1])[
-            0
-        ]
+        limits: dict[str, Any] = {"timeout": _TIMEOUT_S, "own_processors": True}
+        report: dict[str, Any] = run_on_hosts(network, SCRIPT, arguments, ranks_per_host=shape[1], **limits)[0]
     return report
 
 

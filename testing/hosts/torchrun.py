@@ -20,12 +20,20 @@ _PORT = 29500  # every host has all ports to itself
 
 
 def run_on_hosts(
-    network: SlowNetwork, script: Path, arguments: Sequence[str], *, timeout: float, ranks_per_host: int = 1
+    network: SlowNetwork,
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    timeout: float,
+    ranks_per_host: int = 1,
+    own_processors: bool = False,
 ) -> list[Any]:
     """Run `script` on every host of the network; it is given ``--report PATH`` on top, and the first rank of each host
     writes JSON there.
 
-    What ranks of one host send to each other goes over its loopback, neither limited nor counted.
+    What ranks of one host send to each other goes over its loopback, neither limited nor counted. `own_processors`:
+    where there are enough, a host computes on some that no other does, as machines do; hosts that wait for each other's
+    messages would otherwise compute in turn, each on all of them.
 
     Returns:
         The hosts' reports, in order.
@@ -36,7 +44,8 @@ def run_on_hosts(
     with tempfile.TemporaryDirectory(prefix="slow-links-") as name:
         folder = Path(name)
         processes = [
-            _start(network, rank, script, arguments, folder, ranks_per_host) for rank in range(len(network.hosts))
+            _start(network, rank, script, arguments, folder, ranks_per_host, own_processors=own_processors)
+            for rank in range(len(network.hosts))
         ]
         try:
             _wait(processes, network, folder, timeout)
@@ -49,7 +58,14 @@ def run_on_hosts(
 
 
 def _start(
-    network: SlowNetwork, rank: int, script: Path, arguments: Sequence[str], folder: Path, ranks_per_host: int
+    network: SlowNetwork,
+    rank: int,
+    script: Path,
+    arguments: Sequence[str],
+    folder: Path,
+    ranks_per_host: int,
+    *,
+    own_processors: bool,
 ) -> subprocess.Popen[bytes]:
     host = network.hosts[rank]
     torchrun = [
@@ -57,7 +73,8 @@ def _start(
         *("--nnodes", str(len(network.hosts)), "--nproc-per-node", str(ranks_per_host), "--node-rank", str(rank)),
         *("--master-addr", network.hosts[0].address, "--master-port", str(_PORT)),
     ]
-    command = ["ip", "netns", "exec", host.namespace, *torchrun, str(script), *arguments]
+    processors = _processors_of(rank, len(network.hosts)) if own_processors else []
+    command = ["ip", "netns", "exec", host.namespace, *processors, *torchrun, str(script), *arguments]
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "OMP_NUM_THREADS": "1",
@@ -72,6 +89,14 @@ def _start(
             env=environment,
             start_new_session=True,  # Ctrl-C reaches the benchmark alone, which then kills what it started
         )
+
+
+def _processors_of(host: int, num_hosts: int) -> list[str]:
+    """What a command begins with to run on that host's alone; nothing where there are fewer processors than hosts."""
+    every = sorted(os.sched_getaffinity(0))
+    each = len(every) // num_hosts
+    own = every[host * each : (host + 1) * each]
+    return ["taskset", "--cpu-list", ",".join(map(str, own))] if own else []
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], network: SlowNetwork, folder: Path, timeout: float) -> None:
