@@ -3,8 +3,9 @@
     sudo .venv/bin/python -m benchmarks.predicted_steps --json benchmarks/results/predicted_steps.json --minutes 4
 
 A prediction is made of the links as `lowbit bench` measures them and of one timed step without communication
-(`slow_links/predicted_step.py`). Cells are ordered so that every layout, rate and delay comes early; `--minutes` ends
-between two of them. `--show` prints the table of what the file has.
+(`slow_links/predicted_step.py`), which is timed before all others and after them: where the two differ by more than a
+seventh, the machine changed its speed meanwhile, and the run is not kept. Cells are ordered so that every layout,
+rate and delay comes early; `--minutes` ends between two of them. `--show` prints the table of what the file has.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ LAYOUTS = {
 }
 MODEL = {"width": 256, "depth": 12, "context": 64, "batch_size": 1, "numel": 9_597_440}
 _FAR_MODEL = {**MODEL, "depth": 4}  # for FSDP2, which waits for a round trip several times per module
-_TIMEOUT_S = 600
+_TIMEOUT_S = 900
+_SAME_SPEED = 1.15  # of computing, before and after
 
 
 def runs() -> Iterator[tuple[str, int, tuple[int, int], str]]:
@@ -120,6 +122,9 @@ def main() -> int:
                 break
             print(name, file=sys.stderr, flush=True)
             report = {**run(*each[:3], missing, options), "machine": describe_machine()}
+            if any(max(both) > _SAME_SPEED * min(both) for both in report["alone_s"].values()):
+                print(f"not kept: computing took {report['alone_s']} s before and after", file=sys.stderr)
+                continue
             content["runs"][name] = {**report, "cells": {**done, **report["cells"]}}
             options.json.write_text(json.dumps(content, indent=1) + "\n")
     show(content["runs"])

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
 from benchmarks.slow_links.ddp_step import NO_SYNC, StepMeter, in_rounds
 from benchmarks.slow_links.fsdp_step import STOCK, STOCK_BF16, HalfModel, ShardedModel
@@ -66,15 +67,19 @@ class AloneInDDP(LanguageModel):
 
 
 class Alone(LanguageModel):
-    """Under FSDP2 as the variants are, on a mesh of this rank alone: what FSDP2 itself does, and no communication."""
+    """Under FSDP2 as the variants are, over ranks that send nothing: what FSDP2 itself does with shards and copies.
+
+    What is gathered is wrong then, which takes as long.
+    """
 
     dtype_of_weights: torch.dtype | None = None
+    num_ranks: int
 
     def configure_model(self) -> None:
         if isinstance(self.gpt, FSDPModule):
             return
-        ranks, dtype = torch.arange(dist.get_world_size()).view(-1, 1), self.dtype_of_weights
-        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("every", "alone"))["alone"]
+        silent, _ = dist.new_subgroups(self.num_ranks, backend="fake")
+        mesh, dtype = DeviceMesh.from_group(silent, "cpu"), self.dtype_of_weights
         for block in self.gpt.blocks:
             fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, dtype))
         fully_shard(self.gpt, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, dtype, output_dtype=torch.float32))
@@ -84,15 +89,20 @@ class HalfAlone(Alone):
     dtype_of_weights = torch.bfloat16
 
 
-def measured_step(variant: str, options: Any, *, sharded: bool) -> tuple[StepMeter, Plan | None]:
-    """Seconds of each step on this rank and of its optimizer, and the plan of a strategy of ours."""
+def measured_step(variant: str, options: Any, *, shards: int) -> tuple[StepMeter, Plan | None]:
+    """Seconds of each step on this rank and of its optimizer, and the plan of a strategy of ours.
+
+    `shards`: ranks that have one model together.
+    """
     L.seed_everything(0, verbose=False)
     is_stock = variant in (STOCK, STOCK_BF16)
-    own_model = Alone if sharded else LanguageModel
+    own_model = Alone if shards > 1 else LanguageModel
     kinds = {STOCK: ShardedModel, STOCK_BF16: HalfModel, NO_SYNC: own_model, _NO_SYNC_BF16: HalfAlone}
     kinds[_NO_SYNC_DDP] = AloneInDDP
     kind = kinds.get(variant, LanguageModel)
     model = kind(options.width, options.depth, heads=4, context=options.context)
+    if isinstance(model, Alone):
+        model.num_ranks = shards
     rule = OUTER_RULES.get(variant.rpartition("_")[0])
     own = options if rule is None else in_rounds(options, rule)
     alone = variant in _ALONE
@@ -135,22 +145,28 @@ def _preset_of(variant: str) -> str:
 def main() -> None:
     options = parse_options(__doc__)
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
     dist.init_process_group("gloo")
     cluster = measured_cluster()
-    sharded = not any(variant.endswith("ddp") for variant in options.variants)
+    layouts = {variant.rpartition("_")[2] for variant in options.variants}
+    shards = int(os.environ["LOCAL_WORLD_SIZE"]) if "hsdp" in layouts else dist.get_world_size()
+    shards = 1 if "ddp" in layouts else shards
     times: dict[str, list[float]] = {}
     optimizer: dict[str, list[float]] = {}
     plans: dict[str, Plan] = {}
-    for _ in range(options.rounds):
-        half = [_NO_SYNC_BF16] if STOCK_BF16 in options.variants else []
-        for variant in (NO_SYNC, *half, *(() if sharded else (_NO_SYNC_DDP,)), *options.variants):
-            meter, plan = measured_step(variant, options, sharded=sharded)
-            times.setdefault(variant, []).extend(meter.times_s)
-            optimizer.setdefault(variant, []).extend(meter.optimizer_s)
-            if plan is not None:
-                plans[variant] = plan
+    alone = [NO_SYNC, *([_NO_SYNC_BF16] if STOCK_BF16 in options.variants else [])]
+    alone += [_NO_SYNC_DDP] if shards == 1 else []
+    for variant in (*alone, *options.variants, *alone):  # how fast processors are changes: before and after
+        meter, plan = measured_step(variant, options, shards=shards)
+        times.setdefault(variant, []).extend(meter.times_s)
+        optimizer.setdefault(variant, []).extend(meter.optimizer_s)
+        if plan is not None:
+            plans[variant] = plan
     by_variant, optimizers = over_ranks(times), over_ranks(optimizer)
-    compute_s = statistics.median(by_variant[NO_SYNC])
+    alone_s = {
+        each: [statistics.median(by_variant[each][:_ALONE_STEPS]), statistics.median(by_variant[each][_ALONE_STEPS:])]
+        for each in alone
+    }
     basis = next(plan for variant, plan in plans.items() if plan.outer is None)
     cells = {}
     for variant in options.variants:
@@ -158,17 +174,14 @@ def main() -> None:
         plan = plans.get(variant) or uncompressed(basis, itemsize, itemsize)
         by_step = by_variant[variant]
         measured = statistics.mean(by_step) if plan.outer is not None else statistics.median(by_step)
-        alone = _NO_SYNC_BF16 if variant == STOCK_BF16 else NO_SYNC
-        if not sharded and plan.outer is None:  # local steps leave DDP's buckets alone
-            alone = _NO_SYNC_DDP
-        figures = {
-            "compute_s": statistics.median(by_variant[alone]),
-            "optimizer_s": statistics.median(optimizers[alone]),
-        }
+        own = _NO_SYNC_BF16 if variant == STOCK_BF16 else NO_SYNC
+        if shards == 1 and plan.outer is None:  # local steps leave DDP's buckets alone
+            own = _NO_SYNC_DDP
+        figures = {"compute_s": statistics.mean(alone_s[own]), "optimizer_s": statistics.median(optimizers[own])}
         predicted = step_time(plan, cluster.coding_as(_preset_of(variant)), **figures)
         cells[variant] = {"measured_s": measured, "steps_s": by_step, **figures, **asdict(predicted)}
     if int(os.environ["LOCAL_RANK"]) == 0:
-        options.report.write_text(json.dumps({"cluster": asdict(cluster), "compute_s": compute_s, "cells": cells}))
+        options.report.write_text(json.dumps({"cluster": asdict(cluster), "alone_s": alone_s, "cells": cells}))
     dist.destroy_process_group()
 
 

@@ -81,8 +81,8 @@ class Linked:
             f"  predicted on links of {self.link} and {self.latency}: a step takes {ours.seconds:.3g} s"
             f" ({ours.low:.3g} to {ours.high:.3g}); without compression {plain.seconds:.3g} s in float32,"
             f" {half.seconds:.3g} s in bf16\n"
-            f"  computing takes {compute_s:.3g} s, {source}; {cluster.encoded_per_s:.2g} elements/s encoded, measured here;"
-            " assumed: 50 GB/s inside a node"
+            f"  computing takes {compute_s:.3g} s, {source}; {cluster.encoded_per_s:.2g} elements/s encoded,"
+            " measured here; assumed: 50 GB/s inside a node"
         )
 
 

@@ -80,8 +80,8 @@ class Turns:
 
     def __init__(self, comm: Comm, device: torch.device, *, far: bool = False, near: Comm | None = None) -> None:
         self.device = device
-        self.world, self.far = comm, far
-        self._near = near
+        self.far = far
+        self._meets, self._near = comm, near
         self._usual: Callable[[list[float]], float] = min if far else statistics.median
         self.seconds = self.work_s = 0.0
         self.crowding = 1.0
@@ -118,10 +118,15 @@ class Turns:
             self.take()
         return (time.perf_counter() - began) / times, (time.process_time() - working) / times
 
+    def agree(self, seconds: torch.Tensor) -> None:
+        """The longest of all ranks that measure together, in place: they are to measure as often."""
+        _highest(self._meets, seconds)
+
     def inside_a_node(self) -> Turns:
         """The same for messages that do not leave a node."""
         near = copy.copy(self)
         near._usual, near.far = statistics.median, False
+        near._meets = self._meets if self._near is None else self._near
         return near
 
     def cost_of(self, comm: Comm, call: Callable[[], object], more: int = 1) -> tuple[float, float]:
@@ -161,12 +166,12 @@ class Turns:
         return max(self._usual(mean.tolist()), 1e-7), max(0.0, worked - (turn_work_s + later_work_s) / 2)
 
     def _warm(self, call: Callable[[], object]) -> float:
-        """Seconds of a turn and the last call on the slowest of all ranks, so that all repeat it as often."""
+        """Seconds of a turn and the last call on the slowest rank, so that all repeat it as often."""
         longest = torch.tensor([0.0, self.seconds], dtype=torch.float64, device=self.device)
         for _ in range(_MOST_WARMING):
             before = float(longest[0])
             longest[0] = seconds_of(call, self.device)
-            _highest(self.world, longest)
+            self.agree(longest)
             if float(longest[0]) > _WARM * before > 0:
                 break
         return float(longest.sum())
@@ -227,7 +232,7 @@ def _measure(
         measured.append((sent_nbytes(nbytes) / in_series, beyond / in_series))
         nbyte_s = max(0.0, working - waking) / sent_nbytes(nbytes)
         longest = torch.tensor([beyond], dtype=torch.float64, device=turns.device)
-        _highest(turns.world, longest)  # all ranks stop at the same size
+        turns.agree(longest)  # all ranks stop at the same size
         if float(longest) > _LONG_S:
             break
     comm.sent_nbytes = counted
