@@ -3,9 +3,10 @@
     sudo .venv/bin/python -m benchmarks.predicted_steps --json benchmarks/results/predicted_steps.json --minutes 4
 
 A prediction is made of the links as `lowbit bench` measures them and of one timed step without communication
-(`slow_links/predicted_step.py`), which is timed before all others and after them: where the two differ by more than a
-seventh, the machine changed its speed meanwhile, and the run is not kept. Cells are ordered so that every layout,
-rate and delay comes early; `--minutes` ends between two of them. `--show` prints the table of what the file has.
+(`slow_links/predicted_step.py`), which is timed before all others and after them: a cell is not kept where the two
+differ by a tenth of its step, because the machine has changed its speed meanwhile. Cells are ordered so that every
+layout, rate and delay comes early; `--minutes` ends between two of them. `--show` prints the table of what the file
+has.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ LAYOUTS = {
 MODEL = {"width": 256, "depth": 12, "context": 64, "batch_size": 1, "numel": 9_597_440}
 _FAR_MODEL = {**MODEL, "depth": 4}  # for FSDP2, which waits for a round trip several times per module
 _TIMEOUT_S = 900
-_SAME_SPEED = 1.15  # of computing, before and after
+_SAME_SPEED = 0.05  # of a step, by which computing alone may take longer or shorter than its mean, before and after
 
 
 def runs() -> Iterator[tuple[str, int, tuple[int, int], str]]:
@@ -64,7 +65,7 @@ def model_of(delay: int, *, is_ddp: bool) -> dict[str, int]:
 
 
 def run(
-    rate: str, delay: int, shape: tuple[int, int], variants: list[str], options: argparse.Namespace
+    rate: str, delay: int, shape: tuple[int, int], variants: Sequence[str], options: argparse.Namespace
 ) -> dict[str, Any]:
     model = model_of(delay, is_ddp=variants[0] in LAYOUTS["ddp"])
     numbers = {"rounds": 1, "steps": options.steps, "warmup_steps": options.warmup_steps, **model}
@@ -75,6 +76,18 @@ def run(
         limits: dict[str, Any] = {"timeout": _TIMEOUT_S, "own_processors": True}
         report: dict[str, Any] = run_on_hosts(network, SCRIPT, arguments, ranks_per_host=shape[1], **limits)[0]
     return report
+
+
+def kept(cells: dict[str, Any]) -> dict[str, Any]:
+    """Those in which the machine was as fast before as after, as far as their steps could tell."""
+    found = {}
+    for variant, cell in cells.items():
+        before, after = cell["alone_s"]
+        if abs(before - after) / 2 <= _SAME_SPEED * cell["measured_s"]:
+            found[variant] = cell
+        else:
+            print(f"{variant} not kept: computing took {before:.3g} s before and {after:.3g} s after", file=sys.stderr)
+    return found
 
 
 def show(cells: dict[str, Any]) -> None:
@@ -114,18 +127,14 @@ def main() -> int:
         began = time.monotonic()
         for each in runs():
             name = name_of(*each)
-            done = content["runs"].get(name, {"cells": {}})["cells"]
-            missing = [variant for variant in LAYOUTS[each[3]] if variant not in done]
-            if not missing or options.only not in name:
+            if name in content["runs"] or options.only not in name:
                 continue
             if time.monotonic() - began > 60 * options.minutes:
                 break
             print(name, file=sys.stderr, flush=True)
-            report = {**run(*each[:3], missing, options), "machine": describe_machine()}
-            if any(max(both) > _SAME_SPEED * min(both) for both in report["alone_s"].values()):
-                print(f"not kept: computing took {report['alone_s']} s before and after", file=sys.stderr)
-                continue
-            content["runs"][name] = {**report, "cells": {**done, **report["cells"]}}
+            report = {**run(*each[:3], LAYOUTS[each[3]], options), "machine": describe_machine()}
+            if cells := kept(report["cells"]):
+                content["runs"][name] = {**report, "cells": cells}
             options.json.write_text(json.dumps(content, indent=1) + "\n")
     show(content["runs"])
     return 0

@@ -163,10 +163,6 @@ def main() -> None:
         if plan is not None:
             plans[variant] = plan
     by_variant, optimizers = over_ranks(times), over_ranks(optimizer)
-    alone_s = {
-        each: [statistics.median(by_variant[each][:_ALONE_STEPS]), statistics.median(by_variant[each][_ALONE_STEPS:])]
-        for each in alone
-    }
     basis = next(plan for variant, plan in plans.items() if plan.outer is None)
     cells = {}
     for variant in options.variants:
@@ -177,11 +173,14 @@ def main() -> None:
         own = _NO_SYNC_BF16 if variant == STOCK_BF16 else NO_SYNC
         if shards == 1 and plan.outer is None:  # local steps leave DDP's buckets alone
             own = _NO_SYNC_DDP
-        figures = {"compute_s": statistics.mean(alone_s[own]), "optimizer_s": statistics.median(optimizers[own])}
+        before, after = by_variant[own][:_ALONE_STEPS], by_variant[own][_ALONE_STEPS:]
+        alone_s = [statistics.median(before), statistics.median(after)]
+        figures = {"compute_s": statistics.mean(alone_s), "optimizer_s": statistics.median(optimizers[own])}
         predicted = step_time(plan, cluster.coding_as(_preset_of(variant)), **figures)
-        cells[variant] = {"measured_s": measured, "steps_s": by_step, **figures, **asdict(predicted)}
+        timed = {"measured_s": measured, "steps_s": by_step, "alone_s": alone_s}
+        cells[variant] = {**timed, **figures, **asdict(predicted)}
     if int(os.environ["LOCAL_RANK"]) == 0:
-        options.report.write_text(json.dumps({"cluster": asdict(cluster), "alone_s": alone_s, "cells": cells}))
+        options.report.write_text(json.dumps({"cluster": asdict(cluster), "cells": cells}))
     dist.destroy_process_group()
 
 
