@@ -63,26 +63,37 @@ class Linked:
         return cls.of(*text.split(",")[:3])
 
     def is_far(self, device: torch.device) -> bool:
-        """Whether ranks on such devices let all messages between machines travel at once."""
-        return device.type == "cpu" and is_far(self.latency)
+        """Whether ranks let all messages between machines travel at once, as they do on CPU."""
+        return self._is_here(device) and is_far(self.latency)
+
+    def _is_here(self, device: torch.device) -> bool:
+        """Whether devices of the run are like this one, a CPU: where computing is not given, they are taken to be."""
+        return device.type == "cpu" and not self.compute
 
     def cluster(self, compressor: Compressor, device: torch.device) -> Cluster:
-        """The links, and how fast `device` codes, measured here."""
+        """The links, and how fast devices code: measured here, but of GPUs assumed where computing is given."""
+        links: Cluster = cluster_of(self.link, self.latency, on_cpu=self._is_here(device))
+        if self.compute:
+            return links
         coding = measure_coding(compressor.phase(0), device)
-        links = cluster_of(self.link, self.latency, on_cpu=device.type == "cpu")
         return replace(links, encoded_per_s=coding.numel_per_s, bucket_s=coding.bucket_s)
 
     def predict(self, plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float = 0.0) -> str:
         """A line for a report."""
         ours = step_time(plan, cluster, compute_s, optimizer_s)
         plain, half = (step_time(uncompressed(plan, size), cluster, compute_s, optimizer_s) for size in (4, 2))
-        source = "given" if self.compute else f"{optimizer_s:.3g} s of it the optimizer, timed here"
+        coded = f"{cluster.encoded_per_s:.2g} elements/s encoded"
+        if self.compute:
+            sources = f"given; assumed: GPUs, {coded}, 50 GB/s inside a node"
+        else:
+            sources = (
+                f"{optimizer_s:.3g} s of it the optimizer, and {coded}, measured here; assumed: 50 GB/s inside a node"
+            )
         return (
             f"  predicted on links of {self.link} and {self.latency}: a step takes {ours.seconds:.3g} s"
             f" ({ours.low:.3g} to {ours.high:.3g}); without compression {plain.seconds:.3g} s in float32,"
             f" {half.seconds:.3g} s in bf16\n"
-            f"  computing takes {compute_s:.3g} s, {source}; {cluster.encoded_per_s:.2g} elements/s encoded,"
-            " measured here; assumed: 50 GB/s inside a node"
+            f"  computing takes {compute_s:.3g} s, {sources}"
         )
 
 

@@ -18,7 +18,7 @@ def predicted(link: str, planned: Planned, latency: str = "1ms") -> tuple[float,
     """With 4 bits, and in float32."""
     with torch.device("meta"):
         module = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
-    linked, device = Linked.of(link, latency, "0.1s"), torch.device("cpu")
+    linked, device = Linked.of(link, latency), torch.device("cpu")
     report = plan(module, LoCo(), planned, device=device, far=linked.is_far(device))
     words = linked.predict(report.plan, linked.cluster(LoCo(), device), 0.1).split()
     return float(words[words.index("takes") + 1]), float(words[words.index("float32,") - 3])
@@ -42,6 +42,16 @@ def test_what_is_far_is_predicted_as_it_will_travel(scatter: bool) -> None:
     far, far_plain = predicted("10gbit", planned, "200ms")
     assert far - near < 4 * 0.2
     assert far_plain - plain > 8 * 0.2
+
+
+def test_who_gives_the_time_of_computing_plans_for_gpus() -> None:
+    linked, device = Linked.of("1gbit", "50ms", "0.1s"), torch.device("cpu")
+    cluster = linked.cluster(LoCo(), device)
+    assert not linked.is_far(device)
+    assert (cluster.encoded_per_s, cluster.ways, cluster.prefetches) == (2e10, 1, True)
+    with torch.device("meta"):
+        report = plan(nn.Linear(64, 64), LoCo(), Planned(scatter=False, world_size=4, num_nodes=4), device=device)
+    assert "assumed: GPUs, 2e+10 elements/s encoded" in linked.predict(report.plan, cluster, 0.1)
 
 
 def test_every_preset_is_timed() -> None:
