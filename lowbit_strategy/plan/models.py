@@ -46,4 +46,8 @@ def layers_of(specs: list[TensorSpec], itemsize: int) -> dict[str, ModuleLayout]
         parts = spec.name.split(".")
         at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
         modules.setdefault("root" if at is None else ".".join(parts[: at + 1]), []).append(spec)
-    return {name: ModuleLayout(specs=tuple(members), dtype=dtype, num_gathers=2) for name, members in modules.items()}
+    gathers = {"root": 1}  # FSDP2 keeps the outermost module's weights from forward to backward
+    return {
+        name: ModuleLayout(specs=tuple(members), dtype=dtype, num_gathers=gathers.get(name, 2))
+        for name, members in modules.items()
+    }

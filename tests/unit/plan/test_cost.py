@@ -259,6 +259,11 @@ def test_modules_of_fsdp_leave_at_once_where_ranks_are_far(nodes: int, per_node:
     assert 2 <= latencies < 4
 
 
+def test_the_outermost_module_is_gathered_once_a_step() -> None:
+    plan = uncompressed(plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "fsdp", LoCo()), 2)
+    assert {unit.name: unit.repeats for unit in plan.weights if unit.repeats != 2} == {"root": 1}
+
+
 def test_gloo_scatters_by_an_all_reduce_and_waits_for_each_collective() -> None:
     plan = uncompressed(plan_for(Wanted(transformer(1e9), 4, 1, itemsize=2), "fsdp", LoCo()), 2)
     link = Link(1e-3, 1e9)
