@@ -25,17 +25,23 @@ class Check:
         name: A few words.
         run: Gives figures; raises where it does not hold, `LeftOut` where it cannot be tried. Takes the device.
         gpu_only: Why a CPU cannot show it; None where it can.
-        min_gpus: Where the device is a GPU, so many must be there.
     """
 
     name: str
     run: Callable[[torch.device], Figures]
     gpu_only: str | None = None
-    min_gpus: int = 1
 
 
 class LeftOut(Exception):
     """A check cannot be tried on this machine, which is no fault."""
+
+
+class Missed(AssertionError):
+    """A bar is missed; the figures are kept all the same."""
+
+    def __init__(self, why: str, figures: Figures) -> None:
+        super().__init__(why)
+        self.figures = figures
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,8 +88,6 @@ def _try(check: Check, outcome: Outcome) -> None:
     outcome.status = "left out"
     if check.gpu_only is not None and device.type != "cuda":
         outcome.why = check.gpu_only
-    elif device.type == "cuda" and torch.cuda.device_count() < check.min_gpus:
-        outcome.why = f"needs {check.min_gpus} GPUs, and here are {torch.cuda.device_count()}"
     else:
         try:
             outcome.figures = check.run(device)
@@ -91,5 +95,6 @@ def _try(check: Check, outcome: Outcome) -> None:
         except LeftOut as why:
             outcome.why = str(why)
         except Exception as error:  # one failure must not hide the others
+            outcome.figures = getattr(error, "figures", {})
             outcome.status, outcome.why = "failed", f"{type(error).__name__}: {error}"[-2000:]
             traceback.print_exc()

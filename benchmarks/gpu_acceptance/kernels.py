@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -57,7 +58,8 @@ def compile_all(device: torch.device) -> Figures:
 def bytes_of_kernels(device: torch.device) -> Figures:
     """On a GPU all cases of tests/gpu; on a CPU some of them in Triton's interpreter."""
     if device.type == "cuda":
-        return {"pytest": python("-m", "pytest", "-q", "-m", "gpu", "tests/gpu", timeout=400).splitlines()[-1]}
+        tests = ("-m", "pytest", "-q", "-m", "gpu", "-n", str(min(8, os.cpu_count() or 1)), "tests/gpu")
+        return {"pytest": python(*tests, timeout=400).splitlines()[-1]}  # nearly all of it is compiling
     lines: list[str] = []
     for arguments in (("core", "0", "24"), ("pairs", "0", "1")):
         lines += python("-W", "ignore", "-m", "testing.kernels.triton_worker", *arguments, timeout=280).splitlines()

@@ -1,4 +1,7 @@
-"""A Llama-shaped model under Lightning's Trainer, one rank per GPU (on CPUs: some ranks of a tiny one)."""
+"""A Llama-shaped model under Lightning's Trainer, one rank per GPU (on CPUs: some ranks of a tiny one).
+
+Where there is one GPU, all ranks share it as if each were in another machine, with NCCL's sockets between them.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from benchmarks.gpu_acceptance.training import apart
 from lowbit_strategy.model.mixed_precision import policy_of
 
 SIZES = {  # width, layers, heads, heads of keys and values, hidden, vocabulary, context, batch
     "cuda": (1024, 16, 16, 8, 2816, 32_000, 512, 4),
+    "shared": (512, 8, 8, 4, 1408, 8_000, 256, 4),  # sockets between ranks on one GPU carry a few GB per second
     "cpu": (64, 2, 4, 2, 160, 128, 16, 4),
 }
 
@@ -62,14 +67,14 @@ class Llama(L.LightningModule):
     """Learns sequences whose every token is the one before plus one of three strides.
 
     Args:
-        kind: ``cuda`` or ``cpu``: how large.
+        size: One of `SIZES`.
         recompute: Activation checkpointing of every block.
         mesh_of: HSDP that the module shards by itself: so many ranks have one model together.
     """
 
-    def __init__(self, kind: str, *, recompute: bool = False, mesh_of: int | None = None) -> None:
+    def __init__(self, size: str, *, recompute: bool = False, mesh_of: int | None = None) -> None:
         super().__init__()
-        width, layers, heads, kv_heads, hidden, self.vocabulary, self.context, self.batch = SIZES[kind]
+        width, layers, heads, kv_heads, hidden, self.vocabulary, self.context, self.batch = SIZES[size]
         self.embedding = nn.Embedding(self.vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, heads, kv_heads, hidden) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, self.vocabulary, bias=False)
@@ -129,18 +134,27 @@ def llama(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> d
     ``recompute``, ``mesh_of``, ``per_node``: as if so many ranks shared a node; ``kind``: of device.
     """
     cuda = options["kind"] == "cuda"
+    shared = cuda and world_size > torch.cuda.device_count()
+    if shared:
+        apart(rank)
+        os.environ |= {"NODE_RANK": str(rank), "LOCAL_RANK": "0"}
     if options.get("per_node"):
         os.environ["LOCAL_WORLD_SIZE"] = str(options["per_node"])
     if cuda:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(0 if shared else rank)
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
-    module = Llama(options["kind"], recompute=options.get("recompute", False), mesh_of=options.get("mesh_of"))
+    module = Llama(
+        "shared" if shared else options["kind"],
+        recompute=options.get("recompute", False),
+        mesh_of=options.get("mesh_of"),
+    )
     times = StepTimes()
     trainer = L.Trainer(
         strategy=options["strategy"](),
         accelerator="cuda" if cuda else "cpu",
-        devices=world_size,
+        devices=1 if shared else world_size,
+        num_nodes=world_size if shared else 1,
         precision=options["precision"],
         max_steps=options["steps"],
         accumulate_grad_batches=options.get("accumulate", 1),

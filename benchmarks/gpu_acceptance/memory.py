@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.gpu_acceptance.checks import Check, Figures
+from benchmarks.gpu_acceptance.checks import Check, Figures, Missed
 from benchmarks.gpu_acceptance.training import SmallGPT, batch, next_token_loss, wrap
 from benchmarks.gpu_acceptance.two_ranks import agree, trained
 from lowbit_strategy import LoCo, preset
@@ -103,7 +103,8 @@ def memory(device: torch.device) -> Figures:
         figures[f"{kind}_wire_bytes_per_parameter"] = ours["wire_nbytes"] / count
         if "peak_gb" in ours:
             figures |= {f"{kind}_peak_gb": ours["peak_gb"], f"{kind}_plain_peak_gb": plain["peak_gb"]}
-            no_more_than_announced(kind, ours, plain)
+            figures[f"{kind}_announced_gb"] = ours["announced_gb"]
+            no_more_than_announced(kind, ours, plain, figures)
         if not ours["residual_nbytes"] <= 1.3 * count:
             raise AssertionError(f"{kind}: residuals of {ours['residual_nbytes']} bytes for {count} parameters")
     return figures
@@ -116,14 +117,14 @@ def announced_nbytes(sync: GradientSync) -> int:
     return report.plan.memory.residuals + report.buffer_nbytes + kept
 
 
-def no_more_than_announced(kind: str, ours: Figures, plain: Figures) -> None:
+def no_more_than_announced(kind: str, ours: Figures, plain: Figures, figures: Figures) -> None:
     """Raises:
-    AssertionError: The peak beyond the uncompressed run's is more than was announced.
+    Missed: The peak beyond the uncompressed run's is more than was announced.
     """
     beyond = ours["peak_gb"] - plain["peak_gb"]
     if beyond > PEAK_SLACK * ours["announced_gb"] + 0.05:
         announced = f"{ours['announced_gb']:.2f} GB were announced"
-        raise AssertionError(f"{kind}: the peak is {beyond:.2f} GB beyond the uncompressed run's, {announced}")
+        raise Missed(f"{kind}: the peak is {beyond:.2f} GB beyond the uncompressed run's, {announced}", figures)
 
 
 def methods_train(device: torch.device) -> Figures:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_acceptance.checks import Check, Figures, LeftOut
+from benchmarks.gpu_acceptance.checks import Check, Figures, LeftOut, Missed
 from benchmarks.gpu_acceptance.kernels import python
 
 COLD_COMPILE_BAR_S = 3.0  # of a decoder, at any number of ranks
@@ -27,13 +27,14 @@ def fast_enough(figures: Figures) -> Figures:
     """The share of a copy that each kernel reaches.
 
     Raises:
-        AssertionError: LoCo's encoder is too slow.
+        Missed: LoCo's encoder is too slow.
     """
     shares = {row["name"]: round(row["share_of_copy"], 2) for row in figures["rows"]}
-    encoders = [share for name, share in shares.items() if name.startswith("loco uniform4")]
-    if not encoders or min(encoders) < COPY_BAR:
-        raise AssertionError(f"LoCo's encoder reaches {encoders} of a copy's speed, {COPY_BAR} is wanted")
-    return {"copy_gb_per_s": figures["copy_gb_per_s"], "loco_share_of_copy": min(encoders), **shares}
+    encoders = [share for name, share in shares.items() if name.startswith("loco 4bit") and "dithered" not in name]
+    found = {"copy_gb_per_s": figures["copy_gb_per_s"], "loco_share_of_copy": min(encoders, default=0.0), **shares}
+    if found["loco_share_of_copy"] < COPY_BAR:
+        raise Missed(f"LoCo's encoder reaches {encoders} of a copy's speed, {COPY_BAR} is wanted", found)
+    return found
 
 
 def cold_compile(device: torch.device) -> Figures:
@@ -56,7 +57,8 @@ def cold_compile(device: torch.device) -> Figures:
                 "print(time.process_time() - start)\n"
             )
             seconds[f"W={sources}_s"] = float(python("-c", script, timeout=120, TRITON_CACHE_DIR=cache))
-    assert max(seconds.values()) < COLD_COMPILE_BAR_S, seconds
+    if max(seconds.values()) > COLD_COMPILE_BAR_S:
+        raise Missed(f"{seconds}, at most {COLD_COMPILE_BAR_S} s are allowed", seconds)
     return seconds
 
 

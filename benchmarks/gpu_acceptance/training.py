@@ -71,10 +71,14 @@ def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def open_group(backend: str, rank: int, world_size: int, folder: str) -> None:
+def apart(rank: int) -> None:
     """NCCL refuses two ranks on one GPU unless they seem to be on two machines."""
+    os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def open_group(backend: str, rank: int, world_size: int, folder: str) -> None:
     if backend == "nccl":
-        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+        apart(rank)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 

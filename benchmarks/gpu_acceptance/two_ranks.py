@@ -47,7 +47,8 @@ def ranks_of(
 ) -> list[dict[str, Any]]:
     """What two ranks of `worker` return."""
     given = {"kind": kind, "compressor": compressor, "device": str(device), "steps": STEPS, **options}
-    given.setdefault("backend", backend(device.type))
+    if "backend" not in given:
+        given["backend"] = backend(device.type)
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(worker, 2, folder, given, env=env, timeout=180, process_group=None)
 

@@ -34,7 +34,8 @@ from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.uncompressed import uncompressed
 from lowbit_strategy.ranks.ranks import make_ranks
 from lowbit_strategy.ranks.topology import find_topology
-from lowbit_strategy.telemetry.timing.links import measure_coding, measure_network, slowest_network
+from lowbit_strategy.telemetry.timing.coding import measure_coding
+from lowbit_strategy.telemetry.timing.links import measure_network, slowest_network
 from recipes.gpt import LanguageModel
 
 _STOCK_ITEMSIZE = {"ddp": 4, STOCK: 4, STOCK_BF16: 2}

@@ -43,7 +43,8 @@ from lowbit_strategy.plan.trial import (
     hopeful,
 )
 from lowbit_strategy.plan.uncompressed import uncompressed
-from lowbit_strategy.telemetry.timing.links import finish, measure_cluster
+from lowbit_strategy.telemetry.timing.device_clock import finish
+from lowbit_strategy.telemetry.timing.links import measure_cluster
 from lowbit_strategy.telemetry.timing.optimizer_clock import OptimizerClock
 
 EXTRA_STATE_KEY = "auto"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -113,29 +113,27 @@ class GradientSync:
 
     def use(self, compressor: Compressor) -> None:
         """Give every parameter its method anew. Residuals are carried over; between steps only."""
-        self._regroup(self.state.use(compressor, self.step_index))
+        self._regroup(lambda: self.state.use(compressor, self.step_index))
 
     def follow_phase(self) -> None:
         """Regroup if the compressor has another configuration for this step."""
-        replaced = self.state.follow_phase(self.step_index)
-        if replaced is not None:
-            self._regroup(replaced)
+        if self.state.phase_ends_before(self.step_index):
+            self._regroup(lambda: self.state.follow_phase(self.step_index))
 
     def extend(self, specs: Sequence[TensorSpec]) -> None:
         """Serve more parameters, the same on all ranks; the others keep their state. Between steps only."""
         if specs:
-            self._regroup(self.state.extend(specs))
+            self._regroup(lambda: self.state.extend(specs))
 
     def assign(self, assignments: Mapping[str, Assignment]) -> None:
         """Give parameters these methods. Residuals are carried over; between steps only."""
-        self._regroup(self.state.assign(assignments))
+        self._regroup(lambda: self.state.assign(assignments))
 
     def forget(self) -> None:
         """All state as at the start; methods stay. Between steps only."""
         self._entered.clear()
         self._begun, self._num_passes, self._observers = False, 0, []
-        self.state.forget()
-        self._regroup([])
+        self._regroup(self.state.forget)
 
     def renew(self, ranks: Ranks, *, afresh: bool = False) -> None:
         """Reduce with other ranks from the next step on. Between steps, on all of them.
@@ -145,8 +143,7 @@ class GradientSync:
         """
         assert ranks.share == self.ranks.share
         self._meet(ranks)
-        self.state.move(self._placement(), afresh=afresh)
-        self._regroup([])
+        self._regroup(lambda: self.state.move(self._placement(), afresh=afresh))
 
     def _meet(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -158,9 +155,13 @@ class GradientSync:
     def _placement(self) -> Placement:
         return Placement(self.ranks.peers.rank, self.ranks.peers.world_size, self.device, self.scatter)
 
-    def _regroup(self, replaced: Sequence[MethodStore]) -> None:
-        """Methods have changed: no buckets yet."""
-        self._replaced += replaced
+    def _regroup(self, change: Callable[[], Sequence[MethodStore]]) -> None:
+        """Change methods, or their state. No bucket is there meanwhile: each knows where its state lies.
+
+        `change` returns stores that are not used any more.
+        """
+        self._buckets: dict[BucketLayout, Bucket] = {}
+        self._replaced += change()
         state = self.state
         self._collector = Collector(list(state.specs))
         self._context = BucketContext(
@@ -175,7 +176,6 @@ class GradientSync:
             collector=self._collector,
             notes_overflow=self.rollback,
         )
-        self._buckets: dict[BucketLayout, Bucket] = {}
 
     # -- a step -------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class MethodState:
         self.stores: dict[Method, MethodStore] = {}
         self._kept: list[Tensor] = []  # a copy of all state
         self._share = share
+        self._device = device
         self.specs = {spec.name: spec.shared(share) for spec in specs}
 
     @property
@@ -59,41 +60,44 @@ class MethodState:
         self._phase = compressor.phase(step_index)
         return self.assign(assign_all(self._phase, list(self.specs.values())))
 
-    def follow_phase(self, step_index: int) -> list[MethodStore] | None:
-        """Regroup if the compressor has another configuration for this step. Returns as `assign`; None: it has not."""
-        phase = self.compressor.phase(step_index)
-        if phase == self._phase:
-            return None
-        self._phase = phase
-        return self.assign(assign_all(phase, list(self.specs.values())))
+    def phase_ends_before(self, step_index: int) -> bool:
+        """Whether the compressor has another configuration for this step."""
+        return self.compressor.phase(step_index) != self._phase
+
+    def follow_phase(self, step_index: int) -> list[MethodStore]:
+        """Regroup for the compressor's configuration for this step. Returns as `assign`."""
+        self._phase = self.compressor.phase(step_index)
+        return self.assign(assign_all(self._phase, list(self.specs.values())))
 
     def extend(self, specs: Iterable[TensorSpec]) -> list[MethodStore]:
         """Serve more parameters, the same on all ranks; the others keep their state. Returns as `assign`."""
         self.specs |= {spec.name: spec.shared(self._share) for spec in specs}
         return self.assign(assign_all(self._phase, list(self.specs.values())))
 
-    def forget(self) -> None:
-        """All state as at the start; methods stay."""
+    def forget(self) -> list[MethodStore]:
+        """All state as at the start; methods stay. Returns as `assign`."""
         self.carryover.forget()
         earlier, self.stores, self.assignments = self.assignments, {}, {}
-        self.assign(earlier)
+        return self.assign(earlier)
 
-    def move(self, placement: Placement, *, afresh: bool = False) -> None:
+    def move(self, placement: Placement, *, afresh: bool = False) -> list[MethodStore]:
         """Other ranks reduce with this one: state is made anew, and what has not been sent yet becomes its residual.
 
-        If its place is the same it stays as it is, unless it is wanted `afresh`.
+        If its place is the same it stays as it is, unless it is wanted `afresh`. Returns as `assign`.
         """
         if placement == self.placement and not afresh:
-            return
+            return []
         self.placement = placement
         earlier, old_stores = self.assignments, self.stores
         self.assignments, self.stores = {}, {}
+        self._make_room(list(old_stores.values()))
         self.assign(earlier)
         for name, assignment in earlier.items():
             self._take_over(name, old_stores[assignment.method])
+        return list(old_stores.values())
 
     def assign(self, assignments: Mapping[str, Assignment]) -> list[MethodStore]:
-        """Regroup, one parameter at a time.
+        """Regroup, one parameter at a time. What is replaced goes to the host first, where there is a GPU.
 
         1. a store whose parameters stay is kept as it is
         2. a parameter whose method stays, or continues its old one, keeps all state
@@ -104,9 +108,10 @@ class MethodState:
             Stores that are not used any more; a stream may still read them.
         """
         earlier, old_stores = self.assignments, self.stores
-        before = _by_method(earlier)
+        before, after = _by_method(earlier), _by_method(assignments)
         self.assignments, self.stores, self._kept = dict(assignments), {}, []
-        for method, members in _by_method(assignments).items():
+        self._make_room([old_stores[method] for method, members in before.items() if after.get(method) != members])
+        for method, members in after.items():
             if before.get(method) == members:
                 self.stores[method] = old_stores[method]
                 continue
@@ -119,6 +124,13 @@ class MethodState:
                 else:
                     self._take_over(name, old_stores[old])
         return [store for method, store in old_stores.items() if self.stores.get(method) is not store]
+
+    def _make_room(self, replaced: Sequence[MethodStore]) -> None:
+        """Old and new state are not to be in a GPU's memory together: each may be as large as the model."""
+        if replaced and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # streams of their own may still use it
+            for store in replaced:
+                store.park()
 
     def _take_over(self, name: str, old_store: MethodStore) -> None:
         """Make what has not been sent yet of one parameter the residual of its fresh state."""

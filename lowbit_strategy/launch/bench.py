@@ -70,7 +70,7 @@ def _device(*, cpu: bool) -> Any:
 def _measure(device: Any, world_size: int, progress: Progress) -> Any:
     from lowbit_strategy.methods.registry import PRESETS
     from lowbit_strategy.plan.bench import Bench, slowest_codings
-    from lowbit_strategy.telemetry.timing.links import measure_coding, memcpy_nbytes_per_s
+    from lowbit_strategy.telemetry.timing.coding import measure_coding, memcpy_nbytes_per_s
     from lowbit_strategy.version import __version__
 
     presets = {name: each for name, each in PRESETS.items() if name not in _SLOW}

@@ -19,7 +19,7 @@ from lowbit_strategy.plan.cluster import Cluster
 from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.uncompressed import uncompressed
-from lowbit_strategy.telemetry.timing.links import measure_coding
+from lowbit_strategy.telemetry.timing.coding import measure_coding
 from lowbit_strategy.telemetry.timing.optimizer_clock import OptimizerClock
 
 _WARM_STEPS, _TIMED_STEPS = 2, 5

@@ -18,7 +18,8 @@ from lowbit_strategy.plan.cost import compute_within, step_time
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.trial import WORTH_IT
 from lowbit_strategy.plan.uncompressed import uncompressed
-from lowbit_strategy.telemetry.timing.links import finish, measure_cluster
+from lowbit_strategy.telemetry.timing.device_clock import finish
+from lowbit_strategy.telemetry.timing.links import measure_cluster
 from lowbit_strategy.telemetry.timing.optimizer_clock import OptimizerClock
 
 _log = logging.getLogger("lowbit_strategy")

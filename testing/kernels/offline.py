@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
 from lowbit_strategy.kernels.triton import dense, rotation
-from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, split_sources
+from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, loops_of
 from lowbit_strategy.kernels.triton.encode import How, encode_kernel
 from lowbit_strategy.kernels.triton.layout import device_format
 from lowbit_strategy.kernels.triton.select import CHUNK, NUM_WARPS, chunk_top_k_kernel
@@ -90,8 +90,8 @@ def encode_resources(
 
 
 def decode_sum_resources(fmt: BlockFormat, *, out: str, sources: int, launch: Launch, arch: int) -> Resources:
-    groups, rest = split_sources(sources)
-    constants = {**_constants(fmt, launch), "BYTES": _needs_bytes(fmt), "LOOP": groups > 0, "REST": rest}
+    unrolled = loops_of(sources)["UNROLLED"]
+    constants = {**_constants(fmt, launch), "BYTES": _needs_bytes(fmt), "UNROLLED": unrolled}
     return _compile(decode_sum_kernel, {"out": _POINTERS[out]}, constants, launch, arch)
 
 
@@ -100,8 +100,7 @@ def dense_encode_resources(fmt: DenseFormat, *, x: str, arch: int) -> Resources:
 
 
 def dense_decode_sum_resources(fmt: DenseFormat, *, out: str, sources: int, arch: int) -> Resources:
-    groups, rest = split_sources(sources)
-    constants = {**_dense_constants(fmt), "LOOP": groups > 0, "REST": rest}
+    constants = {**_dense_constants(fmt), "UNROLLED": loops_of(sources)["UNROLLED"]}
     return _compile(dense.decode_sum_kernel, {"out": _POINTERS[out]}, constants, dense.LAUNCH, arch)
 
 
@@ -120,7 +119,7 @@ def rotate_resources(size: int, *, inverse: bool, arch: int) -> Resources:
 _TYPES = {  # of arguments that have the same one in all kernels
     **dict.fromkeys(("segment_of_tile", "flag"), "*i32"),
     **dict.fromkeys(("beta_old", "beta_new", "alpha"), "fp32"),
-    **dict.fromkeys(("reset", "seed", "groups"), "i32"),
+    **dict.fromkeys(("reset", "seed", "groups", "singles"), "i32"),
     "residual_scale": "*bf16",
     "segments": "*i64",
     "stride": "i64",

@@ -88,7 +88,7 @@ def test_kernels_and_steps_that_are_too_slow_are_reported() -> None:
     from benchmarks.gpu_acceptance.ranks import compared
     from benchmarks.gpu_acceptance.speed import fast_enough
 
-    figures = {"copy_gb_per_s": 3000.0, "rows": [{"name": "loco uniform4 float32", "share_of_copy": 0.41}]}
+    figures = {"copy_gb_per_s": 3000.0, "rows": [{"name": "loco 4bit float32", "share_of_copy": 0.41}]}
     assert "0.41" in failed(Check(name="speed", run=lambda device: fast_enough(figures)))
     stock = {"losses": [2.0, 1.0], "step_s": 1.0, "peak_nbytes": 0}
     slow, bad = {**stock, "step_s": 1.3}, {**stock, "losses": [2.0, 1.5]}
@@ -102,7 +102,7 @@ def test_more_memory_than_announced_is_reported() -> None:
     from benchmarks.gpu_acceptance.memory import no_more_than_announced
 
     def run(device: torch.device) -> dict[str, Any]:
-        no_more_than_announced("fsdp", {"peak_gb": 12.0, "announced_gb": 1.0}, {"peak_gb": 9.0})
+        no_more_than_announced("fsdp", {"peak_gb": 12.0, "announced_gb": 1.0}, {"peak_gb": 9.0}, {})
         return {}
 
     assert "3.00 GB beyond the uncompressed run's, 1.00 GB were announced" in failed(Check(name="memory", run=run))

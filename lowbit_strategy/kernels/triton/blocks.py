@@ -19,13 +19,15 @@ from lowbit_strategy.kernels.triton.unpacking import BYTE_BITS, add_source, load
 SOURCES_AT_ONCE = tl.constexpr(8)  # loads in flight before the first is used
 
 
-def split_sources(sources: int) -> tuple[int, int]:
-    """Whole groups of sources that a loop at run time adds, and the rest (1 to a whole group), which is unrolled.
+def loops_of(sources: int) -> dict[str, int]:
+    """How many sources are added in code without a loop, and how many groups and single ones by loops at run time.
 
-    So the code, and the time to compile it, does not grow with the number of ranks.
+    Beyond a group there are loops alone: one compiled kernel serves every number of ranks.
     """
-    groups = max(0, (sources - 1) // SOURCES_AT_ONCE.value)
-    return groups, sources - groups * SOURCES_AT_ONCE.value
+    if sources <= SOURCES_AT_ONCE.value:
+        return {"groups": 0, "singles": 0, "UNROLLED": sources}
+    groups, singles = divmod(sources, SOURCES_AT_ONCE.value)
+    return {"groups": groups, "singles": singles, "UNROLLED": 0}
 
 
 @triton.jit
@@ -63,8 +65,8 @@ def decode_tile(
     alpha,
     table,
     groups,
-    LOOP: tl.constexpr,
-    REST: tl.constexpr,
+    singles,
+    UNROLLED: tl.constexpr,
     fmt: tl.constexpr,
     shape: tl.constexpr,
     BYTES: tl.constexpr,
@@ -78,14 +80,23 @@ def decode_tile(
     totals = ()
     for _ in tl.static_range(PARTS):
         totals = totals + (tl.zeros([K, L], tl.float32),)
-    if LOOP:
+    if UNROLLED:
+        totals = add_sources(
+            totals, codes_at, scales_at, stride, rows, table, byte_bits, UNROLLED, fmt, shape, BYTES, PLAIN
+        )
+    else:
         for _ in tl.range(groups, num_stages=1):
             totals = add_sources(
                 totals, codes_at, scales_at, stride, rows, table, byte_bits, SOURCES_AT_ONCE, fmt, shape, BYTES, PLAIN
             )
             codes_at += stride * SOURCES_AT_ONCE
             scales_at += stride * SOURCES_AT_ONCE
-    totals = add_sources(totals, codes_at, scales_at, stride, rows, table, byte_bits, REST, fmt, shape, BYTES, PLAIN)
+        for _ in tl.range(singles, num_stages=1):
+            totals = add_sources(
+                totals, codes_at, scales_at, stride, rows, table, byte_bits, 1, fmt, shape, BYTES, PLAIN
+            )
+            codes_at += stride
+            scales_at += stride
     at = offsets(fmt.block, fmt, shape)
     for p in tl.static_range(PARTS):
         place = at + p * fmt.length
@@ -96,7 +107,7 @@ def decode_tile(
             tl.store(out + place, value, mask=place < left)
 
 
-@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["out"])
+@triton.jit(do_not_specialize=["groups", "singles"], do_not_specialize_on_alignment=["out"])
 def decode_sum_kernel(
     wire,
     stride,
@@ -106,8 +117,8 @@ def decode_sum_kernel(
     table,
     alpha,
     groups,
-    LOOP: tl.constexpr,
-    REST: tl.constexpr,
+    singles,
+    UNROLLED: tl.constexpr,
     fmt: tl.constexpr,
     shape: tl.constexpr,
     small: tl.constexpr,
@@ -121,7 +132,9 @@ def decode_sum_kernel(
     stride = stride.to(tl.int64)
     if is_plain(out + place, left, TILE):
         here = tl.multiple_of(out + place, 16)
-        decode_tile(codes_at, scales_at, stride, here, left, alpha, table, groups, LOOP, REST, fmt, shape, BYTES, True)
+        decode_tile(
+            codes_at, scales_at, stride, here, left, alpha, table, groups, singles, UNROLLED, fmt, shape, BYTES, True
+        )
     else:
         for i in range(shape.rows // small.rows):
             step = i * (small.rows * fmt.block)
@@ -135,8 +148,8 @@ def decode_sum_kernel(
                     alpha,
                     table,
                     groups,
-                    LOOP,
-                    REST,
+                    singles,
+                    UNROLLED,
                     fmt,
                     small,
                     BYTES,
@@ -212,7 +225,6 @@ def decode_sum_(
     if tiles.count == 0:
         return
     shape, small = launch.shapes(device)
-    groups, rest = split_sources(wire_WB.shape[0])
     with on(out.device):
         decode_sum_kernel[(tiles.count,)](
             wire_WB,
@@ -222,9 +234,7 @@ def decode_sum_(
             tiles.rows,
             codebook_table(fmt, out.device),
             float(alpha),
-            groups,
-            LOOP=groups > 0,
-            REST=rest,
+            **loops_of(wire_WB.shape[0]),
             fmt=device,
             shape=shape,
             small=small,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowbit_strategy.kernels.format import DenseFormat
 from lowbit_strategy.kernels.segments import Segments
-from lowbit_strategy.kernels.triton.blocks import SOURCES_AT_ONCE, split_sources
+from lowbit_strategy.kernels.triton.blocks import SOURCES_AT_ONCE, loops_of
 from lowbit_strategy.kernels.triton.device_functions import MAGNITUDE, ahead, as_float32, bits_of, is_plain, locate
 from lowbit_strategy.kernels.triton.scales import INFINITY, NAN_BITS
 from lowbit_strategy.kernels.triton.tiles import Launch, on, tiles_of
@@ -91,19 +91,23 @@ def decode_piece(
     left,
     alpha,
     groups,
-    LOOP: tl.constexpr,
-    REST: tl.constexpr,
+    singles,
+    UNROLLED: tl.constexpr,
     NARROW: tl.constexpr,
     SIZE: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
     # -0.0, the number that leaves every other one as it is, -0 too; written so, tl.full would make it +0
     total = tl.full([SIZE], MINUS_ZERO_BITS, tl.int32).to(tl.float32, bitcast=True)
-    if LOOP:
+    if UNROLLED:
+        total = add_sources(total, wire, stride, left, UNROLLED, NARROW, PLAIN)
+    else:
         for _ in tl.range(groups, num_stages=1):
             total = add_sources(total, wire, stride, left, SOURCES_AT_ONCE, NARROW, PLAIN)
             wire += stride * SOURCES_AT_ONCE
-    total = add_sources(total, wire, stride, left, REST, NARROW, PLAIN)
+        for _ in tl.range(singles, num_stages=1):
+            total = add_sources(total, wire, stride, left, 1, NARROW, PLAIN)
+            wire += stride
     at = tl.max_contiguous(tl.arange(0, SIZE), VECTOR)
     value = (total * alpha).to(out.dtype.element_ty)
     if PLAIN:
@@ -112,7 +116,7 @@ def decode_piece(
         tl.store(out + at, value, mask=at < left)
 
 
-@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["out"])
+@triton.jit(do_not_specialize=["groups", "singles"], do_not_specialize_on_alignment=["out"])
 def decode_sum_kernel(
     wire,
     stride,
@@ -121,8 +125,8 @@ def decode_sum_kernel(
     segments,
     alpha,
     groups,
-    LOOP: tl.constexpr,
-    REST: tl.constexpr,
+    singles,
+    UNROLLED: tl.constexpr,
     NARROW: tl.constexpr,
     SIZE: tl.constexpr,
 ):
@@ -133,9 +137,9 @@ def decode_sum_kernel(
     stride = stride.to(tl.int64)
     if is_plain(target, left, SIZE):
         here = tl.multiple_of(target, 16)
-        decode_piece(source, stride, here, left, alpha, groups, LOOP, REST, NARROW, SIZE, True)
+        decode_piece(source, stride, here, left, alpha, groups, singles, UNROLLED, NARROW, SIZE, True)
     else:
-        decode_piece(source, stride, target, left, alpha, groups, LOOP, REST, NARROW, SIZE, False)
+        decode_piece(source, stride, target, left, alpha, groups, singles, UNROLLED, NARROW, SIZE, False)
 
 
 def encode_(x: Tensor, wire: Tensor, segments: Segments, fmt: DenseFormat, *, flag: Tensor) -> None:
@@ -163,7 +167,6 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseForm
         return
     if (wire_WB.data_ptr() | wire_WB.stride(0)) % fmt.code_nbytes:
         raise ValueError(f"rows of the wire must start on multiples of {fmt.code_nbytes} bytes")
-    groups, rest = split_sources(wire_WB.shape[0])
     with on(out.device):
         decode_sum_kernel[(tiles.count,)](
             wire_WB,
@@ -172,9 +175,7 @@ def decode_sum_(wire_WB: Tensor, out: Tensor, segments: Segments, fmt: DenseForm
             tiles.segment_of_tile,
             tiles.rows,
             float(alpha),
-            groups,
-            LOOP=groups > 0,
-            REST=rest,
+            **loops_of(wire_WB.shape[0]),
             NARROW=fmt.code_nbytes == 2,
             SIZE=tile,
             num_warps=LAUNCH.num_warps,

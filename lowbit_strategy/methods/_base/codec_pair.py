@@ -124,7 +124,13 @@ class CodecStore(MethodStore):
     def tensors(self, name: str) -> StateTensors:
         """Views of one parameter's state on both hops, keys ``uplink.*`` and ``downlink.*``."""
         start, end = self._chunks[name]
-        return {key: x[start * num // unit : end * num // unit] for key, (x, num, unit) in self._arenas.items()}
+        return {
+            key: x[start * num // unit : end * num // unit].to(self.placement.device)
+            for key, (x, num, unit) in self._arenas.items()
+        }
+
+    def park(self) -> None:
+        self._arenas = {key: arena._replace(values=arena.values.cpu()) for key, arena in self._arenas.items()}
 
     def state_tensors(self) -> list[Tensor]:
         return [arena.values for arena in self._arenas.values()]

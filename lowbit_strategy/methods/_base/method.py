@@ -41,7 +41,11 @@ class MethodStore(ABC):
 
     @abstractmethod
     def tensors(self, name: str) -> StateTensors:
-        """All state of one parameter, as views: writing them changes the store."""
+        """All state of one parameter, as views: writing them changes the store. If it is parked, copies."""
+
+    @abstractmethod
+    def park(self) -> None:
+        """Move all state to the host's memory; it is only read from now on, one parameter at a time."""
 
     @abstractmethod
     def state_tensors(self) -> list[Tensor]:

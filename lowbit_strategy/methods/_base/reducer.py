@@ -159,9 +159,18 @@ class ReducerStore(MethodStore):
         self.method = method
         self.state = method.init(list(specs.values()), placement.device)
         self._specs = dict(specs)
+        self._device = placement.device
+        self._parked = False
 
     def tensors(self, name: str) -> StateTensors:
-        return self.state.get(name, {})
+        tensors = self.state.get(name, {})
+        return {key: tensor.to(self._device) for key, tensor in tensors.items()} if self._parked else tensors
+
+    def park(self) -> None:
+        self._parked = True
+        self.state = {
+            name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in self.state.items()
+        }
 
     def state_tensors(self) -> list[Tensor]:
         return [tensor for tensors in self.state.values() for tensor in tensors.values()]

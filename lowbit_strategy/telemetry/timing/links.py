@@ -1,4 +1,4 @@
-"""How fast ranks reach each other, and how fast they code, measured with what training uses."""
+"""How fast ranks reach each other, measured with what training uses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.plan.bench import slowest, slowest_codings
-from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Coding, Link, Network, Rings, Work
+from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Link, Network, Rings, Work
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.telemetry.measure import AloneBucket
+from lowbit_strategy.telemetry.timing.coding import measure_coding
+from lowbit_strategy.telemetry.timing.device_clock import finish, seconds_of
 
 _SMALL_NBYTES = 64
 _SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # of what goes to each other rank
@@ -27,8 +27,6 @@ _MOST_WARMING = 8
 _ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 12, 3  # of one measurement
 _FEWEST_FAR = 6
 _MORE_OF_SHORT = 3  # as many: from what a message of no length takes all other times are counted
-_CODED_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 25}
-_CODED_TENSORS, _SMALL_NUMEL = 8, 1 << 13
 
 
 def slowest_network(networks: Sequence[Network]) -> Network:
@@ -246,50 +244,3 @@ def rate_of(measured: Sequence[tuple[float, float]]) -> float:
     if longest <= 1.1 * seconds:  # too little to tell
         return min(ANY_RATE, longer / max(longest, 1e-9))
     return min(ANY_RATE, (longer - nbytes) / (longest - seconds))
-
-
-def measure_coding(compressor: Compressor, device: torch.device) -> Coding:
-    """One hop, encoded and decoded: of several tensors as one bucket, small ones and large ones."""
-    numel = _CODED_NUMEL.get(device.type, 1 << 20)
-    small = min(_SMALL_NUMEL, numel // 2)
-    bucket_s = _coding_s(compressor, small, device)
-    seconds = _coding_s(compressor, numel, device)
-    return Coding((numel - small) / max(seconds - bucket_s, 1e-9), bucket_s)
-
-
-def _coding_s(compressor: Compressor, numel: int, device: torch.device) -> float:
-    each = numel // _CODED_TENSORS
-    specs = [TensorSpec(f"measured {at}", (max(1, each // 128), min(each, 128))) for at in range(_CODED_TENSORS)]
-    bucket = AloneBucket(compressor.phase(1 << 20), specs, device)
-    x = torch.randn(bucket.numel, device=device)
-    out = torch.empty_like(x)
-
-    def reduce(times: int) -> None:
-        for _ in range(times):
-            bucket.reduce(x, out)
-
-    reduce(1)  # kernels are compiled
-    times = int(min(_MOST_TIMES**2, max(_FEWEST_TIMES, _ENOUGH_S / seconds_of(lambda: reduce(1), device))))
-    return seconds_of(lambda: reduce(times), device) / times
-
-
-def memcpy_nbytes_per_s(device: torch.device) -> float:
-    """Bytes read and written per second by copying a tensor that no cache holds."""
-    x = torch.ones(1 << (24 if device.type == "cpu" else 28), dtype=torch.float32, device=device)
-    out = torch.empty_like(x)
-    return 2 * x.nbytes / min(seconds_of(lambda: out.copy_(x), device) for _ in range(3))
-
-
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """How long a call takes until the device has done what it asks for."""
-    finish(device)
-    began = time.perf_counter()
-    call()
-    finish(device)
-    return time.perf_counter() - began
-
-
-def finish(device: torch.device) -> None:
-    """Wait until the device has nothing left to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

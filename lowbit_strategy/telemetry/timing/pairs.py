@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.plan.bench import Pair
 from lowbit_strategy.ranks.topology import Topology
-from lowbit_strategy.telemetry.timing.links import finish
+from lowbit_strategy.telemetry.timing.device_clock import finish
 
 MOST_PAIRS = 66  # all of 12 ranks
 _PINGS = 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.quantization.dense import Dense
 from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.methods.wrappers.warmup import WarmUp
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.echo import EchoComm, Operations
 
@@ -43,6 +47,35 @@ def test_a_step_on_cuda_takes_few_operations() -> None:
             step(sync, layout, x, x)
     assert len(operations.names) <= 40, operations.names  # views included
     assert len(launched) == 8  # LoCo and dense: encode and decode on both hops
+
+
+@pytest.mark.parametrize("compressor", [LoCo(), TopK()], ids=["codes", "a reducer"])
+def test_old_and_new_state_are_never_in_a_gpus_memory_together(
+    compressor: Compressor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, numel = bucket(scatter=False)
+    changes = WarmUp(compressor=LoCo(bits=2, codebook="fitted"), first=compressor, steps=1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    make_store, seen = CodecPair.make_store, []
+
+    def noting(self: CodecPair, specs: object, placement: object) -> object:
+        seen.append([each() for each in old if each() is not None])
+        return make_store(self, specs, placement)  # type: ignore[arg-type]
+
+    with on_cuda():
+        sync = GradientSync(changes, SPECS, Ranks.flat(EchoComm(64)), CUDA, scatter=False)
+        x = torch.empty(numel, device=CUDA)
+        if compressor == LoCo():
+            step(sync, layout, x, x)  # a bucket knows where the state of its parameters lies
+        else:
+            sync.step_index = 1
+        old = [weakref.ref(tensor) for tensor in sync.state.all_tensors()]
+        monkeypatch.setattr(CodecPair, "make_store", noting)
+        assert old
+        sync.follow_phase()
+        assert all(tensor.device == CUDA for tensor in sync.state.all_tensors())
+    assert seen
+    assert not any(seen)
 
 
 READS: dict[str, Callable[[Tensor], object]] = {

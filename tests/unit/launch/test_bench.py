@@ -27,14 +27,14 @@ from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.plan.bench import Bench, read_bench
 from lowbit_strategy.plan.cluster import ANY_RATE, Coding, Link, Rings, Work
 from lowbit_strategy.ranks.topology import Topology
-from lowbit_strategy.telemetry.timing import links
+from lowbit_strategy.telemetry.timing import coding, links
 from lowbit_strategy.telemetry.timing.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
 from testing.processes.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_CODED_NUMEL", {"cpu": 1 << 14})
+    monkeypatch.setattr(coding, "_NUMEL", {"cpu": 1 << 14})
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -96,7 +96,7 @@ def test_a_rank_alone_has_no_link() -> None:
     link = links.measure_link(LocalComm(), links.Turns(LocalComm(), device))
     assert link.nbytes_per_s == ANY_RATE
     assert link.work is None
-    assert links.measure_coding(LoCo(), device).numel_per_s > 0
+    assert coding.measure_coding(LoCo(), device).numel_per_s > 0
 
 
 def test_the_rate_is_that_of_what_a_link_does_not_let_pass_at_once() -> None:
