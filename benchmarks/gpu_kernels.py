@@ -1,7 +1,7 @@
 """Speed of the Triton kernels as a share of a device-to-device copy's in the same run.
 
 Bytes are those a kernel has to move: each input read once, each output written once. A copy counts what it reads and
-what it writes. First every format is compared with the reference, bit for bit; a difference ends the run.
+what it writes. Time is the GPU's alone: launching takes the host longer than some kernels run. First every format is compared with the reference, bit for bit; a difference ends the run.
 
     python benchmarks/gpu_kernels.py --json gpu_kernels.json
     python benchmarks/gpu_kernels.py --sweep --shard 0/8      # other tiles and warps; an eighth takes some minutes
@@ -18,6 +18,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, unifo
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
+from lowbit_strategy.telemetry.timing.device_clock import device_seconds_of
 from testing.kernels.cases import FITTED_1, FITTED_2, check_case, core_cases, fitted
 
 ARCHITECTURES = (80, 90)
@@ -159,18 +161,10 @@ def wires(fmt: BlockFormat, numel: int) -> list[Tensor]:
 
 
 def median_ms(run: Callable[[int], None], repeats: int) -> float:
+    device = torch.device("cuda", torch.cuda.current_device())
     for i in range(NUM_SETS):
         run(i)
-    torch.cuda.synchronize()
-    times = []
-    for i in range(repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run(i % NUM_SETS)
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+    return statistics.median(1e3 * device_seconds_of(partial(run, i % NUM_SETS), device) for i in range(repeats))
 
 
 def copy_gb_per_s(numel: int, repeats: int) -> float:

@@ -74,9 +74,11 @@ def memory_of(kind: str, compressor: Any, device: torch.device) -> Figures:
         if device.type == "cuda":  # now: what the model took whole, before it was sharded, is no step's
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        announced = 0
         for step in range(4):
             if session is not None:
                 session.begin_step()
+                announced = max(announced, announced_nbytes(session.sync))
             next_token_loss(model, batch(step, 0, device)).backward()
             model.zero_grad()
             if session is not None:
@@ -87,7 +89,7 @@ def memory_of(kind: str, compressor: Any, device: torch.device) -> Figures:
         if session is not None:
             figures["residual_nbytes"] = session.sync.state.nbytes
             figures["wire_nbytes"] = session.sync.buffers.nbytes
-            figures["announced_gb"] = announced_nbytes(session.sync) / 1e9
+            figures["announced_gb"] = announced / 1e9
             session.close()
     return figures
 
@@ -111,7 +113,7 @@ def memory(device: torch.device) -> Figures:
 
 
 def announced_nbytes(sync: GradientSync) -> int:
-    """What the start-up report says compression takes: residuals, messages, weights that are kept."""
+    """What the report says that compression takes in this phase: residuals, messages, weights that are kept."""
     report = build_report(sync)
     kept = report.weights[0].kept_nbytes if report.weights else 0
     return report.plan.memory.residuals + report.buffer_nbytes + kept

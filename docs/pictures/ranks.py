@@ -21,7 +21,7 @@ from lowbit_strategy.plan.uncompressed import uncompressed
 PER_NODE = 8
 RANKS = (8, 64, 1024, 8192, 100_000)
 COMPUTE_S = 0.3
-CLUSTER = Cluster(inter_node=Link(5e-5, 1.25e9), intra_node=Link(5e-6, 5e10), encoded_per_s=2e10)
+CLUSTER = Cluster(inter_node=Link(5e-5, 1.25e9), intra_node=Link(5e-6, 5e10), encoded_per_s=1e11, bucket_s=4e-4)
 METHODS = {
     "loco": (BLUE, "-"),
     "loco1": (BLUE, "--"),

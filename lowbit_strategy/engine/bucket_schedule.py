@@ -9,6 +9,8 @@ A bucket whose message is on its way to ranks far apart is not waited for until 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,13 +18,23 @@ from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.engine.bucket import Stages
 
 
-class _Job:
-    __slots__ = ("_pending", "future", "result", "stages")
+class _Whole:
+    """What is there once so many jobs are done."""
 
-    def __init__(self, stages: Stages, result: Tensor, future: torch.futures.Future[Tensor]) -> None:
-        self.stages = stages
+    __slots__ = ("future", "left", "result")
+
+    def __init__(self, result: Tensor, future: torch.futures.Future[Tensor], left: int) -> None:
         self.result = result
         self.future = future
+        self.left = left
+
+
+class _Job:
+    __slots__ = ("_pending", "stages", "whole")
+
+    def __init__(self, stages: Stages, whole: _Whole) -> None:
+        self.stages = stages
+        self.whole = whole
         self._pending: Pending | None = None
 
     @property
@@ -37,7 +49,9 @@ class _Job:
         try:
             self._pending = next(self.stages)
         except StopIteration:
-            self.future.set_result(self.result)
+            self.whole.left -= 1
+            if not self.whole.left:
+                self.whole.future.set_result(self.whole.result)
             return True
         return False
 
@@ -48,11 +62,15 @@ class BucketSchedule:
     def __init__(self) -> None:
         self._active: list[_Job] = []
 
-    def start(self, stages: Stages, result: Tensor, future: torch.futures.Future[Tensor], *, last: bool) -> None:
-        """Start a bucket, advance the others. `future` gets `result` once `stages` are exhausted."""
-        older = [job for job in self._active if not job.is_far]
-        self._active.append(_Job(stages, result, future))
-        self._advance([self._active[-1], *older])
+    def start(
+        self, pieces: Sequence[Stages], result: Tensor, future: torch.futures.Future[Tensor], *, last: bool
+    ) -> None:
+        """Start a bucket, advance the others; one piece after the other. `future` gets `result` once all are done."""
+        whole = _Whole(result, future, len(pieces))
+        for stages in pieces:
+            older = [job for job in self._active if not job.is_far]
+            self._active.append(_Job(stages, whole))
+            self._advance([self._active[-1], *older])
         if last:
             self.finish()
 
@@ -63,9 +81,9 @@ class BucketSchedule:
 
     def fail(self, error: Exception) -> None:
         """Nothing that is under way will end: whoever waits for it gets `error`."""
-        failed, self._active = self._active, []
-        for job in failed:
-            job.future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation
+        failed, self._active = {job.whole for job in self._active}, []
+        for whole in failed:
+            whole.future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation
 
     def _advance(self, jobs: list[_Job]) -> None:
         for job in jobs:

@@ -17,6 +17,9 @@ from lowbit_strategy.model.parameters import canonical_name
 class DDPHook:
     """Reduces DDP's buckets in place.
 
+    Before DDP has seen in which order gradients come, all of them are one bucket. It is reduced in pieces of the size
+    that later buckets have, so that messages need no more memory in the first step than in others.
+
     On CPU one worker thread reduces them while backward goes on; on CUDA they are reduced on a side stream. DDP may
     rebuild its buckets at any time: layouts are looked up by what a bucket holds, state by parameter name.
 
@@ -32,28 +35,35 @@ class DDPHook:
         refuse_python_reducer()
         self.sync = sync
         self._levels = None if sync.ranks.intra_node is None else TwoLevelBuckets(sync)
+        self._cap_nbytes: int = model.bucket_bytes_cap
         self._names = {id(p): canonical_name(name) for name, p in model.module.named_parameters()}
         self._side: BucketWorker | SideStream = BucketWorker() if sync.device.type == "cpu" else SideStream(sync.device)
         model.register_comm_hook(self, DDPHook.reduce)
 
-    def layout(self, bucket: dist.GradBucket) -> BucketLayout:
+    def pieces(self, bucket: dist.GradBucket) -> list[tuple[BucketLayout, Tensor]]:
+        """What is reduced as one: a piece is full as DDP's buckets are, once it has reached their size."""
         buffer = bucket.buffer()
         base, itemsize = buffer.data_ptr(), buffer.element_size()
-        entries = tuple(
-            Entry(self._names[id(param)], (grad.data_ptr() - base) // itemsize)
-            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
-            if grad.numel()
-        )
-        return BucketLayout(entries, last=bucket.is_last())
+        found: list[list[Entry]] = [[]]
+        ends = [0]  # of the pieces, in elements
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            at = (grad.data_ptr() - base) // itemsize
+            if not grad.numel():
+                continue
+            if (at - ends[-1]) * itemsize >= self._cap_nbytes:
+                found.append([])
+                ends.append(at)
+            found[-1].append(Entry(self._names[id(param)], at - ends[-1]))
+        parts = buffer.tensor_split(ends[1:])
+        last = [False] * (len(found) - 1) + [bucket.is_last()]
+        return [(BucketLayout(tuple(entries), last=it), x) for entries, it, x in zip(found, last, parts, strict=True)]
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer()
-        layout = self.layout(bucket)
-        if self._levels is None:
-            stages = self.sync.reduce(layout, buffer, buffer)
-        else:
-            stages = self._levels.reduce(layout, buffer)
-        return self._side.submit(stages, buffer, last=bucket.is_last())
+        stages = [
+            self.sync.reduce(layout, x, x) if self._levels is None else self._levels.reduce(layout, x)
+            for layout, x in self.pieces(bucket)
+        ]
+        return self._side.submit(*stages, result=bucket.buffer(), last=bucket.is_last())
 
     def close(self) -> bool:
         """Whether nothing of it runs any more."""

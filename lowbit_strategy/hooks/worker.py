@@ -30,10 +30,10 @@ class BucketWorker:
         self._thread = threading.Thread(target=self._loop, name="lowbit-buckets", daemon=True)
         self._thread.start()
 
-    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> torch.futures.Future[Tensor]:
-        """A future of `result`, set once `stages` are exhausted. `last`: the backward pass has no more buckets."""
+    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
+        """A future of `result`, set once all stages are exhausted. `last`: the backward pass has no more buckets."""
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._queue.put(lambda: self._schedule.start(stages, result, future, last=last))
+        self._queue.put(lambda: self._schedule.start(pieces, result, future, last=last))
         return future
 
     def finish(self) -> None:
@@ -73,13 +73,13 @@ class SideStream:
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._schedule = BucketSchedule()
 
-    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> torch.futures.Future[Tensor]:
+    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
         """As `BucketWorker.submit`."""
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             result.record_stream(self._stream)
-            self._schedule.start(stages, result, future, last=last)
+            self._schedule.start(pieces, result, future, last=last)
         return future
 
 
@@ -105,7 +105,7 @@ class BackwardSide:
             wait_for_all(stages)
             then()
             return
-        self._futures.append(self._worker.submit(stages, result, last=False))
+        self._futures.append(self._worker.submit(stages, result=result, last=False))
         self._then.append(then)
         if at_once:
             self.finish()

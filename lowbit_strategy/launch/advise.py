@@ -18,7 +18,7 @@ from rich.table import Table
 from lowbit_strategy.launch import units
 from lowbit_strategy.launch.commands import errors_of
 
-_ENCODED_PER_S = 20e9  # elements per hop, assumed: a GPU reads and writes some hundred gigabytes per second
+_ENCODED_PER_S, _BUCKET_S = 1e11, 4e-4  # elements per hop, and per bucket; of a GPU: an H100 was measured at 2.3e11
 _ENCODED_PER_S_ON_CPU = 1e9  # a core or two
 _INTRA_LATENCY_S, _INTRA_NBYTES_PER_S = 5e-6, 50e9  # assumed, of links inside a node
 
@@ -141,10 +141,11 @@ def cluster_of(link: str | None, latency: str | None, measured: Any = None, *, o
     from lowbit_strategy.plan.cluster import Cluster, Link
 
     inside, coded = Link(_INTRA_LATENCY_S, _INTRA_NBYTES_PER_S), _ENCODED_PER_S_ON_CPU if on_cpu else _ENCODED_PER_S
+    bucket_s = 0.0 if on_cpu else _BUCKET_S
     ways = 2 if on_cpu else 1  # of gloo's: a sender first hears that the receiver waits
     far = Link(units.duration(latency or _LATENCY), units.rate(link or _LINK))
     if measured is None:
-        links = Cluster(inter_node=far, intra_node=inside, encoded_per_s=coded, ways=ways)
+        links = Cluster(inter_node=far, intra_node=inside, encoded_per_s=coded, bucket_s=bucket_s, ways=ways)
         return replace(links, trees=not on_cpu, prefetches=not on_cpu, scatters=not on_cpu)
     found = measured.levels.get("inter-node", far)
     given = found

@@ -19,7 +19,7 @@ from lowbit_strategy.rounds.turn_header import TurnHeader
 class AsyncReducer(Protocol):
     """Reduces what it is given while its caller goes on."""
 
-    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Pending: ...
+    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> Pending: ...
 
 
 class Inline:
@@ -28,10 +28,10 @@ class Inline:
     def __init__(self) -> None:
         self._schedule = BucketSchedule()
 
-    def submit(self, stages: Stages, result: Tensor, *, last: bool) -> Pending:
+    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> Pending:
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if result.is_cuda else None)
         try:
-            self._schedule.start(stages, result, future, last=last)
+            self._schedule.start(pieces, result, future, last=last)
         except Exception as error:
             self._schedule.fail(error)
             raise

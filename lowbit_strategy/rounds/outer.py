@@ -196,11 +196,13 @@ class OuterSync:
             self._eager.go_ahead(fragment, x_N, sync.step_index)
         sync.begin_step(stride=max(1, self._since))  # where controllers decide
         reduced = [(layout, x_N[part]) for layout, part in fragment.buckets]
-        arrivals = [self._reducer.submit(self._summed(header.flat), header.flat, last=False)]
+        arrivals = [self._reducer.submit(self._summed(header.flat), result=header.flat, last=False)]
         sent, self._turn, self._since = self._turn, (self._turn + 1) % len(self.fragments), 0
         if self._turn == 0:
             self._every = max(self.every or self._next_round(learning_rate), len(self.fragments))
-        arrivals += [self._reducer.submit(sync.reduce(layout, x, x), x, last=layout.last) for layout, x in reduced]
+        arrivals += [
+            self._reducer.submit(sync.reduce(layout, x, x), result=x, last=layout.last) for layout, x in reduced
+        ]
         delay = self.rule.delay_of(self.turn_length)
         self._in_flight = InFlight(sent, x_N, header, arrivals, delay, weights=self.weights)
         return self._in_flight

@@ -56,16 +56,18 @@ def sharded(folder: Path) -> Facts:
 
 
 def in_buckets(folder: Path) -> Facts:
-    """DDP, of which all buckets may be under way at the same time."""
+    """DDP, of which all buckets may be under way at the same time, and whose first step has a single one."""
     net = nn.Sequential(*(nn.Linear(4 * WIDTH, 4 * WIDTH) for _ in range(NUM_MODULES)))
     prepared = prepare(net, LoCo())
     model = DistributedDataParallel(net, bucket_cap_mb=0.5)
     session = attach_ddp(model, prepared)
+    held = []
     for _ in range(6):
         session.begin_step()
         model(torch.randn(4, 4 * WIDTH)).square().mean().backward()
+        held.append(session.sync.buffers.nbytes)
         session.end_step()
-    facts = {"held": session.sync.buffers.nbytes, "announced": build_report(session.sync).buffer_nbytes}
+    facts = {"held": max(held), "announced": build_report(session.sync).buffer_nbytes}
     session.close()
     return facts
 

@@ -99,6 +99,7 @@ class CodecStore(MethodStore):
         lengths = [round_up(cut.row_numel, pair.block_size) for cut in self.cuts.values()]
         self._chunks = dict(zip(self.cuts, pairwise(accumulate(lengths, initial=0)), strict=True))
         self._arenas: dict[str, _Arena] = {}
+        self._parked = False
         for hop, codec in (("uplink", pair.uplink), ("downlink", pair.downlink))[: 1 if placement.scatter else 2]:
             for key, arena in codec.arenas().items():
                 num_chunks = placement.world_size if (arena.extent == "sender") == (hop == "uplink") else 1
@@ -124,12 +125,11 @@ class CodecStore(MethodStore):
     def tensors(self, name: str) -> StateTensors:
         """Views of one parameter's state on both hops, keys ``uplink.*`` and ``downlink.*``."""
         start, end = self._chunks[name]
-        return {
-            key: x[start * num // unit : end * num // unit].to(self.placement.device)
-            for key, (x, num, unit) in self._arenas.items()
-        }
+        tensors = {key: x[start * num // unit : end * num // unit] for key, (x, num, unit) in self._arenas.items()}
+        return {key: x.to(self.placement.device) for key, x in tensors.items()} if self._parked else tensors
 
     def park(self) -> None:
+        self._parked = True
         self._arenas = {key: arena._replace(values=arena.values.cpu()) for key, arena in self._arenas.items()}
 
     def state_tensors(self) -> list[Tensor]:

@@ -66,7 +66,7 @@ def worker() -> Iterator[BucketWorker]:
 def test_a_new_bucket_starts_before_older_ones_advance(worker: BucketWorker) -> None:
     log: list[str] = []
     results = [torch.tensor(float(i)) for i in range(3)]
-    futures = [worker.submit(stages(name, log), results[i], last=i == 2) for i, name in enumerate("abc")]
+    futures = [worker.submit(stages(name, log), result=results[i], last=i == 2) for i, name in enumerate("abc")]
     assert [finished(future) for future in futures] == results
     assert log == [
         *("start a",),
@@ -80,7 +80,7 @@ def test_a_new_bucket_starts_before_older_ones_advance(worker: BucketWorker) -> 
 def test_a_result_is_there_only_when_its_bucket_is_done(worker: BucketWorker) -> None:
     log: list[str] = []
     gate = threading.Event()
-    future = worker.submit(stages("a", log, gate=gate), torch.ones(3), last=True)
+    future = worker.submit(stages("a", log, gate=gate), result=torch.ones(3), last=True)
     assert not future.done()
     gate.set()
     assert finished(future).sum() == 3
@@ -99,18 +99,18 @@ def test_a_bucket_that_waits_for_the_others_of_its_step_is_advanced_again(worker
         complete.append("last")
         yield None
 
-    early = worker.submit(waiting(), torch.zeros(1), last=False)
-    late = worker.submit(last(), torch.ones(1), last=True)
+    early = worker.submit(waiting(), result=torch.zeros(1), last=False)
+    late = worker.submit(last(), result=torch.ones(1), last=True)
     assert (finished(early).item(), finished(late).item()) == (0.0, 1.0)
 
 
 def test_nothing_of_a_bucket_is_kept_once_it_is_done(worker: BucketWorker) -> None:
     """DDP's first bucket may be the whole gradient; while it lay in the thread's hands, the next step held two."""
-    finished(worker.submit(stages("a", []), torch.zeros(1), last=True))
+    finished(worker.submit(stages("a", []), result=torch.zeros(1), last=True))
     bucket = torch.ones(3)
     gone = threading.Event()
     weakref.finalize(bucket, gone.set)
-    finished(worker.submit(stages("b", []), bucket, last=True))
+    finished(worker.submit(stages("b", []), result=bucket, last=True))
     del bucket
     assert gone.wait(LIMIT_S / 10)
 
@@ -119,9 +119,9 @@ def issued(exchanges: Sequence[int]) -> list[str]:
     """What one step's buckets do, in order, when all of them are there before the thread looks at the first."""
     log: list[str] = []
     worker, gate = BucketWorker(), threading.Event()
-    worker.submit(stages("held", [], 1, gate), torch.zeros(1), last=True)
+    worker.submit(stages("held", [], 1, gate), result=torch.zeros(1), last=True)
     futures = [
-        worker.submit(stages(f"{i}.", log, count), torch.zeros(1), last=i == len(exchanges) - 1)
+        worker.submit(stages(f"{i}.", log, count), result=torch.zeros(1), last=i == len(exchanges) - 1)
         for i, count in enumerate(exchanges)
     ]
     gate.set()
@@ -151,7 +151,7 @@ def test_the_schedule_does_not_depend_on_when_buckets_come(exchanges: list[int])
             started.set()
             yield from stages(f"{i}.", log, count)
 
-        future = worker.submit(announced(), torch.zeros(1), last=i == len(exchanges) - 1)
+        future = worker.submit(announced(), result=torch.zeros(1), last=i == len(exchanges) - 1)
         assert started.wait(LIMIT_S)  # a slow backward: the next bucket comes when this one is already under way
     finished(future)
     worker.close()
@@ -166,8 +166,8 @@ def test_an_error_fails_all_buckets_under_way_and_is_logged_with_its_traceback(
         raise ValueError("the third block is missing")
 
     with caplog.at_level(logging.ERROR, logger="lowbit_strategy"):
-        first = worker.submit(stages("a", [], 5), torch.zeros(1), last=False)
-        second = worker.submit(failing(), torch.zeros(1), last=True)
+        first = worker.submit(stages("a", [], 5), result=torch.zeros(1), last=False)
+        second = worker.submit(failing(), result=torch.zeros(1), last=True)
         for future in (first, second):
             with pytest.raises(Exception, match="the third block is missing"):
                 finished(future)
@@ -185,8 +185,8 @@ def test_a_worker_goes_on_after_an_error(worker: BucketWorker) -> None:
 
     log: list[str] = []
     with pytest.raises(Exception, match="once"):
-        finished(worker.submit(failing(), torch.zeros(1), last=True))
-    assert finished(worker.submit(stages("a", log), torch.ones(1), last=True)).item() == 1.0
+        finished(worker.submit(failing(), result=torch.zeros(1), last=True))
+    assert finished(worker.submit(stages("a", log), result=torch.ones(1), last=True)).item() == 1.0
     assert log == ["start a", "arrived a0", "arrived a1", "end a"]
 
 
@@ -194,7 +194,7 @@ def test_close_ends_the_thread_after_what_was_submitted() -> None:
     log: list[str] = []
     worker = BucketWorker()
     before = {thread.name for thread in threading.enumerate()}
-    future = worker.submit(stages("a", log), torch.zeros(1), last=True)
+    future = worker.submit(stages("a", log), result=torch.zeros(1), last=True)
     worker.close()
     assert future.done()
     assert log[-1] == "end a"

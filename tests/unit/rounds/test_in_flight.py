@@ -35,7 +35,7 @@ def test_all_buckets_leave_before_one_is_waited_for() -> None:
     """Two messages in series for the whole turn, and not two for each bucket."""
     log: list[str] = []
     reducer = Inline()
-    arrivals = [reducer.submit(stages(name, log), torch.zeros(1), last=name == "c") for name in "abc"]
+    arrivals = [reducer.submit(stages(name, log), result=torch.zeros(1), last=name == "c") for name in "abc"]
     for arrival in arrivals:
         arrival.wait()
     assert log == [
@@ -48,9 +48,9 @@ def test_all_buckets_leave_before_one_is_waited_for() -> None:
 def test_what_failed_is_raised_and_the_next_turn_begins_anew() -> None:
     log: list[str] = []
     reducer = Inline()
-    reducer.submit(stages("a", log), torch.zeros(1), last=False)
+    reducer.submit(stages("a", log), result=torch.zeros(1), last=False)
     with pytest.raises(ConnectionError, match="the link is down"):
-        reducer.submit(stages("b", log, fails=True), torch.zeros(1), last=True)
+        reducer.submit(stages("b", log, fails=True), result=torch.zeros(1), last=True)
     log.clear()
-    reducer.submit(stages("c", log), torch.zeros(1), last=True).wait()
+    reducer.submit(stages("c", log), result=torch.zeros(1), last=True).wait()
     assert log == ["left c0", "arrived c0", "left c1", "arrived c1", "end c"]

@@ -1,0 +1,70 @@
+"""How fast a device codes and copies."""
+
+from __future__ import annotations
+
+import torch
+
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.plan.cluster import Coding
+from lowbit_strategy.telemetry.measure import AloneBucket
+from lowbit_strategy.telemetry.timing.device_clock import device_seconds_of, seconds_of
+
+_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 25}
+_TENSORS, _SMALL_NUMEL = 8, 1 << 13
+_ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 144, 3
+_MOST_QUEUED = 8  # buckets that a GPU is asked for at once: its queue holds about a thousand launches
+
+
+def measure_coding(compressor: Compressor, device: torch.device) -> Coding:
+    """One hop, encoded and decoded: of several tensors as one bucket, small ones and large ones.
+
+    On a GPU a small bucket takes as long as the host needs to ask for it; a large one is timed on the GPU alone.
+    """
+    numel = _NUMEL.get(device.type, 1 << 20)
+    small, large = _Bucket(compressor, min(_SMALL_NUMEL, numel // 2), device), _Bucket(compressor, numel, device)
+    small_s, large_s = small.device_s(), large.device_s()
+    longer = large_s - small_s if large_s > small_s else large_s
+    return Coding((large.numel - small.numel) / longer, small.wall_s())
+
+
+class _Bucket:
+    """So many elements in several tensors, coded over and over."""
+
+    def __init__(self, compressor: Compressor, numel: int, device: torch.device) -> None:
+        each = numel // _TENSORS
+        specs = [TensorSpec(f"measured {at}", (max(1, each // 128), min(each, 128))) for at in range(_TENSORS)]
+        self._device = device
+        self._alone = AloneBucket(compressor.phase(1 << 20), specs, device)
+        self._x = torch.randn(self._alone.numel, device=device)
+        self._out = torch.empty_like(self._x)
+        self._reduce(1)  # kernels are compiled
+
+    @property
+    def numel(self) -> int:
+        return self._x.numel()
+
+    def _reduce(self, times: int) -> None:
+        for _ in range(times):
+            self._alone.reduce(self._x, self._out)
+
+    def _times(self, most: int) -> int:
+        once = seconds_of(lambda: self._reduce(1), self._device)
+        return int(min(most, max(_FEWEST_TIMES, _ENOUGH_S / once)))
+
+    def wall_s(self) -> float:
+        times = self._times(_MOST_TIMES)
+        return seconds_of(lambda: self._reduce(times), self._device) / times
+
+    def device_s(self) -> float:
+        if self._device.type != "cuda":
+            return self.wall_s()
+        times = self._times(_MOST_QUEUED)
+        return device_seconds_of(lambda: self._reduce(times), self._device) / times
+
+
+def memcpy_nbytes_per_s(device: torch.device) -> float:
+    """Bytes read and written per second by copying a tensor that no cache holds."""
+    x = torch.ones(1 << (24 if device.type == "cpu" else 28), dtype=torch.float32, device=device)
+    out = torch.empty_like(x)
+    return 2 * x.nbytes / min(seconds_of(lambda: out.copy_(x), device) for _ in range(3))
