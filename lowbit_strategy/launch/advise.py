@@ -300,7 +300,8 @@ def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -
             if not each.line:
                 own[f"{layout} {each.name[-4:]}"] = each.time.seconds
             ratios = [own.get(f"{layout} {kind}", 0.0) / each.time.seconds for kind in ("at32", "bf16")]
-            row = [f"{each.time.seconds:.3g} ({each.time.low:.3g}-{each.time.high:.3g})"]
+            low, high = (f"{bound:.{3 if bound >= 1 else 2}g}" for bound in (each.time.low, each.time.high))
+            row = [f"{each.time.seconds:.3g} ({low}-{high})"]
             row += [f"{ratio:.3g}" if ratio else "" for ratio in ratios] + [_rate(each)]
         held = each.held_nbytes(wanted)
         too_much = "!" if limit is not None and held > limit else ""

@@ -133,8 +133,8 @@ def _many_buckets(rank: int, world_size: int) -> dict[str, Any]:
     model = DistributedDataParallel(module, bucket_cap_mb=0.001)
     hook = DDPHook(model, sync)
     buckets = []
-    layout = hook.layout
-    hook.layout = lambda bucket: buckets.append(bucket.index()) or layout(bucket)  # type: ignore[method-assign]
+    pieces = hook.pieces
+    hook.pieces = lambda bucket: buckets.append(bucket.index()) or pieces(bucket)  # type: ignore[method-assign]
     losses = _losses(model, rank, sync)
     hook.close()
     return {"losses": losses, "num_buckets": max(buckets) + 1, "sum": [p.sum().item() for p in module.parameters()]}
