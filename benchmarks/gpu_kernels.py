@@ -1,7 +1,8 @@
 """Speed of the Triton kernels as a share of a device-to-device copy's in the same run.
 
 Bytes are those a kernel has to move: each input read once, each output written once. A copy counts what it reads and
-what it writes. Time is the GPU's alone: launching takes the host longer than some kernels run. First every format is compared with the reference, bit for bit; a difference ends the run.
+what it writes. Time is the GPU's alone: launching takes the host longer than some kernels run. First every format is
+compared with the reference, bit for bit; a difference ends the run.
 
     python benchmarks/gpu_kernels.py --json gpu_kernels.json
     python benchmarks/gpu_kernels.py --sweep --shard 0/8      # other tiles and warps; an eighth takes some minutes
