@@ -84,7 +84,7 @@ def advise(
         f"{wanted.numel:.3g} parameters, {wanted.nodes} x {wanted.ranks_per_node} ranks,"
         f" {far.nbytes_per_s * 8 / 1e9:.3g} Gbit/s and {1e3 * far.latency_s:.3g} ms between nodes"
     )
-    sources = _sources(bench, link, latency, compute, cluster.encoded_per_s)
+    sources = _sources(bench, link, latency, compute, cluster)
     answer = (
         "Do not use this package here: nothing that keeps the loss is 5 % faster than the framework's own."
         if best is None
@@ -166,6 +166,12 @@ def cluster_of(link: str | None, latency: str | None, measured: Any = None, *, o
     )
 
 
+def coding_of(cluster: Any) -> str:
+    """How fast devices code, in words."""
+    each = f" and {1e3 * cluster.bucket_s:.2g} ms per bucket" if cluster.bucket_s else ""
+    return f"{cluster.encoded_per_s:.2g} elements/s encoded{each}"
+
+
 def is_far(latency: str | None) -> bool:
     """Whether messages of ranks on CPUs all travel at once."""
     from lowbit_strategy.ranks.shape import FAR_S
@@ -173,16 +179,14 @@ def is_far(latency: str | None) -> bool:
     return 2 * units.duration(latency or _LATENCY) >= FAR_S
 
 
-def _sources(
-    bench: Path | None, link: str | None, latency: str | None, compute: str | None, encoded_per_s: float
-) -> str:
+def _sources(bench: Path | None, link: str | None, latency: str | None, compute: str | None, cluster: Any) -> str:
     """Which figures were given, measured and assumed."""
     of = {f"link {link or _LINK}": link, f"latency {latency or _LATENCY}": latency}
     given = [what for what, value in {**of, f"compute {compute or _COMPUTE}": compute}.items() if value is not None]
     assumed = [] if compute else [f"compute {_COMPUTE}"]
     if bench is None:
         assumed += [what for what, value in of.items() if value is None]
-        assumed += ["50 GB/s inside a node", f"{encoded_per_s:.2g} elements/s encoded"]
+        assumed += ["50 GB/s inside a node", coding_of(cluster)]
         measured = ""
     else:
         measured = f"; measured, in {bench}: the rest"

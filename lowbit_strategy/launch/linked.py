@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowbit_strategy.launch import units
-from lowbit_strategy.launch.advise import cluster_of, is_far
+from lowbit_strategy.launch.advise import cluster_of, coding_of, is_far
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.plan.cluster import Cluster
 from lowbit_strategy.plan.cost import step_time
@@ -82,7 +82,7 @@ class Linked:
         """A line for a report."""
         ours = step_time(plan, cluster, compute_s, optimizer_s)
         plain, half = (step_time(uncompressed(plan, size), cluster, compute_s, optimizer_s) for size in (4, 2))
-        coded = f"{cluster.encoded_per_s:.2g} elements/s encoded"
+        coded = coding_of(cluster)
         if self.compute:
             sources = f"given; assumed: GPUs, {coded}, 50 GB/s inside a node"
         else:

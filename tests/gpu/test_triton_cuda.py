@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.segments import Segment, Segments
+from lowbit_strategy.telemetry.timing.device_clock import device_seconds_of
 from testing.kernels.cases import Case, cases, check_case, check_dense, check_sources
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -106,6 +109,16 @@ def test_the_second_gpu_is_served_as_well() -> None:
     decoded = torch.empty_like(x)
     decode_sum_(wire, decoded, segments, FORMAT)
     assert (decoded - x).abs().max() <= x.abs().max() / 7 * 0.51
+
+
+def test_the_devices_clock_does_not_count_the_host() -> None:
+    x = torch.randn(1 << 20, device="cuda")
+
+    def call() -> None:
+        time.sleep(0.02)
+        x.mul_(1.0)
+
+    assert 0 < device_seconds_of(call, x.device) < 0.005
 
 
 def test_capture_into_a_cuda_graph_is_refused() -> None:

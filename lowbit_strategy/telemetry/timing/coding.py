@@ -20,6 +20,8 @@ def measure_coding(compressor: Compressor, device: torch.device) -> Coding:
     """One hop, encoded and decoded: of several tensors as one bucket, small ones and large ones.
 
     On a GPU a small bucket takes as long as the host needs to ask for it; a large one is timed on the GPU alone.
+    Where a large bucket took no longer than a small one, something disturbed the small one, and all of the large one's
+    time counts for its elements: too slow rather than too fast.
     """
     numel = _NUMEL.get(device.type, 1 << 20)
     small, large = _Bucket(compressor, min(_SMALL_NUMEL, numel // 2), device), _Bucket(compressor, numel, device)
