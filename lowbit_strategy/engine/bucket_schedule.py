@@ -4,7 +4,8 @@ A new bucket is started (encoded, its bytes sent), then every older one is advan
 the last bucket of a step all are finished. So one bucket is encoded while another's bytes travel, and all
 ranks issue collectives in the same order.
 
-A bucket whose message is on its way to ranks far apart is not waited for until all buckets have left.
+A bucket whose message is on its way to ranks far apart is not waited for until all buckets have left; the last ones
+may have to sum inside a node before, and come first.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ class _Job:
         self.stages = stages
         self.whole = whole
         self._pending: Pending | None = None
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it waits for a message that does not take long."""
+        return self._pending is not None and not self.is_far
 
     @property
     def is_far(self) -> bool:
@@ -75,9 +81,9 @@ class BucketSchedule:
             self.finish()
 
     def finish(self) -> None:
-        """Advance all buckets until they are done."""
+        """Advance all buckets until they are done, those that wait for near ranks first."""
         while self._active:
-            self._advance(list(self._active))
+            self._advance([job for job in self._active if job.is_near] or list(self._active))
 
     def fail(self, error: Exception) -> None:
         """Nothing that is under way will end: whoever waits for it gets `error`."""

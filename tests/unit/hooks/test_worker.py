@@ -104,6 +104,28 @@ def test_a_bucket_that_waits_for_the_others_of_its_step_is_advanced_again(worker
     assert (finished(early).item(), finished(late).item()) == (0.0, 1.0)
 
 
+class FarTravel(Travel):
+    is_far = True
+
+
+def over_two_levels(name: str, log: list[str]) -> Iterator[Travel]:
+    """An exact sum inside a node, two messages to far ranks, and an exact gather."""
+    for what, kind in (("sum", Travel), ("rows", FarTravel), ("mean", FarTravel), ("gather", Travel)):
+        log.append(f"sent {name} {what}")
+        yield kind(f"{name} {what}", log)
+
+
+def test_the_last_far_message_leaves_before_any_is_waited_for(worker: BucketWorker) -> None:
+    """The last bucket's waits for a sum inside its node, which must not come after the way of the others' messages."""
+    log: list[str] = []
+    futures = [worker.submit(over_two_levels(name, log), result=torch.ones(1), last=name == "c") for name in "abc"]
+    for future in futures:
+        finished(future)
+    for hop in ("rows", "mean"):
+        first = min(log.index(f"arrived {name} {hop}") for name in "abc")
+        assert all(f"sent {name} {hop}" in log[:first] for name in "abc")
+
+
 def test_nothing_of_a_bucket_is_kept_once_it_is_done(worker: BucketWorker) -> None:
     """DDP's first bucket may be the whole gradient; while it lay in the thread's hands, the next step held two."""
     finished(worker.submit(stages("a", []), result=torch.zeros(1), last=True))
