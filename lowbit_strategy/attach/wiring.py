@@ -96,11 +96,13 @@ class FSDPWiring:
         weights = weights or Exact()
         if self._taken == weights:
             return
-        self._stock.restore()
+        self.give_back()
         fsdp.install(self._module, self._sync, weights, self._side)
         self._taken = weights
 
     def give_back(self) -> None:
+        if self._taken is not None and self._sync.weights is not None:
+            self._sync.weights.end()
         self._taken = None
         self._stock.restore()
 

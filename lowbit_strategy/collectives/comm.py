@@ -92,6 +92,10 @@ class Comm(ABC):
         """The same ranks, with a count of bytes of its own."""
         return copy.copy(self)
 
+    def end(self) -> None:
+        """No receive stays posted; on all ranks, with nothing under way."""
+        return None
+
     def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Let go of process groups that have been destroyed: the last reference to one holds its threads."""
         if self.group in groups:

@@ -52,6 +52,11 @@ class Gathering:
         """Memory of receives that are posted ahead, now."""
         return sum(comm.ahead_nbytes for comm in self._comms)
 
+    def end(self) -> None:
+        """Nothing is sent by it any more; on all ranks, with nothing under way."""
+        for comm in self._comms:
+            comm.end()
+
     def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Let go of process groups that have been destroyed."""
         for comm in self._comms:

@@ -128,6 +128,11 @@ class WeightSync:
         """FSDP2 gathers weights as they are, in training: this rank sends `nbytes`."""
         self._uncoded_nbytes += nbytes
 
+    def end(self) -> None:
+        """Others send the weights from now on. On all ranks."""
+        self.invalidate()
+        self.comm.end()
+
     def invalidate(self) -> None:
         """The weights have changed: what is kept is old. On all ranks."""
         for module in self.modules.values():

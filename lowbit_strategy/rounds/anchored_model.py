@@ -105,6 +105,7 @@ class AnchoredModel:
             total = self.anchors[name].contiguous()
             peers.all_reduce(total).wait()
             self.anchors[name].copy_(total / peers.world_size)
+        peers.end()
 
     def use_shared(self) -> None:
         """The model has the anchors and the averaged buffers from now on."""

@@ -27,17 +27,26 @@ def hasty_measurements() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def settled(choose: int | None, *, tries: int = 2, compressors: Sequence[Any] | None = None) -> Iterator[None]:
-    """Measured times do not decide: `tries` candidates are tried, and number `choose` of them is taken."""
+def settled(
+    choose: int | None, *, tries: int = 2, compressors: Sequence[Any] | None = None, weights: Sequence[Any] = ()
+) -> Iterator[None]:
+    """Measured times do not decide: `tries` candidates are tried, and number `choose` of them is taken.
+
+    `weights`: of each, under FSDP2; exact ones if none are given.
+    """
 
     def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
         assert len(tried) == tries
         assert all(seconds > 0 for each in (own, *tried) for seconds in each.seconds)
         return Verdict(choose, "the test says so")
 
-    def candidates(auto: Auto, layout: str, weights: Any) -> list[Candidate]:
+    def candidates(auto: Auto, layout: str, _: Any) -> list[Candidate]:
         chosen = compressors or (LoCo(block_size=32), Dense(dtype="bfloat16"))
-        return [Candidate(f"number {at}", each, None if layout == "ddp" else Exact()) for at, each in enumerate(chosen)]
+        codings = weights or [None if layout == "ddp" else Exact()] * len(chosen)
+        return [
+            Candidate(f"number {at}", each, coding)
+            for at, (each, coding) in enumerate(zip(chosen, codings, strict=True))
+        ]
 
     with (
         mock.patch.object(running, "decide", decide),

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit_strategy import Auto, LoCo, TopK
+from lowbit_strategy import Auto, LoCo, TopK, WeightCode, WeightDelta
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
@@ -139,6 +139,23 @@ def test_gradients_of_fsdp_travel_while_backward_goes_on(facts: list[Facts]) -> 
     for rank in facts:
         assert rank["threads"] == {"lowbit-buckets"}
         assert rank["sent"] > 0
+
+
+def codings(folder: Path) -> Facts:
+    """The package tries weights as codes, exact, and as codes again; each kind has a communicator of its own."""
+    options: Any = {"tries": 2, "weights": (WeightCode(), WeightDelta(bits=4))}
+    with nodes_of(dist.get_world_size() // 2), settled(0, **options):
+        made = trainer(strategy("fsdp", Auto(), far_links=True), max_steps=STEPS)
+        made.fit(model := Regression(), loader(96 * 12))
+        weights = made.strategy.sync.weights
+    return {"steps": made.global_step, "chosen": weights.coding.name, "losses": len(model.losses)}
+
+
+@scenarios(codings, world_size=(2, 4))
+def test_weights_may_travel_in_several_ways_one_after_the_other(facts: list[Facts]) -> None:
+    """Receives that one way had posted ahead took the messages of the next, and ranks waited for ever."""
+    for rank in facts:
+        assert rank == {"steps": STEPS, "chosen": WeightCode.name, "losses": STEPS}
 
 
 def memory(folder: Path, kind: Kind) -> Facts:

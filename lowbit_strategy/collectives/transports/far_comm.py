@@ -12,8 +12,9 @@ messages arrive in the order in which they were sent. All ranks begin and end ex
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import GroupComm, Pending, ring_nbytes
 from lowbit_strategy.collectives.lost_ranks import naming_lost_ranks
 
+_NUM_TAGS = 2**20  # of a communicator
 _KEPT_ROUNDS = 16  # a channel that has not been used while all others have been so often is given up
 
 
@@ -31,16 +33,16 @@ class FarComm(GroupComm):
     for the order in which sums are taken.
 
     Args:
-        group: Made for this alone. Several communicators may share it if their tags differ.
-        first_tag: Of this one's messages; it takes less than `NUM_TAGS`.
+        group: Made for this alone and its twins.
+        numbers: Of communicators that share the group, the next one first: each has tags of its own.
     """
 
     is_far = True
-    NUM_TAGS = 2**28
 
-    def __init__(self, group: dist.ProcessGroup, first_tag: int = 0) -> None:
+    def __init__(self, group: dist.ProcessGroup, numbers: Iterator[int] | None = None) -> None:
         super().__init__(group)
-        self._first_tag = self._next_tag = first_tag
+        self._numbers = itertools.count() if numbers is None else numbers
+        self._next_tag = next(self._numbers) * _NUM_TAGS
         self._channels: dict[tuple[str, int], _Channel] = {}
         self._ending: list[_Channel] = []
         self._num_under_way = 0
@@ -95,11 +97,22 @@ class FarComm(GroupComm):
         return under_way
 
     def twin(self) -> FarComm:
-        """For exchanges that another thread begins: the same ranks, other tags."""
+        """For exchanges that another thread begins: the same ranks, other tags than those of all other twins, whose
+        receives may still be posted.
+        """
         assert self.group is not None
-        twin = FarComm(self.group, self._first_tag + self.NUM_TAGS)
+        twin = FarComm(self.group, self._numbers)
         twin.num_near, twin.place = self.num_near, self.place
         return twin
+
+    def end(self) -> None:
+        ended = [*self._channels.values(), *self._ending]
+        for channel in self._channels.values():
+            channel.end()
+        for channel in ended:
+            channel.wait_for_end()
+        self._channels.clear()
+        self._ending.clear()
 
     def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Receives that are posted end with the group."""
