@@ -124,6 +124,29 @@ def test_nothing_is_left_over_in_a_thousand_steps() -> None:
         assert all(rank.values()), rank
 
 
+def _twins(rank: int, world_size: int) -> tuple[list[float], list[int]]:
+    """Sums of several twins, of which the first stays in use; and what the others hold when they have ended."""
+    comm = _far(timeout_s=15)
+    sums, held = [], []
+    first = comm.twin()
+    for numel in (100, 50, 100):
+        twin = comm.twin()
+        for each in (first, twin, comm, twin.twin()):
+            x = torch.full((numel,), rank + 1.0)
+            each.all_reduce(x).wait()
+            sums.append(float(x.sum()) / numel)
+        twin.end()
+        held.append(twin.ahead_nbytes)
+    return sums, held
+
+
+def test_twins_do_not_take_each_others_messages() -> None:
+    """One after the other and beside each other: an earlier one's receives may still be posted."""
+    for sums, held in run_ranks(_twins, 3, timeout=60):
+        assert sums == [6.0] * 12
+        assert held == [0] * 3
+
+
 def _dies(rank: int, world_size: int, folder: Path) -> None:
     comm = _far(timeout_s=15)
     comm.place = lambda: "optimizer step 7"
