@@ -33,10 +33,12 @@ from benchmarks.quality import DENSE, Exchange, parse
 from benchmarks.runs import Runs, mean_and_error, warmup_then_cosine
 from benchmarks.small_models import make_model, text_of
 from lowbit_strategy.engine.second_moment import SecondMoment
+from recipes.gpt import GPT
 
 HALF = 'dense {"dtype":"bfloat16"}'
 Correction = Literal["none", "tensor", "element", "sketch", "squares"]
 BETA2 = 0.95
+RATES = {**LEARNING_RATES, "lstm": 4e-3, "gpt": 1e-3}  # the best without compression
 SKETCH_NUMEL, SKETCH_EVERY, SKETCH_KEPT = 64, 8, 0.9
 CASES: tuple[tuple[str, Correction], ...] = (
     (DENSE, "none"),
@@ -84,9 +86,9 @@ class Run:
 
 
 class LongShortTerm(nn.Module):
-    """Two layers of LSTM between embedding and output head, 1.2 million parameters."""
+    """Two layers of LSTM between embedding and output head."""
 
-    def __init__(self, width: int = 256) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, width)
         self.layers = nn.LSTM(width, width, 2, batch_first=True)
@@ -95,6 +97,16 @@ class LongShortTerm(nn.Module):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         logits_BTV: Tensor = self.head(self.layers(self.embedding(tokens_BT))[0])
         return logits_BTV
+
+
+def model_of(kind: str, context: int) -> nn.Module:
+    """A small model of the study of few bits, or one of these: of 1.2 (``lstm``) and 2.5 million parameters."""
+    match kind:
+        case "lstm":
+            return LongShortTerm(256)
+        case "gpt":
+            return GPT(256, 3, 4, context)
+    return make_model(kind, context)
 
 
 class Observed:
@@ -138,10 +150,10 @@ def sketch(x: Tensor, seed: int) -> Tensor:
 def train(kind: str, rate: float, variant: str, correction: Correction, seed: int, setting: Setting) -> Run:
     """The whole run; deterministic."""
     torch.manual_seed(seed)
-    model = LongShortTerm() if kind == "lstm" else make_model(kind, setting.context)
+    model = model_of(kind, setting.context)
     parameters = list(model.parameters())
     exchange = Exchange(model, parse(variant), setting.workers, "ddp", seed)
-    highest = LEARNING_RATES.get(kind, 4e-3) * rate
+    highest = RATES[kind] * rate
     optimizer = torch.optim.AdamW(parameters, lr=highest, betas=(0.9, BETA2), weight_decay=0.1)
     observed = Observed(correction, seed)
     ours = [SecondMoment(sync, model) for sync in exchange.syncs if correction == "squares"]
@@ -273,12 +285,14 @@ def main(
     workers: Annotated[int, typer.Option(help="simulated ranks")] = 4,
     decays: Annotated[bool, typer.Option(help="a cosine to zero in the place of a constant learning rate")] = False,
     steps: Annotated[int, typer.Option(help="of a run")] = Setting().steps,
+    batch: Annotated[int, typer.Option(help="sequences per rank and step")] = Setting().batch,
+    context: Annotated[int, typer.Option(help="bytes of a sequence")] = Setting().context,
     other_lengths: Annotated[list[Path] | None, typer.Option(help="results of whole runs of other lengths")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="results file, continued if it exists")] = None,
 ) -> None:
     """Train, compare, and add to the results file."""
     torch.set_num_threads(1)
-    setting = Setting(workers=workers, decays=decays, steps=steps)
+    setting = Setting(workers=workers, decays=decays, steps=steps, batch=batch, context=context)
     chosen = [case for case in CASES if cases is None or ":".join(case) in cases.split(",")]
     results = Runs(json_path, setting, Run)
     for seed in map(int, seeds.split(",")):

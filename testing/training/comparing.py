@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -44,6 +46,11 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
     return crc
+
+
+def random_numbers() -> tuple[float, float, float]:
+    """The next of all generators that a training script may draw from: torch's, Python's and numpy's."""
+    return torch.rand(()).item(), random.random(), float(np.random.random())
 
 
 def close(run: list[float], other: list[float], tolerance: float) -> bool:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning as L
 import pytest
-import torch
 
 from lowbit_strategy import PRESETS
 from lowbit_strategy.plan.advice import Wanted, plan_for
@@ -20,7 +20,7 @@ from lowbit_strategy.telemetry.forecast import forecast
 from testing.log import listen
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, scenarios
-from testing.training.comparing import fingerprint
+from testing.training.comparing import fingerprint, random_numbers
 from testing.training.regression import BATCH, Kind, Regression, loader, strategy, trainer
 
 SETUPS: dict[str, tuple[Kind, dict[str, Any]]] = {
@@ -40,7 +40,7 @@ def forecasts(folder: Path, setup: str) -> Facts:
 def with_and_without(kind: Kind, options: dict[str, Any]) -> Facts:
     found: Facts = {}
     for name, steps in {"with": 4, "without": 10 * STEPS}.items():
-        torch.manual_seed(0)
+        L.seed_everything(0, verbose=False)
         model = Regression()
         shorter = mock.patch.multiple(forecasting, WARM_STEPS=steps, TIMED_STEPS=3)
         with shorter, listen() as lines:
@@ -51,6 +51,7 @@ def with_and_without(kind: Kind, options: dict[str, Any]) -> Facts:
             "lines": [line for line in lines if "without compression it would take" in line],
             "weights": fingerprint(model),
             "sent": sync.ranks.peers.sent_nbytes,
+            "random": random_numbers(),
         }
     return found
 
@@ -85,6 +86,7 @@ def check(facts: list[Facts], count: int) -> None:
         assert not each["without"]["lines"]
         assert each["with"]["weights"] == each["without"]["weights"]
         assert each["with"]["sent"] == each["without"]["sent"]
+        assert each["with"]["random"] == each["without"]["random"]
 
 
 def cluster(nbytes_per_s: float, numel_per_s: float) -> Cluster:

@@ -96,6 +96,49 @@ def _is_engine(node: ast.expr) -> bool:
     )
 
 
+RANDOM = ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial")
+RANDOM_IN_PLACE = (
+    "random_",
+    "uniform_",
+    "normal_",
+    "bernoulli_",
+    "exponential_",
+    "geometric_",
+    "cauchy_",
+    "log_normal_",
+)
+SEEDS = ("seed_everything", "set_rng_state", "fork_rng")
+
+
+def shared_random_numbers(source: str) -> list[str]:
+    """Calls that draw from, or seed, random numbers which the training script draws from as well."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            found += [f"{node.lineno}: {name}" for name in names if name.split(".")[0] in ("random", "numpy")]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            draws = node.func.attr in RANDOM + RANDOM_IN_PLACE
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            own = any(keyword.arg == "generator" for keyword in node.keywords)
+            seeds = node.func.attr in SEEDS or (node.func.attr in ("manual_seed", "seed") and of_torch)
+            if seeds or (draws and not own):
+                found.append(f"{node.lineno}: {node.func.attr}")
+    return found
+
+
+def test_the_script_draws_the_random_numbers_that_it_would_draw_without_us() -> None:
+    every = {str(path): shared_random_numbers(path.read_text()) for path in modules().values()}
+    assert {path: calls for path, calls in every.items() if calls} == {}
+
+
+def test_shared_random_numbers_are_found() -> None:
+    own = "torch.rand(3, generator=torch.Generator().manual_seed(0))"
+    assert shared_random_numbers(own) == []
+    for line in ("torch.randn(3)", "x.normal_()", "torch.manual_seed(0)", "import random", "from numpy import random"):
+        assert shared_random_numbers(line), line
+
+
 def test_unit_tests_lie_where_their_sources_lie() -> None:
     unit, repository = ROOT.parent / "tests" / "unit", ROOT.parent
     folders = {path.parent.relative_to(unit) for path in unit.rglob("test_*.py")}
