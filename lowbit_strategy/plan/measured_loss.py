@@ -67,8 +67,9 @@ class MoreSteps:
         return f"{self.worst:+.0f}"
 
 
-# From `low_bits.json` (1,500 steps, 4 ranks); of local steps `outer_steps_transformer.json` (3,000 steps); with a star
-# `second_moment.json` (400 steps, 4 ranks); of gpt, ten million parameters, `large_model.json` (1,000 steps, 4 ranks).
+# From `low_bits.json` and `low_bits_loco4.json` (1,500 steps, 4 ranks); of local steps `outer_steps_transformer.json`
+# (3,000 steps); with a star `second_moment.json` (400 steps, 4 ranks); of gpt, ten million parameters,
+# `large_model.json` (1,000 steps, 4 ranks).
 LOSSES: dict[str, tuple[Loss, ...]] = {
     "bf16": (
         Loss("convolutional", 0.001, 0.002, 5),
@@ -81,6 +82,12 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
         Loss("recurrent", -0.166, 0.109, 5),
         Loss("transformer", -1.549, 0.698, 5),
         Loss("gpt", -0.392, 0.242, 3),
+    ),
+    "loco4": (
+        Loss("convolutional", -0.130, 0.061, 5),
+        Loss("recurrent", -0.012, 0.153, 5),
+        Loss("transformer", -0.428, 0.412, 5),
+        Loss("gpt", -0.050, 0.474, 3),
     ),
     "loco2": (
         Loss("convolutional", 0.048, 0.053, 10),
@@ -112,6 +119,7 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
 # From `second_moment.json` and `second_moment_decay.json`: 400 steps, 4 ranks.
 STEPS: dict[str, MoreSteps] = {
     "loco": MoreSteps(1.9, 2.0),
+    "loco4": MoreSteps(0.9, 1.0),
     "loco2": MoreSteps(6.0, 6.7),
     "loco2*": MoreSteps(1.1, 2.7),
     "loco1": MoreSteps(20.8, 19.7),

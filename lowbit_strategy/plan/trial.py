@@ -51,7 +51,7 @@ def candidates(auto: Auto, layout: Layout, weights: WeightCoding | None) -> list
         layout: What wraps the model.
         weights: Chosen by the user; None: not chosen.
     """
-    names = ("loco",) if auto.quality == "same" else ("loco", "loco2")
+    names = ("loco4",) if auto.quality == "same" else ("loco4", "loco2")  # the bytes of loco, and fewer steps
     found = [Candidate(name, _keeping(PRESETS[name], auto), None, steps_of(name)) for name in names]
     if layout != "fsdp":  # FSDP2 has a type for reduction of its own, mp_policy
         found.append(Candidate("bf16", Dense(dtype="bfloat16")))

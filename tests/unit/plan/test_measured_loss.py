@@ -16,6 +16,7 @@ from benchmarks.second_moment import Run, Setting, extra_steps, learning_curve, 
 from lowbit_strategy.plan.measured_loss import LOSSES, STEPS, Loss, quality_of, steps_of, worst_loss
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+FILES = {"diloco": "outer_steps_transformer", "loco4": "low_bits_loco4"}
 VARIANTS = {"bf16": 'dense {"dtype":"bfloat16"}', "powersgd": 'powersgd {"rank":2}'}
 RATES = (1.0, 0.25)
 SECOND_MOMENTS = ("loco1*", "loco2*")
@@ -28,7 +29,7 @@ def runs(name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in SECOND_MOMENTS])
 def test_losses_are_those_of_the_results(name: str) -> None:
-    found = runs("outer_steps_transformer" if name == "diloco" else "low_bits")
+    found = runs(FILES.get(name, "low_bits"))
     every = [run for run in found if run.get("layout", "ddp") == "ddp"]
     for loss in small_models(name):
         by_variant = [
@@ -157,6 +158,7 @@ def test_more_steps_cost_time_and_fewer_are_not_counted() -> None:
 
 def test_labels_follow() -> None:
     assert quality_of("loco", 4) == "same"
+    assert quality_of("loco4", 4) == "same"
     assert quality_of("bf16", 16) == "same"
     assert quality_of("loco1", 1) == "close"
     assert quality_of("powersgd", 1) == "worse"

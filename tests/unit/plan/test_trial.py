@@ -91,10 +91,10 @@ def test_a_third_is_a_change() -> None:
 def test_candidates_of_the_same_quality_have_at_least_4_bits() -> None:
     for layout in ("ddp", "fsdp", "hsdp"):
         for each in candidates(Auto(), layout, None):
-            assert isinstance(each.compressor, Dense) or each.compressor == LoCo()
+            assert isinstance(each.compressor, Dense) or each.compressor == LoCo(codebook="e2m1")
             assert (each.weights is None) == (layout == "ddp")
     names = {each.name for each in candidates(Auto(quality="close"), "ddp", None)}
-    assert names == {"loco", "loco2", "bf16"}  # one bit needs too many steps without a second moment
+    assert names == {"loco4", "loco2", "bf16"}  # one bit needs too many steps without a second moment
 
 
 def test_candidates_keep_what_the_user_has_chosen() -> None:
