@@ -109,7 +109,7 @@ def test_losses_are_those_that_were_measured() -> None:
     assert found["powersgd_ddp"]["loss"]["percent"] > 3
     assert found["diloco_ddp"]["quality"] == "local"
     assert "powersgd" not in json.loads(output)["advice"]
-    assert found["loco2_ddp"]["more_steps_percent"] > found["loco_ddp"]["more_steps_percent"] > 0
+    assert found["loco2_ddp"]["more_steps_percent"] > found["loco4_ddp"]["more_steps_percent"] > 0
     assert found["powersgd_ddp"]["more_steps_percent"] is None
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ FILES = {"diloco": "outer_steps_transformer", "loco4": "low_bits_loco4"}
 VARIANTS = {"bf16": 'dense {"dtype":"bfloat16"}', "powersgd": 'powersgd {"rank":2}'}
 RATES = (1.0, 0.25)
 SECOND_MOMENTS = ("loco1*", "loco2*")
+SMALL = ("mixer", "recurrent", "lstm")  # of less than 1.3 million parameters
+LENGTHS = ("", "_320_steps", "_500_steps")
 
 
 def runs(name: str) -> list[dict[str, Any]]:
@@ -95,40 +98,36 @@ def test_losses_with_second_moments_are_those_of_the_results(name: str) -> None:
         assert loss.error == pytest.approx(statistics.stdev(percents) / len(percents) ** 0.5, abs=1e-3)
 
 
-def worst_mean(file: str, name: str, percent_of: Callable[[Run, Run], float | None]) -> float:
+def worst_mean(files: Sequence[str], name: str, percent_of: Callable[[Run, Run], float | None]) -> float:
     """Of the models and of both rates, means of three seeds and more."""
-    means = []
-    for rate in RATES:
-        found = of_second_moments(file, name, rate)
-        assert len(found) == 3
-        for pairs in found.values():
+    means = {}
+    for file, rate in itertools.product(files, RATES):
+        for model, pairs in of_second_moments(file, name, rate).items():
             percents = [each for run, dense in pairs if (each := percent_of(run, dense)) is not None]
             assert len(percents) == len(pairs) >= 3
-            means.append(statistics.mean(percents))
-    return max(means)
+            means[model, rate] = statistics.mean(percents)
+    assert {(model, rate) for model in SMALL for rate in RATES} <= means.keys()
+    return max(means.values())
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_at_a_constant_rate_are_those_of_the_results(name: str) -> None:
-    worst = worst_mean("second_moment", name, lambda run, dense: extra_steps(run, dense, 0.75))
+    worst = worst_mean(["second_moment"], name, lambda run, dense: extra_steps(run, dense, 0.75))
     assert STEPS[name].constant == pytest.approx(worst, abs=0.05)
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_with_a_falling_rate_are_those_of_the_results(name: str) -> None:
-    lengths = [read_runs(RESULTS / f"second_moment_decay{which}.json") for which in ("", "_320_steps", "_500_steps")]
-    slopes = {
-        (model, rate): learning_curve(lengths, model, rate)
-        for model in ("mixer", "recurrent", "lstm")
-        for rate in RATES
-    }
+    files = ("second_moment_decay", "second_moment_gpt")
+    lengths = [read_runs(RESULTS / f"{file}{which}.json") for file in files for which in LENGTHS]
+    slopes = {(model, rate): learning_curve(lengths, model, rate) for model in (*SMALL, "gpt") for rate in RATES}
 
     def longer(run: Run, dense: Run) -> float:
         slope = slopes[run.model, run.rate]
         assert slope is not None
         return longer_run(run, dense, slope)
 
-    assert STEPS[name].decaying == pytest.approx(worst_mean("second_moment_decay", name, longer), abs=0.05)
+    assert STEPS[name].decaying == pytest.approx(worst_mean(files, name, longer), abs=0.05)
 
 
 def test_a_loss_that_falls_as_a_power_of_the_steps() -> None:
