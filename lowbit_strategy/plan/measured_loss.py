@@ -43,8 +43,8 @@ class Loss:
 class MoreSteps:
     """Per cent more steps than uncompressed training needs to the same loss.
 
-    Means of three seeds and more, of the model where they are most, at the learning rate that is best without compression or at
-    a quarter of it.
+    Means of three seeds and more, of the model where they are most, at the learning rate that is best without
+    compression or at a quarter of it.
 
     Args:
         constant: At a constant rate, to the loss that uncompressed training has after three quarters of its run.
