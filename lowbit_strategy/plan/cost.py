@@ -142,7 +142,7 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float
     last = gradients[-1].seconds if gradients else 0.0
     low = max(compute_s + step.work, step.busy + optimizer_s)
     low += max(rounds.work, rounds.busy - turns * hidden) / plan.every
-    longer = max(0.0, _passing_s(plan, cluster) - sum(cost.busy for cost in gradients))
+    longer = max(0.0, _passing_s(plan, plan.gradients, cluster) - sum(cost.busy for cost in gradients))
     high = compute_s + step.seconds + longer + late.seconds / plan.every
     if not weights:
         seconds = _bucket_by_bucket(plan, gradients, cluster, beside_s)
@@ -182,7 +182,7 @@ def _bucket_by_bucket(plan: Plan, costs: Sequence[_Cost], cluster: Cluster, comp
         ready += (1 - FORWARD_SHARE) * compute_s * unit.numel / total
         alone = at == len(units) - 1
         if at == 0:
-            passed = ready + cost.latency + _passing_s(plan, cluster)
+            passed = ready + cost.latency + _passing_s(plan, units, cluster)
         free = max(free, ready) + cost.busy
         ready += cost.work
         arrived = free + cost.latency
@@ -199,18 +199,24 @@ def _hidden_less(plan: Plan, hidden_s: float, cluster: Cluster) -> float:
     return max(0.0, hidden_s) / 2 if own and cluster.crowding is not None and not plan.shape.far else 0.0
 
 
-def _passing_s(plan: Plan, cluster: Cluster) -> float:
-    """Seconds in which the bytes of all buckets leave a node: as one message where ranks are far apart, otherwise one
-    after the other; the framework's own rings take as long as each of them takes.
+def _passing_s(plan: Plan, units: Sequence[Unit], cluster: Cluster) -> float:
+    """Seconds in which the bytes of all units leave a node.
+
+    One after the other; the framework's own rings take as long as each of them takes. Where ranks are far apart all of
+    one hop travel as one message, and those of the next in the same stream or, if that is sooner, after them: a way
+    that holds one hop's may overflow with both.
     """
-    nbytes = ranks_per_node(plan) * sum(
-        unit.repeats * message.nbytes * message.leaving
-        for unit in plan.gradients
-        for message in unit.messages
-        if message.what not in _RINGS
-    )
-    link = cluster.inter_node
-    return link.travelling_s(nbytes) if plan.shape.far else link.streaming_s(nbytes)
+    hops: dict[str, float] = {}
+    for unit in units:
+        for message in unit.messages:
+            if message.what not in _RINGS:
+                nbytes = ranks_per_node(plan) * unit.repeats * message.nbytes * message.leaving
+                hops[message.what] = hops.get(message.what, 0.0) + nbytes
+    link, total = cluster.inter_node, sum(hops.values())
+    streaming_s = link.streaming_s(total)
+    if not plan.shape.far:
+        return streaming_s
+    return max(streaming_s, min(link.travelling_s(total), sum(link.travelling_s(nbytes) for nbytes in hops.values())))
 
 
 def _in_turn(
@@ -225,8 +231,9 @@ def _in_turn(
     waited = gathered.seconds
     if plan.shape.far and plan.coding is not None and plan.coding.keep != "nothing":  # all rows of codes leave at once
         coded = [unit for unit in plan.weights if unit.encoded_numel]
-        far = [_split(unit, cluster, ranks_per_node(plan))[1].latency for unit in coded]
-        waited -= sum(far) - max(far, default=0.0)
+        far = [_split(unit, cluster, ranks_per_node(plan))[1] for unit in coded]
+        waited -= sum(each.latency for each in far) - max((each.latency for each in far), default=0.0)
+        waited += max(0.0, _passing_s(plan, coded, cluster) - sum(each.busy for each in far))
     return _bucket_by_bucket(plan, [far for _, far in parts], cluster, compute_s + waited + inside)
 
 

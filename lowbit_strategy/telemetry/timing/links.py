@@ -22,10 +22,12 @@ _SMALL_NBYTES = 64
 _SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # of what goes to each other rank
 _RING_SIZES = tuple(4 * nbytes for nbytes in _SIZES)  # of what goes round a ring, up to most of a bucket of DDP's
 _LONG_S = 0.25  # a message that takes so long tells the bandwidth well enough
+_LONG_FAR_S = 2.0  # where packets are lost, a shorter one is slower than those that follow
 _WARM = 0.8  # a connection that was idle begins slowly: calls are repeated until one takes at least so much of the last
 _MOST_WARMING = 8
 _ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 12, 3  # of one measurement
 _FEWEST_FAR = 6
+_FEWEST_OF_LONG, _LONG_CALL_S = 2, 1.0
 _MORE_OF_SHORT = 3  # as many: from what a message of no length takes all other times are counted
 
 
@@ -53,7 +55,8 @@ def measure_cluster(
 
 def measure_network(ranks: Ranks, device: torch.device) -> Network:
     """On all ranks, which all call this."""
-    turns = Turns(ranks.world, device, far=ranks.peers.is_far, near=ranks.intra_node)
+    far = (ranks.peers,) if ranks.peers.is_far and not ranks.comes_and_goes else ()
+    turns = Turns(ranks.world, device, far=ranks.peers.is_far, near=ranks.intra_node, between=far)
     between, near = measure_link(ranks.peers, turns), turns.inside_a_node()
     inside = between if ranks.intra_node is None else measure_link(ranks.intra_node, near)
     per_node = 1 if ranks.topology is None else ranks.topology.ranks_per_node or 1
@@ -76,12 +79,22 @@ class Turns:
         crowding: Seconds that a second of a processor's time takes while all ranks compute.
     """
 
-    def __init__(self, comm: Comm, device: torch.device, *, far: bool = False, near: Comm | None = None) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        device: torch.device,
+        *,
+        far: bool = False,
+        near: Comm | None = None,
+        between: Sequence[Comm] = (),
+    ) -> None:
+        """`between`: with `near` they reach all of `comm`, and sooner than its ring does."""
         self.device = device
         self.far = far
-        self._meets, self._near = comm, near
+        self._near = near
+        self._meets = [each for each in (near, *between) if each is not None] if between else [comm]
         self._usual: Callable[[list[float]], float] = min if far else statistics.median
-        self.seconds = self.work_s = 0.0
+        self.seconds = self.work_s = self._longest_s = 0.0
         self.crowding = 1.0
         self._x = torch.ones(256, 256, device=device) / 256
         self._times = 0
@@ -97,6 +110,7 @@ class Turns:
         turns = _NUM_TURNS * (_TIMES_FAR if far else 1)
         own = time.thread_time()
         self.seconds, self.work_s = self._timed(turns)
+        self._longest_s = self.agreed(self.seconds)
         self.crowding = max(1.0, self.seconds * turns / max(time.thread_time() - own, 1e-6))
 
     def take(self) -> None:
@@ -116,18 +130,23 @@ class Turns:
             self.take()
         return (time.perf_counter() - began) / times, (time.process_time() - working) / times
 
-    def agree(self, seconds: torch.Tensor) -> None:
-        """The longest of all ranks that measure together, in place: they are to measure as often."""
-        _highest(self._meets, seconds)
+    def agreed(self, seconds: float) -> float:
+        """The longest of all ranks that measure together: they are to measure as often."""
+        longest = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        for comm in self._meets:
+            _highest(comm, longest)
+        return float(longest)
 
     def inside_a_node(self) -> Turns:
         """The same for messages that do not leave a node."""
         near = copy.copy(self)
         near._usual, near.far = statistics.median, False
-        near._meets = self._meets if self._near is None else self._near
+        near._meets = self._meets if self._near is None else [self._near]
         return near
 
-    def cost_of(self, comm: Comm, call: Callable[[], object], more: int = 1) -> tuple[float, float]:
+    def cost_of(
+        self, comm: Comm, call: Callable[[], object], more: int = 1, pause_s: float = float("inf")
+    ) -> tuple[float, float]:
         """Seconds of a collective that follows a turn, the median of a few, and processor time, their mean.
 
         Of each the ranks' mean counts: who comes first waits for the last, and each is the last now and then. Turns
@@ -135,14 +154,14 @@ class Turns:
         than that changes a turn by. `more`: times as many calls as usual.
 
         Ranks that are far apart report ahead that their next receive is posted. In training these reports arrive long
-        before a message is sent; here they are given the time. Where some are far apart the fastest of the few counts:
-        their connections become faster for a while, and those of training are used longer. Ranks of a node begin
-        together, as they do in a step: one after the other, each would have their link to itself.
+        before a message is sent; here they are given the time, as much as a call takes and `pause_s` at most. Where
+        some are far apart the fastest of the few counts: their connections become faster for a while, and those of
+        training are used longer. Ranks of a node begin together, as they do in a step: one after the other, each would
+        have their link to itself.
         """
-        call()
         each = self._warm(call)
-        pause = each if comm.is_far else 0.0
-        fewest = _FEWEST_FAR if comm.is_far else _FEWEST_TIMES
+        pause = min(each, pause_s) if comm.is_far else 0.0
+        fewest = _FEWEST_FAR if comm.is_far else _FEWEST_OF_LONG if each > _LONG_CALL_S else _FEWEST_TIMES
         times = int(min(more * _MOST_TIMES, max(fewest, more * _ENOUGH_S / (each + pause))))
         finish(self.device)
         worked, seconds = 0.0, []
@@ -165,14 +184,12 @@ class Turns:
 
     def _warm(self, call: Callable[[], object]) -> float:
         """Seconds of a turn and the last call on the slowest rank, so that all repeat it as often."""
-        longest = torch.tensor([0.0, self.seconds], dtype=torch.float64, device=self.device)
-        for _ in range(_MOST_WARMING):
-            before = float(longest[0])
-            longest[0] = seconds_of(call, self.device)
-            self.agree(longest)
-            if float(longest[0]) > _WARM * before > 0:
+        longest = 0.0
+        for _ in range(1 + _MOST_WARMING):
+            before, longest = longest, self.agreed(seconds_of(call, self.device))
+            if longest > _WARM * before > 0:
                 break
-        return float(longest.sum())
+        return longest + self._longest_s
 
 
 def _highest(comm: Comm, x: torch.Tensor) -> None:
@@ -222,20 +239,26 @@ def _measure(
         return Link(0.0, ANY_RATE)
     counted = comm.sent_nbytes  # this is not traffic of a step
     latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES), _MORE_OF_SHORT)
+    pause_s = 2 * turns.agreed(latency)
     nbyte_s = beyond = 0.0
     measured: list[tuple[float, float]] = []
-    for nbytes in sizes:
-        seconds, working = turns.cost_of(comm, collective(nbytes))
+    for nbytes in _finer(sizes) if turns.far else sizes:
+        seconds, working = turns.cost_of(comm, collective(nbytes), pause_s=pause_s)
         beyond = max(beyond, seconds - latency)
         measured.append((sent_nbytes(nbytes) / in_series, beyond / in_series))
         nbyte_s = max(0.0, working - waking) / sent_nbytes(nbytes)
-        longest = torch.tensor([beyond], dtype=torch.float64, device=turns.device)
-        turns.agree(longest)  # all ranks stop at the same size
-        if float(longest) > _LONG_S:
+        if turns.agreed(beyond) > (_LONG_FAR_S if turns.far else _LONG_S):  # all ranks stop at the same size
             break
     comm.sent_nbytes = counted
     work = Work(turns.crowding * waking / in_series, turns.crowding * nbyte_s)
     return Link(latency / in_series, rate_of(measured), tuple(measured), work)
+
+
+def _finer(sizes: Sequence[int]) -> Sequence[int]:
+    """With half of the longest: between far ranks, what a queue on the way holds takes much less than what overflows
+    it.
+    """
+    return [*sizes[:-1], sizes[-1] // 2, sizes[-1]]
 
 
 def rate_of(measured: Sequence[tuple[float, float]]) -> float:

@@ -107,20 +107,22 @@ def test_the_rate_is_that_of_what_a_link_does_not_let_pass_at_once() -> None:
     assert links.rate_of([(3e6, 0.0), (9e6, 0.0)]) == ANY_RATE
 
 
-def test_a_measured_link_has_the_time_of_every_size_and_none_that_falls() -> None:
-    for measured in run_ranks(measured_links, 2, timeout=60):
+@pytest.mark.parametrize("far", [False, True])
+def test_a_measured_link_has_the_time_of_every_size_and_none_that_falls(far: bool) -> None:
+    for measured in run_ranks(measured_links, 2, far, timeout=60):
         for found in measured:
             sizes, seconds = zip(*found.measured, strict=True)
             assert list(sizes) == sorted(sizes)
+            assert (sizes[-1] == 2 * sizes[-2]) is far, "between far ranks the half of the longest is there"
             assert list(seconds) == sorted(seconds)
             assert found.travelling_s(sizes[-1]) == pytest.approx(seconds[-1], rel=1e-12)  # interpolated
             assert found.work.message_s < 0.1
             assert found.work.nbyte_s < 1e-6
 
 
-def measured_links(rank: int, world_size: int) -> Any:
+def measured_links(rank: int, world_size: int, far: bool) -> Any:
     comm = GroupComm()
-    turns = links.Turns(comm, torch.device("cpu"))
+    turns = links.Turns(comm, torch.device("cpu"), far=far)
     assert 1.0 <= turns.crowding < 100
     return links.measure_link(comm, turns), links.measure_ring(comm, turns, 1)
 
@@ -190,7 +192,8 @@ def calls_of_two_links(rank: int, world_size: int, far: bool) -> int:
         time.sleep(0.15 if rank % 2 else 0.015)
         comm.all_reduce(torch.zeros(1)).wait()
 
-    turns = links.Turns(GroupComm(), torch.device("cpu"), far=far, near=GroupComm(near))
+    between = [comm] if far else []  # with the ranks of a node they reach all
+    turns = links.Turns(GroupComm(), torch.device("cpu"), far=far, near=GroupComm(near), between=between)
     turns.cost_of(comm, call)
     return times
 

@@ -21,7 +21,7 @@ from lowbit_strategy.plan.cost import break_even, message_seconds, step_time
 from lowbit_strategy.plan.gradients import Reduced
 from lowbit_strategy.plan.messages import RING, Message
 from lowbit_strategy.plan.models import transformer
-from lowbit_strategy.plan.plan import make_plan
+from lowbit_strategy.plan.plan import Plan, make_plan
 from lowbit_strategy.plan.uncompressed import uncompressed
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
@@ -175,14 +175,34 @@ def test_messages_inside_a_node_take_the_work_that_was_measured_there() -> None:
 
 def test_buckets_that_leave_at_once_take_as_long_as_one_message_of_all_their_bytes() -> None:
     """Short messages of which each passes faster than the rate, as where a limit lets a burst pass."""
-    specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(12)]
-    plan = plan_for(Wanted(specs, 2, 1, device_type="cpu"), "ddp", PRESETS["loco"])
-    far = replace(plan, shape=replace(plan.shape, far=True))
-    nbytes = sum(message.nbytes for unit in plan.gradients for message in unit.messages)
-    link = Link(0.05, 1e6, ((nbytes / 4, 0.0), (nbytes, nbytes / 1e6)))
-    assert len(plan.gradients) > 1
+    far, nbytes = far_plan()
+    link = Link(0.05, 1e6, ((nbytes / 10, 0.0), (nbytes / 8, nbytes / 8e6), (nbytes, nbytes / 1e6)))
     step = step_time(far, Cluster(inter_node=link, intra_node=link), 0.0)
     assert step.seconds == pytest.approx(2 * 0.05 + nbytes / 1e6, rel=0.02)
+
+
+def far_plan() -> tuple[Plan, int]:
+    """Of two far ranks, and the bytes of both hops."""
+    specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(12)]
+    plan = plan_for(Wanted(specs, 2, 1, device_type="cpu"), "ddp", PRESETS["loco"])
+    assert len(plan.gradients) > 1
+    nbytes = sum(message.nbytes for unit in plan.gradients for message in unit.messages)
+    return replace(plan, shape=replace(plan.shape, far=True)), nbytes
+
+
+def test_hops_that_the_way_holds_one_by_one_are_faster_than_one_message_that_it_does_not_hold() -> None:
+    far, nbytes = far_plan()
+    hop_s = nbytes / 2 / 1e6
+    link = Link(0.05, 1e5, ((nbytes / 4, hop_s / 2), (nbytes / 2, hop_s), (nbytes, 10 * hop_s)))
+    step = step_time(far, Cluster(inter_node=link, intra_node=link), 0.0)
+    assert step.seconds == pytest.approx(2 * 0.05 + 2 * hop_s, rel=0.02)
+
+
+def test_far_hops_are_not_faster_than_the_best_rate_that_was_measured_after_one_burst() -> None:
+    far, nbytes = far_plan()
+    link = Link(0.05, 1e6, ((nbytes / 4, 0.0), (nbytes, 3 * nbytes / 4e6)))
+    step = step_time(far, Cluster(inter_node=link, intra_node=link), 0.0)
+    assert step.seconds == pytest.approx(2 * 0.05 + 3 * nbytes / 4e6, rel=0.02)
 
 
 def test_buckets_one_after_the_other_share_one_burst() -> None:
