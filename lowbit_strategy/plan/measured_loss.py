@@ -117,11 +117,11 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
 }
 
 # From `second_moment.json`, `second_moment_decay.json` and `second_moment_gpt.json`: 400 steps, 4 ranks. The last one,
-# of 2.5 million parameters, has a falling rate only, and no `loco2` and `loco1` without the second moment.
+# of 2.5 million parameters, has a falling rate only.
 STEPS: dict[str, MoreSteps] = {
     "loco": MoreSteps(1.9, 9.1),
     "loco4": MoreSteps(0.9, 1.0),
-    "loco2": MoreSteps(6.0, 6.7),
+    "loco2": MoreSteps(6.0, 6.9),
     "loco2*": MoreSteps(1.1, 6.9),
     "loco1": MoreSteps(20.8, 19.7),
     "loco1*": MoreSteps(1.0, 1.5),
