@@ -110,8 +110,8 @@ class Turns:
         turns = _NUM_TURNS * (_TIMES_FAR if far else 1)
         own = time.thread_time()
         self.seconds, self.work_s = self._timed(turns)
-        self._longest_s = self.agreed(self.seconds)
         self.crowding = max(1.0, self.seconds * turns / max(time.thread_time() - own, 1e-6))
+        self._longest_s = self.agreed(self.seconds)
 
     def take(self) -> None:
         """Compute for a while."""
