@@ -143,6 +143,8 @@ def step_time(plan: Plan, cluster: Cluster, compute_s: float, optimizer_s: float
     low = max(compute_s + step.work, step.busy + optimizer_s)
     low += max(rounds.work, rounds.busy - turns * hidden) / plan.every
     longer = max(0.0, _passing_s(plan, plan.gradients, cluster) - sum(cost.busy for cost in gradients))
+    if plan.shape.far:
+        longer += max(0.0, _passing_s(plan, plan.weights, cluster) - sum(cost.busy for cost in weights))
     high = compute_s + step.seconds + longer + late.seconds / plan.every
     if not weights:
         seconds = _bucket_by_bucket(plan, gradients, cluster, beside_s)

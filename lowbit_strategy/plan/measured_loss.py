@@ -116,8 +116,8 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
     "diloco": (Loss("transformer", 8.673, 0.281, 3), Loss("gpt", 30.024, 0.824, 3)),
 }
 
-# From `second_moment.json`, `second_moment_decay.json` and `second_moment_gpt.json`: 400 steps, 4 ranks. The last one,
-# of 2.5 million parameters, has a falling rate only.
+# From `second_moment.json`, `second_moment_decay.json` and `second_moment_gpt.json`: 400 steps, 4 ranks. Of the
+# last one's model, of 2.5 million parameters, the falling rate counts, at which more steps are needed.
 STEPS: dict[str, MoreSteps] = {
     "loco": MoreSteps(1.9, 9.1),
     "loco4": MoreSteps(0.9, 1.0),

@@ -205,6 +205,23 @@ def test_far_hops_are_not_faster_than_the_best_rate_that_was_measured_after_one_
     assert step.seconds == pytest.approx(2 * 0.05 + 3 * nbytes / 4e6, rel=0.02)
 
 
+def test_rows_of_coded_weights_that_leave_at_once_overflow_what_the_way_holds() -> None:
+    """Each module's alone would not."""
+    specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(12)]
+    plan = plan_for(Wanted(specs, 2, 1, device_type="cpu"), "fsdp", PRESETS["loco"])
+    far = replace(plan, shape=replace(plan.shape, far=True))
+    nbytes = sum(message.nbytes for unit in plan.weights if unit.encoded_numel for message in unit.messages)
+    assert len(plan.weights) > 4
+    holds, rate = nbytes / 2, 1e6
+    short = ((holds, holds / rate),)
+    overflowing = Link(0.05, 1e5, (*short, (2 * holds, 10 * holds / rate)))
+    found = [
+        step_time(far, Cluster(inter_node=link, intra_node=link, prefetches=False), 0.0).seconds
+        for link in (Link(0.05, rate, short), overflowing)
+    ]
+    assert found[1] - found[0] > 7 * holds / rate
+
+
 def test_buckets_one_after_the_other_share_one_burst() -> None:
     """Each is short enough to pass a limit of the rate at once after a pause, but between buckets there is none."""
     specs = [TensorSpec(f"blocks.{at}.weight", (256, 256)) for at in range(64)]
