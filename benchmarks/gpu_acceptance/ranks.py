@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarks.gpu_acceptance.checks import Check, Figures, LeftOut, Missed
 from benchmarks.gpu_acceptance.llama import llama
-from lowbit_strategy import DiLoCo, LoCo, WeightDelta
+from lowbit_strategy import Auto, DiLoCo, LoCo, WeightDelta
 from lowbit_strategy.lightning import LowBitDDPStrategy, LowBitFSDPStrategy
 from testing.processes.ranks import run_ranks
 
@@ -30,6 +30,10 @@ def ddp(**options: Any) -> Any:
 
 def fsdp(**options: Any) -> Any:
     return LowBitFSDPStrategy(LoCo(), **{"min_shard_numel": BLOCK} | options)
+
+
+def choosing_fsdp(**options: Any) -> Any:
+    return LowBitFSDPStrategy(Auto(), **{"min_shard_numel": BLOCK} | options)
 
 
 def stock(kind: str) -> Any:
@@ -111,6 +115,8 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 CHECKS = (
     *(check(f"loco_fsdp, {precision}", "fsdp", fsdp, precision=precision) for precision in PRECISIONS),
     *(check(f"loco_ddp, {precision}", "ddp", ddp, precision=precision) for precision in PRECISIONS),
+    check("lowbit_ddp chooses", "ddp", functools.partial(LowBitDDPStrategy, Auto()), steps=40),
+    check("lowbit_fsdp chooses", "fsdp", choosing_fsdp, steps=40),
 )
 MORE = (
     check("loco_fsdp, micro-batches kept", "fsdp", fsdp, accumulate=2),

@@ -34,7 +34,7 @@ from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.uncompressed import uncompressed
 from lowbit_strategy.ranks.ranks import make_ranks
 from lowbit_strategy.ranks.topology import find_topology
-from lowbit_strategy.telemetry.timing.coding import measure_coding
+from lowbit_strategy.telemetry.timing.coding import measure_coding, memcpy_nbytes_per_s
 from lowbit_strategy.telemetry.timing.links import measure_network, slowest_network
 from recipes.gpt import LanguageModel
 
@@ -50,12 +50,13 @@ def measured_cluster() -> Cluster:
     device, topology = torch.device("cpu"), find_topology()
     size = topology.ranks_per_node if topology.obstacle is None else None
     ranks = make_ranks(None, topology, size, device, scatter=False)
-    mine = measure_network(ranks, device), {name: measure_coding(PRESETS[name], device) for name in _PRESETS}
+    codings = {name: measure_coding(PRESETS[name], device) for name in _PRESETS}
+    mine = measure_network(ranks, device), codings, memcpy_nbytes_per_s(device)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     ranks.destroy()
-    networks, codings = zip(*everyone, strict=True)
-    return slowest_network(networks).cluster(slowest_codings(codings), is_gloo=True)
+    networks, every_coding, copies = zip(*everyone, strict=True)
+    return slowest_network(networks).cluster(slowest_codings(every_coding), min(copies), is_gloo=True)
 
 
 class AloneInDDP(LanguageModel):

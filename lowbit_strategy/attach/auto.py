@@ -3,7 +3,7 @@
 | phase | steps are | ends |
 |---|---|---|
 | `own` | the framework's own, timed | after a few; links are measured then, and candidates predicted |
-| `try` | one candidate's, timed | after a few; then the next, or the decision |
+| `try` | one candidate's, timed | after a few; then the next, or more of the same, or the decision |
 | `empty` | reduced by the engine without compression | when no rank has anything left to send |
 | `settled` | the chosen one's | when they take a third more or less than they did |
 
@@ -32,11 +32,10 @@ from lowbit_strategy.plan.cost import compute_within, step_time
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.trial import (
     OWN_STEPS,
-    TRIED_STEPS,
     WARM_STEPS,
-    WARM_TRIED_STEPS,
     Candidate,
     Timed,
+    Trial,
     candidates,
     decide,
     has_changed,
@@ -83,11 +82,7 @@ class AutoChoice:
         self._group = group
         self._room = room_for(prepared.options.memory, sync.device, sync.ranks)[0]
         self._all = candidates(self.auto, prepared.layout, prepared.options.weights)
-        self._waiting: list[Candidate] = []
-        self._tried: list[Candidate] = []
-        self._predicted: dict[str, float] = {}
-        self._own: Timed | None = None
-        self._times: list[Timed] = []
+        self._trial: Trial | None = None
         self._reference_s: float | None = None
         self._next_look = 0
         self._patience = LOOK_EVERY
@@ -133,10 +128,10 @@ class AutoChoice:
     def _measured(self) -> tuple[float, ...]:
         return tuple(self._seconds[-self._timed :])
 
-    def _slowest(self, name: str, steps: float = 1.0) -> Timed:
+    def _slowest(self) -> tuple[float, ...]:
         """Each timed step as long as it was on the rank where it took longest."""
         everyone = gathered(self._measured(), self._group)
-        return Timed(name, tuple(max(step) for step in zip(*everyone, strict=True)), steps)
+        return tuple(max(step) for step in zip(*everyone, strict=True))
 
     # -- the framework's own --------------------------------------------------------------------------------------
 
@@ -146,25 +141,24 @@ class AutoChoice:
 
     def _plan(self) -> None:
         """The framework's own steps have been timed: measure links, predict, begin to try."""
-        self._own, self._clock = self._slowest("without compression"), None
+        own, self._clock = Timed("without compression", self._slowest()), None
         optimizer_s = max(gathered(statistics.median(self._optimizer_s[-OWN_STEPS:]), self._group))
         began = time.perf_counter()
         device = self.sync.device
         cluster = measure_cluster(self.sync.ranks, self._all[0].compressor, device, self._group)
         plans = [self._plan_of(each) for each in self._all]
         plain = uncompressed(self._plan_of(Candidate("", self.auto, Exact())), 4)
-        compute_s = compute_within(plain, cluster, self._own.median, optimizer_s)
+        compute_s = compute_within(plain, cluster, own.median, optimizer_s)
         seconds = [step_time(plan, cluster, compute_s, optimizer_s).seconds for plan in plans]
         fits = [self._room is None or plan.memory.total <= self._room for plan in plans]
         costs = [each.steps * predicted for each, predicted in zip(self._all, seconds, strict=True)]
-        promising = [at for at in hopeful(costs, self._own.median) if fits[at]]
-        self._predicted = {each.name: predicted for each, predicted in zip(self._all, seconds, strict=True)}
-        self._waiting = [self._all[at] for at in promising]
-        self._tried, self._times = [], []
+        promising = [at for at in hopeful(costs, own.median) if fits[at]]
+        self._trial = Trial(own, [(self._all[at], costs[at]) for at in promising])
         self.trial_s = time.perf_counter() - began
-        link, predictions = cluster.inter_node, ", ".join(f"{n} {s:.3g} s" for n, s in self._predicted.items())
+        link = cluster.inter_node
+        predictions = ", ".join(f"{each.name} {s:.3g} s" for each, s in zip(self._all, seconds, strict=True))
         self._inform(
-            f"a step without compression takes {self._own.median:.3g} s, of which about {compute_s:.3g} s is not"
+            f"a step without compression takes {own.median:.3g} s, of which about {compute_s:.3g} s is not"
             f" communication and {optimizer_s:.3g} s is the optimizer; ranks reach each other at"
             f" {link.nbytes_per_s / 1e6:.3g} MB/s in {1e3 * link.latency_s:.3g} ms, measured. Predicted: {predictions}"
         )
@@ -178,24 +172,24 @@ class AutoChoice:
     # -- trying ---------------------------------------------------------------------------------------------------
 
     def _next(self) -> None:
-        """The next candidate, or the decision."""
+        """The next candidate, or more steps of this one, or the decision."""
+        trial = self._trial
+        assert trial is not None
         if self.phase == "try":
             assert self.active is not None
-            self._times.append(self._slowest(self.active.name, self.active.steps))
-            self._tried.append(self.active)
-        if self._waiting:
-            self.phase = "try"
-            self._enter(self._waiting.pop(0))
-            self._begin(WARM_TRIED_STEPS + TRIED_STEPS, TRIED_STEPS)
+            trial.record(self.active, self._slowest())
+        self.phase = "try"
+        if (coming := trial.next()) is not None:
+            candidate, steps, timed = coming
+            if candidate is not self.active:
+                self._enter(candidate)
+            self._begin(steps, timed)
             return
-        assert self._own is not None
-        verdict = decide(self._own, self._times)
-        for times in self._times:
-            self.trial_s += max(0.0, sum(times.seconds) - len(times.seconds) * self._own.median)
-        self.reason = verdict.reason
+        verdict = decide(trial.own, trial.times)
+        self.reason, self.trial_s = verdict.reason, self.trial_s + trial.more_s
         if verdict.chosen is not None:
-            self._enter(self._tried[verdict.chosen])
-            self._settle(self._times[verdict.chosen].median)
+            self._enter(trial.tried[verdict.chosen])
+            self._settle(trial.times[verdict.chosen].median)
         else:
             self._leave()
 
@@ -233,7 +227,7 @@ class AutoChoice:
             return
         self.phase = "own"
         self.wiring.give_back()
-        if self._own is None:  # a checkpoint has been loaded that was written while something was tried
+        if self._trial is None:  # a checkpoint has been loaded that was written while something was tried
             self._restart()
         else:
             self._settle_own()
@@ -243,8 +237,8 @@ class AutoChoice:
         return any(name in self.sync.state.carryover for name in self.sync.specs)
 
     def _settle_own(self) -> None:
-        assert self._own is not None
-        self._settle(self._own.median)
+        assert self._trial is not None
+        self._settle(self._trial.own.median)
 
     def _settle(self, reference_s: float) -> None:
         self.phase = "settled"
@@ -269,7 +263,7 @@ class AutoChoice:
             f"a step takes {seconds:.3g} s and took {self._reference_s:.3g} s when this was chosen: looking again"
         )
         self._patience *= 2  # what keeps changing is looked at less and less
-        self._own = None
+        self._trial = None
         if self.active is None:
             self._restart()
         else:

@@ -58,7 +58,7 @@ class Bench:
         levels: Links when all ranks exchange at once, by ``intra-node`` and ``inter-node``; the latter a node's.
         pairs: One by one.
         far: Whether messages between machines take so long that all are to travel at once.
-        rings: Links as gloo's own collectives find them; None: there is one rank, or they are NCCL's.
+        rings: Links as the framework's own collectives find them; None: there is one rank.
         crowding: As that of a `Cluster`.
         codings: How fast a rank encodes and decodes one hop, by the names of presets.
         memcpy_nbytes_per_s: Read and written once each on this device.
@@ -82,7 +82,7 @@ class Bench:
         work = next((link.work for link in self.levels.values()), None)
         inside = self.levels.get("intra-node", Link(0.0, ANY_RATE, work=work))
         network = Network(self.levels.get("inter-node", inside), inside, self.crowding, self.rings)
-        return network.cluster(self.codings, is_gloo=self.backend == "gloo").coding_as("loco")
+        return network.cluster(self.codings, self.memcpy_nbytes_per_s, is_gloo=self.backend == "gloo").coding_as("loco")
 
     def wild_pairs(self) -> list[str]:
         """A sentence for each pair whose link is far slower than most of its level."""

@@ -114,6 +114,7 @@ class Cluster:
         rings: Of the framework's own collectives; None: the same links.
         codings: By the names of presets, for `coding_as`.
         bucket_s: Beside `encoded_per_s`: seconds for every bucket or module that is coded.
+        memcpy_nbytes_per_s: Bytes read and written per second by copying; None: copies take no time.
     """
 
     inter_node: Link
@@ -127,6 +128,7 @@ class Cluster:
     rings: Rings | None = None
     codings: Mapping[str, Coding] = field(default_factory=dict)
     bucket_s: float = 0.0
+    memcpy_nbytes_per_s: float | None = None
 
     def between_nodes(self, link: Link) -> Cluster:
         """The same with another link between nodes, of which no rings were measured."""
@@ -146,13 +148,13 @@ class Network(Rings):
         between: A node's link to the other nodes.
         inside: A rank's to the others of its node; the same with one level.
         crowding: As that of a `Cluster`.
-        rings: Links as the framework's own collectives find them, on CPU.
+        rings: Links as the framework's own collectives find them; None: there is one rank.
     """
 
     crowding: float | None = None
     rings: Rings | None = None
 
-    def cluster(self, codings: Mapping[str, Coding], *, is_gloo: bool) -> Cluster:
+    def cluster(self, codings: Mapping[str, Coding], memcpy_nbytes_per_s: float | None, *, is_gloo: bool) -> Cluster:
         """What predictions need of measurements."""
         return Cluster(
             inter_node=self.between,
@@ -163,4 +165,5 @@ class Network(Rings):
             crowding=self.crowding,
             rings=self.rings,
             codings=codings,
+            memcpy_nbytes_per_s=memcpy_nbytes_per_s,
         )

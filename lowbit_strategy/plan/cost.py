@@ -76,7 +76,7 @@ def _times(message: Message, cluster: Cluster) -> int:
 @dataclass(frozen=True, slots=True)
 class _Cost:
     latency: float
-    busy: float  # encoding and bytes
+    busy: float  # encoding, copies and bytes
     work: float = 0.0  # of the processors that compute
 
     @property
@@ -95,6 +95,7 @@ def unit_cost(unit: Unit, cluster: Cluster, ranks_per_node: int) -> _Cost:
     parts = [message_seconds(message, cluster, ranks_per_node) for message in unit.messages]
     encoding = unit.encoded_numel / cluster.encoded_per_s if cluster.encoded_per_s else 0.0
     encoding += cluster.bucket_s if unit.encoded_numel else 0.0
+    encoding += unit.copied_nbytes / cluster.memcpy_nbytes_per_s if cluster.memcpy_nbytes_per_s else 0.0
     work = 0.0
     if cluster.crowding is not None:
         work = encoding
@@ -107,10 +108,10 @@ def unit_cost(unit: Unit, cluster: Cluster, ranks_per_node: int) -> _Cost:
 
 def unit_costs(units: Sequence[Unit], cluster: Cluster, ranks_per_node: int) -> list[_Cost]:
     """Of each; layers of one shape are alike, and a break-even asks two dozen times."""
-    known: dict[tuple[object, int], _Cost] = {}
+    known: dict[tuple[object, ...], _Cost] = {}
     costs = []
     for unit in units:
-        key = unit.messages, unit.encoded_numel
+        key = unit.messages, unit.encoded_numel, unit.copied_nbytes
         if key not in known:
             known[key] = unit_cost(unit, cluster, ranks_per_node)
         costs.append(known[key])
@@ -244,7 +245,8 @@ def _split(unit: Unit, cluster: Cluster, ranks_per_node: int) -> tuple[_Cost, _C
     near = tuple(message for message in unit.messages if message.level == "intra-node")
     far = tuple(message for message in unit.messages if message.level != "intra-node")
     inside = replace(unit, messages=near, encoded_numel=0)
-    return unit_cost(inside, cluster, ranks_per_node), unit_cost(replace(unit, messages=far), cluster, ranks_per_node)
+    outside = replace(unit, messages=far, copied_nbytes=0)
+    return unit_cost(inside, cluster, ranks_per_node), unit_cost(outside, cluster, ranks_per_node)
 
 
 def _with_prefetch(plan: Plan, gradients: Sequence[_Cost], weights: Sequence[_Cost], compute_s: float) -> float:

@@ -220,6 +220,15 @@ def intra_node_memory(numel: int, itemsize: int, shape: Shape, layout: Layout) -
     return 0 if layout == "hsdp" else mean, pieces  # under HSDP FSDP2 has the mean
 
 
+def intra_node_copied(numel: int, itemsize: int, shape: Shape, layout: Layout) -> int:
+    """Bytes read and written for the exact sums inside a node: rows are put together and added; DDP's bucket is filled
+    with what comes back. HSDP's sums are FSDP2's own, and part of its step.
+    """
+    whole = shape.num_parts * numel * itemsize
+    added = whole + numel * itemsize
+    return {"ddp": 4 * whole + added, "fsdp": 2 * whole + added, "hsdp": 0}[layout]
+
+
 def _gradient_unit(
     reduced: Reduced, reduction: Reduction, layout: Layout, *, whole_model: Sequence[str], local: bool
 ) -> Unit:
@@ -232,13 +241,14 @@ def _gradient_unit(
     present = [name for name in reduced.names if scatter or specs[name].numel]  # a rank may have no part of it
     own = [name for name in present if not (methods[name].whole_model and layout == "ddp")] + list(whole_model)
     messages: list[Message] = []
-    memory = brief = 0
+    memory = brief = copied = 0
     if shape.share is not None and shape.num_parts > 1 and not (local and layout == "ddp"):
         numel = intra_node_numel(specs, reduced.names, shape, layout)
         sent = (shape.num_parts - 1) * numel * reduced.itemsize
         pieces = len(pieces_of_rows(numel, shape.num_parts * reduced.itemsize))
         messages.append(Message("intra-node", "reduce-scatter", sent, in_series=pieces, leaving=0.0))
         memory, brief = intra_node_memory(numel, reduced.itemsize, shape, layout)
+        copied = intra_node_copied(numel, reduced.itemsize, shape, layout)
     if not local:
         messages += reduction.messages(own)
         travelling, mean = reduction.memory(present)
@@ -253,6 +263,7 @@ def _gradient_unit(
         tuple(messages),
         buffer_nbytes=memory,
         encoded_numel=0 if local else hops * sum(specs[name].numel for name in own),
+        copied_nbytes=copied,
         brief_nbytes=brief,
     )
 

@@ -53,6 +53,8 @@ class Unit:
         encoded_numel: Elements that this rank encodes and decodes for it, all hops together.
         brief_nbytes: Memory besides that one unit at a time has: what travels inside a node while all wait for it, and
             between two hops the mean of what this rank owns.
+        copied_nbytes: Bytes that this rank reads and writes to put messages inside a node together, to add them, and to
+            take them apart.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Unit:
     buffer_nbytes: int = 0
     encoded_numel: int = 0
     brief_nbytes: int = 0
+    copied_nbytes: int = 0
 
     @property
     def in_series(self) -> int:

@@ -158,8 +158,7 @@ def make_plan(
     if squares:
         state += square_units(reduced, assignments, by_name, shape, scatter=scatter)
     unsharded = sum(each.itemsize * by_name[name].whole.numel for each in reduced for name in each.names)
-    # DDP's first step has one bucket
-    at_once = [tuple(by_name)] if layout == "ddp" else [each.names for each in reduced]
+    at_once = _buckets_at_once(gradients, methods, shape, layout)
     modules = modules or {}
     weights = () if coding is None else weight_units(coding, modules, shape, layout)
     return Plan(
@@ -176,8 +175,8 @@ def make_plan(
         memory=Memory(
             residuals=_residual_nbytes(reduction),
             weights=0 if coding is None else kept_nbytes(coding, modules, shape, layout),
-            messages=_messages_nbytes(gradients, weights, rounds, state, shape, layout, unsharded),
-            working=reduction.working_nbytes(at_once, device_type)
+            messages=_messages_nbytes(gradients, weights, rounds, state, shape, layout, unsharded, at_once),
+            working=reduction.working_nbytes([each.names for each in reduced], device_type)
             + (share_nbytes(outer, by_name) if outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if outer is not None else 0,
             squares=squares_nbytes(assignments, by_name, shape, scatter=scatter) if squares else 0,
@@ -188,6 +187,18 @@ def make_plan(
     )
 
 
+def _buckets_at_once(gradients: Sequence[Unit], methods: Mapping[str, Method], shape: Shape, layout: Layout) -> int:
+    """How many are under way at most.
+
+    DDP's are sent while backward goes on. Each bucket that starts takes those before it one exchange further, so near
+    ranks have as many under way as one has exchanges, and one more; in the first step, which has other buckets, what
+    is left over may lie beside them. Far ranks, and methods that wait for the whole model, have all of them.
+    """
+    if shape.far or (layout == "ddp" and any(method.whole_model for method in methods.values())):
+        return len(gradients)
+    return 2 + max((unit.in_series for unit in gradients), default=0) if layout == "ddp" else 1
+
+
 def _messages_nbytes(
     gradients: Sequence[Unit],
     weights: Sequence[Unit],
@@ -196,10 +207,10 @@ def _messages_nbytes(
     shape: Shape,
     layout: Layout,
     unsharded: int,
+    at_once: int,
 ) -> int:
-    """Memory for what is under way at most. `unsharded`: bytes of the whole gradients."""
-    # DDP's buckets may all be under way at once
-    nbytes = under_way_nbytes(gradients, len(gradients) if layout == "ddp" or shape.far else 1)
+    """Memory for what is under way at most. `unsharded`: bytes of the whole gradients; `at_once`: buckets of them."""
+    nbytes = under_way_nbytes(gradients, at_once)
     nbytes += under_way_nbytes(rounds, len(rounds) if shape.far else BUCKETS_OF_A_ROUND)
     nbytes += under_way_nbytes(weights, len(weights) if layout == "fsdp" and shape.far else 1)
     nbytes += under_way_nbytes(state, 1)

@@ -1,4 +1,8 @@
-"""What `Auto` compares and how it decides: pure functions of numbers that all ranks have alike."""
+"""What `Auto` compares and how it decides: pure functions of numbers that all ranks have alike.
+
+References:
+    Mann & Whitney, "On a Test of Whether one of Two Random Variables is Stochastically Larger than the Other", 1947.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,14 @@ from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.measured_loss import steps_of
 
 WARM_STEPS = 3  # of the framework's own, before any is timed
-OWN_STEPS = 5
-WARM_TRIED_STEPS = 1
-TRIED_STEPS = 4
+OWN_STEPS = 6
+WARM_TRIED_STEPS = 2
+TRIED_STEPS = 6
 MOST_TRIED = 2
 WORTH_IT = 0.97  # of the framework's own step: what is not faster than that is not worth having
 HOPEFUL = 1.1  # of it: what is predicted to be slower is not tried
+RIGHT_WITHIN = 0.85  # of what is predicted: a step may be so much faster
+CERTAIN = 0.8  # of all pairs of two steps: so often the one is faster, which chance does one time in twenty
 CHANGED = 4 / 3  # or its inverse, of the step when it was chosen: look again
 
 
@@ -90,9 +96,14 @@ class Timed:
 
     @property
     def middle(self) -> tuple[float, float]:
-        """Between what most of them lie: without the fastest and the slowest, where there are more than three."""
-        ordered = sorted(self.seconds)
-        return (ordered[1], ordered[-2]) if len(ordered) > 3 else (ordered[0], ordered[-1])
+        """Between what the middle half of them lies."""
+        ordered, out = sorted(self.seconds), len(self.seconds) // 4
+        return ordered[out], ordered[-1 - out]
+
+    def is_certainly_faster(self, other: Timed) -> bool:
+        """Whether of a step of each this is the faster one in most pairs, as Mann and Whitney count them."""
+        pairs = [self.steps * own < seconds for own in self.seconds for seconds in other.seconds]
+        return sum(pairs) >= CERTAIN * len(pairs)
 
     def __str__(self) -> str:
         low, high = self.middle
@@ -122,11 +133,60 @@ def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
     faster = [at for at, each in enumerate(tried) if each.cost <= WORTH_IT * own.median]
     if not faster:
         return Verdict(None, f"nothing that was tried is faster than the framework's own step: {measured}")
-    certain = [at for at in faster if tried[at].steps * tried[at].middle[1] < own.middle[0]]
+    certain = [at for at in faster if tried[at].is_certainly_faster(own)]
     if not certain:
         return Verdict(None, f"step times vary too much to tell what is faster, so nothing is changed: {measured}")
     best = min(certain, key=lambda at: tried[at].cost)
     return Verdict(best, f"{own.median / tried[best].cost:.2f} times as fast as the framework's own step: {measured}")
+
+
+class Trial:
+    """Whose steps come next while candidates are tried, and how long they took.
+
+    Args:
+        own: The framework's own steps.
+        waiting: What to try, the most promising first, and what a step of it is predicted to cost.
+    """
+
+    def __init__(self, own: Timed, waiting: Sequence[tuple[Candidate, float]]) -> None:
+        self.own = own
+        self.tried: list[Candidate] = []
+        self.times: list[Timed] = []
+        self._waiting = list(waiting)
+        self._left = MOST_TRIED * (WARM_TRIED_STEPS + TRIED_STEPS)
+
+    def next(self) -> tuple[Candidate, int, int] | None:
+        """Whose steps come next, how many, and of how many the times count; None: it can be decided.
+
+        What was tried goes on with all steps that are left where nothing waits that could be sooner: predictions are
+        within 15 %.
+        """
+        if self.tried and self._left and not any(self._may_be_sooner(cost) for _, cost in self._waiting):
+            steps, self._left = self._left, 0
+            self._waiting.clear()
+            return self.tried[-1], steps, steps
+        if not self._waiting:
+            return None
+        steps = WARM_TRIED_STEPS + TRIED_STEPS
+        self._left -= steps
+        return self._waiting.pop(0)[0], steps, TRIED_STEPS
+
+    def _may_be_sooner(self, predicted: float) -> bool:
+        return RIGHT_WITHIN * predicted < min(times.cost for times in self.times)
+
+    def record(self, candidate: Candidate, seconds: Sequence[float]) -> None:
+        """How long its steps took, on the slowest rank."""
+        before: tuple[float, ...] = ()
+        if self.tried and self.tried[-1] is candidate:
+            before = self.times.pop().seconds
+        else:
+            self.tried.append(candidate)
+        self.times.append(Timed(candidate.name, (*before, *seconds), candidate.steps))
+
+    @property
+    def more_s(self) -> float:
+        """Seconds that the candidates' steps took beyond as many of the framework's own."""
+        return sum(max(0.0, sum(each.seconds) - len(each.seconds) * self.own.median) for each in self.times)
 
 
 def has_changed(seconds: float, reference_s: float) -> bool:

@@ -14,10 +14,22 @@ from lowbit_strategy import Auto, Dense, LoCo
 from lowbit_strategy.attach import auto as running
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
-from lowbit_strategy.plan.trial import Candidate, Timed, Verdict
+from lowbit_strategy.plan.trial import (
+    MOST_TRIED,
+    OWN_STEPS,
+    TRIED_STEPS,
+    WARM_STEPS,
+    WARM_TRIED_STEPS,
+    Candidate,
+    Timed,
+    Trial,
+    Verdict,
+)
 from lowbit_strategy.telemetry.timing import links
 
-STEPS = 24  # 8 of the framework's own, 5 of each of two candidates, one to empty residuals, more
+OWN = WARM_STEPS + OWN_STEPS
+TRIED = MOST_TRIED * (WARM_TRIED_STEPS + TRIED_STEPS)
+STEPS = OWN + TRIED + 6  # one of them to empty residuals
 
 
 def hasty_measurements() -> contextlib.AbstractContextManager[object]:
@@ -52,6 +64,7 @@ def settled(
         mock.patch.object(running, "decide", decide),
         mock.patch.object(running, "candidates", candidates),
         mock.patch.object(running, "hopeful", return_value=list(range(tries))),
+        mock.patch.object(Trial, "_may_be_sooner", return_value=True),
         hasty_measurements(),
     ):
         yield

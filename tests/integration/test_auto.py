@@ -26,7 +26,7 @@ from lowbit_strategy.telemetry.model_control import ModelControl
 from testing.log import listen
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, scenarios
-from testing.training.auto import STEPS, is_hooked, settled
+from testing.training.auto import OWN, STEPS, TRIED, is_hooked, settled
 from testing.training.comparing import fingerprint, full_parameters, random_numbers
 from testing.training.regression import BATCH, OUTPUTS, WIDTH, ByStep, Kind, Regression, loader, trainer
 
@@ -81,7 +81,7 @@ def test_declining_leaves_the_framework_alone(facts: list[Facts]) -> None:
         assert rank["own"]
         assert rank["hook"] == [False] * STEPS
         assert rank["sent"] == 0
-        assert rank["steps"] == 8
+        assert rank["steps"] == OWN
         assert rank["counted"] == STEPS
         torch.testing.assert_close(rank["losses"], rank["stock"])
     assert any("no compression: the hook is removed, because the test says so" in line for line in facts[0]["lines"])
@@ -140,11 +140,11 @@ def check_chosen(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["chosen"] == "number 0"
         assert rank["method"] == LoCo(block_size=32)
-        assert rank["steps"] == 18
-        assert rank["hook"] == [False] * 8 + [True] * (STEPS - 8)
+        assert rank["steps"] == OWN + TRIED
+        assert rank["hook"] == [False] * OWN + [True] * (STEPS - OWN)
         assert rank["sent"] > 0
         assert rank["print"] == facts[0]["print"]
-        torch.testing.assert_close(rank["losses"][:8], rank["stock"][:8])
+        torch.testing.assert_close(rank["losses"][:OWN], rank["stock"][:OWN])
         torch.testing.assert_close(rank["losses"], rank["stock"], rtol=0.02, atol=0.01)
 
 
@@ -246,7 +246,7 @@ def resumed(folder: Path, kind: Kind, stop: int) -> Facts:
     return {"first": runs[0].phase, "then": runs[1].phase, "steps": runs[1].trial_steps, "print": fingerprint(model)}
 
 
-@scenarios(resumed, kind=("ddp", "fsdp"), stop=(11, 20))
+@scenarios(resumed, kind=("ddp", "fsdp"), stop=(OWN + 3, OWN + TRIED + 2))
 def test_a_choice_is_resumed(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["print"] == facts[0]["print"]
@@ -254,19 +254,19 @@ def test_a_choice_is_resumed(facts: list[Facts]) -> None:
             assert (rank["then"], rank["steps"]) == ("settled", 0)
         else:
             assert rank["then"] in ("own", "try")  # what was kept has been sent, and the trial begins anew
-            assert rank["steps"] == STEPS - 11 - 1
+            assert rank["steps"] == STEPS - (OWN + 3) - 1
 
 
 def looking_again(folder: Path) -> Facts:
     phases = []
     with settled(0), mock.patch.object(running, "LOOK_EVERY", 3), listen() as lines:
         model, session = attached("ddp", Auto())
-        train(model, session, range(18))
+        train(model, session, range(OWN + TRIED))
         assert session.auto is not None
         phases.append(session.auto.phase)
         session.auto._reference_s = 1e-9  # as if steps had been far faster then
         session.auto._remaining = 3
-        for step in range(18, 22):
+        for step in range(OWN + TRIED, OWN + TRIED + 4):
             train(model, session, range(step, step + 1))
             phases.append(session.auto.phase)
     session.close()
@@ -302,7 +302,7 @@ def unfrozen(folder: Path) -> Facts:
 
     class Thaws(Regression):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.net[4].requires_grad_(batch_idx >= 10)
+            self.net[4].requires_grad_(batch_idx >= OWN + 2)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=1e-2)

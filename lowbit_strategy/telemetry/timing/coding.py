@@ -20,14 +20,20 @@ def measure_coding(compressor: Compressor, device: torch.device) -> Coding:
     """One hop, encoded and decoded: of several tensors as one bucket, small ones and large ones.
 
     On a GPU a small bucket takes as long as the host needs to ask for it; a large one is timed on the GPU alone.
-    Where a large bucket took no longer than a small one, something disturbed the small one, and all of the large one's
-    time counts for its elements: too slow rather than too fast.
+    Where a small bucket took more than half as long as a large one, something may have disturbed it, as another process
+    on the same GPU does, and all of the large one's time counts for its elements: too slow rather than too fast.
     """
     numel = _NUMEL.get(device.type, 1 << 20)
     small, large = _Bucket(compressor, min(_SMALL_NUMEL, numel // 2), device), _Bucket(compressor, numel, device)
     small_s, large_s = small.device_s(), large.device_s()
-    longer = large_s - small_s if large_s > small_s else large_s
-    return Coding((large.numel - small.numel) / longer, small.wall_s())
+    return Coding(rate_of(small.numel, small_s, large.numel, large_s), small.wall_s())
+
+
+def rate_of(small_numel: int, small_s: float, large_numel: int, large_s: float) -> float:
+    """Elements per second of a large bucket, beyond what a small one takes."""
+    if 2 * small_s > large_s:
+        return large_numel / large_s
+    return (large_numel - small_numel) / (large_s - small_s)
 
 
 class _Bucket:
@@ -68,6 +74,6 @@ class _Bucket:
 
 def memcpy_nbytes_per_s(device: torch.device) -> float:
     """Bytes read and written per second by copying a tensor that no cache holds."""
-    x = torch.ones(1 << (24 if device.type == "cpu" else 28), dtype=torch.float32, device=device)
+    x = torch.ones(1 << (24 if device.type == "cpu" else 26), dtype=torch.float32, device=device)
     out = torch.empty_like(x)
     return 2 * x.nbytes / min(seconds_of(lambda: out.copy_(x), device) for _ in range(3))

@@ -15,7 +15,7 @@ from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.plan.bench import slowest, slowest_codings
 from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Link, Network, Rings, Work
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.telemetry.timing.coding import measure_coding
+from lowbit_strategy.telemetry.timing.coding import measure_coding, memcpy_nbytes_per_s
 from lowbit_strategy.telemetry.timing.device_clock import finish, seconds_of
 
 _SMALL_NBYTES = 64
@@ -47,10 +47,10 @@ def measure_cluster(
     ranks: Ranks, compressor: Compressor, device: torch.device, group: dist.ProcessGroup | None
 ) -> Cluster:
     """Links, and how fast `compressor` codes, of the slowest rank, which is waited for; all ranks of `group` call."""
-    measured = gathered((measure_network(ranks, device), measure_coding(compressor, device)), group)
-    networks, codings = zip(*measured, strict=True)
+    coded, copied = measure_coding(compressor, device), memcpy_nbytes_per_s(device)
+    networks, codings, copies = zip(*gathered((measure_network(ranks, device), coded, copied), group), strict=True)
     coding = slowest_codings([{"": each} for each in codings])
-    return slowest_network(networks).cluster(coding, is_gloo=device.type == "cpu").coding_as("")
+    return slowest_network(networks).cluster(coding, min(copies), is_gloo=device.type == "cpu").coding_as("")
 
 
 def measure_network(ranks: Ranks, device: torch.device) -> Network:
@@ -61,7 +61,7 @@ def measure_network(ranks: Ranks, device: torch.device) -> Network:
     inside = between if ranks.intra_node is None else measure_link(ranks.intra_node, near)
     per_node = 1 if ranks.topology is None else ranks.topology.ranks_per_node or 1
     rings = None
-    if device.type == "cpu" and isinstance(ranks.world, GroupComm) and ranks.world.world_size > 1:
+    if isinstance(ranks.world, GroupComm) and ranks.world.world_size > 1:
         nodes = -(-ranks.world.world_size // per_node)
         around = measure_ring(ranks.world, turns, max(1, nodes - 1))
         rings = Rings(around, around if ranks.intra_node is None else measure_ring(ranks.intra_node, near, 1))

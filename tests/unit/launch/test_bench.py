@@ -99,6 +99,12 @@ def test_a_rank_alone_has_no_link() -> None:
     assert coding.measure_coding(LoCo(), device).numel_per_s > 0
 
 
+def test_a_small_bucket_that_was_disturbed_makes_no_codec_faster() -> None:
+    assert coding.rate_of(10, 0.1, 1010, 1.1) == pytest.approx(1000)
+    assert coding.rate_of(10, 0.9, 1010, 1.0) == pytest.approx(1010), "the difference would say ten times as much"
+    assert coding.rate_of(10, 2.0, 1010, 1.0) == pytest.approx(1010)
+
+
 def test_the_rate_is_that_of_what_a_link_does_not_let_pass_at_once() -> None:
     """A link that lets 1 MB pass at once and then sends 2 MB in a second."""
     assert links.rate_of([(1e6, 0.0), (3e6, 1.0), (9e6, 4.0)]) == pytest.approx(2e6)

@@ -160,6 +160,18 @@ def test_rings_take_the_work_that_was_measured_of_them() -> None:
     assert step_time(plan, replace(at, rings=None), 0.5).low == pytest.approx(0.5 + in_series)
 
 
+@pytest.mark.parametrize(("layout", "times"), [("ddp", 5.5), ("fsdp", 3.5), ("hsdp", 0)])
+def test_sums_inside_a_node_take_their_copies(layout: str, times: float) -> None:
+    """DDP cuts its bucket into rows, adds those and fills it again: of two ranks 2 + 1.5 + 2 times its bytes."""
+    specs = [TensorSpec("weight", (1024, 1024))]
+    for ranks_per_node, copied in ((2, times), (1, 0)):
+        wanted = Wanted(specs, 2, ranks_per_node)
+        plan = plan_for(wanted, layout, LoCo())  # type: ignore[arg-type]
+        at = Cluster(inter_node=FAST, intra_node=FAST, prefetches=False, memcpy_nbytes_per_s=1e9)
+        more = step_time(plan, at, 0.5).seconds - step_time(plan, replace(at, memcpy_nbytes_per_s=None), 0.5).seconds
+        assert more == pytest.approx(copied * 4 * 1024**2 / 1e9, rel=1e-3)
+
+
 def test_messages_inside_a_node_take_the_work_that_was_measured_there() -> None:
     """As the inner steps of local steps do, whatever messages to far hosts take."""
     wanted = Wanted(transformer(1e9), 2, 2, itemsize=2)

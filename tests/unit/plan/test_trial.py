@@ -11,11 +11,11 @@ from lowbit_strategy.plan.cost import compute_within, step_time
 from lowbit_strategy.plan.models import transformer
 from lowbit_strategy.plan.trial import (
     MOST_TRIED,
-    OWN_STEPS,
     TRIED_STEPS,
-    WARM_STEPS,
     WARM_TRIED_STEPS,
+    Candidate,
     Timed,
+    Trial,
     candidates,
     decide,
     has_changed,
@@ -28,7 +28,7 @@ OWN = Timed("own", (1.0, 1.01, 0.99, 1.02, 1.0))
 
 def test_a_trial_costs_at_most_twenty_steps() -> None:
     one_emptying = 1
-    assert WARM_STEPS + OWN_STEPS + MOST_TRIED * (WARM_TRIED_STEPS + TRIED_STEPS) + one_emptying <= 20
+    assert MOST_TRIED * (WARM_TRIED_STEPS + TRIED_STEPS) + one_emptying <= 20
 
 
 def test_the_fastest_is_chosen() -> None:
@@ -79,6 +79,52 @@ def test_what_is_predicted_to_be_slower_is_not_tried() -> None:
     assert hopeful([0.5, 2.0, 0.4, 0.6], 1.0) == [2, 0]
     assert hopeful([1.2, 2.0], 1.0) == []
     assert decide(OWN, []).chosen is None
+
+
+def test_in_four_of_five_pairs_a_step_is_to_be_faster() -> None:
+    own = Timed("own", (1.0, 1.1, 1.2, 1.3, 1.4))
+    assert Timed("a", (0.9, 0.9, 0.9, 1.25)).is_certainly_faster(own)  # 17 pairs of 20
+    assert not Timed("a", (0.9, 0.9, 0.9, 1.45)).is_certainly_faster(own)  # 15
+    assert not Timed("a", (0.9, 0.9, 0.9, 1.25), steps=1.3).is_certainly_faster(own)
+
+
+FIRST, SECOND = Candidate("first", LoCo()), Candidate("second", LoCo(bits=8), steps=1.1)
+
+
+def steps_of(trial: Trial, seconds: dict[str, float]) -> list[tuple[str, int, int]]:
+    """Whose steps came, how many and how many of them counted, where each takes so long."""
+    came = []
+    while (coming := trial.next()) is not None:
+        candidate, steps, timed = coming
+        came.append((candidate.name, steps, timed))
+        trial.record(candidate, [seconds[candidate.name]] * timed)
+    return came
+
+
+def test_two_are_tried_where_the_second_may_be_sooner() -> None:
+    trial = Trial(OWN, [(FIRST, 0.6), (SECOND, 0.7)])
+    assert steps_of(trial, {"first": 0.6, "second": 0.5}) == [("first", 8, 6), ("second", 8, 6)]
+    assert trial.tried == [FIRST, SECOND]
+    assert [times.cost for times in trial.times] == pytest.approx([0.6, 0.55])
+    assert trial.more_s == 0.0
+
+
+@pytest.mark.parametrize("waiting", [[(FIRST, 0.6)], [(FIRST, 0.6), (SECOND, 0.75)]])
+def test_one_that_nothing_can_beat_has_all_steps(waiting: list[tuple[Candidate, float]]) -> None:
+    trial = Trial(OWN, waiting)
+    assert steps_of(trial, {"first": 0.6}) == [("first", 8, 6), ("first", 8, 8)]
+    assert trial.tried == [FIRST]
+    assert len(trial.times[0].seconds) == 14
+
+
+def test_the_second_is_tried_where_the_first_disappoints() -> None:
+    trial = Trial(OWN, [(FIRST, 0.6), (SECOND, 1.05)])
+    assert steps_of(trial, {"first": 1.5, "second": 0.9}) == [("first", 8, 6), ("second", 8, 6)]
+    assert trial.more_s == pytest.approx(6 * 0.5)
+
+
+def test_nothing_to_try_is_decided_at_once() -> None:
+    assert Trial(OWN, []).next() is None
 
 
 def test_a_third_is_a_change() -> None:
