@@ -48,8 +48,9 @@ class WireBuffers:
         return buffer[:needed].view(rows, nbytes)
 
     def _make_room(self, needed: int) -> None:
-        """Give up free memory that is a little too short; of several messages, where there is none, as much as this pass
-        has not used so far: buckets have other sizes now, and what they had before must not lie beside what they get.
+        """Give up free memory that is a little too short. Of several messages, where there is none, give up as much as
+        this pass has not used so far: buckets have other sizes now, and what they had before must not lie beside what
+        they get.
         """
         shortest = needed / 2 if self._several else 0
         small = [buffer for buffer in self._free if shortest <= buffer.numel() < needed]

@@ -29,6 +29,7 @@ WORTH_IT = 0.97  # of the framework's own step: what is not faster than that is 
 HOPEFUL = 1.1  # of it: what is predicted to be slower is not tried
 RIGHT_WITHIN = 0.85  # of what is predicted: a step may be so much faster
 CERTAIN = 0.8  # of all pairs of two steps: so often the one is faster, which chance does one time in twenty
+LIKELY = 0.65  # of them, where it was predicted to be: the links have told the same
 CHANGED = 4 / 3  # or its inverse, of the step when it was chosen: look again
 
 
@@ -78,11 +79,19 @@ def _keeping(compressor: Compressor, auto: Auto) -> Compressor:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Steps of one set-up that were timed, in seconds, and how many times as many it needs to the same loss."""
+    """Steps of one set-up that were timed.
+
+    Args:
+        name: For reports.
+        seconds: Of each.
+        steps: Times those of uncompressed training that it needs to the same loss.
+        predicted: What its `cost` was predicted to be; None: nothing was.
+    """
 
     name: str
     seconds: tuple[float, ...]
     steps: float = 1.0
+    predicted: float | None = None
 
     @property
     def median(self) -> float:
@@ -101,9 +110,12 @@ class Timed:
         return ordered[out], ordered[-1 - out]
 
     def is_certainly_faster(self, other: Timed) -> bool:
-        """Whether of a step of each this is the faster one in most pairs, as Mann and Whitney count them."""
+        """Whether in most pairs of a step of each this is the faster one, as Mann and Whitney count them. Where it was
+        predicted to be, fewer pairs are enough.
+        """
         pairs = [self.steps * own < seconds for own in self.seconds for seconds in other.seconds]
-        return sum(pairs) >= CERTAIN * len(pairs)
+        is_predicted = self.predicted is not None and self.predicted <= RIGHT_WITHIN * other.median
+        return sum(pairs) >= (LIKELY if is_predicted else CERTAIN) * len(pairs)
 
     def __str__(self) -> str:
         low, high = self.middle
@@ -154,6 +166,7 @@ class Trial:
         self.times: list[Timed] = []
         self._waiting = list(waiting)
         self._left = MOST_TRIED * (WARM_TRIED_STEPS + TRIED_STEPS)
+        self._predicted = 0.0  # of what is being tried
 
     def next(self) -> tuple[Candidate, int, int] | None:
         """Whose steps come next, how many, and of how many the times count; None: it can be decided.
@@ -169,7 +182,8 @@ class Trial:
             return None
         steps = WARM_TRIED_STEPS + TRIED_STEPS
         self._left -= steps
-        return self._waiting.pop(0)[0], steps, TRIED_STEPS
+        candidate, self._predicted = self._waiting.pop(0)
+        return candidate, steps, TRIED_STEPS
 
     def _may_be_sooner(self, predicted: float) -> bool:
         return RIGHT_WITHIN * predicted < min(times.cost for times in self.times)
@@ -181,7 +195,7 @@ class Trial:
             before = self.times.pop().seconds
         else:
             self.tried.append(candidate)
-        self.times.append(Timed(candidate.name, (*before, *seconds), candidate.steps))
+        self.times.append(Timed(candidate.name, (*before, *seconds), candidate.steps, self._predicted))
 
     @property
     def more_s(self) -> float:

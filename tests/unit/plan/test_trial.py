@@ -88,6 +88,14 @@ def test_in_four_of_five_pairs_a_step_is_to_be_faster() -> None:
     assert not Timed("a", (0.9, 0.9, 0.9, 1.25), steps=1.3).is_certainly_faster(own)
 
 
+def test_in_two_of_three_where_it_was_predicted() -> None:
+    own, seconds = Timed("own", (1.0, 1.1, 1.2, 1.3, 1.4)), (0.9, 0.9, 1.25, 1.35)  # 13 pairs of 20
+    assert Timed("a", seconds, predicted=1.0).is_certainly_faster(own)
+    assert not Timed("a", seconds, predicted=1.1).is_certainly_faster(own)
+    assert not Timed("a", seconds).is_certainly_faster(own)
+    assert not Timed("a", (0.9, 1.25, 1.25, 1.35), predicted=0.5).is_certainly_faster(own)  # 10
+
+
 FIRST, SECOND = Candidate("first", LoCo()), Candidate("second", LoCo(bits=8), steps=1.1)
 
 
@@ -106,6 +114,7 @@ def test_two_are_tried_where_the_second_may_be_sooner() -> None:
     assert steps_of(trial, {"first": 0.6, "second": 0.5}) == [("first", 8, 6), ("second", 8, 6)]
     assert trial.tried == [FIRST, SECOND]
     assert [times.cost for times in trial.times] == pytest.approx([0.6, 0.55])
+    assert [times.predicted for times in trial.times] == [0.6, 0.7]
     assert trial.more_s == 0.0
 
 
