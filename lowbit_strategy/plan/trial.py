@@ -29,7 +29,7 @@ WORTH_IT = 0.97  # of the framework's own step: what is not faster than that is 
 HOPEFUL = 1.1  # of it: what is predicted to be slower is not tried
 RIGHT_WITHIN = 0.85  # of what is predicted: a step may be so much faster
 CERTAIN = 0.8  # of all pairs of two steps: so often the one is faster, which chance does one time in twenty
-LIKELY = 0.65  # of them, where it was predicted to be: the links have told the same
+LIKELY = 0.65  # of them, where it was predicted to be, from links that were measured apart
 CHANGED = 4 / 3  # or its inverse, of the step when it was chosen: look again
 
 
