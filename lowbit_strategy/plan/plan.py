@@ -158,7 +158,9 @@ def make_plan(
     if squares:
         state += square_units(reduced, assignments, by_name, shape, scatter=scatter)
     unsharded = sum(each.itemsize * by_name[name].whole.numel for each in reduced for name in each.names)
-    at_once = _buckets_at_once(gradients, methods, shape, layout)
+    waits = layout == "ddp" and any(method.whole_model for method in methods.values())
+    at_once = len(gradients) if waits else _buckets_at_once(gradients, shape, layout)
+    coded = [tuple(by_name)] if waits else [each.names for each in reduced]
     modules = modules or {}
     weights = () if coding is None else weight_units(coding, modules, shape, layout)
     return Plan(
@@ -176,7 +178,7 @@ def make_plan(
             residuals=_residual_nbytes(reduction),
             weights=0 if coding is None else kept_nbytes(coding, modules, shape, layout),
             messages=_messages_nbytes(gradients, weights, rounds, state, shape, layout, unsharded, at_once),
-            working=reduction.working_nbytes([each.names for each in reduced], device_type)
+            working=reduction.working_nbytes(coded, device_type)
             + (share_nbytes(outer, by_name) if outer is not None else 0),
             anchors=anchor_nbytes(outer, by_name) if outer is not None else 0,
             squares=squares_nbytes(assignments, by_name, shape, scatter=scatter) if squares else 0,
@@ -187,14 +189,14 @@ def make_plan(
     )
 
 
-def _buckets_at_once(gradients: Sequence[Unit], methods: Mapping[str, Method], shape: Shape, layout: Layout) -> int:
-    """How many are under way at most.
+def _buckets_at_once(gradients: Sequence[Unit], shape: Shape, layout: Layout) -> int:
+    """How many are under way at most, where no method waits for the whole model.
 
     DDP's are sent while backward goes on. Each bucket that starts takes those before it one exchange further, so near
     ranks have as many under way as one has exchanges, and one more; in the first step, which has other buckets, what
-    is left over may lie beside them. Far ranks, and methods that wait for the whole model, have all of them.
+    is left over may lie beside them. Far ranks have all of them under way.
     """
-    if shape.far or (layout == "ddp" and any(method.whole_model for method in methods.values())):
+    if shape.far:
         return len(gradients)
     return 2 + max((unit.in_series for unit in gradients), default=0) if layout == "ddp" else 1
 
