@@ -26,10 +26,10 @@ def measure_coding(compressor: Compressor, device: torch.device) -> Coding:
     numel = _NUMEL.get(device.type, 1 << 20)
     small, large = _Bucket(compressor, min(_SMALL_NUMEL, numel // 2), device), _Bucket(compressor, numel, device)
     small_s, large_s = small.device_s(), large.device_s()
-    return Coding(rate_of(small.numel, small_s, large.numel, large_s), small.wall_s())
+    return Coding(numel_per_s(small.numel, small_s, large.numel, large_s), small.wall_s())
 
 
-def rate_of(small_numel: int, small_s: float, large_numel: int, large_s: float) -> float:
+def numel_per_s(small_numel: int, small_s: float, large_numel: int, large_s: float) -> float:
     """Elements per second of a large bucket, beyond what a small one takes."""
     if 2 * small_s > large_s:
         return large_numel / large_s

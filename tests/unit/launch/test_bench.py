@@ -100,9 +100,9 @@ def test_a_rank_alone_has_no_link() -> None:
 
 
 def test_a_small_bucket_that_was_disturbed_makes_no_codec_faster() -> None:
-    assert coding.rate_of(10, 0.1, 1010, 1.1) == pytest.approx(1000)
-    assert coding.rate_of(10, 0.9, 1010, 1.0) == pytest.approx(1010), "the difference would say ten times as much"
-    assert coding.rate_of(10, 2.0, 1010, 1.0) == pytest.approx(1010)
+    assert coding.numel_per_s(10, 0.1, 1010, 1.1) == pytest.approx(1000)
+    assert coding.numel_per_s(10, 0.9, 1010, 1.0) == pytest.approx(1010), "the difference would say ten times as much"
+    assert coding.numel_per_s(10, 2.0, 1010, 1.0) == pytest.approx(1010)
 
 
 def test_the_rate_is_that_of_what_a_link_does_not_let_pass_at_once() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowbit_strategy import PRESETS, DiLoCo, Exact, LoCo, TopK, WeightCode, WeightDelta
+from lowbit_strategy import DGC, PRESETS, DiLoCo, Exact, LoCo, TopK, WeightCode, WeightDelta
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -209,3 +209,18 @@ def test_memory_of_local_steps_is_what_is_held(rule: OuterRule) -> None:
     world.close()
     for counted, planned in found:
         assert counted <= planned <= counted + 16 * len(specs)  # scalars, such as Adam's step
+
+
+@pytest.mark.parametrize(("clip_norm", "whole"), [(1.0, True), (None, False)])
+def test_what_waits_for_the_whole_model_is_reduced_at_once_however_it_is_cut(
+    clip_norm: float | None, whole: bool
+) -> None:
+    """DGC that clips needs the norm of all gradients before any of them is sent."""
+    specs = [TensorSpec(f"weight {at}", (512, 512)) for at in range(8)]
+    assigned = assign_all(DGC(clip_norm=clip_norm, warmup_steps=0), specs)
+    one, many = [Reduced(tuple(spec.name for spec in specs))], [Reduced((spec.name,)) for spec in specs]
+    at_once, one_by_one = (
+        make_plan(specs, assigned, Shape(4), "ddp", reduced=reduced).memory.working for reduced in (one, many)
+    )
+    assert at_once > 0
+    assert (one_by_one == at_once) is whole
