@@ -1,4 +1,4 @@
-"""Everything that a training loop of one's own calls, in this order:
+"""Everything that a training loop without a framework calls. `compress` is enough; by hand it is, in this order:
 
 1. `prepare` before the model is wrapped, then `attach_ddp` or `attach_fsdp` after it, which return a `Session`
 2. `adapt` for a controller, `monitor` for observation and a record; both take ``session.sync``
@@ -8,6 +8,7 @@
 """
 
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
+from lowbit_strategy.attach.compress import compress
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
@@ -29,6 +30,7 @@ __all__ = [
     "adapt",
     "attach_ddp",
     "attach_fsdp",
+    "compress",
     "control_of",
     "monitor",
     "prepare",

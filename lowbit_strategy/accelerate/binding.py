@@ -37,8 +37,8 @@ from lowbit_strategy.accelerate.patches import keep_fsdp_on_cpu
 from lowbit_strategy.accelerate.replica import ReplicaBinding, make_own_group
 from lowbit_strategy.accelerate.support import check_accelerator, choose_shard_size
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp, attach_replica, warn_of_one_rank
+from lowbit_strategy.attach.gradient_use import watch_optimizers
 from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optimizers
-from lowbit_strategy.attach.optimizer_steps import watch_optimizers
 from lowbit_strategy.attach.prepare import Prepared, prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
@@ -138,8 +138,7 @@ class Binding:
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Called by the prepared optimizers."""
         for session in self.sessions:
-            steps = session.sync.in_step or session.trains_locally or session.is_own
-            if steps and session.owns(optimizer):
+            if session.has_open_step and session.owns(optimizer):
                 session.end_step(optimizer, self.accelerator.scaler)
                 self.adaptive.take_effect()
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -45,6 +46,7 @@ class LocalSteps:
     Attributes:
         own: Gives the optimizers and the scaler, whose state differs between ranks, by name; set by the adapter. Where
             it gives none, as in a loop of one's own, those that have stepped count.
+        on_forward: Called before each forward pass in training.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class LocalSteps:
         self.own: Callable[[], Mapping[str, Stateful]] = dict
         self._params = trainable_parameters(module)
         self._buffers = lambda: {canonical_name(name): buffer for name, buffer in module.named_buffers()}
+        if ddp is None:
+            _before_forward(module, self)
         self._reducer: AsyncReducer | None = None  # lets training go on while fragments travel
         if rule.delay_of(rule.shortest_turn):
             self._reducer = BucketWorker() if sync.device.type == "cpu" else SideStream(sync.device)
@@ -69,7 +73,10 @@ class LocalSteps:
         self._check_digest = check_digest
         self._seen: list[Optimizer] = []  # have stepped in this process
         self._stepped: set[int] = set()  # since the last step was over
+        self._learning_rate: float | None = None  # of the optimizer that has stepped last
         self._membership = membership
+        self.on_forward: Callable[[], None] = self.begin_forward
+        self.is_in_use = True
         self._loaded: tuple[Mapping[str, Any], bool] | None = None
         self.outer: OuterSync | None = None
         self._compressor = sync.compressor  # of pseudo-gradients
@@ -88,6 +95,8 @@ class LocalSteps:
         Not kept alive: everything is closed when it is gone.
         """
         self._ddp_of = (lambda: None) if model is None else weakref.ref(model)
+        if model is not None:
+            _before_forward(model, self)
 
     def _start(self) -> None:
         """Steps are local from now on. What is left of gradients is in other units than weights."""
@@ -96,6 +105,11 @@ class LocalSteps:
         self.outer = self._make_outer()
         if (ddp := self._ddp_of()) is not None:
             self._broadcasts_buffers = ddp.broadcast_buffers
+        self._keep_local()
+
+    def _keep_local(self) -> None:
+        """DDP leaves gradients and buffers alone. Lightning turns it on again in each manual step."""
+        if self.outer is not None and (ddp := self._ddp_of()) is not None:
             ddp.require_backward_grad_sync = False
             ddp.require_forward_param_sync = False
             ddp.broadcast_buffers = False
@@ -194,36 +208,39 @@ class LocalSteps:
                 self.outer.model.rebase_on_mean(params)
 
     def after_optimizer(self, optimizer: Optimizer | None) -> None:
-        """An optimizer has stepped, or a scaler has skipped its step. Several optimizers take their steps together.
+        """An optimizer has stepped, or a scaler has skipped its step. None: the only one has.
+
+        The step is over when all optimizers have stepped, otherwise when training goes on (`begin_forward`). A turn any
+        earlier would change weights that the others' forward passes have used.
 
         Raises:
             DivergenceError: On every rank, if anchors were compared after this step and differ.
         """
-        if optimizer is not None and not self._ends_step(optimizer):
-            return
+        if optimizer is not None:
+            self._learning_rate = float(optimizer.param_groups[0]["lr"])
+            if not any(optimizer is each for each in self._seen):
+                self._seen.append(optimizer)
+            self._stepped.add(id(optimizer))
+            bound = [each for each in self.own().values() if isinstance(each, Optimizer)]
+            if not self._stepped >= {id(each) for each in (*self._seen, *bound)}:
+                return
+        self._end_step()
+
+    def begin_forward(self) -> None:
+        """A forward pass in training begins: the step is over, if any optimizer has stepped."""
+        if self._stepped:
+            self._end_step()
+        self._keep_local()
+
+    def _end_step(self) -> None:
+        self._stepped = set()
         if self.outer is not None:
-            self.outer.after_step(None if optimizer is None else float(optimizer.param_groups[0]["lr"]))
+            self.outer.after_step(self._learning_rate)
         is_local = self.rule.is_local(self.sync.step_index)
         if is_local and self.outer is None:
             self._start()
         elif not is_local and self.outer is not None:
             self._stop()
-
-    def _ends_step(self, optimizer: Optimizer) -> bool:
-        """Whether all optimizers have stepped, or this one for the second time before the others have: then the step
-        before is over. A turn any earlier would change weights that the others' forward passes have used.
-        """
-        if not any(optimizer is each for each in self._seen):
-            self._seen.append(optimizer)
-        if id(optimizer) in self._stepped:
-            self._stepped = {id(optimizer)}
-            return True
-        self._stepped.add(id(optimizer))
-        bound = [each for each in self.own().values() if isinstance(each, Optimizer)]
-        if self._stepped >= {id(each) for each in (*self._seen, *bound)}:
-            self._stepped = set()
-            return True
-        return False
 
     def _before_validation(self) -> None:
         """Warn, once, if ranks have trained since the last validation but have not had a turn: it has seen the same
@@ -247,13 +264,15 @@ class LocalSteps:
             )
 
     def close(self) -> bool:
-        """Whether nothing of it runs any more."""
+        """Returns whether all of it has stopped."""
+        self.is_in_use = False
         if self._membership is not None:
             self._membership.leave()
         return not isinstance(self._reducer, BucketWorker) or self._reducer.close()
 
     def finish(self) -> None:
         """Training ends: see `OuterSync.finish`."""
+        self.begin_forward()
         if self.outer is not None:
             self.outer.finish()
 
@@ -336,3 +355,16 @@ class LocalSteps:
             return
         if self.outer.model.has_other_weights(earlier.outer.anchors):
             self._loaded = None
+
+
+def _before_forward(model: nn.Module, steps: LocalSteps) -> None:
+    """Tell `steps`, as long as they are there, before anything else that a forward pass in training begins with."""
+    reference = weakref.ref(steps)
+
+    @torch.compiler.disable
+    def begin(module: nn.Module, _: Any) -> None:
+        found = reference()
+        if found is not None and found.is_in_use and module.training and torch.is_grad_enabled():
+            found.on_forward()
+
+    model.register_forward_pre_hook(begin, prepend=True)

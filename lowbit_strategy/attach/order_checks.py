@@ -18,6 +18,15 @@ NO_STEP_HAS_ENDED = (
     " recorded, no controller decides, and local steps have no turn"
 )
 
+MADE_BEFORE_SHARDING = (
+    "the optimizer steps no parameter of this model: give it the model's parameters, after fully_shard, which replaces"
+    " them"
+)
+NEVER_ATTACHED = (
+    "prepare was called for this model and nothing has been attached to it, so that its gradients are not compressed:"
+    " call attach_ddp or attach_fsdp with the wrapped model before the first step, or compress(model, optimizer)"
+)
+
 
 def check_bare(module: nn.Module) -> None:
     """Raises:
@@ -81,4 +90,13 @@ def why_nothing_was_sent(module: nn.Module, *, waits: bool) -> str:
     return (
         "the optimizer has stepped but no gradient has been synchronised yet. If the first loss was not skipped on"
         " purpose, backward does not reach what was set up"
+    )
+
+
+def unfrozen_under_ddp(name: str) -> str:
+    """What is wrong, and what to do."""
+    return (
+        f"{name} was frozen when the model was set up and is trained now, which DDP does not see: set the model up"
+        " again after unfreezing, by fabric.setup(module, optimizer) or accelerator.prepare(module), with the module"
+        " itself and not with what these returned"
     )

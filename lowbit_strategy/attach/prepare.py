@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import torch.distributed as dist
 from torch import nn
 
+from lowbit_strategy.attach.gradient_use import expect_attachment
 from lowbit_strategy.attach.order_checks import check_bare
 from lowbit_strategy.attach.sync_options import SyncOptions, check_options
 from lowbit_strategy.hooks.ddp import refuse_python_reducer
@@ -78,6 +79,7 @@ def prepare(
     if dist.get_rank(group) == 0:
         for sentence in unmatched_patterns(compressor, module):
             _log.warning("%s", sentence)
+    expect_attachment(module)
     return prepared_for(find_topology(group), compressor, options, specs, scatter=scatter)
 
 

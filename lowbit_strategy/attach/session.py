@@ -14,9 +14,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.auto import AutoChoice
+from lowbit_strategy.attach.gradient_use import GradientUse, forget_optimizers, watch_optimizers
 from lowbit_strategy.attach.local_steps import LocalSteps
-from lowbit_strategy.attach.optimizer_steps import forget_optimizers, watch_optimizers
-from lowbit_strategy.attach.order_checks import MANY_PASSES, NO_STEP_HAS_ENDED, why_nothing_was_sent
+from lowbit_strategy.attach.order_checks import (
+    MADE_BEFORE_SHARDING,
+    MANY_PASSES,
+    NO_STEP_HAS_ENDED,
+    unfrozen_under_ddp,
+    why_nothing_was_sent,
+)
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.attach.wiring import DDPWiring
 from lowbit_strategy.checkpoint import capture
@@ -28,9 +34,9 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.model.digest import ParameterDigest
-from lowbit_strategy.model.parameters import canonical_name, describe_parameters, trainable_parameters
+from lowbit_strategy.model.frozen import Frozen
+from lowbit_strategy.model.mixed_precision import LossScale
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.telemetry.startup_report import build_report
@@ -38,8 +44,6 @@ from lowbit_strategy.telemetry.startup_report import build_report
 CHECKPOINT_KEY = "lowbit_strategy"
 
 _log = logging.getLogger("lowbit_strategy")
-
-
 Hook = DDPHook | DDPWiring | BackwardSide  # what feeds the engine beside training
 
 
@@ -57,6 +61,9 @@ class Session:
         local: Local steps, if ranks train by themselves.
         shards: FSDP2 shards the model, and asks for what it has to synchronise in every step.
         auto: Chooses what is used, if the package is to.
+
+    Attributes:
+        ended_by: Optimizers whose steps end the session's, so that nobody has to call `end_step`.
     """
 
     def __init__(
@@ -83,11 +90,13 @@ class Session:
         self._warned = False
         self._saver = ResidualSaver(sync, group)
         self._num_passes = 0  # backward passes since a step has ended
-        self._scale: float | None = None
-        self._has_scale = False  # it has been read for the step to come
-        self._params = {id(param) for param in module.parameters()}
-        self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
-        self._expected = trainable_parameters(module)  # whose gradients DDP waits for
+        self._scale = LossScale()
+        self._use = GradientUse(module, sync)
+        self.ended_by: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.is_closed = False
+        self.frozen = Frozen(module)
+        if local is not None:
+            local.on_forward = self.begin_forward
         watch_optimizers(self)
 
     @property
@@ -99,6 +108,11 @@ class Session:
     def is_own(self) -> bool:
         """Whether steps are the framework's own: chosen, or timed."""
         return self.auto is not None and self.auto.is_own
+
+    @property
+    def has_open_step(self) -> bool:
+        """Whether an optimizer's step would end something."""
+        return self.trains_locally or self.is_own or self.sync.in_step or bool(self.sync.transactions.prepared)
 
     @property
     def replica(self) -> ElasticOuterSync | None:
@@ -125,40 +139,57 @@ class Session:
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
+    def begin_forward(self) -> None:
+        """Before a forward pass in training, where the framework knows that moment. Local steps end here and not later,
+        because a turn changes the weights.
+        """
+        self._end_open_step()
+        if self.local is not None:
+            self.local.begin_forward()
+
+    def _end_open_step(self) -> None:
+        """Training goes on, or is saved: a step is over that optimizers have taken and nothing has ended."""
+        if self._use.stepped and self._num_passes:
+            self.end_step()
+        self._use.stepped.clear()
+
     def begin_step(self, scaler: Any = None, *, loss: torch.Tensor | None = None) -> None:
         """Before every backward pass, on the thread and stream of training; on all ranks.
 
-        1. parameters that have been unfrozen are served from now on
-        2. the first of a step: controllers decide, parameters whose method changes are regrouped, and residuals follow
-           the loss scale, which is read here unless `end_step` has read it
+        1. a step ends that an optimizer has taken and nothing has ended
+        2. reductions whose gradients were cleared without a step are rolled back
+        3. parameters that have been unfrozen are served from now on
+        4. the first of a step: controllers decide, methods may change, and residuals follow the loss scale
 
         Args:
             scaler: What the loss is multiplied by, a ``GradScaler`` or None.
             loss: Of the batch, before `scaler`: for rounds of local steps whose length follows it (`AdaComm`).
 
         Raises:
-            RuntimeError: An optimizer has stepped and `end_step` has not been called since; or DDP does not know a
-                parameter that is trained now.
+            RuntimeError: DDP does not know a parameter that is trained now.
         """
+        self.begin_forward()
+        self._use.roll_back_cleared()
         self._num_passes += 1
         if self._num_passes == MANY_PASSES:
             self._warn(NO_STEP_HAS_ENDED)
-        if self.newly_trainable():
-            self._serve_unfrozen()
+        if unfrozen := self.frozen.newly_trainable():
+            if not (self.shards or self.trains_locally):
+                raise RuntimeError(unfrozen_under_ddp(unfrozen[0]))
+            self.extend()
         if self.replica is not None:
             self.replica.check_joined()
         if self.trains_locally or self.is_own or self.sync.ranks.alone:
-            self.sync.check_ended()
             if loss is not None and self.local is not None and self.local.outer is not None:
                 self.local.outer.observe_loss(loss)
             return
-        if not (self._has_scale or self.sync.has_begun):
-            self._read_scale(scaler)
-        self._has_scale = False  # it holds for the step that begins
-        self.sync.begin_step(self._scale)
+        self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun))
 
     def end_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
         """After every optimizer step, also one that a loss scaler has skipped, and after ``scaler.update()``.
+
+        Where it is not called the step ends when training goes on; with a loss scaler, or an optimizer that is not
+        torch's, it has to be called.
 
         Args:
             optimizer: Which one has stepped, for local steps; None: the only one.
@@ -169,16 +200,18 @@ class Session:
             Whether the step counted.
 
         Raises:
+            RuntimeError: No optimizer has stepped a parameter of this model, this one included.
             DivergenceError: On every rank, if parameters were compared after this step and differ.
         """
-        self.sync.acknowledge_step()
-        self._num_passes = 0
+        if optimizer is not None and not self._use.any_owner(optimizer):
+            raise RuntimeError(MADE_BEFORE_SHARDING)
+        stepped, self._num_passes = self._use.take_stepped(optimizer), 0
         if self.trains_locally:
             assert self.local is not None
             self.local.after_optimizer(optimizer)
             return True
         if scaler is not None:
-            self._has_scale = self._read_scale(scaler)
+            self._scale.read(scaler)
         if self.auto is not None and self.auto.is_own:
             return self.auto.end_step()
         comm = self.sync.ranks.peers
@@ -187,7 +220,7 @@ class Session:
             waits = isinstance(self._hook, (DDPHook, DDPWiring))
             _log.warning("rank %d: %s", self.sync.ranks.rank, why_nothing_was_sent(self._module, waits=waits))
         synchronised = self.sync.in_step
-        counted = self.sync.end_step()
+        counted = self.sync.end_step(stepped)
         if self._digest is not None and synchronised and counted:
             self._digest.after_step(self.sync.step_index)
         if self.local is not None and synchronised:
@@ -195,13 +228,6 @@ class Session:
         if self.auto is not None and counted:
             self.auto.end_step()
         return counted
-
-    def _read_scale(self, scaler: Any) -> bool:
-        """Returns whether there is one."""
-        has_scale = scaler is not None and scaler.is_enabled()
-        if has_scale:
-            self._scale = float(scaler.get_scale())
-        return has_scale
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -219,6 +245,7 @@ class Session:
         Raises:
             ResidualFileError: On every rank, before anything is replaced, if one of them cannot write its file.
         """
+        self._end_open_step()
         if self.local is not None:
             self.local.arrive()
         return self._saver.around(path, asynchronous=asynchronous)
@@ -235,7 +262,7 @@ class Session:
             ResidualFileError: A rank's file is missing or damaged, and ``on_missing_residual="error"``.
             ValueError: The residuals are of another model.
         """
-        self._has_scale = False  # the scaler is loaded as well
+        self._scale.forget()  # the scaler is loaded as well
         if self.sync.weights is not None:
             self.sync.weights.restart()
         try:
@@ -249,7 +276,7 @@ class Session:
         if stamp is None:
             self._warn(f"{path} was saved without compression: residuals start from zero")
             return
-        self.sync.extend(self._describe_frozen(stamp["parameters"]))
+        self.sync.extend(self.frozen.describe(stamp["parameters"]))
         resume(
             self.sync,
             path,
@@ -262,22 +289,18 @@ class Session:
             self.auto.after_load()
 
     def weights_changed(self) -> None:
-        """Weights were changed after a forward pass in training mode and before a backward pass: the next gather sends
-        them. Call on all ranks; not needed at any other moment.
-        """
+        """Weights were changed between a forward and its backward pass: the next gather sends them. On all ranks."""
         if self.sync.weights is not None:
             self.sync.weights.invalidate()
 
     def weights_unchanged(self) -> None:
-        """Nothing steps on the gradients that have just been reduced, which are a micro-batch's: weights that have
-        travelled serve the next one too. Call on all ranks.
-        """
+        """No optimizer steps on what was reduced: the weights serve the next micro-batch too. On all ranks."""
         if self.sync.weights is not None:
             self.sync.weights.unchanged()
 
     def resume(self) -> None:
         """The framework has loaded all that it saves, after `load`, or training begins; for local steps."""
-        self.sync.acknowledge_step()  # torch steps an optimizer to make the state that it loads into
+        self._use.stepped.clear()  # torch steps an optimizer to make the state that it loads into
         if self.local is not None:
             self.local.resume()
         if self.replica is not None and self.sync.ranks.world.rank == 0:
@@ -285,6 +308,7 @@ class Session:
 
     def finish(self) -> None:
         """Training ends on this rank; call on all ranks. After local steps all ranks have the same weights then."""
+        self._end_open_step()
         if self.local is not None:
             self.local.finish()
 
@@ -302,36 +326,13 @@ class Session:
 
     def adopt(self, earlier: Session) -> None:
         """Continue with the state of an earlier attachment of the same model (a second fit)."""
-        self.sync.extend(self._describe_frozen(earlier.sync.specs))
+        self.sync.extend(self.frozen.describe(earlier.sync.specs))
         if self.local is not None and earlier.local is not None:
             self.local.adopt(earlier.local)
         saved = capture.capture(earlier.sync) | {"own": {}}
         capture.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
         if self.auto is not None:
             self.auto.after_load()
-
-    def _describe_frozen(self, names: Iterable[str]) -> list[TensorSpec]:
-        """Those of `names` that are frozen here: their residuals are kept until they are trained again."""
-        also = {name for name in names if name in self._frozen}
-        return [spec for spec in describe_parameters(self._module, also) if spec.name in also]
-
-    def newly_trainable(self) -> list[str]:
-        """Parameters that were frozen when compression was attached and are not any more."""
-        return [name for name, param in self._frozen.items() if param.requires_grad]
-
-    def newly_frozen(self) -> list[str]:
-        """Parameters that DDP waits for and that are frozen now."""
-        return [name for name, param in self._expected.items() if not param.requires_grad]
-
-    def _serve_unfrozen(self) -> None:
-        if self.shards or self.trains_locally:
-            self.extend()
-            return
-        raise RuntimeError(
-            f"{self.newly_trainable()[0]} was frozen when the model was set up and is trained now, which DDP does not"
-            " see: set the model up again after unfreezing, by fabric.setup(module, optimizer) or"
-            " accelerator.prepare(module), with the module itself and not with what these returned"
-        )
 
     def extend(self, model: DistributedDataParallel | None = None) -> None:
         """Serve the newly trainable parameters too, between steps, on all ranks together.
@@ -340,45 +341,46 @@ class Session:
             model: DDP synchronises what was trainable when it wrapped, and waits for it: the model wrapped anew. Not
                 needed for FSDP2.
         """
-        names = set(self.newly_trainable())
-        self._frozen = {name: param for name, param in self._frozen.items() if name not in names}
-        self.sync.extend([spec for spec in describe_parameters(self._module) if spec.name in names])
+        specs, params = self.frozen.take_newly_trainable()
+        self.sync.extend(specs)
         if self.local is not None:
-            self.local.extend({n: p for n, p in trainable_parameters(self._module).items() if n in names})
+            self.local.extend(params)
         if model is not None and self._hook is not None:
             self._hook.close()
             wiring = self._hook if isinstance(self._hook, DDPWiring) else None
             self._hook = DDPHook(model, self.sync) if wiring is None else wiring.wrapped_anew(model)
             self.close_with(model)
-            self._frozen |= {name: self._expected[name] for name in self.newly_frozen()}
-            self._expected = trainable_parameters(self._module)
+            self.frozen.wrapped_anew()
             if self.local is not None:
                 self.local.wrapped_by(model)
-        if names and self.sync.ranks.rank == 0:
-            inform("%d more parameters are trained now\n%s", len(names), build_report(self.sync).render())
+        if specs and self.sync.ranks.rank == 0:
+            inform("%d more parameters are trained now\n%s", len(specs), build_report(self.sync).render())
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer` steps a parameter of this model."""
-        return any(id(param) in self._params for group in optimizer.param_groups for param in group["params"])
+        return bool(self._use.owned_by(optimizer))
 
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer of the process has stepped."""
-        if self.owns(optimizer):
-            self.sync.optimizer_stepped(optimizer)
+        """An optimizer of this process has stepped."""
+        self._use.on_optimizer_step(optimizer)
+        if optimizer in self.ended_by:
+            self.end_step(optimizer)
 
     def serves(self, module: nn.Module) -> bool:
-        """Whether `module` is this model, whatever wraps it."""
-        return any(id(param) in self._params for param in module.parameters())
+        """Whether `module` is this model, regardless of what wraps it."""
+        return self._use.serves(module)
 
-    def shares_parameters(self, other: Session) -> bool:
-        """Whether both are of the same model, set up twice."""
-        return not self._params.isdisjoint(other._params)
+    @property
+    def param_ids(self) -> set[int]:
+        """The identities of the model's parameters."""
+        return self._use.param_ids
 
     def close(self) -> None:
         """End the hook's thread and destroy the process groups made for it; what is saved can still be read.
 
         A thread that has not ended, as after an error on another rank, may wait in a collective: then groups stay.
         """
+        self.is_closed = True
         forget_optimizers(self)
         self._let_go_of_model()
         has_ended = self._hook is None or self._hook.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class _Leftover:
 class CarryOver:
     """Leftover residuals by parameter name, in units of the gradient; as few bytes as they had before.
 
-    Each is added once to a gradient that is not all zero. If that step overflows it is kept and added again.
+    Each is added once to a gradient that is not all zero. If that gradient is thrown away it is kept and added again.
 
     Args:
         device: Of gradients.
@@ -47,7 +47,7 @@ class CarryOver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._waiting: dict[str, _Leftover] = {}
-        self._added: dict[str, _Leftover] = {}  # in this step, which may still overflow
+        self._added: dict[str, _Leftover] = {}  # to gradients that may still be thrown away
 
     def __contains__(self, name: str) -> bool:
         return name in self._waiting
@@ -93,11 +93,14 @@ class CarryOver:
         values = self._added[name].read()
         view.x.add_(view.rows(values) if view.scatter else values)
 
-    def end_step(self, *, counted: bool) -> None:
-        """The step is over. After an overflow what was added is kept for the next step."""
-        if not counted:
-            self._waiting.update(self._added)
-        self._added = {}
+    def commit(self, names: Iterable[str]) -> None:
+        """What was added to the gradients of these parameters has been used."""
+        for name in names:
+            self._added.pop(name, None)
+
+    def roll_back(self, names: Iterable[str]) -> None:
+        """The gradients of these parameters were thrown away: what was added to them waits for the next ones."""
+        self._waiting.update({name: self._added.pop(name) for name in names if name in self._added})
 
     def rescale_(self, factor: float) -> None:
         for each in self._waiting.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from lowbit_strategy.engine.byte_check import ByteCheck
 from lowbit_strategy.engine.interfaces import Corrects, LocalTraining, RankState, Stateful
 from lowbit_strategy.engine.listeners import Listeners, StepListener, StepPhase
 from lowbit_strategy.engine.method_state import MethodState
+from lowbit_strategy.engine.transactions import Transactions
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.engine.whole_model import Collector
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
@@ -23,7 +24,6 @@ from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import MethodStore, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.model.mean_moment import has_stepped
 from lowbit_strategy.plan.gradients import Layout, Reduced
 from lowbit_strategy.plan.plan import Plan, make_plan
 from lowbit_strategy.ranks.ranks import Ranks
@@ -34,11 +34,14 @@ _KEPT_STEPS = 16  # a bucket layout that has not come for so many steps (DDP has
 class GradientSync:
     """Turns buckets of local gradients into buckets of mean gradients.
 
-    A step is one optimizer step, whatever the number of backward passes in it:
+    A step is one optimizer step, regardless of the number of backward passes in it:
 
-    1. `begin_step`, before the first backward: controllers decide, parameters whose method changes are regrouped
-    2. `reduce`, once per bucket: on DDP's worker thread or side stream, or in FSDP2's reduce-scatter stream
-    3. `end_step`, after the optimizer has stepped or a loss scaler has skipped the step
+    1. `begin_step`, before each backward pass. In the first one of a step controllers decide, and parameters whose
+       method changes are regrouped
+    2. `reduce`, once per bucket: on DDP's worker thread or side stream, or in FSDP2's reduce-scatter stream. It opens
+       a transaction for each parameter (`Transactions`)
+    3. `commit` the parameters that an optimizer has stepped, or `roll_back` those whose gradients were thrown away
+    4. `end_step`, after the optimizer has stepped or a loss scaler has skipped the step
 
     Args:
         compressor: Gives every parameter its method.
@@ -47,8 +50,7 @@ class GradientSync:
         device: Of gradients.
         scatter: FSDP2's reduce-scatter (sum of the owned chunk) instead of DDP's all-reduce (mean).
         seed: Of all randomness; the same on all ranks.
-        rollback: Keep a copy of the residuals through the step and put it back if the step overflowed (fp16 with
-            loss scaling: the optimizer skips such a step).
+        rollback: Any step may be skipped because it overflowed (fp16 with loss scaling): it is rolled back.
 
     Attributes:
         state: What is reduced, by which method, and what methods keep.
@@ -58,7 +60,7 @@ class GradientSync:
         extra_state, rank_state: What is saved beside the methods' own state, by name; what differs between ranks.
         stride: Optimizer steps since the reduction before: 1 unless steps are local.
         outer: Reduces weights' movements where steps are local, and counts them; None: gradients are reduced.
-        second_moment: Corrects the optimizer's; None: it stays as it is.
+        second_moment: Corrects the optimizer's when it has stepped on what was reduced; None: it stays as it is.
     """
 
     def __init__(
@@ -85,14 +87,14 @@ class GradientSync:
         self.stride = 1
         self.outer: LocalTraining | None = None
         self.second_moment: Corrects | None = None
-        self._revocable = False  # the methods' state is kept through a step
         self.buffers = WireBuffers(device, several=not scatter or ranks.peers.is_far)
         self._meet(ranks)
         self.state = MethodState(specs, ranks.share, self._placement(), device)
+        self.transactions = Transactions(self.state)
+        self.transactions.keeps_all = rollback
         self._flags = StepFlags(device)
         self._listeners = Listeners()
         self._begun = False
-        self._stepped = False  # an optimizer has, since the step began
         self._entered: set[BucketLayout] = set()  # in the backward pass under way
         self._num_passes = 0  # of the step, with this one
         self._observers: list[BucketObserver] = []
@@ -131,8 +133,7 @@ class GradientSync:
 
     def forget(self) -> None:
         """All state as at the start; methods stay. Between steps only."""
-        self._entered.clear()
-        self._begun, self._num_passes, self._observers = False, 0, []
+        self._clear_step()
         self._regroup(self.state.forget)
 
     def renew(self, ranks: Ranks, *, afresh: bool = False) -> None:
@@ -161,6 +162,7 @@ class GradientSync:
         `change` returns stores that are not used any more.
         """
         self._buckets: dict[BucketLayout, Bucket] = {}
+        self.transactions.forget()
         self._replaced += change()
         state = self.state
         self._collector = Collector(list(state.specs))
@@ -193,8 +195,8 @@ class GradientSync:
 
     @property
     def has_begun(self) -> bool:
-        """Whether `begin_step` has been called since the last `end_step`."""
-        return self._begun
+        """Whether `begin_step` has been called since the last `end_step`, and not all of the step was rolled back."""
+        return self._begun and not (self.in_step and not self.transactions.prepared)
 
     def has_entered(self, layout: BucketLayout) -> bool:
         """Whether this bucket has come in the backward pass under way."""
@@ -212,15 +214,12 @@ class GradientSync:
             loss_scale: The factor that the coming gradients are multiplied by; residuals follow when it changes. None:
                 as it was.
             stride: Optimizer steps since the reduction before: 1 unless steps are local.
-
-        Raises:
-            RuntimeError: An optimizer has stepped since the step began, and `end_step` has not been called.
         """
-        self.check_ended()
-        if self._begun:
+        if self.has_begun:
             return
-        self._begun = True
-        self.stride = stride
+        self.num_skipped += self.in_step and self.rollback  # all of a step was rolled back
+        self._clear_step()
+        self._begun, self.stride = True, stride
         probes = self._listeners.begin_step(StepPhase.DECIDE)
         self.follow_phase()
         if loss_scale is not None:
@@ -231,34 +230,28 @@ class GradientSync:
         self._observers = self._listeners.begin_step(StepPhase.OBSERVE) + probes
         self._listeners.begin_step(StepPhase.RECORD)
         self.byte_check.begin_step(checks=all(observer.accounts for observer in self._observers))
-        if self.rollback or self._revocable:
-            self.state.keep()
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped on what this step has reduced, or on local gradients: `end_step` is to follow.
-
-        Raises:
-            RuntimeError: It has not followed the step before.
+    def commit(self, names: Iterable[str] | None = None) -> None:
+        """Optimizers have stepped these parameters on what was reduced; None: all. A step that may still be skipped is
+        not committed before `end_step`.
         """
-        self.check_ended()
-        if self.second_moment is not None and (self._num_passes or self.outer is not None) and has_stepped(optimizer):
-            self.second_moment.correct_(optimizer)
-        self._stepped = self._num_passes > 0 or self.outer is not None
+        if not self.rollback:
+            self.transactions.commit(names)
 
-    def acknowledge_step(self) -> None:
-        """The loop knows that the optimizer has stepped."""
-        self._stepped = False
-
-    def check_ended(self) -> None:
-        """Raises:
-        RuntimeError: An optimizer has stepped and `end_step` has not been called since.
+    def roll_back(self, names: Iterable[str] | None = None) -> list[str]:
+        """The gradients of these parameters were thrown away, on all ranks; None: all, as if no step had begun. Returns
+        the parameters whose state was restored. The others' had not been kept; from now on it will be.
         """
-        if self._stepped:
-            raise RuntimeError(
-                "an optimizer has stepped and nothing has ended the step since: call session.end_step(optimizer) after"
-                " every optimizer step. In Lightning's manual optimization step what self.optimizers() gives, in Fabric"
-                " and Accelerate the optimizer that setup or prepare has returned"
-            )
+        restored = self.transactions.roll_back(names)
+        if self.second_moment is not None:
+            self.second_moment.roll_back(restored)
+        if names is None:
+            self._clear_step()
+        return restored
+
+    def _clear_step(self) -> None:
+        self._entered.clear()
+        self._begun, self._num_passes, self._observers = False, 0, []
 
     def reduce(self, layout: BucketLayout, x: Tensor, out: Tensor) -> Stages:
         """Reduce one bucket: a generator that yields while bytes travel (None: waiting for the pass's other buckets).
@@ -266,9 +259,8 @@ class GradientSync:
         All ranks run the same buckets and advance them in the same order.
 
         Raises:
-            RuntimeError: The step has not begun, or the one before has not ended.
+            RuntimeError: The step has not begun.
         """
-        self.check_ended()
         if not self._begun:
             raise RuntimeError(
                 "gradients arrived before the step had begun: call session.begin_step() before every backward pass. In"
@@ -285,7 +277,16 @@ class GradientSync:
         bucket = self._buckets.get(layout) or Bucket(self._context, layout)
         self._buckets[layout], bucket.last_step = bucket, self.step_index
         self.byte_check.expect(bucket)
-        return without_autocast(bucket.run(x, out, self.step_context(), self._observers), self.device.type)
+        stages = bucket.run(x, out, self.step_context(), self._observers)
+        names = [entry.name for entry in layout.entries]
+        return without_autocast(self._prepared(names, stages), self.device.type)
+
+    def _prepared(self, names: Sequence[str], stages: Stages) -> Stages:
+        """Open the transactions where `stages` run: their state is changed there."""
+        kept = self.transactions.prepare(names)
+        if kept and self.second_moment is not None:
+            self.second_moment.keep(kept)
+        yield from stages
 
     def step_context(self) -> StepContext:
         """Counter and seeds of the backward pass under way."""
@@ -294,11 +295,14 @@ class GradientSync:
             shared = hash32(shared + self._num_passes)
         return StepContext(self.step_index, hash32(shared + GOLDEN * (self.ranks.rank + 1)), shared)
 
-    def end_step(self) -> bool:
+    def end_step(self, stepped: Iterable[str] | None = None) -> bool:
         """The optimizer has stepped, or a loss scaler has skipped the step. Call on all ranks.
 
+        Args:
+            stepped: The parameters that it has stepped, or would have; None: all.
+
         Returns:
-            Whether the step counted: False if it overflowed and the residuals were put back.
+            Whether the step counted: False if it overflowed and was rolled back.
 
         Raises:
             RuntimeError: On CUDA: in the step before a rank sent a message of another layout.
@@ -310,38 +314,33 @@ class GradientSync:
         if entered and self.rollback:
             counted = not self._flags.overflowed(self.ranks.world)
             self._flags.clear()
-            if not counted:
-                self.num_skipped += 1
-                self.state.put_back()
         self._flags.raise_if_broken(self.ranks.rank)
-        self.state.carryover.end_step(counted=counted)
-        self.acknowledge_step()
+        if counted:
+            self.transactions.commit(stepped)
+        else:
+            self.num_skipped += 1
+            self.roll_back()
         if self.outer is None and (entered or self.ranks.alone):  # a second optimizer may have stepped
             self.step_index += counted
-        self._entered.clear()
-        self._begun, self._num_passes, self._observers, self._replaced = False, 0, [], []
+        self._clear_step()
+        self._replaced = []
         oldest = self.step_index - _KEPT_STEPS * self.stride
         self._buckets = {layout: bucket for layout, bucket in self._buckets.items() if bucket.last_step >= oldest}
         if entered:
             self._listeners.end_step(counted=counted)
         return counted
 
-    def revoke(self) -> None:
-        """What the step has reduced does not count, as if it had not begun: its exchange has failed. On all ranks."""
-        self.state.put_back()
-        self.state.carryover.end_step(counted=False)
-        self._entered.clear()
-        self._begun, self._num_passes, self._observers = False, 0, []
-
     def train_locally(self, outer: LocalTraining, *, revocable: bool = False) -> None:
-        """Steps are local, what is reduced are movements of weights. `revocable`: a step may be taken back."""
+        """Steps are local, what is reduced are movements of weights. `revocable`: a step may be rolled back."""
         if self.outer is None and self.step_index > 0:
             self.forget()
-        self.outer, self.rollback, self._revocable, self.loss_scale = outer, False, revocable, None
+        self.outer, self.rollback, self.loss_scale = outer, False, None
+        self.transactions.keeps_all = revocable
 
     def train_together(self) -> None:
         """Gradients are reduced again, in every step."""
         self.outer, self.rollback = None, self._rolls_back
+        self.transactions.keeps_all = self.rollback
         self.forget()
 
     def count_local_step(self) -> None:

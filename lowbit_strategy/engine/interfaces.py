@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -35,6 +35,12 @@ class Corrects(Protocol):
 
     def correct_(self, optimizer: Optimizer) -> None:
         """It has stepped on what was reduced."""
+
+    def keep(self, names: Sequence[str]) -> None:
+        """These parameters are about to be reduced, and the reduction may be rolled back."""
+
+    def roll_back(self, names: Sequence[str]) -> None:
+        """It was."""
 
 
 class LocalTraining(Protocol):

@@ -41,7 +41,6 @@ class MethodState:
         self.carryover = CarryOver(device)
         self.assignments: dict[str, Assignment] = {}
         self.stores: dict[Method, MethodStore] = {}
-        self._kept: list[Tensor] = []  # a copy of all state
         self._share = share
         self._device = device
         self.specs = {spec.name: spec.shared(share) for spec in specs}
@@ -109,7 +108,7 @@ class MethodState:
         """
         earlier, old_stores = self.assignments, self.stores
         before, after = _by_method(earlier), _by_method(assignments)
-        self.assignments, self.stores, self._kept = dict(assignments), {}, []
+        self.assignments, self.stores = dict(assignments), {}
         self._make_room([old_stores[method] for method, members in before.items() if after.get(method) != members])
         for method, members in after.items():
             if before.get(method) == members:
@@ -176,19 +175,6 @@ class MethodState:
         """Bytes this rank sends to others for one reduction of a parameter, headers and padding aside."""
         method, placement = self.assignments[name].method, self.placement
         return method.wire_nbytes(self.specs[name], placement.world_size, scatter=placement.scatter)
-
-    def keep(self) -> None:
-        """Keep a copy of all state, which `put_back` restores."""
-        tensors = self.all_tensors()
-        if not self._kept:
-            self._kept = [torch.empty_like(tensor) for tensor in tensors]
-        if tensors:  # dense and stateless methods have none
-            torch._foreach_copy_(self._kept, tensors)
-
-    def put_back(self) -> None:
-        """State is as it was when it was last kept, if it has been since methods changed."""
-        if self._kept:
-            torch._foreach_copy_(self.all_tensors(), self._kept)
 
     def rescale_(self, factor: float) -> None:
         """The loss scale has changed by `factor`."""

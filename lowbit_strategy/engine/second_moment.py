@@ -15,7 +15,7 @@ Adam divides by the root of ``v``, the average of squared gradients. What few bi
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,7 +59,9 @@ def _first_exchanges() -> tuple[frozenset[int], int]:
 
 
 def is_due(age: int, offset: int) -> bool:
-    """Whether squares are exchanged in a step: `age` steps after the first, buckets take turns by `offset`."""
+    """Whether a bucket's squares are exchanged in the `age`-th step in which it is reduced; by `offset` buckets take
+    turns.
+    """
     steps, end = _first_exchanges()
     return age in steps if age < end else (age + offset) % EVERY == 0
 
@@ -72,6 +74,8 @@ class _Known:
         sums: bfloat16, as the gradient in its bucket: own squares since the window began; None: none is open.
         decoded_sums: float32 ``[blocks]``: mean squares of the decoded mean in the same steps.
         num_sums: How many steps.
+        age: Steps in which it has been reduced before `last_step`.
+        last_step: The last step in which it was reduced.
         gap: Backward passes since the exchange before.
         exchanged: The step of that.
         squares: bfloat16 ``[own elements]``: the ranks' mean, averaged over exchanges.
@@ -84,6 +88,8 @@ class _Known:
     sums: Tensor | None = None
     decoded_sums: Tensor | None = None
     num_sums: int = 0
+    age: int = -1
+    last_step: int | None = None
     gap: int = 0
     exchanged: int | None = None
     squares: Tensor | None = None
@@ -132,7 +138,7 @@ class SecondMoment:
         self._specs: dict[str, TensorSpec] = {}
         self._names: dict[int, str] = {}
         self._name_parameters()
-        self._first_step: int | None = None
+        self._kept: dict[str, _Known] = {}  # as before reductions that may be rolled back
         self._known: dict[str, _Known] = {}
         sync.correct_with(self)
         sync.subscribe(self, StepPhase.OBSERVE)
@@ -180,12 +186,13 @@ class SecondMoment:
         if not slots or self._placement.world_size == 1:
             yield from stages
             return
-        if self._first_step is None:
-            self._first_step = step.index
-        age, offset = step.index - self._first_step, self._places[slots[0].name]
-        listens = any(is_due(age + later, offset) for later in range(WINDOW))
         views = [bucket.view(slot, x, out) for slot in slots]
         all_known = [self._known.setdefault(slot.name, _Known()) for slot in slots]
+        for known in all_known:
+            known.age += known.last_step != step.index
+            known.last_step = step.index
+        age, offset = all_known[0].age, self._places[slots[0].name]
+        listens = any(is_due(age + later, offset) for later in range(WINDOW))
         exchanges = is_due(age, offset) and all_known[0].exchanged != step.index  # in the first pass of several
         for view, known in zip(views, all_known, strict=True):
             known.gap += 1
@@ -255,13 +262,14 @@ class SecondMoment:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 known = self._known.get(self._names.get(id(param), ""))
-                if known is None or param.grad is None:
-                    continue
-                if _KEY not in optimizer.state[param]:
+                state = optimizer.state.get(param)
+                if known is None or param.grad is None or not (state or "betas" not in group):
+                    continue  # without state another optimizer inside this one, or another rank, steps it
+                if not state or _KEY not in state:
                     raise ValueError(unsuitable(optimizer))
                 beta2 = group["betas"][1]
                 known.learn(beta2)
-                self._correct_(known, param, optimizer.state[param][_KEY], beta2)
+                self._correct_(known, param, state[_KEY], beta2)
 
     def _correct_(self, known: _Known, param: nn.Parameter, second_moment: Tensor, beta2: float) -> None:
         spec = self._specs[self._names[id(param)]]
@@ -283,14 +291,28 @@ class SecondMoment:
 
     # -- state ----------------------------------------------------------------------------------------------------
 
+    def keep(self, names: Sequence[str]) -> None:
+        """These parameters are about to be reduced, and the reduction may be rolled back."""
+        self._kept = {
+            name: replace(known, sums=_copy(known.sums), decoded_sums=_copy(known.decoded_sums))
+            for name in names
+            if (known := self._known.get(name)) is not None
+        } | {name: kept for name, kept in self._kept.items() if name not in names}
+
+    def roll_back(self, names: Sequence[str]) -> None:
+        """It was."""
+        for name in names:
+            self._known.pop(name, None)
+        self._known |= {name: self._kept.pop(name) for name in names if name in self._kept}
+
     def forget(self) -> None:
         """Begin anew: until squares have been exchanged the optimizer's own second moment serves."""
-        self._first_step, self._known = None, {}
+        self._known, self._kept = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
         fields = [field for field in _Known.__slots__ if field != "fresh"]  # it is for the step under way
         known = {name: {field: getattr(each, field) for field in fields} for name, each in self._known.items()}
-        return {"first_step": self._first_step, "known": known}
+        return {"known": known}
 
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
         """`own`: of this rank, of a run on as many."""
@@ -298,7 +320,6 @@ class SecondMoment:
         if not own:
             return
         device = self._sync.device
-        self._first_step = state["first_step"]
         for name, kept in state["known"].items():
             known: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in kept.items()}
             self._known[name] = _Known(**known)
@@ -314,6 +335,10 @@ def _sketch(view: View, step: StepContext) -> Tensor:
     signs = torch.randint(0, 2, (values.numel(),), generator=generator, device=values.device, dtype=torch.int8)
     signed = F.pad(values * signs.mul_(2).sub_(1), (0, -values.numel() % SKETCH_NUMEL))
     return torch.cat([signed.view(-1, SKETCH_NUMEL).sum(0), values.square().sum().view(1)])
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def _blocks(x_N: Tensor) -> Tensor:

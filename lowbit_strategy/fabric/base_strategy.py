@@ -49,7 +49,7 @@ class LowBitFabricMixin(ParallelStrategy):
             lambda: self.loss_scaler,
         )
         for index, earlier in enumerate(self.sessions):
-            if earlier.shares_parameters(session):
+            if earlier.param_ids & session.param_ids:
                 session.adopt(earlier)
                 session.resume()
                 earlier.close()

@@ -30,6 +30,8 @@ PATCHES = private_names(
       read {_GROUP}.is_unsharded
     a backward pass gathers as its forward pass did
       read {_GROUP}._training_state
+    several forward passes may belong to one backward pass
+      read torch._C:_current_graph_task_id
     when a module's gradients have been reduced
       read {_GROUP}._reduce_scatter_comm
     after reshard_after_forward=int the gather is of a smaller group

@@ -123,6 +123,7 @@ class LowBitMixin(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.session is not None:
+            self.session.begin_forward()
             self.serve_unfrozen(self.session)
             if self.session.replica is not None:
                 self.session.replica.count_samples(batch_size(args[0] if args else kwargs.get("batch")))
@@ -130,7 +131,7 @@ class LowBitMixin(ParallelStrategy):
 
     def serve_unfrozen(self, session: Session) -> None:
         """If parameters have been unfrozen since set-up, on all ranks: synchronise them from now on."""
-        if session.newly_trainable():
+        if session.frozen.newly_trainable():
             session.extend()
 
     def pre_backward(self, closure_loss: Any) -> None:

@@ -58,7 +58,7 @@ class LowBitDDPMixin(LowBitMixin, DDPConstructor, DDPStrategy):
             super().serve_unfrozen(session)
             return
         waits = not getattr(self.model, "find_unused_parameters", True)
-        if not session.newly_trainable() and not (waits and session.newly_frozen()):
+        if not session.frozen.newly_trainable() and not (waits and session.frozen.newly_frozen()):
             return
         assert self.lightning_module is not None
         assert isinstance(self.model, DistributedDataParallel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -38,6 +38,12 @@ class MeanMoment:
     def correct_(self, optimizer: Optimizer) -> None:
         """It has stepped on this rank's own gradients."""
         correct_(optimizer, self._num_ranks())
+
+    def keep(self, names: Sequence[str]) -> None:
+        """It keeps nothing."""
+
+    def roll_back(self, names: Sequence[str]) -> None:
+        """It keeps nothing."""
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
-"""FSDP2's policy for a trainer's precision: the types that weights travel in and that gradients are reduced in."""
+"""Mixed precision: FSDP2's policy for a trainer's precision, and what a loss scaler multiplies gradients by."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -27,3 +29,32 @@ def policy_of(precision: str) -> MixedPrecisionPolicy:
 def needs_own_type(module: torch.nn.Module) -> bool:
     """Whether a module has to compute with parameters of the type of its running statistics."""
     return isinstance(module, _BatchNorm) and module.affine
+
+
+class LossScale:
+    """The scale of the gradients to come. Reading it makes the host wait for the device, so it is read once per step.
+
+    Attributes:
+        value: None where no scaler has been seen.
+    """
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._is_new = False  # has been read for the step to come
+
+    def read(self, scaler: Any) -> None:
+        """A step has ended: the scale of the next one, if there is a scaler."""
+        self._is_new = scaler is not None and scaler.is_enabled()
+        if self._is_new:
+            self.value = float(scaler.get_scale())
+
+    def of_step(self, scaler: Any, *, begins: bool) -> float | None:
+        """Before a backward pass; it is read now if this `begins` a step and no end of a step has read it."""
+        if begins and not self._is_new:
+            self.read(scaler)
+        self._is_new = False
+        return self.value
+
+    def forget(self) -> None:
+        """The scaler has another scale now."""
+        self._is_new = False

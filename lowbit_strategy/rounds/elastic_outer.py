@@ -199,7 +199,7 @@ class ElasticOuterSync(OuterSync):
     def _undo(self, before: tuple[int, int, int]) -> None:
         self._turn, self._since, self._every = before
         self._in_flight = self._prepared = None
-        self.sync.revoke()
+        self.sync.roll_back()
 
     # -- meeting ----------------------------------------------------------------------------------------------------
 

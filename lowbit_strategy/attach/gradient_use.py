@@ -1,0 +1,189 @@
+"""What becomes of reduced gradients: an optimizer steps on them, or they are cleared without a step.
+
+Every optimizer of ``torch.optim`` tells here that it has stepped, however it was called.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lowbit_strategy.attach.order_checks import NEVER_ATTACHED
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.model.mean_moment import has_stepped
+from lowbit_strategy.model.parameters import canonical_name
+from lowbit_strategy.model.parts import local_part
+
+_log = logging.getLogger("lowbit_strategy")
+
+
+class GradientUse:
+    """Commits and rolls back the reductions of one model's parameters, by their ``.grad``.
+
+    Args:
+        module: The model.
+        sync: Reduces.
+
+    Attributes:
+        stepped: Parameters that optimizers have stepped since the last step ended.
+    """
+
+    def __init__(self, module: nn.Module, sync: GradientSync) -> None:
+        self.stepped: set[str] = set()
+        self._sync = sync
+        self._params = {canonical_name(name): param for name, param in module.named_parameters()}
+        self._names = {id(param): name for name, param in self._params.items()}
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have stepped
+        self._announced: set[str] = set()
+
+    def owned_by(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+        """This model's parameters that `optimizer` steps."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return {self._names[id(param)]: param for param in params if id(param) in self._names}
+
+    def any_owner(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer`, or one that has stepped before, steps a parameter of this model."""
+        return bool(self._optimizers) or bool(self.owned_by(optimizer))
+
+    @property
+    def param_ids(self) -> set[int]:
+        """The identities of the parameters."""
+        return set(self._names)
+
+    def serves(self, module: nn.Module) -> bool:
+        """Whether a parameter of `module` is one of this model's."""
+        return any(id(param) in self._names for param in module.parameters())
+
+    def on_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Commit what it has stepped. An optimizer inside another one has stepped for both."""
+        owned = self.owned_by(optimizer)
+        if not owned:
+            return
+        self._optimizers.add(optimizer)
+        stepped = {name for name, param in owned.items() if param.grad is not None} - self.stepped
+        if not stepped:
+            return
+        sync = self._sync
+        self.stepped |= stepped
+        reduced = sync.in_step or sync.outer is not None
+        if sync.second_moment is not None and reduced and has_stepped(optimizer):
+            sync.second_moment.correct_(optimizer)
+        if sync.outer is None:
+            sync.commit(stepped)
+            sync.roll_back([name for name in owned if name in sync.transactions.prepared and name not in self.stepped])
+
+    def take_stepped(self, optimizer: Optimizer | None) -> set[str] | None:
+        """A step ends: the parameters that have been stepped in it, or that `optimizer` would have stepped, had a loss
+        scaler not skipped it. None: all, by an optimizer that is not torch's.
+        """
+        stepped, self.stepped = self.stepped, set()
+        return stepped or (None if optimizer is None else set(self.owned_by(optimizer))) or None
+
+    def roll_back_cleared(self) -> None:
+        """A backward pass begins: gradients that were reduced before it and are gone have been thrown away."""
+        prepared = self._sync.transactions.prepared
+        if not prepared or self._sync.outer is not None:  # which reduces movements of weights
+            return
+        cleared = [name for name in prepared if self._params[name].grad is None]
+        cleared += self._zeroed([name for name in prepared if self._params[name].grad is not None])
+        if cleared:
+            self._announce(cleared, self._sync.roll_back(cleared))
+
+    def _zeroed(self, names: Iterable[str]) -> list[str]:
+        """What ``zero_grad(set_to_none=False)`` has cleared: all gradients of an optimizer are zero.
+
+        One parameter's zeros prove nothing: under FSDP2 this rank may have rows of an embedding that no batch used.
+        """
+        left = set(names)
+        found: list[str] = []
+        groups = [self.owned_by(optimizer).keys() for optimizer in self._optimizers]
+        for group in [*groups, self._params.keys()]:
+            members = left & group
+            left -= members
+            grads = [local_part(grad) for name in members if (grad := self._params[name].grad) is not None]
+            if any(grad.numel() for grad in grads) and not any(bool(grad.any()) for grad in grads):
+                found += members
+        return found
+
+    def _announce(self, cleared: list[str], restored: list[str]) -> None:
+        """Once per parameter. Silent where a loss scaler skips steps: then this is how a skipped step ends."""
+        new = sorted(set(cleared) - set(restored) - self._announced)
+        self._announced |= set(new)
+        if not new or self._sync.rollback or self._sync.ranks.rank != 0:
+            return
+        _log.warning(
+            "%d parameters (%s%s) took part in a reduction that no optimizer step followed: their gradients were"
+            " cleared, or no loss reached them. From now on such a reduction is rolled back, for which a second copy of"
+            " their residuals is kept. Freeze them meanwhile, in Lightning by toggle_optimizer, and they send nothing",
+            len(new),
+            ", ".join(new[:3]),
+            ", ..." if len(new) > 3 else "",
+        )
+
+
+class Watcher(Protocol):
+    """Learns of steps: a session, or a model that waits for one."""
+
+    @property
+    def param_ids(self) -> set[int]:
+        """The identities of its model's parameters."""
+
+    def on_optimizer_step(self, optimizer: Optimizer) -> None: ...
+
+
+_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+_waiting: weakref.WeakKeyDictionary[nn.Module, _Unattached] = weakref.WeakKeyDictionary()
+_handles: list[Any] = []  # torch's hook, once per process
+
+
+def watch_optimizers(watcher: Watcher) -> None:
+    """Tell a watcher, as long as it lives, after every step of an optimizer of ``torch.optim``.
+
+    One that watched the same model before no longer does: another trainer has taken the model over.
+    """
+    for other in list(_watchers):
+        if other is not watcher and not other.param_ids.isdisjoint(watcher.param_ids):
+            _watchers.discard(other)
+    if not _handles:
+        _handles.append(register_optimizer_step_post_hook(_on_step))
+    _watchers.add(watcher)
+
+
+def forget_optimizers(watcher: Watcher) -> None:
+    """Tell it no more."""
+    _watchers.discard(watcher)
+
+
+def expect_attachment(module: nn.Module) -> None:
+    """`module` is going to be compressed: an optimizer that steps it before anything is attached is an error."""
+    _waiting[module] = _Unattached(module)
+    watch_optimizers(_waiting[module])
+
+
+class _Unattached:
+    def __init__(self, module: nn.Module) -> None:
+        self._module_of = weakref.ref(module)
+
+    @property
+    def param_ids(self) -> set[int]:
+        """As they are now: ``fully_shard`` replaces parameters."""
+        module = self._module_of()
+        return set() if module is None else {id(param) for param in module.parameters()}
+
+    def on_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Raises:
+        RuntimeError: It has stepped a parameter.
+        """
+        if any(id(param) in self.param_ids for group in optimizer.param_groups for param in group["params"]):
+            raise RuntimeError(NEVER_ATTACHED)
+
+
+def _on_step(optimizer: Optimizer, *_: Any) -> None:
+    for watcher in list(_watchers):
+        watcher.on_optimizer_step(optimizer)

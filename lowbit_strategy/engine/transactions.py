@@ -1,0 +1,87 @@
+"""What has been reduced and not been used yet: a parameter's reduction is prepared, then committed or rolled back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.engine.method_state import MethodState
+
+
+class Transactions:
+    """The open reductions of one model, one per parameter.
+
+    1. A reduction is *prepared* in backward. The passes of an accumulated gradient are one reduction.
+    2. It is *committed* when an optimizer steps its parameter.
+    3. It is *rolled back* when its gradient is thrown away: a loss scaler skips the step, the gradient is cleared
+       without a step, or an exchange fails. The method's state is then what it was before 1.
+
+    Rolling back needs a copy of the state. It is kept for every parameter if `keeps_all`, otherwise for parameters
+    whose gradients have been thrown away before: the first such reduction of a parameter is not taken back.
+
+    Args:
+        state: What methods keep between steps.
+
+    Attributes:
+        keeps_all: Any reduction may be thrown away.
+    """
+
+    def __init__(self, state: MethodState) -> None:
+        self.keeps_all = False
+        self._state = state
+        self._prepared: dict[str, bool] = {}  # whether the state before is in `_copies`
+        self._copies: dict[str, list[Tensor]] = {}
+        self._thrown_away: set[str] = set()
+
+    @property
+    def prepared(self) -> Collection[str]:
+        """Parameters with an open reduction."""
+        return self._prepared.keys()
+
+    def prepare(self, names: Iterable[str]) -> list[str]:
+        """Before the first change of state that reducing these parameters makes. Returns those whose state is kept."""
+        new = [name for name in names if name not in self._prepared]
+        kept = new if self.keeps_all else [name for name in new if name in self._thrown_away]
+        self._prepared |= dict.fromkeys(new, False) | dict.fromkeys(kept, True)
+        for name in kept:
+            if name not in self._copies:
+                self._copies[name] = [torch.empty_like(tensor) for tensor in self._live(name)]
+        self._copy_(self._copies, {name: self._live(name) for name in kept})
+        return kept
+
+    def commit(self, names: Iterable[str] | None = None) -> None:
+        """An optimizer has stepped these parameters; None: all."""
+        committed = self._take(names)
+        self._state.carryover.commit(committed)
+
+    def roll_back(self, names: Iterable[str] | None = None) -> list[str]:
+        """The gradients of these parameters were thrown away; None: of all. Returns those whose state was restored."""
+        thrown_away = self._take(names)
+        restored = [name for name, kept in thrown_away.items() if kept]
+        self._copy_({name: self._live(name) for name in restored}, self._copies)
+        self._state.carryover.roll_back(thrown_away)
+        self._thrown_away |= thrown_away.keys()
+        return restored
+
+    def forget(self) -> None:
+        """Methods or their state have been changed: what is open is committed, copies are dropped."""
+        self.commit()
+        self._copies = {}
+
+    def _take(self, names: Iterable[str] | None) -> dict[str, bool]:
+        """Close the reductions of `names` that are open, and return them."""
+        closed = list(self._prepared) if names is None else [name for name in names if name in self._prepared]
+        return {name: self._prepared.pop(name) for name in closed}
+
+    def _live(self, name: str) -> list[Tensor]:
+        return list(self._state.tensors(name).values())
+
+    @staticmethod
+    def _copy_(targets: dict[str, list[Tensor]], sources: dict[str, list[Tensor]]) -> None:
+        """Of the parameters that both have."""
+        names = targets.keys() & sources.keys()
+        into = [tensor for name in names for tensor in targets[name]]
+        if into:  # dense and stateless methods have no state
+            torch._foreach_copy_(into, [tensor for name in names for tensor in sources[name]])

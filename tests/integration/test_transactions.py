@@ -1,0 +1,440 @@
+"""Which reductions count: those that an optimizer steps on, in any loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy import PRESETS, DiLoCo, LoCo, PostLocalSGD, TopK
+from lowbit_strategy.custom_loop import Session, SyncOptions, attach_ddp, attach_fsdp, compress, prepare
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.comparing import fingerprint
+from testing.training.ddp_loop import Loop
+from testing.training.regression import BATCH, OUTPUTS, WIDTH, Regression, loader, mlp, strategy, trainer
+
+COMPRESSORS = {
+    "loco": LoCo(block_size=32, exempt=("@vector",)),
+    "loco2": LoCo(bits=2, block_size=32, exempt=("@vector",)),
+    "topk": TopK(density=0.1),
+}
+
+
+def wrap(kind: str, net: nn.Module) -> Any:
+    if kind == "ddp":
+        return DistributedDataParallel(net, bucket_cap_mb=0.01)
+    for child in net:
+        if any(True for _ in child.parameters()):
+            fully_shard(child)
+    return fully_shard(net)
+
+
+def attached(kind: str, net: nn.Module, compressor: Any, **options: Any) -> tuple[Any, Session]:
+    prepared = prepare(net, compressor, SyncOptions(**options), scatter=kind == "fsdp")
+    model = wrap(kind, net)
+    return model, (attach_ddp if kind == "ddp" else attach_fsdp)(model, prepared)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+
+
+def local_values(params: Any) -> list[Tensor]:
+    return [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in params]
+
+
+# -- gradients that are thrown away ------------------------------------------------------------------------------------
+
+
+def thrown_away(folder: Path, kind: str, compressor: str, to_none: bool) -> Facts:
+    """Each step is preceded by a pass whose gradients are cleared, in one run always, in the other once."""
+
+    def run(always: bool) -> tuple[list[Tensor], list[Tensor], int]:
+        torch.manual_seed(0)
+        net = mlp()
+        model, session = attached(kind, net, COMPRESSORS[compressor])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(6):
+            if always or step == 0:
+                session.begin_step()
+                (100 * model(batch(50 + step)).square().mean()).backward()
+                optimizer.zero_grad(set_to_none=to_none)
+            session.begin_step()
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            session.end_step(optimizer)
+            optimizer.zero_grad(set_to_none=to_none)
+        state = [tensor.clone() for tensor in session.sync.state.all_tensors()]
+        return local_values(net.parameters()), state, session.sync.step_index
+
+    with listen() as lines:
+        (always, always_state, num_steps), (once, once_state, _) = run(True), run(False)
+    return {
+        "weights": all(map(torch.equal, always, once)),
+        "state": all(map(torch.equal, always_state, once_state)),
+        "steps": num_steps,
+        "lines": [line for line in lines if "no optimizer step followed" in line],
+    }
+
+
+@scenarios(thrown_away, kind=("ddp", "fsdp"), compressor=tuple(COMPRESSORS), to_none=(True, False))
+def test_a_reduction_whose_gradients_are_cleared_leaves_nothing_behind(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["weights"]
+        assert rank["state"]
+        assert rank["steps"] == 6
+    assert len(facts[0]["lines"]) == 2, "once per run"
+
+
+def two_networks(folder: Path, kind: str) -> Facts:
+    """A generator's loss reaches the critic, whose gradients are cleared before its own pass. Nothing moves, so that
+    the sum of what the critic is given has to be the number of steps times its exact gradient.
+    """
+    torch.manual_seed(0)
+    generator, critic = mlp(), nn.Sequential(nn.Linear(OUTPUTS, 64), nn.Tanh(), nn.Linear(64, 1))
+    net = nn.Sequential(generator, critic)
+    x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+    exact = torch.autograd.grad(critic(generator(x).detach()).mean(), critic[0].weight)[0]
+    model, session = attached(kind, net, COMPRESSORS["topk"])
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1e-12) for part in (generator, critic)]
+    total: Any = 0
+    for _ in range(60):
+        for optimizer, sign in zip(optimizers, (-1, 1), strict=True):
+            optimizer.zero_grad()
+            session.begin_step()
+            (sign * model(x).mean()).backward()
+            if optimizer is optimizers[1]:
+                grad = critic[0].weight.grad
+                total = total + (grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
+            optimizer.step()
+            session.end_step(optimizer)
+            if optimizer is optimizers[1]:
+                optimizers[0].zero_grad()
+            else:
+                optimizers[1].zero_grad()
+    return {"error": ((total / 60 - exact).norm() / exact.norm()).item()}
+
+
+@scenarios(two_networks, kind=("ddp", "fsdp"))
+def test_a_critic_does_not_get_what_its_generators_passes_left(facts: list[Facts]) -> None:
+    assert facts[0]["error"] < 0.05
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, and every second time goes half of the way back."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner, self.num_steps = torch.optim.Adam(params, lr=1e-2), 0
+        super().__init__(self.inner.param_groups, {})
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.num_steps += 1
+        if self.num_steps % 2 == 0:
+            for slow, param in zip(self.slow, (p for g in self.param_groups for p in g["params"]), strict=True):
+                param.copy_(slow.lerp_(param, 0.5))
+
+
+NESTED = {
+    "lookahead": Lookahead,
+    "zero": lambda params: ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=1e-2),
+}
+
+
+def nested(folder: Path, which: str, second_moment: bool) -> Facts:
+    torch.manual_seed(0)
+    net = mlp()
+    model, session = attached("ddp", net, PRESETS["loco1"], second_moment=second_moment)
+    optimizer = NESTED[which](list(net.parameters()))
+    losses = []
+    for step in range(12):
+        optimizer.zero_grad()
+        session.begin_step()
+        loss = (model(batch(step % 3)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        session.end_step(optimizer)
+        losses.append(loss.item())
+    return {"print": fingerprint(net), "steps": session.sync.step_index, "losses": losses}
+
+
+@scenarios(nested, which=tuple(NESTED), second_moment=(False, True))
+def test_an_optimizer_inside_another_one_takes_one_step(facts: list[Facts]) -> None:
+    assert facts[0]["print"] == facts[1]["print"]
+    assert facts[0]["steps"] == 12
+    assert facts[0]["losses"][-1] < facts[0]["losses"][0]
+
+
+class Uneven(Regression):
+    """Two optimizers, of which the second steps in every third batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        often, rarely = self.optimizers()
+        loss = self.loss(batch)
+        often.zero_grad()
+        rarely.zero_grad()
+        self.manual_backward(loss)
+        often.step()
+        if batch_idx % 3 == 2:
+            rarely.step()
+
+    def configure_optimizers(self) -> Any:
+        params = list(self.parameters())
+        return [torch.optim.AdamW(part, lr=1e-2) for part in (params[:2], params[2:])]
+
+
+def uneven(folder: Path, kind: Any, num_steps: int) -> Facts:
+    rule = DiLoCo(every=4, synchronous=6, synchronous_end=5, num_steps=num_steps)
+    model = Uneven()
+    made = trainer(strategy(kind, outer=rule), max_steps=24)
+    made.fit(model, loader(96 * 6))
+    return {"print": [p.sum().item() for p in local_values(model.parameters())], "steps": made.strategy.sync.step_index}
+
+
+@scenarios(uneven, kind=("ddp", "hsdp"), num_steps=(18, 20))
+def test_optimizers_of_different_frequency_end_local_steps_alike(facts: list[Facts]) -> None:
+    assert facts[0]["print"] == facts[1]["print"]
+    assert facts[0]["steps"] == 18, "24 steps of optimizers in 18 batches"
+
+
+def resumed(folder: Path, kind: Any) -> Facts:
+    rule = DiLoCo(every=4)
+    made = trainer(strategy(kind, outer=rule), max_steps=12)
+    made.fit(Uneven(), loader(96 * 6))
+    made.save_checkpoint(folder / "saved.ckpt")
+    model = Uneven()
+    made = trainer(strategy(kind, outer=rule), max_steps=20)
+    made.fit(model, loader(96 * 6), ckpt_path=folder / "saved.ckpt")
+    return {"steps": made.global_step, "print": [p.sum().item() for p in local_values(model.parameters())]}
+
+
+@scenarios(resumed, kind=("ddp", "hsdp"))
+def test_local_steps_of_two_optimizers_resume(facts: list[Facts]) -> None:
+    assert facts[0]["steps"] == 20
+    assert facts[0]["print"] == facts[1]["print"]
+
+
+def in_turns(folder: Path) -> Facts:
+    """Two networks train in turns: a bucket comes in every second step."""
+    torch.manual_seed(0)
+    parts = nn.ModuleList([mlp(), mlp()])
+    loop = Loop(Chosen(parts), PRESETS["loco1"], SyncOptions(second_moment=True), find_unused_parameters=True)
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts]
+    for step in range(320):
+        loop.net.at = step % 2
+        optimizers[step % 2].zero_grad()
+        loop.session.begin_step()
+        loop.model(batch(step)).square().mean().backward()
+        optimizers[step % 2].step()
+        loop.session.end_step(optimizers[step % 2])
+    known = loop.session.sync.second_moment.state_dict()["known"]
+    return {"last": min(each["exchanged"] for each in known.values())}
+
+
+class Chosen(nn.Module):
+    """One of several modules."""
+
+    def __init__(self, parts: nn.ModuleList) -> None:
+        super().__init__()
+        self.parts, self.at = parts, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[self.at](x)
+
+
+@scenarios(in_turns)
+def test_networks_in_turns_go_on_exchanging_squares(facts: list[Facts]) -> None:
+    assert facts[0]["last"] >= 320 - 2 * 32
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+
+class Manual(Regression):
+    """Manual optimization, which notes in which steps the ranks' gradients are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.same = ""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        mine = self.net[0].bias.grad.norm().view(1)
+        both = [torch.zeros_like(mine) for _ in range(2)]
+        dist.all_gather(both, mine)
+        self.same += "=" if torch.equal(*both) else "."
+        optimizer.step()
+
+
+RULES = {
+    "diloco": (DiLoCo(every=50), "." * 12),
+    "post": (PostLocalSGD(every=5, synchronous=4), "====" + "." * 8),
+    "end": (DiLoCo(every=4, synchronous_end=5, num_steps=12), "." * 7 + "====="),
+}
+
+
+def manual(folder: Path, rule: str) -> Facts:
+    model = Manual()
+    trainer(strategy("ddp", outer=RULES[rule][0]), max_steps=12).fit(model, loader())
+    return {"same": model.same, "expected": RULES[rule][1]}
+
+
+@scenarios(manual, rule=tuple(RULES))
+def test_local_steps_are_local_under_manual_optimization(facts: list[Facts]) -> None:
+    assert facts[0]["same"] == facts[0]["expected"]
+
+
+def loop_of(folder: Path, kind: str, how: str, outer: Any, num_forwards: int) -> Facts:
+    """By hand, without telling when a step ends, or with one call."""
+
+    def run(how: str) -> tuple[list[Tensor], int, int]:
+        torch.manual_seed(0)
+        net = mlp()
+        if how == "one call":
+            model = wrap(kind, net)
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            session = compress(model, optimizer, COMPRESSORS["loco"], outer=outer)
+        else:
+            model, session = attached(kind, net, COMPRESSORS["loco"], outer=outer)
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for step in range(8):
+            optimizer.zero_grad()
+            if how != "one call":
+                session.begin_step()
+            loss = sum(model(batch(step + 10 * at)).square().mean() for at in range(num_forwards))
+            loss.backward()
+            optimizer.step()
+            if how == "by hand":
+                session.end_step(optimizer)
+        session.finish()
+        return local_values(net.parameters()), session.sync.ranks.peers.sent_nbytes, session.sync.step_index
+
+    (one, sent, steps), (other, expected, _) = run(how), run("by hand")
+    return {"same": all(map(torch.equal, one, other)), "sent": sent == expected, "steps": steps}
+
+
+@scenarios(loop_of, kind=("ddp", "fsdp"), how=("one call", "never ended"), outer=(None,), num_forwards=(1, 2))
+def test_a_loop_trains_alike_however_it_tells_its_steps(facts: list[Facts]) -> None:
+    assert facts[0]["same"]
+    assert facts[0]["sent"]
+    assert facts[0]["steps"] == 8
+
+
+@scenarios(loop_of, kind=("ddp",), how=("one call", "never ended"), outer=(DiLoCo(every=3),), num_forwards=(1,))
+def test_local_steps_are_alike_however_a_loop_tells_its_steps(facts: list[Facts]) -> None:
+    assert facts[0]["same"]
+    assert facts[0]["steps"] == 8
+
+
+def accumulated(folder: Path) -> Facts:
+    torch.manual_seed(0)
+    net = mlp()
+    model = wrap("ddp", net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    session = compress(model, optimizer, COMPRESSORS["loco"])
+    sent = []
+    for step in range(4):
+        with model.no_sync():
+            model(batch(step)).square().mean().backward()
+        sent.append(session.sync.ranks.peers.sent_nbytes)
+        model(batch(step + 10)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(session.sync.ranks.peers.sent_nbytes)
+    return {"sent": sent, "steps": session.sync.step_index, "print": fingerprint(net)}
+
+
+@scenarios(accumulated)
+def test_one_call_serves_accumulation(facts: list[Facts]) -> None:
+    assert facts[0]["print"] == facts[1]["print"]
+    assert facts[0]["steps"] == 4
+    before, after = facts[0]["sent"][2::2], facts[0]["sent"][1::2]
+    assert before == after[:-1], "nothing is sent without synchronisation"
+    assert after == sorted(set(after))
+
+
+def skipped(folder: Path) -> Facts:
+    """A loss scaler skips the third step."""
+    torch.manual_seed(0)
+    net = mlp()
+    model = wrap("ddp", net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    session = compress(model, optimizer, COMPRESSORS["loco"], scaler=scaler)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(batch(step)).square().mean()
+        scaler.scale(loss * float("inf") if step == 2 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 1:
+            kept = [session.sync.state.export_unsent(name) for name in session.sync.specs]
+        if step == 2:
+            optimizer.zero_grad()
+            session.begin_step(scaler)
+            restored = [session.sync.state.export_unsent(name) for name in session.sync.specs]
+    sync = session.sync
+    return {
+        "restored": all(torch.equal(a * 0.5, b) for a, b in zip(kept, restored, strict=True) if a is not None),
+        "scale": sync.loss_scale,
+        "steps": sync.step_index,
+        "skipped": sync.num_skipped,
+        "print": fingerprint(net),
+        "finite": all(bool(p.isfinite().all()) for p in net.parameters()),
+    }
+
+
+@scenarios(skipped)
+def test_a_step_that_a_loss_scaler_skips_is_rolled_back(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["restored"], "in units of the scale that has been halved"
+        assert rank["scale"] == 512.0
+        assert rank["steps"] == 5
+        assert rank["skipped"] == 1
+        assert rank["finite"]
+    assert facts[0]["print"] == facts[1]["print"]
+
+
+# -- what is forgotten -------------------------------------------------------------------------------------------------
+
+
+def forgotten(folder: Path) -> Facts:
+    net = mlp()
+    prepare(net, LoCo())
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model(batch(0)).square().mean().backward()
+    early = mlp()
+    before = torch.optim.SGD(early.parameters(), lr=0.1)
+    sharded = wrap("fsdp", early)
+    return {
+        "never attached": raised(optimizer.step),
+        "made before": raised(lambda: compress(sharded, before)),
+        "bare": raised(lambda: compress(mlp(), before)),
+    }
+
+
+@scenarios(forgotten)
+def test_what_would_train_uncompressed_or_not_at_all_is_an_error(facts: list[Facts]) -> None:
+    assert "nothing has been attached to it" in facts[0]["never attached"]
+    assert "the optimizer steps no parameter of this model" in facts[0]["made before"]
+    assert "that nothing synchronises" in facts[0]["bare"]
