@@ -252,6 +252,8 @@ class GradientSync:
     def _clear_step(self) -> None:
         self._entered.clear()
         self._begun, self._num_passes, self._observers = False, 0, []
+        if self.rollback:
+            self._flags.clear()
 
     def reduce(self, layout: BucketLayout, x: Tensor, out: Tensor) -> Stages:
         """Reduce one bucket: a generator that yields while bytes travel (None: waiting for the pass's other buckets).
@@ -313,7 +315,6 @@ class GradientSync:
         self.byte_check.end_step()
         if entered and self.rollback:
             counted = not self._flags.overflowed(self.ranks.world)
-            self._flags.clear()
         self._flags.raise_if_broken(self.ranks.rank)
         if counted:
             self.transactions.commit(stepped)
