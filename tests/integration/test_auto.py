@@ -298,8 +298,8 @@ class Link(nn.Module):
 def following_times(folder: Path) -> Facts:
     """Nothing is decided by the test: the slower of both changes."""
     found: Facts = {}
-    for name, link in {"fast": Link(0.0, 0.06), "slow": Link(0.06, 0.0)}.items():
-        with mock.patch.multiple(running, LOOK_EVERY=3), listen() as lines:
+    for name, link in {"fast": Link(0.02, 0.07), "slow": Link(0.07, 0.02)}.items():
+        with mock.patch.multiple(running, LOOK_EVERY=12), listen() as lines:
             model, session = attached("ddp", Auto())
             model.register_forward_pre_hook(link)
             link.session = session
