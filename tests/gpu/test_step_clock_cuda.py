@@ -1,0 +1,33 @@
+"""What a step waits for on a GPU: the side stream that reduces gradients, by the device's own clock."""
+
+from __future__ import annotations
+
+import torch
+
+from lowbit_strategy.hooks.worker import SideStream
+from lowbit_strategy.telemetry.step_clock import StepClock
+
+
+def test_work_of_the_side_stream_is_waited_for() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.rand(4096, 4096, device=device)
+    gradient = torch.empty_like(x)
+
+    def reduce():  # type: ignore[no-untyped-def]
+        for _ in range(20):
+            torch.mm(x, x, out=gradient)
+        yield from ()
+
+    side, clock = SideStream(device), StepClock(device)
+    for _ in range(2):  # the first one loads what it needs
+        clock.start()
+        torch.mm(x, x)
+        future = side.submit(reduce(), result=gradient, last=True)
+        done = clock.wait()
+        future.add_done_callback(lambda _: done())  # noqa: B023: it is called in this turn
+        future.wait()
+        torch.mm(x, x)
+        clock.end_step()
+        (step,) = clock.take()
+    assert step.waited_s is not None
+    assert 0.5 * step.seconds < step.waited_s < step.seconds
