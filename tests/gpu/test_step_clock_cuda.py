@@ -24,7 +24,7 @@ def test_work_of_the_side_stream_is_waited_for() -> None:
         torch.mm(x, x)
         future = side.submit(reduce(), result=gradient, last=True)
         done = clock.wait()
-        future.add_done_callback(lambda _: done())  # noqa: B023: it is called in this turn
+        future.add_done_callback(lambda _, done=done: done())
         future.wait()
         torch.mm(x, x)
         clock.end_step()
