@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.hooks.worker import SideStream
 from lowbit_strategy.telemetry.step_clock import StepClock
+
+
+def call_after(future: torch.futures.Future[torch.Tensor], done: Callable[[], None]) -> None:
+    future.add_done_callback(lambda _: done())
 
 
 def test_work_of_the_side_stream_is_waited_for() -> None:
@@ -13,7 +20,7 @@ def test_work_of_the_side_stream_is_waited_for() -> None:
     x = torch.rand(4096, 4096, device=device)
     gradient = torch.empty_like(x)
 
-    def reduce():  # type: ignore[no-untyped-def]
+    def reduce() -> Stages:
         for _ in range(20):
             torch.mm(x, x, out=gradient)
         yield from ()
@@ -23,8 +30,7 @@ def test_work_of_the_side_stream_is_waited_for() -> None:
         clock.start()
         torch.mm(x, x)
         future = side.submit(reduce(), result=gradient, last=True)
-        done = clock.wait()
-        future.add_done_callback(lambda _, done=done: done())
+        call_after(future, clock.wait())
         future.wait()
         torch.mm(x, x)
         clock.end_step()
