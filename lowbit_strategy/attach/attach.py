@@ -54,8 +54,7 @@ from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.ranks.ranks import Ranks, make_ranks
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.telemetry.startup_report import build_report
-from lowbit_strategy.telemetry.step_clock import clock_of
-from lowbit_strategy.telemetry.step_times import StepTimes
+from lowbit_strategy.telemetry.step_times import StepTimes, clock_of
 
 _log = logging.getLogger("lowbit_strategy")
 

@@ -40,7 +40,7 @@ from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods.auto import Auto
 from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.telemetry.step_clock import StepClock
+from lowbit_strategy.telemetry.step_times import StepClock
 
 EXTRA_STATE_KEY = "auto"
 LOOK_EVERY = 200  # settled steps between two looks, which the ranks take together; the first comes sooner

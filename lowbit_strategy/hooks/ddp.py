@@ -12,7 +12,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.model.parameters import canonical_name
-from lowbit_strategy.telemetry.step_clock import clock_of
+from lowbit_strategy.telemetry.step_times import clock_of
 
 
 class DDPHook:

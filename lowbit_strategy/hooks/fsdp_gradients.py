@@ -26,7 +26,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import scatter
 from lowbit_strategy.hooks.worker import BackwardSide
-from lowbit_strategy.telemetry.step_clock import clock_of
+from lowbit_strategy.telemetry.step_times import clock_of
 
 
 class GradientRows:

@@ -44,7 +44,7 @@ from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
 from lowbit_strategy.plan.weights import ModuleLayout
-from lowbit_strategy.telemetry.step_clock import StepClock, clock_of
+from lowbit_strategy.telemetry.step_times import StepClock, clock_of
 
 
 class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.AllGather):

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.bucket_schedule import BucketSchedule
-from lowbit_strategy.telemetry.step_clock import StepClock
+from lowbit_strategy.telemetry.step_times import StepClock
 
 _log = logging.getLogger("lowbit_strategy")
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from lowbit_strategy.telemetry.step_clock import StepClock, StepTime, median_step
+from lowbit_strategy.telemetry.step_times import StepClock, StepTime, median_step
 
 
 @pytest.fixture
