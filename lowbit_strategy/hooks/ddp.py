@@ -66,8 +66,7 @@ class DDPHook:
             for layout, x in self.pieces(bucket)
         ]
         future = self._side.submit(*stages, result=bucket.buffer(), last=bucket.is_last())
-        if bucket.is_last():  # backward has nothing left to compute
-            done = self._clock.wait()
+        if bucket.is_last() and (done := self._clock.wait()) is not None:  # backward has nothing left to compute
             future.add_done_callback(lambda _: done())
         return future
 

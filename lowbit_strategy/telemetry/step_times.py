@@ -54,12 +54,14 @@ class StepClock:
         if self._ends:
             self._ends.append(self._now())
 
-    def wait(self) -> Callable[[], None]:
-        """Training has nothing to do from now on, until what this returns is called, from whichever thread."""
+    def wait(self) -> Callable[[], None] | None:
+        """Training has nothing to do from now on, until what this returns is called, from any thread. None: no step is
+        being timed.
+        """
         if not self._ends:
-            return lambda: None
-        step, began = len(self._ends), self._now()
-        return lambda: self._waits.append((step, began, self._now()))
+            return None
+        waits, step, began = self._waits, len(self._ends), self._now()
+        return lambda: waits.append((step, began, self._now()))
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -120,7 +122,7 @@ class StepTimes:
     """
 
     def __init__(self, sync: GradientSync) -> None:
-        self._sync = sync
+        self._sync, self._clock = sync, clock_of(sync)
         self._num_steps = self._sent_before = 0
         sync.subscribe(self, StepPhase.RECORD)
 
@@ -130,17 +132,17 @@ class StepTimes:
     def end_step(self, *, counted: bool) -> None:
         """Called by the engine."""
         self._num_steps += 1
-        clock, peers = clock_of(self._sync), self._sync.ranks.peers
+        peers = self._sync.ranks.peers
         if self._num_steps == WARM_STEPS:
-            clock.start()
+            self._clock.start()
             self._sent_before = peers.sent_nbytes
             return
-        clock.end_step()
+        self._clock.end_step()
         if self._num_steps == WARM_STEPS + TIMED_STEPS:
             sent = (peers.sent_nbytes - self._sent_before) // TIMED_STEPS
             weights = self._sync.weights
             sent += 0 if weights is None else weights.step_nbytes
-            inform("lowbit_strategy: %s", step_line(median_step(clock.take()), sent, self._sync.plan()))
+            inform("lowbit_strategy: %s", step_line(median_step(self._clock.take()), sent, self._sync.plan()))
             self._sync.unsubscribe(self)
 
 

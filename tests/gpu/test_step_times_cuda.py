@@ -30,7 +30,9 @@ def test_work_of_the_side_stream_is_waited_for() -> None:
         clock.start()
         torch.mm(x, x)
         future = side.submit(reduce(), result=gradient, last=True)
-        call_after(future, clock.wait())
+        done = clock.wait()
+        assert done is not None
+        call_after(future, done)
         future.wait()
         torch.mm(x, x)
         clock.end_step()

@@ -19,7 +19,9 @@ def clock() -> StepClock:
 def test_steps_and_what_they_wait_for_another_thread(clock: StepClock) -> None:
     clock.start()
     time.sleep(0.02)
-    waits = threading.Timer(0.05, clock.wait())
+    done = clock.wait()
+    assert done is not None
+    waits = threading.Timer(0.05, done)
     waits.start()
     waits.join()
     clock.end_step()
@@ -38,7 +40,7 @@ def test_steps_and_what_they_wait_for_another_thread(clock: StepClock) -> None:
 
 def test_nothing_is_kept_unless_it_is_to_be_timed(clock: StepClock) -> None:
     clock.end_step()
-    clock.wait()()
+    assert clock.wait() is None
     assert clock.take() == []
     clock.start()
     clock.end_step()
@@ -50,6 +52,7 @@ def test_nothing_is_kept_unless_it_is_to_be_timed(clock: StepClock) -> None:
 def test_a_wait_that_ends_late_counts_where_it_began(clock: StepClock) -> None:
     clock.start()
     done = clock.wait()
+    assert done is not None
     clock.end_step()
     clock.end_step()
     time.sleep(0.01)
