@@ -15,39 +15,87 @@ steps.
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
 
 from lowbit_strategy.attach.fit import room_for
 from lowbit_strategy.attach.prepare import Prepared
-from lowbit_strategy.attach.trial import (
-    OWN_STEPS,
-    TOO_SLOW,
-    WARM_STEPS,
-    WARM_TRIED_STEPS,
-    Candidate,
-    Timed,
-    candidates,
-    decide,
-    has_changed,
-    num_timed,
-)
 from lowbit_strategy.attach.wiring import Wiring
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.compressor import assign_all
+from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.auto import Auto
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.telemetry.step_times import StepClock
+from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.methods.weights.weightcode import WeightCode
+from lowbit_strategy.plan.gradients import Layout
+from lowbit_strategy.telemetry.step_times import StepClock, Timed, decide, has_changed
 
 EXTRA_STATE_KEY = "auto"
+WARM_STEPS = 3  # of the framework's own, before any is timed
+OWN_STEPS = 8
+WARM_TRIED_STEPS = 2  # DDP rebuilds its buckets after the first
+MOST_TIMED_STEPS = 8  # of one candidate
+MOST_TRIED_STEPS = 20  # of all candidates, with the one that sends their residuals
+TOO_SLOW = 2.0  # times the framework's own step: a candidate whose first timed step takes longer is given up
 LOOK_EVERY = 200  # settled steps between two looks, which the ranks take together; the first comes sooner
 LOOKED_AT = 50  # of them, the last ones, are timed
 _MOST_EMPTYING_STEPS = 3
 
 Phase = Literal["own", "try", "empty", "settled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One set-up that is tried.
+
+    Args:
+        name: For reports.
+        compressor: Of gradients.
+        weights: How FSDP2's weights travel; None under DDP.
+    """
+
+    name: str
+    compressor: Compressor
+    weights: WeightCoding | None = None
+
+
+def candidates(auto: Auto, layout: Layout, weights: WeightCoding | None) -> list[Candidate]:
+    """What is tried, in this order.
+
+    Args:
+        auto: What the user has asked for.
+        layout: What wraps the model.
+        weights: Chosen by the user; None: not chosen.
+    """
+    found = [Candidate("loco4", _keeping(PRESETS["loco4"], auto))]
+    if auto.quality == "close":
+        found.append(Candidate("loco2", _keeping(PRESETS["loco2"], auto)))
+    if layout != "fsdp":  # FSDP2 has a type for reduction of its own, mp_policy
+        found.append(Candidate("bf16", Dense(dtype="bfloat16")))
+    if layout == "ddp":
+        return found
+    if weights is not None or layout == "hsdp":
+        return [replace(each, weights=weights or Exact()) for each in found]
+    exact = replace(found[0], name=f"{found[0].name}, exact weights", weights=Exact())
+    return [*(replace(each, weights=WeightCode()) for each in found), exact]
+
+
+def _keeping(compressor: Compressor, auto: Auto) -> Compressor:
+    """With what the user has chosen for single parameters."""
+    defaults = {field.name: field.default for field in fields(Compressor)}
+    chosen = {name: getattr(auto, name) for name, value in defaults.items() if getattr(auto, name) != value}
+    return replace(compressor, **chosen)
+
+
+def num_timed(num_candidates: int) -> int:
+    """Steps of each candidate that are timed, so that all together take at most `MOST_TRIED_STEPS`."""
+    return min(MOST_TIMED_STEPS, (MOST_TRIED_STEPS - 1) // num_candidates - WARM_TRIED_STEPS)
 
 
 class AutoChoice:
