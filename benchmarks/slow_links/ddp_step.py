@@ -22,7 +22,7 @@ from recipes.gpt import LanguageModel
 from testing.counting.interface import sent_nbytes
 
 NO_SYNC = "no-sync"
-_TRIAL_STEPS = 50  # in which a strategy that chooses has chosen
+_TRIAL_STEPS = 40  # in which a strategy that chooses has chosen
 
 
 class StepMeter(L.Callback):

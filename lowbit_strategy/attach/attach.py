@@ -53,8 +53,8 @@ from lowbit_strategy.plan.squares import served
 from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.ranks.ranks import Ranks, make_ranks
 from lowbit_strategy.ranks.shape import Shape
-from lowbit_strategy.telemetry.forecast import StepForecast
 from lowbit_strategy.telemetry.startup_report import build_report
+from lowbit_strategy.telemetry.step_times import StepTimes, clock_of
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -191,7 +191,7 @@ def attach_fsdp(
         check_process_groups(module, group, replicated=False)
     prepared = fitted(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
-    side = BackwardSide(sync.device) if is_hsdp or ranks.peers.is_far else None
+    side = BackwardSide(sync.device, clock_of(sync)) if is_hsdp or ranks.peers.is_far else None
     choice = None
     if _is_to_choose(prepared, ranks):
         choice = AutoChoice(prepared, sync, FSDPWiring(module, sync, side), group)
@@ -257,7 +257,7 @@ def _session(
         shards=prepared.scatter,
         auto=choice,
     )
-    _report(sync, options, group)
+    _report(sync, options)
     if membership is not None:
         join_before_forward(session, module)
     return session
@@ -328,14 +328,14 @@ def follow_second_moment(sync: GradientSync, module: nn.Module, options: SyncOpt
     SecondMoment(sync, module)
 
 
-def _report(sync: GradientSync, options: SyncOptions, group: dist.ProcessGroup | None) -> None:
+def _report(sync: GradientSync, options: SyncOptions) -> None:
     """Called when everything is attached: only then the memory for messages is known."""
     if sync.ranks.peers.world_size == 1 or isinstance(sync.compressor, Auto):
         return
     if sync.ranks.rank == 0:
         inform("%s", build_report(sync).render())
-    if options.outer is None:
-        StepForecast(sync, group)
+        if options.outer is None:
+            StepTimes(sync)
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -1,19 +1,21 @@
-"""`Auto` at work on one model: times the framework's own steps, tries candidates, keeps the fastest or steps aside.
+"""`Auto` at work on one model: times the framework's own steps and those of each candidate, and keeps the fastest.
 
 | phase | steps are | ends |
 |---|---|---|
-| `own` | the framework's own, timed | after a few; links are measured then, and candidates predicted |
-| `try` | one candidate's, timed | after a few; then the next, or more of the same, or the decision |
+| `own` | the framework's own, timed | after a few |
+| `try` | one candidate's, timed | after a few, or after one that is far too slow; then the next, or the decision |
 | `empty` | reduced by the engine without compression | when no rank has anything left to send |
-| `settled` | the chosen one's | when they take a third more or less than they did |
+| `settled` | the chosen one's | when they take much longer or shorter than they did |
 
-Every change comes after an optimizer's step, on all ranks together, and from figures that all of them have.
+Every change comes after an optimizer's step, on all ranks together, and from times that they have exchanged: a step
+counts as long as it was on the slowest rank. Ranks exchange times once per phase, and once in `LOOK_EVERY` settled
+steps.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -24,33 +26,76 @@ from lowbit_strategy.attach.wiring import Wiring
 from lowbit_strategy.collectives.comm import gathered
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods._base.compressor import assign_all
+from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.auto import Auto
+from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
-from lowbit_strategy.plan.cost import compute_within, step_time
-from lowbit_strategy.plan.plan import Plan
-from lowbit_strategy.plan.trial import (
-    OWN_STEPS,
-    WARM_STEPS,
-    Candidate,
-    Timed,
-    Trial,
-    candidates,
-    decide,
-    has_changed,
-    hopeful,
-)
-from lowbit_strategy.plan.uncompressed import uncompressed
-from lowbit_strategy.telemetry.timing.device_clock import finish
-from lowbit_strategy.telemetry.timing.links import measure_cluster
-from lowbit_strategy.telemetry.timing.optimizer_clock import OptimizerClock
+from lowbit_strategy.methods.weights.weightcode import WeightCode
+from lowbit_strategy.plan.gradients import Layout
+from lowbit_strategy.telemetry.step_times import StepClock, Timed, decide, has_changed
 
 EXTRA_STATE_KEY = "auto"
+WARM_STEPS = 3  # of the framework's own, before any is timed
+OWN_STEPS = 8
+WARM_TRIED_STEPS = 2  # DDP rebuilds its buckets after the first
+MOST_TIMED_STEPS = 8  # of one candidate
+MOST_TRIED_STEPS = 20  # of all candidates, with the one that sends their residuals
+TOO_SLOW = 2.0  # times the framework's own step: a candidate whose first timed step takes longer is given up
 LOOK_EVERY = 200  # settled steps between two looks, which the ranks take together; the first comes sooner
+LOOKED_AT = 50  # of them, the last ones, are timed
 _MOST_EMPTYING_STEPS = 3
 
 Phase = Literal["own", "try", "empty", "settled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One set-up that is tried.
+
+    Args:
+        name: For reports.
+        compressor: Of gradients.
+        weights: How FSDP2's weights travel; None under DDP.
+    """
+
+    name: str
+    compressor: Compressor
+    weights: WeightCoding | None = None
+
+
+def candidates(auto: Auto, layout: Layout, weights: WeightCoding | None) -> list[Candidate]:
+    """What is tried, in this order.
+
+    Args:
+        auto: What the user has asked for.
+        layout: What wraps the model.
+        weights: Chosen by the user; None: not chosen.
+    """
+    found = [Candidate("loco4", _keeping(PRESETS["loco4"], auto))]
+    if auto.quality == "close":
+        found.append(Candidate("loco2", _keeping(PRESETS["loco2"], auto)))
+    if layout != "fsdp":  # FSDP2 has a type for reduction of its own, mp_policy
+        found.append(Candidate("bf16", Dense(dtype="bfloat16")))
+    if layout == "ddp":
+        return found
+    if weights is not None or layout == "hsdp":
+        return [replace(each, weights=weights or Exact()) for each in found]
+    exact = replace(found[0], name=f"{found[0].name}, exact weights", weights=Exact())
+    return [*(replace(each, weights=WeightCode()) for each in found), exact]
+
+
+def _keeping(compressor: Compressor, auto: Auto) -> Compressor:
+    """With what the user has chosen for single parameters."""
+    defaults = {field.name: field.default for field in fields(Compressor)}
+    chosen = {name: getattr(auto, name) for name, value in defaults.items() if getattr(auto, name) != value}
+    return replace(compressor, **chosen)
+
+
+def num_timed(num_candidates: int) -> int:
+    """Steps of each candidate that are timed, so that all together take at most `MOST_TRIED_STEPS`."""
+    return min(MOST_TIMED_STEPS, (MOST_TRIED_STEPS - 1) // num_candidates - WARM_TRIED_STEPS)
 
 
 class AutoChoice:
@@ -66,7 +111,7 @@ class AutoChoice:
         active: What is in force; None: the framework's own.
         reason: Why it is, once it has been decided.
         trial_steps: Steps that the last trial took, the framework's own among them.
-        trial_s: What it cost beyond as many of the framework's own steps, links included.
+        trial_s: What it cost beyond as many of the framework's own steps.
     """
 
     def __init__(self, prepared: Prepared, sync: GradientSync, wiring: Wiring, group: dist.ProcessGroup | None) -> None:
@@ -82,15 +127,14 @@ class AutoChoice:
         self._group = group
         self._room = room_for(prepared.options.memory, sync.device, sync.ranks)[0]
         self._all = candidates(self.auto, prepared.layout, prepared.options.weights)
-        self._trial: Trial | None = None
+        self._clock = StepClock(sync.device)
+        self._own: Timed | None = None  # in the trial under way, or the last one
+        self._waiting: list[Candidate] = []  # to be tried
+        self._tried: list[tuple[Candidate, Timed]] = []
+        self._num_timed = 0  # steps of each candidate
         self._reference_s: float | None = None
-        self._next_look = 0
         self._patience = LOOK_EVERY
         self._coding: WeightCoding | None = None  # in force while the engine reduces
-        self._seconds: list[float] = []
-        self._optimizer_s: list[float] = []
-        self._clock: OptimizerClock | None = None  # in the phase "own"
-        self._last: float | None = None
         self._begin_own()
         sync.save_with(EXTRA_STATE_KEY, self)
 
@@ -105,91 +149,80 @@ class AutoChoice:
         """An optimizer step that counts is over, on all ranks. Returns True."""
         if self.is_own:
             self.sync.count_local_step()
-        if self.phase != "settled":
-            finish(self.sync.device)
-            self.trial_steps += 1
-        now = time.perf_counter()
-        if self._clock is not None:
-            self._optimizer_s.append(self._clock.take())
-        if self._last is not None:
-            self._seconds.append(now - self._last)
-        self._last = now
+        self.trial_steps += self.phase != "settled"
+        self._clock.end_step()
         self._remaining -= 1
+        if self._remaining == self._timed:
+            self._clock.start()
         if self._remaining <= 0:
-            {"own": self._plan, "try": self._next, "empty": self._emptied, "settled": self._look}[self.phase]()
+            {"own": self._try_all, "try": self._next, "empty": self._emptied, "settled": self._look}[self.phase]()
         return True
 
     def _begin(self, num_steps: int, num_timed: int) -> None:
-        """Count steps anew, of which the last ones are timed."""
+        """Count steps anew. The last ones are timed."""
         self._remaining, self._timed = num_steps, num_timed
-        self._seconds = []
-        self._last = None if num_steps == num_timed else time.perf_counter()
-
-    def _measured(self) -> tuple[float, ...]:
-        return tuple(self._seconds[-self._timed :])
+        if num_steps == num_timed:
+            self._clock.start()
 
     def _slowest(self) -> tuple[float, ...]:
         """Each timed step as long as it was on the rank where it took longest."""
-        everyone = gathered(self._measured(), self._group)
+        everyone = gathered([step.seconds for step in self._clock.take()], self._group)
         return tuple(max(step) for step in zip(*everyone, strict=True))
-
-    # -- the framework's own --------------------------------------------------------------------------------------
-
-    def _begin_own(self) -> None:
-        self._clock, self._optimizer_s = OptimizerClock(self.sync.device), []
-        self._begin(WARM_STEPS + OWN_STEPS, OWN_STEPS)
-
-    def _plan(self) -> None:
-        """The framework's own steps have been timed: measure links, predict, begin to try."""
-        own, self._clock = Timed("without compression", self._slowest()), None
-        optimizer_s = max(gathered(statistics.median(self._optimizer_s[-OWN_STEPS:]), self._group))
-        began = time.perf_counter()
-        device = self.sync.device
-        cluster = measure_cluster(self.sync.ranks, self._all[0].compressor, device, self._group)
-        plans = [self._plan_of(each) for each in self._all]
-        plain = uncompressed(self._plan_of(Candidate("", self.auto, Exact())), 4)
-        compute_s = compute_within(plain, cluster, own.median, optimizer_s)
-        seconds = [step_time(plan, cluster, compute_s, optimizer_s).seconds for plan in plans]
-        fits = [self._room is None or plan.memory.total <= self._room for plan in plans]
-        costs = [each.steps * predicted for each, predicted in zip(self._all, seconds, strict=True)]
-        promising = [at for at in hopeful(costs, own.median) if fits[at]]
-        self._trial = Trial(own, [(self._all[at], costs[at]) for at in promising])
-        self.trial_s = time.perf_counter() - began
-        link = cluster.inter_node
-        predictions = ", ".join(f"{each.name} {s:.3g} s" for each, s in zip(self._all, seconds, strict=True))
-        self._inform(
-            f"a step without compression takes {own.median:.3g} s, of which about {compute_s:.3g} s is not"
-            f" communication and {optimizer_s:.3g} s is the optimizer; ranks reach each other at"
-            f" {link.nbytes_per_s / 1e6:.3g} MB/s in {1e3 * link.latency_s:.3g} ms, measured. Predicted: {predictions}"
-        )
-        self._next()
-
-    def _plan_of(self, candidate: Candidate) -> Plan:
-        compressor = candidate.compressor.phase(self.sync.step_index)
-        assignments = assign_all(compressor, list(self.sync.specs.values()))
-        return self.sync.plan(assignments, candidate.weights)
 
     # -- trying ---------------------------------------------------------------------------------------------------
 
-    def _next(self) -> None:
-        """The next candidate, or more steps of this one, or the decision."""
-        trial = self._trial
-        assert trial is not None
-        if self.phase == "try":
-            assert self.active is not None
-            trial.record(self.active, self._slowest())
+    def _begin_own(self) -> None:
+        self._begin(WARM_STEPS + OWN_STEPS, OWN_STEPS)
+
+    def _try_all(self) -> None:
+        """The framework's own steps have been timed: begin to try what fits."""
+        self._own, self._tried, self.trial_s = Timed("without compression", self._slowest()), [], 0.0
+        self._waiting = [each for each in self._all if self._fits(each)]
+        self._num_timed = num_timed(max(1, len(self._waiting)))
+        self._try_another()
+
+    def _fits(self, candidate: Candidate) -> bool:
+        if self._room is None:
+            return True
+        compressor = candidate.compressor.phase(self.sync.step_index)
+        assignments = assign_all(compressor, list(self.sync.specs.values()))
+        return self.sync.plan(assignments, candidate.weights).memory.total <= self._room
+
+    def _try_another(self) -> None:
+        """The next candidate, up to its first timed step; or the decision."""
+        if not self._waiting:
+            self._decide()
+            return
+        candidate = self._waiting.pop(0)
         self.phase = "try"
-        if (coming := trial.next()) is not None:
-            candidate, steps, timed = coming
+        self._enter(candidate)
+        self._tried.append((candidate, Timed(candidate.name, ())))
+        self._begin(WARM_TRIED_STEPS + 1, WARM_TRIED_STEPS + 1)
+
+    def _next(self) -> None:
+        """More steps of this candidate, unless it is far too slow; or another one."""
+        assert self._own is not None
+        candidate, before = self._tried[-1]
+        seconds = self._slowest()
+        self.trial_s += sum(seconds) - len(seconds) * self._own.median
+        warm = 0 if before.seconds else WARM_TRIED_STEPS
+        timed = Timed(candidate.name, (*before.seconds, *seconds[warm:]))
+        self._tried[-1] = (candidate, timed)
+        more = self._num_timed - len(timed.seconds)
+        if more <= 0 or timed.median > TOO_SLOW * self._own.median:
+            self._try_another()
+        else:
+            self._begin(more, more)
+
+    def _decide(self) -> None:
+        assert self._own is not None
+        verdict = decide(self._own, [timed for _, timed in self._tried])
+        self.reason = verdict.reason
+        if verdict.chosen is not None:
+            candidate, timed = self._tried[verdict.chosen]
             if candidate is not self.active:
                 self._enter(candidate)
-            self._begin(steps, timed)
-            return
-        verdict = decide(trial.own, trial.times)
-        self.reason, self.trial_s = verdict.reason, self.trial_s + trial.more_s
-        if verdict.chosen is not None:
-            self._enter(trial.tried[verdict.chosen])
-            self._settle(trial.times[verdict.chosen].median)
+            self._settle(timed.median)
         else:
             self._leave()
 
@@ -227,7 +260,7 @@ class AutoChoice:
             return
         self.phase = "own"
         self.wiring.give_back()
-        if self._trial is None:  # a checkpoint has been loaded that was written while something was tried
+        if self._own is None:  # a checkpoint has been loaded that was written while something was tried
             self._restart()
         else:
             self._settle_own()
@@ -237,33 +270,33 @@ class AutoChoice:
         return any(name in self.sync.state.carryover for name in self.sync.specs)
 
     def _settle_own(self) -> None:
-        assert self._trial is not None
-        self._settle(self._trial.own.median)
+        assert self._own is not None
+        self._settle(self._own.median)
 
     def _settle(self, reference_s: float) -> None:
         self.phase = "settled"
         self._reference_s = reference_s
         using = "no compression: the hook is removed" if self.active is None else self.active.name
         self._inform(
-            f"{using}, because {self.reason}. Choosing took {self.trial_steps} steps, and {self.trial_s:.2g} s more"
-            " than as many of the framework's own"
+            f"{using}, because {self.reason}. Choosing took {self.trial_steps} steps, and"
+            f" {max(0.0, self.trial_s):.2g} s more than as many of the framework's own"
         )
-        self._begin(self._patience, min(self._patience, 50))
+        self._begin(self._patience, min(self._patience, LOOKED_AT))
 
     # -- looking again --------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Have steps become a third slower or faster?"""
+        """Have steps become much slower or faster?"""
         assert self._reference_s is not None
-        seconds = max(gathered(statistics.median(self._measured()), self._group))
+        seconds = statistics.median_low(self._slowest())
         if not has_changed(seconds, self._reference_s):
-            self._begin(LOOK_EVERY, 50)
+            self._begin(LOOK_EVERY, min(LOOK_EVERY, LOOKED_AT))
             return
         self._inform(
             f"a step takes {seconds:.3g} s and took {self._reference_s:.3g} s when this was chosen: looking again"
         )
         self._patience *= 2  # what keeps changing is looked at less and less
-        self._trial = None
+        self._own = None
         if self.active is None:
             self._restart()
         else:
@@ -297,8 +330,8 @@ class AutoChoice:
         self.reason, self._reference_s = state["reason"], state["reference_s"]
         if chosen:
             self._enter(chosen[0])
-        self.phase, self._clock = "settled", None
-        self._begin(LOOK_EVERY, 50)
+        self.phase = "settled"
+        self._begin(LOOK_EVERY, min(LOOK_EVERY, LOOKED_AT))
 
     def after_load(self) -> None:
         """A checkpoint's residuals have been loaded; on all ranks. What nothing would send is sent first."""

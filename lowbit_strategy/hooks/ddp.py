@@ -12,6 +12,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.model.parameters import canonical_name
+from lowbit_strategy.telemetry.step_times import clock_of
 
 
 class DDPHook:
@@ -34,6 +35,7 @@ class DDPHook:
     def __init__(self, model: DistributedDataParallel, sync: GradientSync) -> None:
         refuse_python_reducer()
         self.sync = sync
+        self._clock = clock_of(sync)
         self._levels = None if sync.ranks.intra_node is None else TwoLevelBuckets(sync)
         self._cap_nbytes: int = model.bucket_bytes_cap
         self._names = {id(p): canonical_name(name) for name, p in model.module.named_parameters()}
@@ -63,7 +65,10 @@ class DDPHook:
             self.sync.reduce(layout, x, x) if self._levels is None else self._levels.reduce(layout, x)
             for layout, x in self.pieces(bucket)
         ]
-        return self._side.submit(*stages, result=bucket.buffer(), last=bucket.is_last())
+        future = self._side.submit(*stages, result=bucket.buffer(), last=bucket.is_last())
+        if bucket.is_last() and (done := self._clock.wait()) is not None:  # backward has nothing left to compute
+            future.add_done_callback(lambda _: done())
+        return future
 
     def close(self) -> bool:
         """Whether nothing of it runs any more."""

@@ -26,6 +26,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import scatter
 from lowbit_strategy.hooks.worker import BackwardSide
+from lowbit_strategy.telemetry.step_times import clock_of
 
 
 class GradientRows:
@@ -107,6 +108,7 @@ class CompressedReduceScatter(_ReduceScatter):
         self._rows = rows
         self._param_group = param_group
         self._side = side
+        self._clock = clock_of(sync)
 
     def __call__(
         self,
@@ -122,7 +124,8 @@ class CompressedReduceScatter(_ReduceScatter):
             )
         layout, sync = self._rows.of(output_tensor.numel()), self._sync
         if self._side is None:
-            wait_for_all(itertools.chain(*scatter(sync, layout, input_tensor, output_tensor)))
+            with self._clock.waiting():
+                wait_for_all(itertools.chain(*scatter(sync, layout, input_tensor, output_tensor)))
         else:
             self._reduce_meanwhile(self._side, layout, input_tensor, output_tensor)
         self.on_reduced()

@@ -44,6 +44,7 @@ from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
 from lowbit_strategy.plan.weights import ModuleLayout
+from lowbit_strategy.telemetry.step_times import StepClock, clock_of
 
 
 class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsdp_api.AllGather):
@@ -55,10 +56,17 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         group: The module.
         root: Whose mode decides: coded in training, exact in evaluation.
         order: Orders the streams that touch what is kept.
+        clock: Is told when training waits for weights.
     """
 
     def __init__(
-        self, weights: WeightSync, name: str, group: ShardedGroup, root: nn.Module, order: _StreamOrder
+        self,
+        weights: WeightSync,
+        name: str,
+        group: ShardedGroup,
+        root: nn.Module,
+        order: _StreamOrder,
+        clock: StepClock,
     ) -> None:
         self._weights = weights
         self._name = name
@@ -66,6 +74,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._params = group.param_group
         self._root = weakref.ref(root)
         self._order = order
+        self._clock = clock
         self._stock = DefaultAllGather()
         self._coded = False  # how the last forward pass gathered
         self._noted: Tensor | None = None  # digest of the own row that was sent
@@ -85,7 +94,7 @@ class CodedAllGather(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
             for each in sorted(self.together, key=lambda each: each is not self):  # what is needed first leaves first
                 each.leave()
         self._check_row(input_tensor)
-        with self._order.ordered():
+        with self._order.ordered(), self._clock.waiting():
             wait_for_all(self._module.gather.run(input_tensor, output_tensor))
         return None
 
@@ -166,7 +175,7 @@ def install_weights(module: nn.Module, coding: WeightCoding, sync: GradientSync,
     groups = {each.name: each for each in sharded_groups(module)}
     weights = WeightSync(coding, module_layouts(module), comm, sync.device)
     order = _StreamOrder(sync.device)
-    gathers = [CodedAllGather(weights, name, each, module, order) for name, each in groups.items()]
+    gathers = [CodedAllGather(weights, name, each, module, order, clock_of(sync)) for name, each in groups.items()]
     for gather, each in zip(gathers, groups.values(), strict=True):
         gather.together = gathers if comm.is_far else ()
         each.module.set_custom_all_gather(gather)

@@ -17,6 +17,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import Stages
 from lowbit_strategy.engine.bucket_schedule import BucketSchedule
+from lowbit_strategy.telemetry.step_times import StepClock
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -88,9 +89,11 @@ class BackwardSide:
 
     Args:
         device: Of gradients.
+        clock: Is told when training waits for them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: StepClock) -> None:
+        self._clock = clock
         on_cpu = device.type == "cpu"
         self._worker = BucketWorker() if on_cpu else None
         self.stream = None if on_cpu else torch.cuda.Stream(device, priority=-1)
@@ -125,8 +128,9 @@ class BackwardSide:
         self._worker.finish()
         futures, self._futures = self._futures, []
         following, self._then = self._then, []
-        for future in futures:
-            future.wait()
+        with self._clock.waiting():
+            for future in futures:
+                future.wait()
         for then in following:
             then()
 

@@ -27,9 +27,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.engine.sampling import squared_norm
 from lowbit_strategy.inform import inform
-from lowbit_strategy.telemetry.end_to_end import NUM_SUMS, MeanSample
-from lowbit_strategy.telemetry.measure import sum_over_ranks, table, try_level
-from lowbit_strategy.telemetry.rehearse import rehearse
+from lowbit_strategy.telemetry.measure import NUM_SUMS, MeanSample, rehearse, sum_over_ranks, table, try_level
 
 EXTRA_STATE_KEY = "adaptive"
 

@@ -17,8 +17,7 @@ from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.engine.sampling import squared_norm
-from lowbit_strategy.telemetry.end_to_end import NUM_SUMS, MeanSample
-from lowbit_strategy.telemetry.measure import NUM_ENERGIES, energies, sum_over_ranks, table
+from lowbit_strategy.telemetry.measure import NUM_ENERGIES, NUM_SUMS, MeanSample, energies, sum_over_ranks, table
 
 _WIDTH = NUM_ENERGIES + 1 + NUM_SUMS + 1  # energies, the residual's square, the end-to-end sums, bytes sent
 

@@ -53,9 +53,9 @@ class WeightChoice:
     between_nbytes: int | None = None
 
     def render(self) -> str:
-        between = "" if self.between_nbytes is None else f" ({_size(self.between_nbytes)} between nodes)"
-        memory = f"{_size(self.kept_nbytes)} of memory per rank" if self.kept_nbytes else "no more memory than FSDP2's"
-        return f"{self.label}, {_size(self.step_nbytes)}/step{between}, {memory}"
+        between = "" if self.between_nbytes is None else f" ({size(self.between_nbytes)} between nodes)"
+        memory = f"{size(self.kept_nbytes)} of memory per rank" if self.kept_nbytes else "no more memory than FSDP2's"
+        return f"{self.label}, {size(self.step_nbytes)}/step{between}, {memory}"
 
 
 def _choice(plan: Plan, coding: WeightCoding) -> WeightChoice:
@@ -106,17 +106,17 @@ class Report:
         for group in self.groups:
             lines.append(
                 f"  {group.kind:<10} {group.num_tensors:>5} tensors {group.numel:>13,} elements"
-                f" {_size(group.sent_nbytes):>10}/{period}  {group.method} ({group.reason})"
+                f" {size(group.sent_nbytes):>10}/{period}  {group.method} ({group.reason})"
             )
         if sent := plan.sent_nbytes:
             per_step, mean = sent / plan.every, ""
             fp32, bf16 = plan.uncompressed_nbytes(4), plan.uncompressed_nbytes(2)
             if outer is not None:
-                lines.append(f"  {outer.label}: a rank sends {_size(sent)} per round of {plan.every} steps")
+                lines.append(f"  {outer.label}: a rank sends {size(sent)} per round of {plan.every} steps")
                 mean = " in the mean"
             lines.append(
-                f"  sent by a rank {_size(per_step)}/step{mean}; fp32 {_size(fp32)} ({fp32 / per_step:.1f}x),"
-                f" bf16 {_size(bf16)} ({bf16 / per_step:.1f}x)"
+                f"  sent by a rank {size(per_step)}/step{mean}; fp32 {size(fp32)} ({fp32 / per_step:.1f}x),"
+                f" bf16 {size(bf16)} ({bf16 / per_step:.1f}x)"
             )
             lines += self._levels()
         else:
@@ -126,12 +126,12 @@ class Report:
         if self.weights and plan.shape.num_peers > 1:
             lines += self._weights()
         if outer is not None:
-            lines.append(f"  memory per rank: {_size(memory.anchors)} for anchors and pseudo-gradients")
+            lines.append(f"  memory per rank: {size(memory.anchors)} for anchors and pseudo-gradients")
         if memory.squares:
-            lines.append(f"  memory per rank: at most {_size(memory.squares)} for Adam's second moment")
+            lines.append(f"  memory per rank: at most {size(memory.squares)} for Adam's second moment")
         lines.append(
-            f"  memory per rank: {_size(memory.residuals)} for residuals,"
-            f" at most {_size(self.buffer_nbytes)} for messages"
+            f"  memory per rank: {size(memory.residuals)} for residuals,"
+            f" at most {size(self.buffer_nbytes)} for messages"
         )
         return "\n".join(lines)
 
@@ -141,15 +141,15 @@ class Report:
         if not shape.has_nodes:
             return []
         near, exact = plan.sent_nbytes - plan.between_nbytes, plan.intra_node_nbytes
-        besides = f" and {_size(exact)}/step of exact gradients" if exact else ""
+        besides = f" and {size(exact)}/step of exact gradients" if exact else ""
         obstacle = None if shape.topology is None else shape.topology.obstacle
         why = f"; one level, because {obstacle or 'two_level=False'}" if shape.share is None else ""
-        return [f"  between nodes {_size(plan.between_nbytes)}/step, inside a node {_size(near)}/step{besides}{why}"]
+        return [f"  between nodes {size(plan.between_nbytes)}/step, inside a node {size(near)}/step{besides}{why}"]
 
     def _weights(self) -> list[str]:
         """The way in use, modules whose weights cannot be coded and so travel exact, and the other ways."""
         used, *others = self.weights
-        lines = [f"  weights: {used.render()}; {_size(self.plan.sent_nbytes + used.step_nbytes)}/step in all"]
+        lines = [f"  weights: {used.render()}; {size(self.plan.sent_nbytes + used.step_nbytes)}/step in all"]
         exact = [name or "the model" for name, layout in self.plan.modules.items() if not layout.coded]
         if exact and self.plan.coding != Exact():
             named = ", ".join(exact[:3]) + (", ..." if len(exact) > 3 else "")
@@ -217,7 +217,7 @@ def _next_phase(compressor: Compressor, step_index: int) -> int | None:
     return step_index + lengths[at] if at < len(lengths) else None
 
 
-def _size(nbytes: float) -> str:
+def size(nbytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024 or unit == "GiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"

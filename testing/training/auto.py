@@ -12,30 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import Auto, Dense, LoCo
 from lowbit_strategy.attach import auto as running
+from lowbit_strategy.attach.auto import OWN_STEPS, WARM_STEPS, WARM_TRIED_STEPS, Candidate, num_timed
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
-from lowbit_strategy.plan.trial import (
-    MOST_TRIED,
-    OWN_STEPS,
-    TRIED_STEPS,
-    WARM_STEPS,
-    WARM_TRIED_STEPS,
-    Candidate,
-    Timed,
-    Trial,
-    Verdict,
-)
-from lowbit_strategy.telemetry.timing import links
+from lowbit_strategy.telemetry.step_times import Timed, Verdict
 
 OWN = WARM_STEPS + OWN_STEPS
-TRIED = MOST_TRIED * (WARM_TRIED_STEPS + TRIED_STEPS)
+TRIED = 2 * (WARM_TRIED_STEPS + num_timed(2))
 STEPS = OWN + TRIED + 6  # one of them to empty residuals
-
-
-def hasty_measurements() -> contextlib.AbstractContextManager[object]:
-    """Links and coding are measured as ever, but briefly: where nothing is decided by the figures."""
-    sizes = (1 << 14, 1 << 16)
-    return mock.patch.multiple(links, _ENOUGH_S=0.005, _SIZES=sizes, _RING_SIZES=sizes, _NUM_TURNS=3)
 
 
 @contextlib.contextmanager
@@ -58,14 +42,12 @@ def settled(
         return [
             Candidate(f"number {at}", each, coding)
             for at, (each, coding) in enumerate(zip(chosen, codings, strict=True))
-        ]
+        ][:tries]
 
     with (
         mock.patch.object(running, "decide", decide),
         mock.patch.object(running, "candidates", candidates),
-        mock.patch.object(running, "hopeful", return_value=list(range(tries))),
-        mock.patch.object(Trial, "_may_be_sooner", return_value=True),
-        hasty_measurements(),
+        mock.patch.object(running, "TOO_SLOW", float("inf")),
     ):
         yield
 

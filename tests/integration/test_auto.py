@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import Auto, Dense, LoCo, TopK
 from lowbit_strategy.attach import auto as running
 from lowbit_strategy.attach.attach import attach_ddp, attach_fsdp
+from lowbit_strategy.attach.auto import WARM_TRIED_STEPS
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
@@ -278,6 +280,49 @@ def test_it_looks_again_when_steps_change(facts: list[Facts]) -> None:
     for rank in facts:
         assert rank["phases"] == ["settled", "settled", "settled", "empty", "own"]
     assert any("looking again" in line for line in facts[0]["lines"])
+
+
+class Link(nn.Module):
+    """Makes steps of the framework's own, or the engine's, as slow as if they had a slow link."""
+
+    def __init__(self, own_s: float, engine_s: float) -> None:
+        super().__init__()
+        self.own_s, self.engine_s = own_s, engine_s
+        self.session: Session | None = None
+
+    def __call__(self, *_: Any) -> None:
+        assert self.session is not None
+        time.sleep(self.own_s if self.session.is_own else self.engine_s)
+
+
+def following_times(folder: Path) -> Facts:
+    """Nothing is decided by the test: the slower of both changes."""
+    found: Facts = {}
+    for name, link in {"fast": Link(0.02, 0.07), "slow": Link(0.07, 0.02)}.items():
+        with mock.patch.multiple(running, LOOK_EVERY=12), listen() as lines:
+            model, session = attached("ddp", Auto())
+            model.register_forward_pre_hook(link)
+            link.session = session
+            train(model, session, range(STEPS))
+            assert session.auto is not None
+            found[name] = {"first": session.is_own, "steps": session.auto.trial_steps}
+            link.own_s, link.engine_s = link.engine_s, link.own_s
+            train(model, session, range(STEPS, 3 * STEPS))
+            found[name] |= {"then": session.is_own, "looked": [line for line in lines if "looking again" in line]}
+        session.close()
+    return found
+
+
+@scenarios(following_times)
+def test_the_faster_one_stays_and_goes_when_it_is_slower(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["fast"]["first"]
+        assert not rank["fast"]["then"]
+        assert not rank["slow"]["first"]
+        assert rank["slow"]["then"]
+        given_up = WARM_TRIED_STEPS + 1  # steps of what is far slower
+        assert rank["fast"]["steps"] == OWN + 2 * given_up + 1
+    assert all(facts[0][name]["looked"] for name in ("fast", "slow"))
 
 
 def with_others(folder: Path) -> Facts:

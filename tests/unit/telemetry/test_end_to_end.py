@@ -11,7 +11,7 @@ from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.sampling import spread_sample
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.telemetry.end_to_end import MeanSample
+from lowbit_strategy.telemetry.measure import MeanSample
 from testing.worlds.threaded import ThreadedWorld
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.telemetry import observe
-from lowbit_strategy.telemetry.end_to_end import MeanSample
+from lowbit_strategy.telemetry.measure import MeanSample
 from lowbit_strategy.telemetry.observe import Observer
 from testing.worlds.echo import EchoComm
 from testing.worlds.single import engine, gradients, reduce_step

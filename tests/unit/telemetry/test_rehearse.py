@@ -11,7 +11,7 @@ from lowbit_strategy import PRESETS, LoCo
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods.quantization.loco import LoCoCodec
-from lowbit_strategy.telemetry.rehearse import _SPECS, rehearse
+from lowbit_strategy.telemetry.measure import _SPECS, rehearse
 
 CPU = torch.device("cpu")
 

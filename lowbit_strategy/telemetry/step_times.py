@@ -1,0 +1,232 @@
+"""How long steps take, and how long training waits in them: the line after 50 steps, and what `Auto` decides by.
+
+References:
+    Mann & Whitney, "On a Test of Whether one of Two Random Variables is Stochastically Larger than the Other", 1947.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.inform import inform
+from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.plan.messages import step_nbytes
+from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.weights import weight_units
+from lowbit_strategy.telemetry.startup_report import size
+
+WARM_STEPS, TIMED_STEPS = 40, 10
+WORTH_IT = 0.97  # of the framework's own step: what is not faster than that is not worth having
+CERTAIN = 0.8  # of all pairs of two steps: so often the one is faster, which chance does one time in thirty
+CHANGED = 1.5  # or its inverse, of the step when it was chosen: look again
+
+_Moment = float | torch.cuda.Event
+
+
+class StepTime(NamedTuple):
+    """One step. `waited_s`: of `seconds`, what was spent waiting; None: nothing has timed it."""
+
+    seconds: float
+    waited_s: float | None
+
+
+class StepClock:
+    """Between `start` and `take`, times steps. On CUDA by the device's own clock, which is read in `take`.
+
+    Args:
+        device: Of the gradients.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ends: list[_Moment] = []  # of steps; empty: nothing is timed
+        self._waits: list[tuple[int, _Moment, _Moment]] = []  # in which step, from when, until when
+
+    def start(self) -> None:
+        """A step begins now."""
+        self._ends, self._waits = [self._now()], []
+
+    def end_step(self) -> None:
+        """A step ends, and the next begins."""
+        if self._ends:
+            self._ends.append(self._now())
+
+    def wait(self) -> Callable[[], None] | None:
+        """Training has nothing to do from now on, until what this returns is called, from any thread. None: no step is
+        being timed.
+        """
+        if not self._ends:
+            return None
+        waits, step, began = self._waits, len(self._ends), self._now()
+        return lambda: waits.append((step, began, self._now()))
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Training waits inside. On CUDA that is not known: what the host asks for runs beside computation."""
+        done = self.wait() if self._device.type == "cpu" else None
+        yield
+        if done is not None:
+            done()
+
+    def take(self) -> list[StepTime]:
+        """The steps since `start`. Nothing is timed after that until the next one."""
+        ends, waits, self._ends, self._waits = self._ends, self._waits, [], []
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        waited = [0.0] * (len(ends) + 1)
+        for step, began, ended in waits:
+            waited[step] += _seconds(began, ended)
+        return [StepTime(_seconds(ends[at - 1], ends[at]), waited[at] if waits else None) for at in range(1, len(ends))]
+
+    def _now(self) -> _Moment:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def _seconds(began: _Moment, ended: _Moment) -> float:
+    if isinstance(began, float):
+        assert isinstance(ended, float)
+        return ended - began
+    assert isinstance(ended, torch.cuda.Event)
+    return float(began.elapsed_time(ended)) / 1e3
+
+
+def median_step(times: list[StepTime]) -> StepTime:
+    """The median of each figure."""
+    waited = [each.waited_s for each in times if each.waited_s is not None]
+    return StepTime(statistics.median(each.seconds for each in times), statistics.median(waited) if waited else None)
+
+
+_clocks: WeakKeyDictionary[GradientSync, StepClock] = WeakKeyDictionary()
+
+
+def clock_of(sync: GradientSync) -> StepClock:
+    """The clock of an engine's steps: hooks tell it when training waits."""
+    return _clocks.setdefault(sync, StepClock(sync.device))
+
+
+class StepTimes:
+    """Times some steps on this rank and reports them once. Nothing is sent or allocated for that.
+
+    1. `WARM_STEPS` steps pass
+    2. the next `TIMED_STEPS` are timed, and their bytes are counted
+
+    Args:
+        sync: The engine, which reduces gradients in every step.
+    """
+
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync, self._clock = sync, clock_of(sync)
+        self._num_steps = self._sent_before = 0
+        sync.subscribe(self, StepPhase.RECORD)
+
+    def begin_step(self) -> None:
+        """Nothing is looked at."""
+
+    def end_step(self, *, counted: bool) -> None:
+        """Called by the engine."""
+        self._num_steps += 1
+        peers = self._sync.ranks.peers
+        if self._num_steps == WARM_STEPS:
+            self._clock.start()
+            self._sent_before = peers.sent_nbytes
+            return
+        self._clock.end_step()
+        if self._num_steps == WARM_STEPS + TIMED_STEPS:
+            sent = (peers.sent_nbytes - self._sent_before) // TIMED_STEPS
+            weights = self._sync.weights
+            sent += 0 if weights is None else weights.step_nbytes
+            inform("lowbit_strategy: %s", step_line(median_step(self._clock.take()), sent, self._sync.plan()))
+            self._sync.unsubscribe(self)
+
+
+def step_line(step: StepTime, sent_nbytes: int, plan: Plan) -> str:
+    """What is reported.
+
+    Args:
+        step: The median of those that were timed.
+        sent_nbytes: By this rank in one of them, gradients and weights.
+        plan: Of the run.
+    """
+    fp32, bf16 = (uncompressed_nbytes(plan, dtype) for dtype in (torch.float32, torch.bfloat16))
+    what = "gradients" if plan.coding in (None, Exact()) else "gradients and weights"
+    waited = "" if step.waited_s is None else f", {step.waited_s:.2g} s of it waiting for {what}"
+    return (
+        f"a step takes {step.seconds:.3g} s{waited} (median of steps {WARM_STEPS + 1} to {WARM_STEPS + TIMED_STEPS} on"
+        f" rank 0), and a rank sends {size(sent_nbytes)}; float32 would send {size(fp32)}, bfloat16 {size(bf16)}"
+    )
+
+
+def uncompressed_nbytes(plan: Plan, dtype: torch.dtype) -> int:
+    """Bytes that a rank would send to the same peers in a step, gradients and FSDP2's weights, all of `dtype`."""
+    modules = {name: replace(module, dtype=dtype) for name, module in plan.modules.items()}
+    weights = weight_units(Exact(), modules, plan.shape, plan.layout)
+    return plan.uncompressed_nbytes(dtype.itemsize) + step_nbytes(weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Steps of one set-up that were timed.
+
+    Args:
+        name: For reports.
+        seconds: Of each.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Of an even number of steps the lower of the two in the middle: what disturbs a step makes it longer."""
+        return statistics.median_low(self.seconds)
+
+    def is_certainly_faster(self, other: Timed) -> bool:
+        """Whether in most pairs of a step of each this is the faster one, as Mann and Whitney count them."""
+        pairs = [own < seconds for own in self.seconds for seconds in other.seconds]
+        return sum(pairs) >= CERTAIN * len(pairs)
+
+    def __str__(self) -> str:
+        ordered, out = sorted(self.seconds), len(self.seconds) // 4
+        return f"{self.name} {self.median:.3g} s ({ordered[out]:.3g} to {ordered[-1 - out]:.3g})"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is used from now on: number `chosen` of what was tried; None: nothing of it. And why, in a sentence."""
+
+    chosen: int | None
+    reason: str
+
+
+def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
+    """The fastest of what is certainly faster than the framework's own."""
+    if not tried:
+        return Verdict(None, "no candidate fits into the memory")
+    measured = ", ".join(str(each) for each in (own, *tried))
+    faster = [at for at, each in enumerate(tried) if each.median <= WORTH_IT * own.median]
+    if not faster:
+        return Verdict(None, f"nothing that was tried is faster than the framework's own step: {measured}")
+    certain = [at for at in faster if tried[at].is_certainly_faster(own)]
+    if not certain:
+        return Verdict(None, f"step times vary too much to tell what is faster, so nothing is changed: {measured}")
+    best = min(certain, key=lambda at: tried[at].median)
+    return Verdict(best, f"{own.median / tried[best].median:.2f} times as fast as the framework's own step: {measured}")
+
+
+def has_changed(seconds: float, reference_s: float) -> bool:
+    """Whether steps take much longer or shorter than when the choice was made."""
+    return not reference_s / CHANGED < seconds < reference_s * CHANGED
