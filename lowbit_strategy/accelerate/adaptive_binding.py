@@ -132,10 +132,10 @@ class AdaptiveBinding:
                 self.accelerator.step = 0  # windows are counted from here
 
     @contextlib.contextmanager
-    def scaled(self, optimizer: Optimizer) -> Iterator[None]:
-        """The controller's factor on learning rates, while the optimizer steps."""
+    def scaled(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Iterator[Any]:
+        """See `ModelControl.scaled`."""
         with contextlib.ExitStack() as stack:
             for session, control in self._controls.items():
                 if session.owns(optimizer):
-                    stack.enter_context(control.scaled(optimizer))
-            yield
+                    closure = stack.enter_context(control.scaled(optimizer, closure))
+            yield closure

@@ -138,7 +138,8 @@ class Binding:
     def end_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Called by the prepared optimizers."""
         for session in self.sessions:
-            if session.has_open_step and session.owns(optimizer):
+            silent = session.sync.ranks.peers.sent_nbytes == 0  # the session is to say so
+            if (session.has_open_step or silent) and session.owns(optimizer):
                 session.end_step(optimizer, self.accelerator.scaler)
                 self.adaptive.take_effect()
 
@@ -366,8 +367,8 @@ class SteppingOptimizer(AcceleratedOptimizer):
         if self.lowbit is None:
             super().step(closure)
             return
-        with self.lowbit.adaptive.scaled(self):
-            super().step(closure)
+        with self.lowbit.adaptive.scaled(self, closure) as scaled:
+            super().step(scaled)
         if self.gradient_state.sync_gradients:
             self.lowbit.end_step(self)
 

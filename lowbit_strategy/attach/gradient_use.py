@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lowbit_strategy.attach.optimizer_checks import check_keeps_weights, check_synchronises
 from lowbit_strategy.attach.order_checks import NEVER_ATTACHED
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.mean_moment import has_stepped
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.model.parts import local_part
+from lowbit_strategy.rounds.outer import STATE_KEY
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -32,10 +35,12 @@ class GradientUse:
 
     Attributes:
         stepped: Parameters that optimizers have stepped since the last step ended.
+        ddp_of: Gives DDP around the model, if it is wrapped in it.
     """
 
     def __init__(self, module: nn.Module, sync: GradientSync) -> None:
         self.stepped: set[str] = set()
+        self.ddp_of: Callable[[], DistributedDataParallel | None] = lambda: None
         self._sync = sync
         self._params = {canonical_name(name): param for name, param in module.named_parameters()}
         self._names = {id(param): name for name, param in self._params.items()}
@@ -61,10 +66,19 @@ class GradientUse:
         return any(id(param) in self._names for param in module.parameters())
 
     def on_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Commit what it has stepped. An optimizer inside another one has stepped for both."""
+        """Commit what it has stepped. An optimizer inside another one has stepped for both.
+
+        Raises:
+            ValueError: Steps are local, and it exchanges weights itself.
+            RuntimeError: DDP was told not to synchronise the gradients.
+        """
         owned = self.owned_by(optimizer)
         if not owned:
             return
+        if STATE_KEY in self._sync.rank_state:
+            check_keeps_weights(optimizer)
+        if (model := self.ddp_of()) is not None and self._sync.outer is None and not self._sync.ranks.alone:
+            check_synchronises(model)
         self._optimizers.add(optimizer)
         stepped = {name for name, param in owned.items() if param.grad is not None} - self.stepped
         if not stepped:

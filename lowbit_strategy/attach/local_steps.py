@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -25,9 +26,7 @@ from lowbit_strategy.model.parts import local_part
 from lowbit_strategy.ranks.membership import Membership
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.rounds.fragment import sharded_like
-from lowbit_strategy.rounds.outer import AsyncReducer, OuterSync
-
-STATE_KEY = "outer"
+from lowbit_strategy.rounds.outer import STATE_KEY, AsyncReducer, OuterSync
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -63,7 +62,7 @@ class LocalSteps:
         self.rule = rule
         self.own: Callable[[], Mapping[str, Stateful]] = dict
         self._params = trainable_parameters(module)
-        self._buffers = lambda: {canonical_name(name): buffer for name, buffer in module.named_buffers()}
+        self._module = module
         if ddp is None:
             _before_forward(module, self)
         self._reducer: AsyncReducer | None = None  # lets training go on while fragments travel
@@ -89,6 +88,12 @@ class LocalSteps:
         elif rule.synchronous_compressor is not None:
             sync.use(rule.synchronous_compressor)
 
+    def _buffers(self) -> dict[str, Tensor]:
+        """Of the model, and its frozen parameters."""
+        found = (*self._module.named_buffers(), *self._module.named_parameters())
+        named = ((canonical_name(name), tensor) for name, tensor in found)
+        return {name: tensor for name, tensor in named if name not in self._params}
+
     def wrapped_by(self, model: DistributedDataParallel | None) -> None:
         """DDP around the model, which the adapter makes anew where what is trained changes before steps are local.
 
@@ -98,14 +103,15 @@ class LocalSteps:
         if model is not None:
             _before_forward(model, self)
 
-    def _start(self) -> None:
+    def _start(self) -> OuterSync:
         """Steps are local from now on. What is left of gradients is in other units than weights."""
         if self.rule.synchronous_compressor is not None:
             self.sync.use(self._compressor)
-        self.outer = self._make_outer()
+        self.outer = outer = self._make_outer()
         if (ddp := self._ddp_of()) is not None:
             self._broadcasts_buffers = ddp.broadcast_buffers
         self._keep_local()
+        return outer
 
     def _keep_local(self) -> None:
         """DDP leaves gradients and buffers alone. Lightning turns it on again in each manual step."""
@@ -149,7 +155,8 @@ class LocalSteps:
             outer.on_change = lambda text: inform("lowbit_strategy: %s", text)
         outer.on_left_out = self._forget_moments
         if self._check_digest:
-            digest = ParameterDigest(outer.anchors, self.sync.ranks.peers, self.sync.device)
+            shared = ChainMap(outer.anchors, outer.model.buffers.shared)
+            digest = ParameterDigest(shared, self.sync.ranks.peers, self.sync.device)
             outer.on_turn = lambda: digest.after_step(self.sync.step_index)
         return outer
 
@@ -167,18 +174,18 @@ class LocalSteps:
             )
         return parts
 
-    def _states(self) -> dict[str, dict[str, Tensor]]:
-        """What this rank's optimizers keep of each parameter, as far as it is a tensor."""
-        kept = [state for part in self._parts().values() if isinstance(state := getattr(part, "state", None), Mapping)]
-        return {
-            name: {
-                key: local_part(value)
-                for state in kept
-                for key, value in state.get(param, {}).items()
-                if isinstance(value, Tensor) and value.dim()
-            }
-            for name, param in self._params.items()
-        }
+    def _states(self) -> dict[str, dict[str, Any]]:
+        """What this rank's optimizers keep of each parameter, over the options of its group."""
+        names = {id(param): name for name, param in self._params.items()}
+        found: dict[str, dict[str, Any]] = {}
+        for part in self._parts().values():
+            for group in getattr(part, "param_groups", ()):
+                for param in group["params"]:
+                    if (name := names.get(id(param))) is not None:
+                        kept = getattr(part, "state", {}).get(param, {}).items()
+                        own = {key: local_part(value) if isinstance(value, Tensor) else value for key, value in kept}
+                        found[name] = {key: value for key, value in group.items() if key != "params"} | own
+        return found
 
     def _forget_moments(self) -> None:
         """This rank's weights were not finite, so its optimizers' moments are not either: they start anew."""
@@ -238,7 +245,7 @@ class LocalSteps:
             self.outer.after_step(self._learning_rate)
         is_local = self.rule.is_local(self.sync.step_index)
         if is_local and self.outer is None:
-            self._start()
+            self._start().model.buffers.meet(self.sync.ranks.peers, self.sync.device)
         elif not is_local and self.outer is not None:
             self._stop()
 
@@ -312,8 +319,8 @@ class LocalSteps:
         self._follow_end()
 
     def _follow_end(self) -> None:
-        """What was loaded is of the last, synchronous part."""
-        if self.outer is not None and self.rule.has_ended(self.sync.step_index):
+        """What was loaded is of a synchronous part."""
+        if self.outer is not None and not self.rule.is_local(self.sync.step_index):
             self._train_together()
 
     def forget(self) -> None:

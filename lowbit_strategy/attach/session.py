@@ -87,9 +87,8 @@ class Session:
         self._digest = digest
         self._let_go_of_model: Callable[[], object] = lambda: None
         self._module, self._hook = module, hook
-        self._warned = False
         self._saver = ResidualSaver(sync, group)
-        self._num_passes = 0  # backward passes since a step has ended
+        self._warned, self._num_passes = False, 0  # backward passes since a step has ended
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
         self.ended_by: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -395,6 +394,7 @@ class Session:
     def close_with(self, model: DistributedDataParallel) -> None:
         """Close when `model` is gone, in the place of the one it was so far."""
         self._let_go_of_model()
+        self._use.ddp_of = weakref.ref(model)
         finalizer = weakref.finalize(model, self.close)
         finalizer.atexit = False
         self._let_go_of_model = finalizer.detach

@@ -17,7 +17,7 @@ class ByteCheck:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._checks = False
+        self._checks, self._before = False, 0  # a turn may arrive that was under way when its run was saved
 
     def begin_step(self, *, checks: bool) -> None:
         """After everything else that a step begins with. `checks`: nothing but the methods will send in this step."""

@@ -21,6 +21,7 @@ from lowbit_strategy.lightning.replica import batch_size, join_in, with_own_samp
 from lowbit_strategy.lightning.signals import DeferredSignals
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.model.handshake import handshake
+from lowbit_strategy.telemetry.model_control import ModelControl
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -53,6 +54,7 @@ class LowBitMixin(ParallelStrategy):
         self.session = None
         self._session_module: Any = None
         self._in_fit = False  # what is attached serves the fit under way, and not only an earlier one
+        self._has_resumed = False  # since the session was attached, and since a checkpoint was loaded into it
         self.on_sync: list[Callable[[GradientSync], None]] = []  # callbacks that wait for the next fit's engine
         self._resume: tuple[Any, Stamp | None] | None = None
         self._signals: DeferredSignals | None = None
@@ -83,6 +85,7 @@ class LowBitMixin(ParallelStrategy):
                 session.adopt(self.session)
             self.session.close()
         self.session, self._session_module, self._in_fit = session, module, True
+        self._has_resumed = False
         self._load_waiting()
 
     def _load_waiting(self) -> None:
@@ -90,6 +93,7 @@ class LowBitMixin(ParallelStrategy):
         if self._resume is not None and self.session is not None and self._in_fit:
             resume, self._resume = self._resume, None
             self.session.load(*resume)
+            self._has_resumed = False
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -123,6 +127,7 @@ class LowBitMixin(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.session is not None:
+            self._resume_local_steps(self.session)
             self.session.begin_forward()
             self.serve_unfrozen(self.session)
             if self.session.replica is not None:
@@ -142,9 +147,12 @@ class LowBitMixin(ParallelStrategy):
             self.session.begin_step(self.loss_scaler, loss=closure_loss.detach())
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.session is not None:
-            self.session.end_step(optimizer, self.loss_scaler)
+        if self.session is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        control = ModelControl.of(self.session.sync)
+        with contextlib.nullcontext(closure) if control is None else control.scaled(optimizer, closure) as scaled:
+            output = super().optimizer_step(optimizer, scaled, model, **kwargs)
+        self.session.end_step(optimizer, self.loss_scaler)
         return output
 
     # -- local steps --------------------------------------------------------------------------------------------------
@@ -156,8 +164,14 @@ class LowBitMixin(ParallelStrategy):
         session.bind(lambda: self.optimizers, lambda: self.loss_scaler)
         if session.replica is not None:
             join_in(trainer, session.replica)
-        session.resume()
+        self._resume_local_steps(session)
         add_local_callbacks(trainer, session, signals)
+
+    def _resume_local_steps(self, session: Session) -> None:
+        """Training begins, or goes on after a finder has tried something in the middle of it and loaded what was."""
+        if session.local is not None and not self._has_resumed:
+            self._has_resumed = True
+            session.resume()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.session is None or not self.session.trains_locally or not self._in_fit:

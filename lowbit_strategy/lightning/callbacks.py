@@ -26,18 +26,32 @@ class TrainerClock:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._max_steps = trainer.max_steps  # a learning rate finder sets another one for its own steps
+        self._measured = False
         self._num_steps: int | None = None
         self._steps_per_epoch: int | None = None
 
     def measure_run(self) -> None:
         """Training begins: by now the Trainer knows its length."""
+        self._measured = True
         trainer = self._trainer
         total, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
         per_step = trainer.accumulate_grad_batches
         self._num_steps = int(total) if 0 < total < math.inf else None
         self._steps_per_epoch = math.ceil(batches / per_step) if 0 < batches < math.inf else None
 
+    def _measure_early(self) -> None:
+        """A finder trains before training begins, and without callbacks: the length is that of the run to come."""
+        loop = self._trainer.fit_loop.epoch_loop
+        present, loop.max_steps = loop.max_steps, self._max_steps
+        try:
+            self.measure_run()
+        finally:
+            loop.max_steps = present
+
     def __call__(self, step: int) -> Progress:
+        if not self._measured:
+            self._measure_early()
         optimizers = self._trainer.optimizers
         return Progress(
             step=step,
@@ -221,21 +235,19 @@ class AdaptiveCompressionMixin(ControlCallbackMixin):
         control.adapt(self.controller)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.controller.initial_accumulation is not None:
+            _check_accumulation(self.controller, trainer, pl_module)
         super().on_train_start(trainer, pl_module)
         self._take_effect(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._take_effect(trainer)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if self.control is not None:
-            self.control.scale_learning_rates_(optimizer)  # put back when the engine ends the step
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         driver = self.driver
-        if driver is not None and driver.accumulation is not None:
+        if driver is not None:
             done = batch_idx + 1  # a change of window must fall on the end of an old one and the start of a new one
-            if done % trainer.accumulate_grad_batches == 0 and done % driver.accumulation == 0:
+            if done % trainer.accumulate_grad_batches == 0 and done % (driver.accumulation or 1) == 0:
                 self._take_effect(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
@@ -244,3 +256,20 @@ class AdaptiveCompressionMixin(ControlCallbackMixin):
         wanted = self.control.take_effect() if self.control is not None else None
         if wanted is not None:
             trainer.accumulate_grad_batches = wanted
+
+
+def _check_accumulation(controller: Controller, trainer: Any, pl_module: Any) -> None:
+    """Raises:
+    ValueError: The controller changes gradient accumulation, which the Trainer does not do, or somebody else does.
+    """
+    name = type(controller).__name__
+    if not pl_module.automatic_optimization:
+        raise ValueError(
+            f"{name} changes gradient accumulation, which manual optimization does by itself: set"
+            " automatic_optimization to True, or use a controller that changes no batch, such as Accordion"
+        )
+    kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
+    if "GradientAccumulationScheduler" in kinds:
+        raise ValueError(
+            f"{name} changes gradient accumulation, and so does GradientAccumulationScheduler: leave one of them out"
+        )

@@ -43,13 +43,13 @@ class ParameterDigest:
     """Compares parameters over the ranks of one engine.
 
     Args:
-        params: What must agree, by name, in the same order on all ranks.
+        params: What must agree, by name, in the same order on all ranks; looked at when ranks compare.
         comm: The engine's: nothing is under way on it when a step has ended.
         device: Of its collectives.
     """
 
     def __init__(self, params: Mapping[str, Tensor], comm: Comm, device: torch.device) -> None:
-        self._params = dict(params)
+        self._params = params
         self._comm = comm
         self._device = device
         self._num_steps = 0  # since set-up: ranks that resume from different weights are noticed soon, too

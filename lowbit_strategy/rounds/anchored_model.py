@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.rounds.averaged_buffers import AveragedBuffers
 from lowbit_strategy.rounds.fragment import Fragment
+
+_log = logging.getLogger("lowbit_strategy")
 
 
 class AnchoredModel:
@@ -44,10 +47,24 @@ class AnchoredModel:
         """This rank's, whatever the model has at present."""
         return self.params if self._aside is None else self._aside[0]
 
-    @property
-    def own_buffers(self) -> dict[str, Tensor]:
-        """Likewise."""
-        return self.buffers.own if self._aside is None else self._aside[1]
+    def state_of_buffers(self) -> dict[str, dict[str, Tensor]]:
+        """Likewise: this rank's own, what all ranks share of them, and what has no mean."""
+        own = self.buffers.own if self._aside is None else self._aside[1]
+        return {"shared": self.buffers.shared, "own": own, "private": self.buffers.private}
+
+    def compare_buffers(self) -> None:
+        """In a turn, on all ranks: average what differs between them, and warn of what has no mean."""
+        comm = self._sync.ranks.peers
+        before = comm.sent_nbytes
+        names = self.buffers.compare(comm, self._sync.device)
+        self._sync.byte_check.besides(comm.sent_nbytes - before)
+        if names and self._sync.ranks.rank == 0:
+            _log.warning(
+                "%s%s differ between ranks and have no mean, as they are no floating point numbers: each rank goes on"
+                " with its own. A checkpoint has those of the first rank, and each rank's own beside the residuals",
+                ", ".join(names[:3]),
+                f" and {len(names) - 3} more" if names[3:] else "",
+            )
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:

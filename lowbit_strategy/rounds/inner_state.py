@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,16 @@ from lowbit_strategy.plan.rounds import buckets_of
 # Squares are sent as their roots, whose range is half as wide. None of these is ever negative.
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 
-States = Mapping[str, Mapping[str, Tensor]]  # by parameter name, then by the optimizer's own key
+# What is divided, and by the root of what; Adamax divides by the last one itself.
+_RATIOS = (
+    ("exp_avg", "exp_avg_sq"),
+    ("exp_avg", "max_exp_avg_sq"),
+    ("grad_avg", "square_avg"),
+    ("exp_avg", "exp_inf"),
+)
+
+# By parameter name: the options of its group, and over them what the optimizer keeps by its own keys.
+States = Mapping[str, Mapping[str, Any]]
 
 
 class InnerState:
@@ -34,13 +43,14 @@ class InnerState:
        their roots
     3. it replaces each rank's own. A mean of squares is at least the own root over the number of ranks, whatever
        rounding says: what an optimizer divides by never vanishes
+    4. second moments are raised where first moments have become too large for them (`bound_`)
 
     Nothing of it has to be saved: rounds are counted by turns, and the state is in the optimizers.
 
     Args:
         sync: Of the weights; its communicator is used, and its account of bytes.
         every: Rounds between two averages by key.
-        states: Gives what this rank's optimizers keep, live tensors of the size of what this rank has of the parameter.
+        states: Gives what this rank's optimizers keep, in live tensors, and the options of each parameter's group.
     """
 
     def __init__(self, sync: GradientSync, every: AverageState, states: Callable[[], States]) -> None:
@@ -71,6 +81,9 @@ class InnerState:
         before = self._sync.ranks.peers.sent_nbytes
         if pairs and self._sync.ranks.peers.world_size > 1:
             self._average(pairs)
+            states = self._states()
+            for name in dict.fromkeys(name for _, name in pairs):
+                bound_(states.get(name, {}))
         self._sync.byte_check.besides(self._sync.ranks.peers.sent_nbytes - before)
 
     def _average(self, pairs: Sequence[tuple[str, str]]) -> None:
@@ -106,7 +119,7 @@ class InnerState:
         states, specs = self._states(), self._sync.specs
         found = [states.get(name, {}).get(key) for key, name in pairs]
         fitting = [
-            each if each is not None and each.numel() == specs[name].numel else None
+            each if isinstance(each, Tensor) and each.numel() == specs[name].numel else None
             for each, (_, name) in zip(found, pairs, strict=True)
         ]
         finite = [each.isfinite().all() for each in fitting if each is not None]
@@ -144,6 +157,31 @@ class _Kept(NamedTuple):
         if self.key in _SQUARES:
             mean = torch.maximum(mean, self.tensor.float().sqrt() / self.num_ranks).square()
         self.tensor.copy_(mean)
+
+
+@torch.no_grad()
+def bound_(state: Mapping[str, Any]) -> None:
+    """Let an optimizer of Adam's kind step no further than its learning rate, about, after its moments were averaged.
+
+    It steps by ``m / (1 - beta1**t)`` over the root of ``v / (1 - beta2**t)``. Both are weighted means, of the
+    gradients of `t` steps and of their squares, and the square of a mean is at most the mean of the squares. That holds
+    for one history. An element that was idle on this rank gets others' ``m``, and its own ``v`` may stay or be rounded
+    to 0:
+
+    1. ``v = max(v, (1 - beta2**t) * (m / (1 - beta1**t))**2)``
+    2. likewise where other optimizers keep such a pair; where nothing is corrected for `t` both factors are 1
+
+    Args:
+        state: What the optimizer keeps of one parameter, with ``betas`` and ``step`` if it has them; changed in place.
+    """
+    beta1, beta2 = state.get("betas", (0.0, 0.0)) if "step" in state else (0.0, 0.0)
+    step = torch.as_tensor(state.get("step", 1)).clamp(min=1)
+    for first, second in _RATIOS:
+        if not isinstance(state.get(first), Tensor) or not isinstance(state.get(second), Tensor):
+            continue
+        mean = state[first].float() / (1 - beta1**step)
+        low = mean.square() * (1 - beta2**step) if second in _SQUARES else mean.abs()
+        state[second].copy_(torch.maximum(state[second].float(), low))
 
 
 def _joined(key: str, name: str) -> str:

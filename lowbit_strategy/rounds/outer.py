@@ -26,6 +26,8 @@ from lowbit_strategy.rounds.inner_state import InnerState, States
 from lowbit_strategy.rounds.round_losses import RoundLosses
 from lowbit_strategy.rounds.turn_header import TurnHeader, warn_of
 
+STATE_KEY = "outer"  # of what each rank saves for itself, from set-up on
+
 _log = logging.getLogger("lowbit_strategy")
 
 
@@ -47,7 +49,7 @@ class OuterSync:
         sync: Reduces pseudo-gradients. Its steps are counted here.
         params: By name, as `sync` knows them.
         rule: When, and by which optimizer.
-        buffers: Gives those of the model, by name; those of floating point are averaged.
+        buffers: Gives those of the model, and its frozen parameters, by name; see `AveragedBuffers`.
         reducer: Brings fragments to the other ranks.
         states: Gives what the inner optimizers keep of each parameter, by its name and their key.
 
@@ -271,6 +273,8 @@ class OuterSync:
             fragment.pull_(mix)
         if changes.numel():
             self.model.buffers.take_(changes, mix)
+        if in_flight.fragment == len(self.fragments) - 1 and not self.revocable:
+            self.model.compare_buffers()
         if self.sync.ranks.peers.rank in left_out:
             self.model.use_shared()
             self.on_left_out()
@@ -341,7 +345,7 @@ class OuterSync:
             "optimizer": self._optimizer.state_dict(),
             "weights": self.model.own_weights,
             "eager": None if self._eager is None else self._eager.state_dict(),
-            "buffers": {"shared": self.model.buffers.shared, "own": self.model.own_buffers},
+            "buffers": self.model.state_of_buffers(),
             "flight": None if in_flight is None else in_flight.state_dict(self.fragments),
         }
 

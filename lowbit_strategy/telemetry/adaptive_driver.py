@@ -27,6 +27,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.engine.sampling import squared_norm
 from lowbit_strategy.inform import inform
+from lowbit_strategy.rounds.outer import STATE_KEY
 from lowbit_strategy.telemetry.measure import NUM_SUMS, MeanSample, rehearse, sum_over_ranks, table, try_level
 
 EXTRA_STATE_KEY = "adaptive"
@@ -102,6 +103,12 @@ class AdaptiveDriver:
             raise ValueError(
                 f"{type(self.controller).__name__} does not go with elastic: a replica that joins would not know what"
                 " has been decided. Leave one of them out"
+            )
+        if self.controller.initial_accumulation is not None and STATE_KEY in sync.rank_state:
+            raise ValueError(
+                f"{type(self.controller).__name__} does not go with outer: it judges gradients and sets the batch of a"
+                " step, and where steps are local only weights travel. Leave one of them out, or use a controller that"
+                " changes no batch, such as Accordion"
             )
         self.sync = sync
         self.state = self._initial_state()

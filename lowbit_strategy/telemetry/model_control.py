@@ -102,7 +102,6 @@ class ModelControl:
         self._progress: Progress | None = None  # of the observed step
         self._reported = False  # whether log and record have the levels in force
         self._stepped = False  # since training began
-        self._rates: list[tuple[dict[str, Any], float]] = []
         sync.subscribe(self, StepPhase.RECORD)
         _controls[sync] = weakref.ref(self)
 
@@ -195,26 +194,41 @@ class ModelControl:
         self.factor = self.driver.learning_rate_factor
         return self.driver.accumulation
 
-    def scale_learning_rates_(self, optimizer: Optimizer) -> None:
-        """Multiply the optimizer's learning rates by the factor, until the step is over."""
-        if self.factor != 1.0:
-            for group in optimizer.param_groups:
-                self._rates.append((group, group["lr"]))
-                group["lr"] *= self.factor
-
-    def restore_learning_rates_(self) -> None:
-        for group, rate in self._rates:
-            group["lr"] = rate
-        self._rates = []
-
     @contextlib.contextmanager
-    def scaled(self, optimizer: Optimizer) -> Iterator[None]:
-        """The controller's factor on learning rates, while the optimizer steps."""
-        self.scale_learning_rates_(optimizer)
+    def scaled(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Iterator[Any]:
+        """The controller's factor on learning rates, while the optimizer steps. Optimizers that it steps get it once.
+
+        1. the factor is applied, once, when gradients are there: at once, or when the closure has computed them
+        2. rates are put back when the step has returned, a skipped one too
+
+        Args:
+            optimizer: About to step.
+            closure: What it is to be called with, if it computes gradients.
+
+        Returns:
+            The closure to call it with in the place of `closure`.
+        """
+        rates: list[float] = []
+
+        def scale() -> None:
+            if not rates and self.factor != 1.0:
+                rates.extend(group["lr"] for group in optimizer.param_groups)
+                for group in optimizer.param_groups:
+                    group["lr"] = group["lr"] * self.factor
+
+        def compute() -> Any:
+            assert closure is not None
+            result = closure()
+            scale()
+            return result
+
+        if closure is None:
+            scale()
         try:
-            yield
+            yield None if closure is None else compute
         finally:
-            self.restore_learning_rates_()
+            for group, rate in zip(optimizer.param_groups, rates, strict=False):
+                group["lr"] = rate
 
     def begin_step(self) -> None:
         """Called by the engine."""
@@ -227,7 +241,6 @@ class ModelControl:
 
     def end_step(self, *, counted: bool) -> None:
         """Called by the engine."""
-        self.restore_learning_rates_()  # before schedulers look at them
         if self.reports_at_end_of_step:
             self.report()
 

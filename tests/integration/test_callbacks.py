@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,24 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.loggers import CSVLogger as FabricCSV
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowbit_strategy import LoCo, TopK
+from lowbit_strategy import LocalSGD, LoCo, PostLocalSGD, TopK
 from lowbit_strategy.control import (
     Accordion,
     AccordionBatch,
     AdaQS,
     Bounds,
+    Decision,
     ErrorBudget,
     GraVAC,
     Guard,
     Phase,
     Schedule,
     Static,
+    Telemetry,
 )
 from lowbit_strategy.fabric import LowBitDDPStrategy as FabricDDP
 from lowbit_strategy.fabric import LowBitFSDPStrategy as FabricFSDP
@@ -143,6 +146,27 @@ def test_controllers_decide_alike_and_tell(facts: list[Facts]) -> None:
 RESUMABLE = ("accordion", "schedule", "budget", "guard")
 
 
+class Manual(Regression):
+    """Two optimizers on one backward pass."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        loss = self.loss(batch)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return [torch.optim.SGD([first], lr=self.lr), torch.optim.SGD(others, lr=self.lr)]
+
+
 class Numbered(Regression):
     """Batches that depend on the step alone: Lightning does not resume its data loaders where they stopped."""
 
@@ -216,6 +240,46 @@ def test_batches_grow_with_the_learning_rate_which_is_put_back(facts: list[Facts
         assert fact["after"] == 1e-3
 
 
+class Warmed(Static):
+    """Multiplies learning rates, and changes no batch."""
+
+    def decide(self, telemetry: Telemetry, state: dict[str, Any]) -> Decision:
+        return replace(super().decide(telemetry, state), learning_rate_factor=4.0)
+
+
+def rates(folder: Path, case: str) -> Facts:
+    """The rate at rest and in each of the optimizer's steps, where engine's steps are not the optimizer's."""
+    at_rest: list[float] = []
+
+    class AtRest(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            at_rest.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    during: list[float] = []
+
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(optimizer is each for each in made.optimizers):  # and not the outer one
+            during.append(optimizer.param_groups[0]["lr"])
+
+    hook = register_optimizer_step_post_hook(after_step)
+    adaptive = AdaptiveCompression(Warmed(FOUR))
+    options = {"outer": LocalSGD(every=3)} if case == "local" else {}
+    made = trainer(strategy("ddp", **options), max_steps=12, callbacks=[AtRest(), adaptive])
+    try:
+        made.fit({"local": Regression, "manual": Manual}[case](optimizer="plain", lr=1e-3), loader())
+    finally:
+        hook.remove()
+    return {"rest": at_rest, "during": during}
+
+
+@scenarios(rates, case=("local", "manual"))
+def test_a_factor_is_a_matter_of_each_step_of_the_optimizer(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert set(rank["rest"]) == {1e-3}
+        assert set(rank["during"]) <= {1e-3, 4e-3}
+        assert rank["during"][-1] == 4e-3
+
+
 def bounded(folder: Path) -> Facts:
     bounds = Bounds(max_error=1e-3, patience=2)
     monitor = CompressionMonitor(every_n_steps=2, bounds=bounds, record=folder / "here")
@@ -237,8 +301,17 @@ def refused(folder: Path) -> Facts:
     def fit(callback: Any) -> None:
         trainer(DDPStrategy(), callbacks=[callback]).fit(Regression(), loader())
 
+    def batches(model: Any = None, *callbacks: Callback, **options: Any) -> str:
+        adaptive = AdaptiveCompression(AccordionBatch(interval=2, unit="steps"))
+        made = trainer(strategy("ddp", **options), max_steps=2, callbacks=[adaptive, *callbacks])
+        return raised(lambda: made.fit(model or Regression(), loader()))
+
     budget = ErrorBudget(choices=(EIGHT, TWO), max_bits=0.5)
     return {
+        "local": batches(outer=LocalSGD(every=3)),
+        "local later": batches(outer=PostLocalSGD(every=3, synchronous=100)),
+        "manual": batches(Manual()),
+        "two": batches(None, GradientAccumulationScheduler({0: 2})),
         "monitor": raised(lambda: fit(CompressionMonitor())),
         "adaptive": raised(lambda: fit(AdaptiveCompression(Static(FOUR)))),
         "controller": raised(lambda: AdaptiveCompression(FOUR)),
@@ -256,6 +329,10 @@ def test_errors_name_what_to_change(facts: list[Facts]) -> None:
     assert "controller must be one of" in facts[0]["controller"]
     assert "every_n_steps must be a positive integer" in facts[0]["interval"]
     assert "raise max_bits or add a heavier choice" in facts[0]["budget"]
+    assert "AccordionBatch does not go with outer" in facts[0]["local"]
+    assert "AccordionBatch does not go with outer" in facts[0]["local later"]
+    assert "which manual optimization does by itself" in facts[0]["manual"]
+    assert "and so does GradientAccumulationScheduler" in facts[0]["two"]
 
 
 def test_both_namespaces_have_callbacks_of_their_own() -> None:

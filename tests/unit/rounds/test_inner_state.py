@@ -19,6 +19,7 @@ from lowbit_strategy.methods.outer.state_code import StateCode
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.plan.messages import step_nbytes
 from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.rounds.inner_state import bound_
 from lowbit_strategy.rounds.outer import OuterSync
 from testing.worlds.threaded import ThreadedWorld
 
@@ -46,12 +47,12 @@ class Replicas:
         sync = GradientSync(Dense(), describe_parameters(model), Ranks.flat(self.world.comms[rank]), CPU, scatter=False)
         return OuterSync(sync, dict(model.named_parameters()), rule, states=functools.partial(self.states, rank))
 
-    def states(self, rank: int) -> dict[str, dict[str, Tensor]]:
+    def states(self, rank: int) -> dict[str, dict[str, Any]]:
+        """As `LocalSteps` gives them; nothing where the optimizer keeps nothing."""
         optimizer = self.optimizers[rank]
-        return {
-            name: {key: value for key, value in optimizer.state.get(param, {}).items() if value.dim()}
-            for name, param in self.models[rank].named_parameters()
-        }
+        kept = {name: optimizer.state.get(param, {}) for name, param in self.models[rank].named_parameters()}
+        options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        return {name: options | state if state else {} for name, state in kept.items()}
 
     def together(self, call: Callable[[int], Any]) -> None:
         futures = [self.world._threads.submit(call, rank) for rank in range(len(self.models))]
@@ -59,19 +60,25 @@ class Replicas:
         for future in futures:
             future.result()
 
-    def train(self, seed: int) -> None:
+    def train(self, seed: int) -> float:
+        """Returns the mean of the ranks' losses."""
+        losses = []
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             x = torch.randn(8, 48, generator=torch.Generator().manual_seed(1000 * rank + seed))
             optimizer.zero_grad()
-            (model(x) - torch.tanh(x[:, :8])).square().mean().backward()
+            loss = (model(x) - torch.tanh(x[:, :8])).square().mean()
+            losses.append(loss.item())
+            loss.backward()
             optimizer.step()
+        return sum(losses) / len(losses)
 
     def turn(self) -> None:
         self.together(lambda rank: self.outers[rank].after_step(1e-2))
 
-    def step(self, seed: int) -> None:
-        self.train(seed)
+    def step(self, seed: int) -> float:
+        loss = self.train(seed)
         self.turn()
+        return loss
 
     def kept(self, name: str, key: str) -> Tensor:
         """Of all ranks."""
@@ -206,6 +213,70 @@ def test_fragments_take_their_state_with_them() -> None:
         same.append(tuple(_spread(ranks.kept(name, "exp_avg")) < 1e-6 for name in ("0.weight", "2.weight")))
     assert same == [(False, False), (True, False), (False, False), (False, True)]
     ranks.world.close()
+
+
+def _adam_ratio(state: dict[str, Any]) -> float:
+    """The largest ratio of the first moment to the root of the second, both corrected as the optimizer does."""
+    beta1, beta2 = state["betas"]
+    root = state["exp_avg_sq"].sqrt() / (1 - beta2 ** state["step"]).sqrt()
+    return float((state["exp_avg"].abs() / (1 - beta1 ** state["step"]) / root.clamp(min=1e-12)).max())
+
+
+def _adamax_ratio(state: dict[str, Any]) -> float:
+    return float((state["exp_avg"].abs() / (1 - state["betas"][0] ** state["step"]) / state["exp_inf"]).max())
+
+
+def _centered_ratio(state: dict[str, Any]) -> float:
+    return float((state["grad_avg"].abs() / state["square_avg"].sqrt().clamp(min=1e-12)).max())
+
+
+@pytest.mark.parametrize(
+    ("make", "average", "ratio"),
+    [
+        (_adam, True, _adam_ratio),
+        (_adam, {"exp_avg": 1}, _adam_ratio),
+        (_adam, {"exp_avg_sq": 1}, _adam_ratio),
+        (lambda params: torch.optim.Adam(params, amsgrad=True), {"exp_avg": 1}, _adam_ratio),
+        (lambda params: torch.optim.Adamax(params), {"exp_avg": 1}, _adamax_ratio),
+        (lambda params: torch.optim.RMSprop(params, centered=True), {"grad_avg": 1}, _centered_ratio),
+    ],
+)
+@pytest.mark.parametrize("num_steps", [1, 30])
+def test_no_first_moment_outgrows_its_second(make: Any, average: Any, ratio: Any, num_steps: int) -> None:
+    """Elements that are idle on one rank get the others' first moments."""
+    ranks = Replicas(LocalSGD(every=num_steps, average_state=average), make)
+    for model, inputs in zip(ranks.models, (slice(0, 16), slice(16, 32), slice(32, 48)), strict=True):
+        mask = torch.zeros(48)
+        mask[inputs] = 1.0
+        model[0].weight.register_hook(lambda grad, mask=mask: grad * mask * 10.0 ** torch.arange(-24, 24).div(6))
+    for seed in range(num_steps):
+        ranks.step(seed)
+    states = [ranks.states(rank)["0.weight"] for rank in range(3)]
+    assert max(ratio(state) for state in states) < 1.001
+    if "max_exp_avg_sq" in states[0]:
+        assert all(bool((state["max_exp_avg_sq"] >= state["exp_avg_sq"] * 0.999).all()) for state in states)
+    ranks.world.close()
+
+
+@pytest.mark.parametrize("average", [True, {"exp_avg": 1}, {"exp_avg": 2, "exp_avg_sq": 2}])
+def test_units_that_are_idle_on_some_ranks_train_on(average: Any) -> None:
+    ends = []
+    for rule in (LocalSGD(every=4), LocalSGD(every=4, average_state=average)):
+        ranks = Replicas(rule)
+        for model in ranks.models:
+            model[1] = nn.ReLU()
+            model[0].bias.data -= 1.5  # most units are idle for most samples
+        ends.append(sum(ranks.step(seed) for seed in range(40)) / 40)
+        ranks.world.close()
+    without, averaged = ends
+    assert averaged < 1.1 * without
+
+
+def test_moments_of_one_history_stay_as_they_are() -> None:
+    state = {"exp_avg": torch.full((4,), 0.1), "exp_avg_sq": torch.full((4,), 1e-3), "step": torch.tensor(1.0)}
+    before = state["exp_avg_sq"].clone()
+    bound_(state | {"betas": (0.9, 0.999)})
+    torch.testing.assert_close(state["exp_avg_sq"], before, rtol=1e-4, atol=0.0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""Loops and optimizers that have a way of their own of training locally: refused in words, before anything is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD as AccelerateLocalSGD
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit_strategy import LocalSGD, LoCo
+from lowbit_strategy.accelerate import LowBitPlugin
+from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, prepare
+from lowbit_strategy.lightning import LowBitDDPStrategy
+from testing.log import listen
+from testing.processes.scenarios import Facts, raised, scenarios
+from testing.training.regression import WIDTH, Regression, loader, mlp, trainer
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Has other weights for validation than for training."""
+
+    def train(self) -> None:
+        """Put those that are trained in."""
+
+    def eval(self) -> None:
+        """Put their average in."""
+
+
+class Model(Regression):
+    def configure_optimizers(self) -> Any:
+        return ScheduleFree(self.parameters(), lr=0.1)
+
+
+def _accelerated(**options: Any) -> tuple[Accelerator, Any, Any]:
+    accelerator = Accelerator(cpu=True)
+    LowBitPlugin(LoCo(block_size=32), **options).attach(accelerator)
+    model = mlp()
+    make = ScheduleFree if options else torch.optim.SGD
+    return accelerator, *accelerator.prepare(model, make(model.parameters(), lr=0.1))
+
+
+def _custom(options: SyncOptions, make: Any, *, synchronises: bool) -> None:
+    model = mlp()
+    prepared = prepare(model, LoCo(block_size=32), options)
+    ddp = DistributedDataParallel(model)
+    session = attach_ddp(ddp, prepared)
+    optimizer = make(model.parameters(), lr=0.1)
+    try:
+        for _ in range(2):
+            session.begin_step()
+            ddp.require_backward_grad_sync = synchronises
+            ddp(torch.randn(4, WIDTH)).square().mean().backward()
+            optimizer.step()
+            session.end_step(optimizer)
+    finally:
+        session.close()
+
+
+def refused(folder: Path) -> Facts:
+    def own_local_sgd() -> None:
+        accelerator, model, optimizer = _accelerated()
+        with AccelerateLocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local:
+            accelerator.backward(model(torch.randn(4, WIDTH)).square().mean())
+            optimizer.step()
+            local.step()
+
+    outer = LocalSGD(every=2)
+    lightning = trainer(LowBitDDPStrategy(LoCo(block_size=32), outer=outer), max_steps=2)
+    return {
+        "accelerate": raised(own_local_sgd),
+        "no_sync": raised(lambda: _custom(SyncOptions(), torch.optim.SGD, synchronises=False)),
+        "free under lightning": raised(lambda: lightning.fit(Model(), loader())),
+        "free under accelerate": raised(lambda: _accelerated(outer=outer)),
+        "free in a loop": raised(lambda: _custom(SyncOptions(outer=outer), ScheduleFree, synchronises=True)),
+        "free without outer": raised(lambda: _custom(SyncOptions(), ScheduleFree, synchronises=True)),
+        "steps": lightning.global_step,
+    }
+
+
+@scenarios(refused)
+def test_what_trains_locally_in_its_own_way_is_named(facts: list[Facts]) -> None:
+    for rank in facts:
+        for loop in ("accelerate", "no_sync"):
+            assert "stepped inside of no_sync()" in rank[loop]
+            assert "outer=LocalSGD(every=8)" in rank[loop]
+        for loop in ("lightning", "accelerate"):
+            assert "ScheduleFree exchanges the model's weights" in rank[f"free under {loop}"]
+        assert "ScheduleFree exchanges the model's weights" in rank["free in a loop"]
+        assert rank["free without outer"] == ""
+        assert rank["steps"] == 0
+
+
+def bypassed(folder: Path) -> Facts:
+    """The loss goes past DDP, so that nothing is synchronised."""
+    accelerator, model, optimizer = _accelerated()
+    with listen() as logged:
+        for _ in range(2):
+            accelerator.backward(accelerator.unwrap_model(model)(torch.randn(4, WIDTH)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"said": sum("no gradient has been synchronised yet" in text for text in logged)}
+
+
+@scenarios(bypassed)
+def test_a_first_step_without_synchronisation_is_warned_of(facts: list[Facts]) -> None:
+    assert [rank["said"] for rank in facts] == [1, 1]

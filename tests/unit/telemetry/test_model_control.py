@@ -1,0 +1,85 @@
+"""A controller's factor on learning rates: in the steps of an optimizer, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit_strategy import Dense
+from lowbit_strategy.telemetry.model_control import ModelControl
+from testing.worlds.single import engine
+
+
+class Outer(torch.optim.SGD):
+    """Steps another optimizer, whose rates it sets, as ``ZeroRedundancyOptimizer`` does."""
+
+    def __init__(self, params: Any, inner: torch.optim.Optimizer) -> None:
+        super().__init__(params, lr=0.5)
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for own, its in zip(self.param_groups, self.inner.param_groups, strict=True):
+            its["lr"] = own["lr"]
+        self.inner.step()
+        return loss
+
+
+@pytest.fixture
+def control() -> ModelControl:
+    made = ModelControl(engine(Dense()))
+    made.factor = 4.0
+    return made
+
+
+def _param() -> torch.nn.Parameter:
+    param = torch.nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    return param
+
+
+def test_it_is_applied_once_however_optimizers_are_nested(control: ModelControl) -> None:
+    param = _param()
+    outer = Outer([param], torch.optim.SGD([param], lr=9.0))
+    with control.scaled(outer) as closure:
+        outer.step(closure)
+    assert param.tolist() == [-2.0, -2.0]
+    assert outer.param_groups[0]["lr"] == 0.5
+
+
+def test_it_begins_when_gradients_are_there_and_once(control: ModelControl) -> None:
+    """The closure's forward and backward pass, in which controllers look at the rate, comes before."""
+    optimizer = torch.optim.LBFGS([_param()], lr=0.5, max_iter=3)
+    seen = []
+
+    def compute() -> torch.Tensor:
+        seen.append(optimizer.param_groups[0]["lr"])
+        return torch.tensor(float(-len(seen)))
+
+    with control.scaled(optimizer, compute) as closure:
+        optimizer.step(closure)
+    assert seen[0] == 0.5
+    assert set(seen[1:]) == {2.0}
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_rates_are_put_back_after_a_step_that_fails_or_is_skipped(control: ModelControl) -> None:
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD([_param()], lr=rate)
+    seen = []
+
+    def fail() -> None:
+        with control.scaled(optimizer):
+            seen.append(float(optimizer.param_groups[0]["lr"]))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert seen == [2.0]
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.5
+    with control.scaled(optimizer, lambda: None):
+        """A scaler has found an overflow."""
+    assert optimizer.param_groups[0]["lr"] is rate
