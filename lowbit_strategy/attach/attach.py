@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,8 +30,7 @@ from lowbit_strategy.attach.wiring import DDPWiring, FSDPWiring
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.second_moment import SecondMoment
-from lowbit_strategy.hooks import fsdp
-from lowbit_strategy.hooks.ddp import DDPHook
+from lowbit_strategy.hooks.ddp import DDPHook, refuse_other_hooks
 from lowbit_strategy.hooks.weights import module_layouts
 from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.inform import inform
@@ -42,8 +43,11 @@ from lowbit_strategy.methods.weights.registry import default_weights
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import (
     broadcast_shards,
+    check_held,
     check_process_groups,
+    reshard,
     sharded_groups,
+    sharded_parameters,
 )
 from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.model.mean_moment import MeanMoment
@@ -82,6 +86,7 @@ def attach_ddp(
         RuntimeError: The ranks differ, or the model has a communication hook already.
     """
     check_ddp(model, prepared.specs, scatter=prepared.scatter)
+    refuse_other_hooks(model)
     device = _device_of(model) if device is None else device
     options, group = prepared.options, model.process_group
     model.join_hook = _refuse_join  # type: ignore[method-assign]
@@ -91,6 +96,8 @@ def attach_ddp(
         return session
     handshake(_circumstances(device, has_scaler), group)
     rule = options.outer if dist.get_world_size(group) > 1 else None
+    if rule is None:
+        prepared = _without_ignored(model, prepared)
     own_world = device.type == "cpu" or rule is not None
     size, far = prepared.node_size, options.far_links
     ranks = make_ranks(group, prepared.topology, size, device, scatter=False, own_world=own_world, far=far)
@@ -105,8 +112,9 @@ def attach_ddp(
         sync.expect(_ddp_buckets(model, sync, hook.cap_nbytes))
     elif not ranks.alone and (rule is None or not rule.always_local):
         hook = DDPHook(model, sync)
-    digest = ParameterDigest(_replicated(model), ranks.world, device)
-    session = _session(model.module, prepared, sync, group, hook=hook, digest=digest, choice=choice, ddp=model)
+    module, ignored = model.module, model.parameters_to_ignore  # the digest is not to keep the wrapper alive
+    digest = ParameterDigest(lambda: _named(module, ignored), ranks.world, device)
+    session = _session(module, prepared, sync, group, hook=hook, digest=digest, choice=choice, ddp=model)
     session.close_with(model)
     return session
 
@@ -150,10 +158,18 @@ def _ddp_buckets(model: DistributedDataParallel, sync: GradientSync, cap_nbytes:
     return ddp_buckets(trained, cap_nbytes)
 
 
-def _replicated(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
+def _without_ignored(model: DistributedDataParallel, prepared: Prepared) -> Prepared:
+    """DDP never comes with the gradients of what it ignores, or reduces by itself."""
+    names = {canonical_name(name) for name in model.parameters_to_ignore}
+    left_out = [spec.name for spec in prepared.specs if spec.name in names]
+    if left_out and dist.get_rank(model.process_group) == 0:
+        inform("not compressed, because DDP ignores them or reduces them by itself: %s", ", ".join(left_out))
+    return replace(prepared, specs=tuple(spec for spec in prepared.specs if spec.name not in names))
+
+
+def _named(module: nn.Module, ignored: Container[str]) -> dict[str, nn.Parameter]:
     """What DDP keeps the same on all ranks: all parameters that it does not ignore."""
-    ignored = model.parameters_to_ignore
-    return {canonical_name(name): param for name, param in model.module.named_parameters() if name not in ignored}
+    return {canonical_name(name): param for name, param in module.named_parameters() if name not in ignored}
 
 
 def attach_fsdp(
@@ -179,6 +195,8 @@ def attach_fsdp(
     check_fsdp(module, scatter=prepared.scatter)
     if not any(True for _ in sharded_groups(module)):
         raise ValueError("no module is sharded with fully_shard: nothing to compress")
+    reshard(module)  # as a forward pass without a backward pass has left it
+    check_held(module)
     device = _device_of(module) if device is None else device
     handshake(_circumstances(device, has_scaler), group)
     topology, size, is_hsdp = prepared.topology, prepared.shard_size, prepared.shard_size is not None
@@ -192,14 +210,14 @@ def attach_fsdp(
     prepared = fitted(prepared, weight_coding(prepared), ranks, device, module_layouts(module))
     sync = make_engine(prepared, ranks, device, has_scaler=has_scaler)
     side = BackwardSide(sync.device, clock_of(sync)) if is_hsdp or ranks.peers.is_far else None
+    wiring = FSDPWiring(module, sync, side)
+    wiring.take(weight_coding(prepared))  # what cannot be served is refused now
     choice = None
     if _is_to_choose(prepared, ranks):
-        choice = AutoChoice(prepared, sync, FSDPWiring(module, sync, side), group)
-    else:
-        fsdp.install(module, sync, weight_coding(prepared), side)
-    shards = {canonical_name(name): param for name, param in module.named_parameters()}
-    digest = ParameterDigest(shards, ranks.peers, device) if is_hsdp else None
-    return _session(module, prepared, sync, group, hook=side, digest=digest, choice=choice, membership=membership)
+        wiring.give_back()
+        choice = AutoChoice(prepared, sync, wiring, group)
+    digest = ParameterDigest(lambda: sharded_parameters(module), ranks.peers, device) if is_hsdp else None
+    return _session(module, prepared, sync, group, hook=wiring, digest=digest, choice=choice, membership=membership)
 
 
 def _as_replica(
@@ -221,7 +239,7 @@ def _as_replica(
         membership = membership_of(prepared, module, group)
         ranks = ranks.coming_and_going()
     same = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    if not ParameterDigest(same, ranks.peers, device).agree():
+    if not ParameterDigest(lambda: same, ranks.peers, device).agree():
         broadcast_shards(module, ranks.peers.group)
     return ranks, membership
 

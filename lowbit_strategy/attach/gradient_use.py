@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lowbit_strategy.attach.optimizer_checks import check_keeps_weights, check_synchronises
 from lowbit_strategy.attach.order_checks import NEVER_ATTACHED
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.model.frozen import Frozen
 from lowbit_strategy.model.mean_moment import has_stepped
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.model.parts import local_part
@@ -42,10 +43,21 @@ class GradientUse:
         self.stepped: set[str] = set()
         self.ddp_of: Callable[[], DistributedDataParallel | None] = lambda: None
         self._sync = sync
-        self._params = {canonical_name(name): param for name, param in module.named_parameters()}
-        self._names = {id(param): name for name, param in self._params.items()}
+        self._name({canonical_name(name): param for name, param in module.named_parameters()})
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have stepped
         self._announced: set[str] = set()
+
+    def follow(self, frozen: Frozen, *, is_served: bool) -> None:
+        """Look parameters up anew if the model has others; raises, and takes, what `Frozen.follow` does."""
+        if self._sync.ranks.alone or (params := frozen.follow(is_served=is_served)) is None:
+            return
+        self._name(params)
+        if self._sync.second_moment is not None:
+            self._sync.second_moment.name_parameters()
+
+    def _name(self, params: Mapping[str, nn.Parameter]) -> None:
+        self._params = params
+        self._names = {id(param): name for name, param in params.items()}
 
     def owned_by(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         """This model's parameters that `optimizer` steps."""

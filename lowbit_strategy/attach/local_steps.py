@@ -156,7 +156,7 @@ class LocalSteps:
         outer.on_left_out = self._forget_moments
         if self._check_digest:
             shared = ChainMap(outer.anchors, outer.model.buffers.shared)
-            digest = ParameterDigest(shared, self.sync.ranks.peers, self.sync.device)
+            digest = ParameterDigest(lambda: shared, self.sync.ranks.peers, self.sync.device)
             outer.on_turn = lambda: digest.after_step(self.sync.step_index)
         return outer
 
@@ -211,7 +211,7 @@ class LocalSteps:
             state = self.outer.state_dict()
             self.outer = self._make_outer()
             self.outer.load_state_dict(state | {"weights": {}})  # the model has them, and may be about to run backward
-            if not ParameterDigest(params, self.sync.ranks.peers, self.sync.device).agree():
+            if not ParameterDigest(lambda: params, self.sync.ranks.peers, self.sync.device).agree():
                 self.outer.model.rebase_on_mean(params)
 
     def after_optimizer(self, optimizer: Optimizer | None) -> None:

@@ -14,6 +14,7 @@ from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.model.handshake import facts, plain
+from lowbit_strategy.ranks.groups import new_group
 from lowbit_strategy.ranks.membership import Membership
 
 _PATIENCE = timedelta(days=30)
@@ -46,7 +47,7 @@ def membership_of(prepared: Prepared, module: nn.Module, group: dist.ProcessGrou
     inside = None
     if num_ranks > 1:  # on the CPU: while the first rank waits for other replicas, they wait for it
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        inside = GroupComm(dist.new_group(members, timeout=_PATIENCE, backend="gloo"))
+        inside = GroupComm(new_group(members, group, "replica", timeout=_PATIENCE, backend="gloo"))
     return Membership(options.elastic, same, inside)
 
 

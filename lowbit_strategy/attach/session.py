@@ -24,7 +24,7 @@ from lowbit_strategy.attach.order_checks import (
     why_nothing_was_sent,
 )
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.attach.wiring import DDPWiring
+from lowbit_strategy.attach.wiring import DDPWiring, FSDPWiring
 from lowbit_strategy.checkpoint import capture
 from lowbit_strategy.checkpoint.residual_files import ResidualFileError
 from lowbit_strategy.checkpoint.resume import resume
@@ -32,7 +32,6 @@ from lowbit_strategy.checkpoint.save import ResidualSaver
 from lowbit_strategy.checkpoint.stamp import Stamp, agree_on_stamp
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
-from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.inform import inform
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.frozen import Frozen
@@ -44,7 +43,7 @@ from lowbit_strategy.telemetry.startup_report import build_report
 CHECKPOINT_KEY = "lowbit_strategy"
 
 _log = logging.getLogger("lowbit_strategy")
-Hook = DDPHook | DDPWiring | BackwardSide  # what feeds the engine beside training
+Hook = DDPHook | DDPWiring | FSDPWiring  # what feeds the engine beside training
 
 
 class Session:
@@ -165,9 +164,10 @@ class Session:
             loss: Of the batch, before `scaler`: for rounds of local steps whose length follows it (`AdaComm`).
 
         Raises:
-            RuntimeError: DDP does not know a parameter that is trained now.
+            RuntimeError: Nothing synchronises a parameter that is trained now.
         """
         self.begin_forward()
+        self._use.follow(self.frozen, is_served=self.local is None)
         self._use.roll_back_cleared()
         self._num_passes += 1
         if self._num_passes == MANY_PASSES:
@@ -324,11 +324,11 @@ class Session:
             _log.warning("%s", text)
 
     def adopt(self, earlier: Session) -> None:
-        """Continue with the state of an earlier attachment of the same model (a second fit)."""
+        """Continue with the state of an earlier attachment of the same model (a second fit), which may have changed."""
         self.sync.extend(self.frozen.describe(earlier.sync.specs))
-        if self.local is not None and earlier.local is not None:
-            self.local.adopt(earlier.local)
         saved = capture.capture(earlier.sync) | {"own": {}}
+        if capture.keep_fitting(self.sync, saved) and self.local is not None and earlier.local is not None:
+            self.local.adopt(earlier.local)
         capture.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
         if self.auto is not None:
             self.auto.after_load()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
@@ -70,10 +73,10 @@ class DDPWiring:
 
 
 class FSDPWiring:
-    """As `DDPWiring`.
+    """As `DDPWiring`, for a model that is sharded over all ranks, or over those of a node.
 
     Args:
-        module: Sharded over all ranks, or over those of a node.
+        module: The model.
         sync: Reduces while it is taken.
         side: Where shards are reduced while backward goes on; None: FSDP2 waits for each module's.
     """
@@ -82,15 +85,8 @@ class FSDPWiring:
         self._module = module
         self._sync = sync
         self._side = side
-        mesh = None
-        if not sync.scatter:  # all ranks, for what FSDP2 itself does between replicas
-            assert sync.ranks.share is not None
-            sizes = (sync.ranks.peers.world_size, sync.ranks.share.count)
-            mesh = init_device_mesh(sync.device.type, sizes, mesh_dim_names=("replicate", "shard"))
-        self._stock = StockSharding(module, mesh)
+        self._stock = StockSharding(module)
         self._taken: WeightCoding | None = None
-        self.take(Exact())  # what cannot be served is refused now
-        self.give_back()
 
     def take(self, weights: WeightCoding | None) -> None:
         weights = weights or Exact()
@@ -104,7 +100,25 @@ class FSDPWiring:
         if self._taken is not None and self._sync.weights is not None:
             self._sync.weights.end()
         self._taken = None
-        self._stock.restore()
+        self._stock.restore(None if self._sync.scatter else self._hybrid_mesh())
+
+    def _hybrid_mesh(self) -> DeviceMesh:
+        """HSDP: the engine's own groups, over which FSDP2 reduces in steps of its own."""
+        ranks = self._sync.ranks
+        assert ranks.intra_node is not None
+        world = ranks.world.group if ranks.world.group is not None else dist.group.WORLD
+        groups: list[Any] = [ranks.peers.group, ranks.intra_node.group]
+        return DeviceMesh.from_group(
+            groups,
+            self._sync.device.type,
+            torch.tensor(dist.get_process_group_ranks(world)).view(ranks.peers.world_size, -1),
+            mesh_dim_names=("replicate", "shard"),
+        )
+
+    def close(self) -> bool:
+        """The model is as it was before; returns whether nothing runs any more."""
+        self._stock.release()
+        return self._side is None or self._side.close()
 
 
 Wiring = DDPWiring | FSDPWiring

@@ -24,6 +24,7 @@ from lowbit_strategy.methods._base.tensor_spec import MemoryOrder, in_memory_ord
 from lowbit_strategy.model.parts import local_part
 
 FORMAT = 3
+_SMALL_NBYTES = 1 << 20  # in page-locked memory, which is not given back to the system
 OnWorldSizeChange = Literal["reset", "fold"]
 Saved = dict[str, Any]
 
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 def capture(sync: GradientSync) -> Saved:
     """All state of this rank, on the CPU, detached from the engine's own. Between steps only."""
     sync.follow_phase()  # a new phase begins with the next step, and that is where a restored engine begins
-    return {
+    captured = {
         "format": FORMAT,
         "world_size": sync.ranks.world.world_size,
         "rank": sync.ranks.world.rank,
@@ -46,6 +47,21 @@ def capture(sync: GradientSync) -> Saved:
         "own": {name: _on_cpu(part.state_dict()) for name, part in sync.rank_state.items()},
         "reduces": _reduced(sync),
     }
+    check_last_step(sync)
+    if sync.device.type == "cuda":
+        torch.cuda.synchronize(sync.device)
+    return captured
+
+
+def check_last_step(sync: GradientSync) -> None:
+    """Training ends, or is saved: look at what the host has not waited for yet.
+
+    Raises:
+        RuntimeError: A rank has sent a message of another layout in one of the last steps.
+    """
+    sync._flags.raise_if_broken(sync.ranks.rank, waits=True)
+    if sync.weights is not None:
+        sync.weights.flags.raise_if_broken(sync.ranks.rank, waits=True)
 
 
 def _topology(sync: GradientSync) -> list[int]:
@@ -65,11 +81,12 @@ def _reduced(sync: GradientSync) -> str:
 def _on_cpu(value: Any) -> Any:
     """A copy of nested plain data in the CPU's memory; of a sharded tensor, this rank's part.
 
-    One copy and not two: of a large model there is room for one beside the weights'.
+    One copy and not two: of a large model there is room for one beside the weights'. Nothing waits for small ones: they
+    arrive when the device has done all it had to.
     """
     if isinstance(value, Tensor):
         part = local_part(value.detach())
-        return part.clone() if part.device.type == "cpu" else part.cpu()
+        return part.clone() if part.device.type == "cpu" else part.to("cpu", non_blocking=part.nbytes <= _SMALL_NBYTES)
     if isinstance(value, Mapping):
         return {key: _on_cpu(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -142,6 +159,26 @@ def restore(
         return
     for name, entry in saved["parameters"].items():
         _restore_parameter(sync, name, entry)
+
+
+def keep_fitting(sync: GradientSync, saved: Saved) -> bool:
+    """Leave of `saved` what belongs to parameters that the model still has, in the same shape; what others have not
+    sent yet is lost, which is said.
+
+    Returns:
+        Whether the model has the same parameters as before.
+    """
+    own = {name: list(spec.shape) for name, spec in sync.state.wholes.items()}
+    shapes = {name: entry["shape"] for name, entry in saved["parameters"].items()}
+    lost = [name for name, shape in shapes.items() if own.get(name) != shape]
+    saved["parameters"] = {name: entry for name, entry in saved["parameters"].items() if name not in lost}
+    if lost and sync.ranks.rank == 0:
+        _log.warning(
+            "the model has changed since compression was attached to it before: what is kept of %s%s starts anew",
+            ", ".join(lost[:3]),
+            " ..." if len(lost) > 3 else "",
+        )
+    return own == shapes
 
 
 def _check_model(sync: GradientSync, saved: Saved) -> None:

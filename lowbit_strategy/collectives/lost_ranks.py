@@ -24,6 +24,7 @@ _POLL_S = 0.05
 _LIBRARIES = tuple(filter(None, {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")}))
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NUM_FRAMES = 6
+_NO_MEMORY = "it ran out of memory"
 
 
 class LostRankError(RuntimeError):
@@ -39,10 +40,15 @@ def naming_lost_ranks(group: dist.ProcessGroup | None, what: str, place: str) ->
 
     Raises:
         LostRankError: It has failed.
+        OutOfMemoryError: There is no memory for it on this rank; the others' errors name it.
     """
     try:
         yield
     except LostRankError:
+        raise
+    except torch.OutOfMemoryError:
+        with contextlib.suppress(RuntimeError, OSError):  # the store may have ended: this rank's own error counts
+            _default_store().set(_key(dist.get_rank()), f"{what} of {place}, where {_NO_MEMORY}")
         raise
     except RuntimeError as error:
         doing = f"{what} of {place}" if place else what
@@ -65,6 +71,8 @@ def _message(group: dist.ProcessGroup | None, mine: str, error: str) -> str:
             f"{names} did not answer: ended, killed, or busy with something that the other ranks do not do. The first"
             " error is in the output of that rank"
         )
+    elif without := [rank for rank, note in notes.items() if note is not None and note.endswith(_NO_MEMORY)]:
+        advice = f"rank {without[0]} had no memory left (OutOfMemoryError): use less there"
     else:
         advice = "all ranks answered: look for what some of them do and others do not, such as a validation"
     return f"an exchange between ranks failed. {places}. {advice}. {reported}"
@@ -79,7 +87,7 @@ def _exchange_notes(group: dist.ProcessGroup | None, mine: str, error: str) -> d
     notes[dist.get_rank()] = mine
     patience = _PATIENCE_AFTER_TIMEOUT_S if "imed out" in error else _PATIENCE_S
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = _default_store()
         store.set(_key(dist.get_rank()), mine)
         deadline = time.monotonic() + patience
         while (silent := [rank for rank, note in notes.items() if note is None]) and time.monotonic() < deadline:
@@ -90,6 +98,10 @@ def _exchange_notes(group: dist.ProcessGroup | None, mine: str, error: str) -> d
     except (RuntimeError, OSError):
         return None
     return notes
+
+
+def _default_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _key(rank: int) -> str:

@@ -70,23 +70,33 @@ class StepFlags:
     def clear(self) -> None:
         self.overflow.zero_()
 
-    def raise_if_broken(self, rank: int) -> None:
+    def raise_if_broken(self, rank: int, *, waits: bool = False) -> None:
         """Once per step, on CUDA: look at the last copy if it has arrived, and only then start another one.
+
+        Args:
+            rank: This one.
+            waits: No step follows: look at what is on the device.
 
         Raises:
             RuntimeError: A rank has sent a message of another layout.
         """
-        if not self._broken.is_cuda:
+        if waits:
+            self._raise(int(self.broken()), rank)
+        if waits or not self._broken.is_cuda:
             return
         if self._on_host is None or self._copied is None:
             self._on_host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
             self._copied = torch.cuda.Event()
         elif not self._copied.query():
             return
-        elif number := int(self._on_host):
-            raise RuntimeError(changed_weights("a module") if number == _CHANGED else _message(number - 1, rank))
+        else:
+            self._raise(int(self._on_host), rank)
         self._on_host.copy_(self.broken(), non_blocking=True)
         self._copied.record()
+
+    def _raise(self, number: int, rank: int) -> None:
+        if number:
+            raise RuntimeError(changed_weights("a module") if number == _CHANGED else _message(number - 1, rank))
 
     def broken(self) -> Tensor:
         """int32 ``[1]``, where the flags are: 1 + the last rank that has sent another layout, or `_CHANGED`; else 0."""

@@ -42,6 +42,9 @@ class Corrects(Protocol):
     def roll_back(self, names: Sequence[str]) -> None:
         """It was."""
 
+    def name_parameters(self) -> None:
+        """The model has others now."""
+
 
 class LocalTraining(Protocol):
     """What reports have to know of local steps, and what controllers change.

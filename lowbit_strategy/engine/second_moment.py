@@ -15,6 +15,7 @@ Adam divides by the root of ``v``, the average of squared gradients. What few bi
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,8 +35,8 @@ from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.kernels.reference.rng import hash32
 from lowbit_strategy.methods._base.reducer import View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.model.fsdp_sharding import sharded_parameters
 from lowbit_strategy.model.mean_moment import unsuitable
-from lowbit_strategy.model.parameters import trainable_parameters
 from lowbit_strategy.model.parts import flat_part, local_part, shaped
 from lowbit_strategy.plan.squares import EVERY, SKETCH_NUMEL, methods_of_squares, served
 
@@ -46,6 +47,8 @@ ENERGY_KEPT = 0.8
 FLOOR = 0.01  # of the block's mean
 _GROWTH = 4  # as many steps without an exchange as a quarter of those so far, at most `EVERY`
 _KEY = "exp_avg_sq"
+
+_log = logging.getLogger("lowbit_strategy")
 
 
 @functools.cache
@@ -137,15 +140,16 @@ class SecondMoment:
         self._context: BucketContext | None = None
         self._specs: dict[str, TensorSpec] = {}
         self._names: dict[int, str] = {}
-        self._name_parameters()
+        self.name_parameters()
         self._kept: dict[str, _Known] = {}  # as before reductions that may be rolled back
         self._known: dict[str, _Known] = {}
         sync.correct_with(self)
         sync.subscribe(self, StepPhase.OBSERVE)
         sync.save_per_rank("second_moment", self)
 
-    def _name_parameters(self) -> None:
-        self._names |= {id(param): name for name, param in trainable_parameters(self._module).items()}
+    def name_parameters(self) -> None:
+        """The model may have others than before."""
+        self._names |= {id(param): name for name, param in sharded_parameters(self._module).items()}
 
     def begin_step(self) -> SecondMoment:
         return self
@@ -258,7 +262,7 @@ class SecondMoment:
             ValueError: It is not of Adam's kind.
         """
         if not self._known.keys() <= set(self._names.values()):  # parameters have been unfrozen
-            self._name_parameters()
+            self.name_parameters()
         for group in optimizer.param_groups:
             for param in group["params"]:
                 known = self._known.get(self._names.get(id(param), ""))
@@ -312,12 +316,19 @@ class SecondMoment:
     def state_dict(self) -> dict[str, Any]:
         fields = [field for field in _Known.__slots__ if field != "fresh"]  # it is for the step under way
         known = {name: {field: getattr(each, field) for field in fields} for name, each in self._known.items()}
-        return {"known": known}
+        return {"known": known, "layout": self._layout()}
+
+    def _layout(self) -> dict[str, Any]:
+        """How the elements of what is known lie."""
+        orders = {name: spec.memory_order for name, spec in self._sync.specs.items() if spec.memory_order is not None}
+        return {"scatter": self._sync.scatter, "memory_orders": orders}
 
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool) -> None:
         """`own`: of this rank, of a run on as many."""
         self.forget()
-        if not own:
+        if not own or state.get("layout", self._layout()) != self._layout():
+            if state["known"] and self._sync.ranks.rank == 0:
+                _log.warning("squares of gradients were kept for shards that lie otherwise: second_moment begins anew")
             return
         device = self._sync.device
         for name, kept in state["known"].items():

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets
+from lowbit_strategy.hooks.stock import hooked, renew_reducer
 from lowbit_strategy.hooks.worker import BucketWorker, SideStream
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.telemetry.step_times import clock_of
@@ -34,6 +35,9 @@ class DDPHook:
 
     def __init__(self, model: DistributedDataParallel, sync: GradientSync) -> None:
         refuse_python_reducer()
+        if (earlier := hooked.get(model)) is not None and earlier.closed:
+            renew_reducer(model)
+        self.closed: bool = False
         self.sync = sync
         self._clock = clock_of(sync)
         self._levels = None if sync.ranks.intra_node is None else TwoLevelBuckets(sync)
@@ -41,6 +45,8 @@ class DDPHook:
         self._names = {id(p): canonical_name(name) for name, p in model.module.named_parameters()}
         self._side: BucketWorker | SideStream = BucketWorker() if sync.device.type == "cpu" else SideStream(sync.device)
         model.register_comm_hook(self, DDPHook.reduce)
+        model._comm_hooks.clear()  # its record for copies, which have no hook and can take none of this along
+        hooked[model] = self
 
     def pieces(self, bucket: dist.GradBucket) -> list[tuple[BucketLayout, Tensor]]:
         """What is reduced as one: a piece is full as DDP's buckets are, once it has reached their size."""
@@ -61,6 +67,8 @@ class DDPHook:
         return [(BucketLayout(tuple(entries), last=it), x) for entries, it, x in zip(found, last, parts, strict=True)]
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if self.closed:
+            raise RuntimeError("the session that compressed this model's gradients was closed: attach_ddp begins anew")
         stages = [
             self.sync.reduce(layout, x, x) if self._levels is None else self._levels.reduce(layout, x)
             for layout, x in self.pieces(bucket)
@@ -72,7 +80,24 @@ class DDPHook:
 
     def close(self) -> bool:
         """Whether nothing of it runs any more."""
+        self.closed = True
         return not isinstance(self._side, BucketWorker) or self._side.close()
+
+
+def refuse_other_hooks(model: DistributedDataParallel) -> None:
+    """Raises:
+    RuntimeError: DDP calls another hook with this model's gradients.
+    """
+    if model.mixed_precision is not None:
+        raise RuntimeError(
+            "DistributedDataParallel(mixed_precision=...) reduces gradients in a communication hook of its own, in the"
+            " place of which compression would come: leave it out, and use autocast or the framework's precision"
+        )
+    if model._comm_hooks:
+        name = getattr(model._comm_hooks[0][0], "__qualname__", "of its own")
+        raise RuntimeError(
+            f"the model has a communication hook already ({name}), and DDP calls one: do not register it"
+        )
 
 
 def refuse_python_reducer() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.fsdp_gradients import (
@@ -70,7 +71,8 @@ def install(module: nn.Module, sync: GradientSync, coding: WeightCoding, side: B
     names = {id(param): canonical_name(name) for name, param in module.named_parameters()}
     found = _sharded_modules(module, sync, names)
     for child, group in found:
-        rows = GradientRows(group, names, sync)
+        own = {id(param): names[id(param.sharded_param)] for param in group.fsdp_params}
+        rows = GradientRows(group, own, sync)
         if sync.scatter:
             child.set_custom_reduce_scatter(CompressedReduceScatter(sync, rows, group, side))
             continue
@@ -109,8 +111,20 @@ def _sharded_modules(module: nn.Module, sync: GradientSync, names: Mapping[int, 
         reduce_unused(child, group)
         found.append((child, group))
     if found and (left := [name for key, name in names.items() if key not in sharded and name in sync.specs]):
+        which = f"{', '.join(left[:3])}{' ...' if len(left) > 3 else ''}"
+        if _holder_is_sharded(module, left[0]):
+            raise ValueError(
+                f"nothing synchronises {which}: fully_shard left it out (ignored_params), or it was added afterwards."
+                " Freeze it, or shard it as well"
+            )
         raise ValueError(
-            f"nothing synchronises {', '.join(left[:3])}{' ...' if len(left) > 3 else ''}: no module that holds it is"
-            " sharded. Call fully_shard on the whole model as well, after its parts"
+            f"nothing synchronises {which}: no module that holds it is sharded. Call fully_shard on the whole model as"
+            " well, after its parts"
         )
     return found
+
+
+def _holder_is_sharded(module: nn.Module, name: str) -> bool:
+    """Whether FSDP2 has seen a module that holds this parameter."""
+    sharded = [canonical_name(path) for path, child in module.named_modules() if isinstance(child, FSDPModule)]
+    return any(not path or name.startswith(f"{path}.") for path in sharded)

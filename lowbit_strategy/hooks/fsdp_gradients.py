@@ -35,7 +35,7 @@ class GradientRows:
 
     Args:
         param_group: The module's.
-        names: Of all parameters, by the identity of the sharded one.
+        names: Of its parameters, by the identity of FSDP2's own record, which stays when another tensor is loaded.
         sync: The engine. Where it reduces all ranks' rows, all are in the bucket; under HSDP only the rank's own is,
             and parameters of which this rank has nothing are left out.
     """
@@ -53,7 +53,7 @@ class GradientRows:
             RuntimeError: The parameters that are trained have another number.
         """
         params = [p for p in self._param_group.fsdp_params if p.sharded_param.requires_grad]
-        names = tuple(self._names[id(p.sharded_param)] for p in params)
+        names = tuple(self._names[id(p)] for p in params)
         if names not in self._rows:
             self._rows[names] = self._row(names, [tuple(p._orig_size) for p in params])
         layout, expected = self._rows[names]
@@ -175,16 +175,30 @@ class ExactReduceScatter(_ReduceScatter):
 
 
 class ReplicaAllReduce:
-    """The all-reduce hook of one FSDP2 parameter group: the mean of the own shards over the replicas, in place."""
+    """The all-reduce hook of one FSDP2 parameter group: the mean of the own shards over the replicas, in place.
+
+    After ``set_requires_all_reduce(False)`` a micro-batch's shards stay on this rank, and FSDP2 is given zeros. They
+    are added to those of the next one that is reduced.
+    """
 
     def __init__(self, sync: GradientSync, param_group: Any, rows: GradientRows, side: BackwardSide) -> None:
         self._sync = sync
         self._param_group = param_group
         self._rows = rows
         self._side = side
+        self._kept: Tensor | None = None  # of micro-batches that were not reduced
 
     def __call__(self, reduced: Tensor) -> None:
+        if reduced.is_cuda:  # FSDP2 has allocated it in another stream
+            reduced.record_stream(torch.cuda.current_stream(reduced.device))
         if self._sync.outer is not None:  # replicas train by themselves
+            return
+        if self._kept is not None:
+            reduced += self._kept
+        self._kept = None
+        if not self._param_group.all_reduce_grads:
+            self._kept = reduced.clone()
+            reduced.zero_()
             return
         layout = self._rows.of(reduced.numel())
         if self._sync.has_entered(layout):  # the module has run twice in one pass

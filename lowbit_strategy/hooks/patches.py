@@ -51,6 +51,8 @@ PATCHES = private_names(
       read {_GROUP}.fsdp_params
     HSDP's all-reduce over replicas cannot be replaced, so a mesh of two dims is taken for its second one
       set {_GROUP}.mesh_info
+    micro-batches that the user does not want to be reduced between replicas
+      read {_GROUP}.all_reduce_grads
     where gradients are converted after the all-reduce hook they cannot be reduced while backward goes on
       read {_GROUP}._orig_dtype
     the end of a backward pass waits for shards that are reduced beside it; DDP and FSDP2 wait in this way
@@ -79,6 +81,10 @@ PATCHES = private_names(
       set {_GROUP}.gradient_divide_factor
       set {_GROUP}.force_sum_reduction_for_comms
       set {_GROUP}.reduce_scatter_unused_params
+    members make their group alone, under a name that they agree on, and without splitting NCCL's (ranks/groups.py)
+      wrapped torch.distributed.distributed_c10d:_hash_ranks_to_str(ranks)
+      set torch.distributed.distributed_c10d:_world.pg_names
+      set torch.distributed:ProcessGroup.bound_device_id
     the hook's own group has to be as patient as DDP's, whose timeout is not public
       called torch.distributed:ProcessGroup._get_backend
     "python_reducer" bypasses communication hooks, which must be refused

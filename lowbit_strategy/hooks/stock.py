@@ -6,6 +6,7 @@ All calls are between steps, on all ranks.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ _SET = (  # by attaching, on the parameter groups of FSDP2
 _WRAPPED = ("pre_forward", "post_backward")  # on the instance
 
 
+hooked: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()  # hooks of ours
+
+
 def chose_buckets(model: DistributedDataParallel) -> bool:
     """Whether the user has given DDP a size of its buckets."""
     return not model.bucket_bytes_cap_default
@@ -53,6 +57,7 @@ def renew_reducer(model: DistributedDataParallel, bucket_cap_mb: float | None = 
     names = model._build_debug_param_to_name_mapping(parameters)
     model._ddp_init_helper(parameters, is_sparse, names, model.static_graph)
     model._comm_hooks = []
+    hooked.pop(model, None)
     model._has_rebuilt_buckets = False
     if model.static_graph:
         model.reducer._set_static_graph()
@@ -72,34 +77,50 @@ def _set_bucket_cap(model: Any, nbytes: int) -> None:
 class StockSharding:
     """What FSDP2 does by itself with a model, remembered before anything is attached.
 
+    Whoever remembers a model takes it over from the one before, which then gives nothing back any more.
+
     Args:
         module: Sharded.
-        mesh: HSDP: dims ``replicate`` and ``shard``, over which FSDP2 itself would reduce where `module` was sharded
-            over a mesh of one dim. None: as it was sharded.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh | None = None) -> None:
-        self._remembered: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
-        self._info = None if mesh is None else HSDPMeshInfo(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-        for each in sharded_groups(module):
-            group = each.param_group
+    def __init__(self, module: nn.Module) -> None:
+        self._remembered: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, Any]]]
+        self._remembered = weakref.WeakKeyDictionary()
+        for group in [each.param_group for each in sharded_groups(module)]:
+            if (earlier := _holders.get(group)) is not None:
+                earlier.release()
             values = {name: getattr(group, name) for name in _SET if hasattr(group, name)}
             wrapped = {name: vars(group)[name] for name in _WRAPPED if name in vars(group)}
-            self._remembered.append((group, values, wrapped))
+            self._remembered[group], _holders[group] = (values, wrapped), self
 
-    def restore(self) -> None:
-        """Give everything back."""
-        for group, values, wrapped in self._remembered:
+    def restore(self, mesh: DeviceMesh | None = None) -> None:
+        """Give everything back.
+
+        Args:
+            mesh: HSDP: dims ``replicate`` and ``shard``, over which FSDP2 itself is to reduce where the model was
+                sharded over a mesh of one dim. None: as it was sharded.
+        """
+        for group, (values, wrapped) in self._remembered.items():
             for name, value in values.items():
                 setattr(group, name, value)
             info = values["mesh_info"]
-            if self._info is not None and not isinstance(info, HSDPMeshInfo):  # to be replicated over another dim too
-                group.mesh_info = self._info
+            if mesh is not None and not isinstance(info, HSDPMeshInfo):  # to be replicated over another dim too
+                group.mesh_info = HSDPMeshInfo(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
                 if values["post_forward_mesh_info"] == info:
-                    group.post_forward_mesh_info = self._info
+                    group.post_forward_mesh_info = group.mesh_info
             for param in group.fsdp_params:
                 if param.post_forward_mesh_info is not None:
                     param.post_forward_mesh_info = group.post_forward_mesh_info
             for name in _WRAPPED:
                 vars(group).pop(name, None)
             vars(group).update(wrapped)
+
+    def release(self) -> None:
+        """Give everything back, and forget the model."""
+        self.restore()
+        for group in self._remembered:
+            del _holders[group]
+        self._remembered.clear()
+
+
+_holders: weakref.WeakKeyDictionary[Any, StockSharding] = weakref.WeakKeyDictionary()  # who remembers a group

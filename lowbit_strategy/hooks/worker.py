@@ -104,7 +104,6 @@ class BackwardSide:
     def run(self, stages: Stages, result: Tensor, *, at_once: bool, then: Callable[[], None] = lambda: None) -> None:
         """Reduce into `result`. `at_once`: it is read as soon as this returns. `then` is called when it is there."""
         if self._worker is None:
-            result.record_stream(torch.cuda.current_stream(result.device))  # FSDP2 has allocated it in another one
             wait_for_all(stages)
             then()
             return

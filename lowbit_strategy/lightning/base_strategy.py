@@ -12,6 +12,7 @@ from lowbit_strategy.attach.optimizer_checks import ClippingWarning, check_optim
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint import residual_files
+from lowbit_strategy.checkpoint.capture import check_last_step
 from lowbit_strategy.checkpoint.stamp import Stamp
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.engine.engine import GradientSync
@@ -117,6 +118,8 @@ class LowBitMixin(ParallelStrategy):
     def on_train_end(self) -> None:
         if self._signals is not None:
             self._signals.finish()
+        if self.sync is not None:
+            check_last_step(self.sync)
         super().on_train_end()
 
     def _defer_signals(self, trainer: Any) -> DeferredSignals:

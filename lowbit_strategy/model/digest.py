@@ -15,7 +15,7 @@ others gather. Under HSDP the replicas are compared: ranks that have the same sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,12 @@ class ParameterDigest:
     """Compares parameters over the ranks of one engine.
 
     Args:
-        params: What must agree, by name, in the same order on all ranks; looked at when ranks compare.
+        params: Gives what must agree, by name, in the same order on all ranks.
         comm: The engine's: nothing is under way on it when a step has ended.
         device: Of its collectives.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], comm: Comm, device: torch.device) -> None:
+    def __init__(self, params: Callable[[], Mapping[str, Tensor]], comm: Comm, device: torch.device) -> None:
         self._params = params
         self._comm = comm
         self._device = device
@@ -70,19 +70,21 @@ class ParameterDigest:
         DivergenceError: On every rank, if parameters differ.
         """
         if not self.agree():
-            raise DivergenceError(_message(step_index, list(self._params), self._gather(self._each()).cpu()))
+            raise DivergenceError(_message(step_index, list(self._params()), self._gather(self._each()).cpu()))
 
     @torch.no_grad()
     def agree(self) -> bool:
         """Whether all ranks have the same parameters; the same answer on all of them."""
-        if not self._params or self._comm.world_size == 1:
+        if self._comm.world_size == 1:
             return True
-        whole_W = self._gather(digests([self._each()], self._device)).view(-1)
+        if not (each := self._each()).numel():
+            return True
+        whole_W = self._gather(digests([each], self._device)).view(-1)
         return bool((whole_W == whole_W[0]).all())
 
     def _each(self) -> Tensor:
         """int64 ``[parameters]``."""
-        return digests([local_part(param) for param in self._params.values()], self._device)
+        return digests([local_part(param) for param in self._params().values()], self._device)
 
     def _gather(self, mine_N: Tensor) -> Tensor:
         """int64 ``[W, N]``; past the engine's counters, which count gradients only."""

@@ -1,4 +1,4 @@
-"""Which parameters are frozen, and which have been frozen or unfrozen since the model was set up."""
+"""Which parameters are frozen, and which have been frozen, unfrozen or replaced since the model was set up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.model.held_parameters import HeldParameters
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, trainable_parameters
 
 
@@ -19,8 +20,23 @@ class Frozen:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._held = HeldParameters(module)
         self._frozen = {canonical_name(n): param for n, param in module.named_parameters() if not param.requires_grad}
         self._expected = trainable_parameters(module)  # whose gradients DDP waits for
+
+    def follow(self, *, is_served: bool) -> dict[str, nn.Parameter] | None:
+        """All parameters by name, if they are others than before; None: they are the same.
+
+        Args:
+            is_served: As for `HeldParameters.follow`, which raises what this does.
+        """
+        if not self._held.follow(is_served=is_served):
+            return None
+        params = self._held.by_name
+        new = params.keys() - self._frozen.keys() - self._expected.keys()
+        self._frozen = {name: param for name, param in params.items() if name in self._frozen or name in new}
+        self._expected = {name: param for name, param in params.items() if name in self._expected}
+        return params
 
     def describe(self, names: Iterable[str]) -> list[TensorSpec]:
         """Those of `names` that are frozen: their residuals are kept until they are trained again."""

@@ -220,6 +220,12 @@ def check_process_groups(module: nn.Module, shard_group: dist.ProcessGroup | Non
     for each in sharded_groups(module):
         where = f"module {each.name}" if each.name else "the model"
         mesh_info: Any = each.param_group.mesh_info
+        if not isinstance(mesh_info, FSDPMeshInfo):
+            raise ValueError(
+                f"{where} is replicated by torch.distributed's replicate, whose reduction cannot be replaced: wrap the"
+                " model in DistributedDataParallel, or call fully_shard with a mesh whose second dim is 1 and give"
+                " compression shard_size=1"
+            )
         if isinstance(mesh_info, HSDPMeshInfo) and not replicated:
             raise ValueError(
                 f"{where} is sharded over one dim of its mesh and replicated over another (HSDP): give compression"
@@ -231,6 +237,31 @@ def check_process_groups(module: nn.Module, shard_group: dist.ProcessGroup | Non
                 f"{where} is sharded over the ranks {theirs}, but gradients are compressed over"
                 f"{' the replicas of' if replicated else ''} {ours}: give fully_shard and compression the same ranks"
                 f"{' (shard_size, the second dim of a mesh for HSDP)' if replicated else ''}"
+            )
+
+
+def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters by name; in the place of those that FSDP2 has gathered, their shards."""
+    shards = {
+        id(gathered): param.sharded_param
+        for each in sharded_groups(module)
+        for param in each.param_group.fsdp_params
+        if (gathered := getattr(param, "_unsharded_param", None)) is not None
+    }
+    return {canonical_name(name): shards.get(id(param), param) for name, param in module.named_parameters()}
+
+
+def check_held(module: nn.Module) -> None:
+    """Raises:
+    ValueError: FSDP2 shards a parameter that the model does not have any more.
+    """
+    held = {id(param) for param in sharded_parameters(module).values()}
+    for each in sharded_groups(module):
+        if any(id(param.sharded_param) not in held for param in each.param_group.fsdp_params):
+            raise ValueError(
+                f"{f'module {each.name}' if each.name else 'the model'} was sharded with parameters that it does not"
+                " have any more: a layer was replaced or removed after fully_shard, and what took its place is not"
+                " sharded. Change the model before it is sharded, or make it anew"
             )
 
 

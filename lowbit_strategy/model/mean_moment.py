@@ -45,6 +45,9 @@ class MeanMoment:
     def roll_back(self, names: Sequence[str]) -> None:
         """It keeps nothing."""
 
+    def name_parameters(self) -> None:
+        """It knows none."""
+
 
 @torch.no_grad()
 def correct_(optimizer: Optimizer, num_ranks: int) -> None:

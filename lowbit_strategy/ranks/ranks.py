@@ -17,6 +17,7 @@ from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.transports.far_comm import FarComm
 from lowbit_strategy.ranks.distance import is_far
+from lowbit_strategy.ranks.groups import new_group
 from lowbit_strategy.ranks.shape import Shape, num_near
 from lowbit_strategy.ranks.topology import Topology
 
@@ -112,7 +113,7 @@ def make_ranks(
     own_world: bool = False,
     far: bool | None = None,
 ) -> Ranks:
-    """Groups of `size` consecutive ranks, and groups of those with equal index in theirs; call on all ranks.
+    """Groups of `size` consecutive ranks, and groups of those with equal index in theirs; call on all ranks of `group`.
 
     Args:
         group: All ranks.
@@ -131,20 +132,17 @@ def make_ranks(
         far = topology.num_nodes != 1 and is_far(group)
     far_world = far and size is None
     own_world |= far_world
-    own = [_connected(dist.new_group(members, timeout=timeout), device)] if own_world else []
+    own = [_connected(new_group(members, group, "world", timeout=timeout), device)] if own_world else []
     world = _comm(own[0] if own_world else group, range(len(members)), topology, rank, far=far_world)
     if device.type != "cpu":
         _connected(group, device)  # FSDP2 has not used it yet where a model is on the meta device
     if size is None:
         return Ranks(world, world, topology=topology, own=tuple(own))
-    blocks = [members[at : at + size] for at in range(0, len(members), size)]
-    intra_node, _ = dist.new_subgroups_by_enumeration(blocks, timeout=timeout)
-    peers, _ = dist.new_subgroups_by_enumeration([list(same) for same in zip(*blocks, strict=True)], timeout=timeout)
-    assert intra_node is not None
-    assert peers is not None
+    index = rank % size
+    intra_node = new_group(members[rank - index : rank - index + size], group, "node", timeout=timeout)
+    peers = new_group(members[index::size], group, "peers", timeout=timeout)
     for made in (intra_node, peers):
         _connected(made, device)
-    index = rank % size
     return Ranks(
         world=world,
         peers=_comm(peers, range(index, len(members), size), topology, rank, far=far),
@@ -164,15 +162,17 @@ def _connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """`group`, once all its ranks are connected.
 
     On CPU a rank that leaves at once, because of an error in what follows, would break the others' connecting, and
-    their error would hide its own. NCCL connects when a group is used first: inside a step several groups would do so
-    at the same time, in an order that differs between ranks. A collective now, which the host waits for, does it here.
+    their error would hide its own. NCCL connects when a group is used first, for an all-to-all by itself: inside a step
+    several groups would do so at the same time, in an order that differs between ranks. Collectives now, which the host
+    waits for, do it here.
     """
     if device.type == "cpu":
         dist.barrier(group)
     else:
-        number = torch.zeros(1, device=device)
-        dist.all_reduce(number, group=group)
-        number.cpu()
+        number_W = torch.zeros(dist.get_world_size(group), device=device)
+        dist.all_reduce(number_W, group=group)
+        dist.all_to_all_single(torch.empty_like(number_W), number_W, group=group)
+        number_W.cpu()
     return group
 
 

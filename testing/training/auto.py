@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy import Auto, Dense, LoCo
 from lowbit_strategy.attach import auto as running
 from lowbit_strategy.attach.auto import OWN_STEPS, WARM_STEPS, WARM_TRIED_STEPS, Candidate, num_timed
+from lowbit_strategy.hooks.stock import hooked
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 from lowbit_strategy.telemetry.step_times import Timed, Verdict
@@ -55,7 +56,7 @@ def settled(
 def is_hooked(model: nn.Module) -> bool:
     """Whether anything of this package is between the framework and its communication."""
     if isinstance(model, DistributedDataParallel):
-        return bool(model._comm_hooks)
+        return model in hooked
     for each in sharded_groups(model):
         group = each.param_group
         ours = [type(group._reduce_scatter_comm), type(group._all_gather_comm)]

@@ -258,7 +258,7 @@ def in_step(folder: Path) -> InStep:
         net = sharded_on_meta()
         first_bits = fingerprint(net)
         local = next(net.parameters()).detach().to_local()
-        digest = ParameterDigest({"weight": next(net.parameters())}, GroupComm(), torch.device("cpu"))
+        digest = ParameterDigest(lambda: {"weight": next(net.parameters())}, GroupComm(), torch.device("cpu"))
         local += dist.get_rank()
         differs = raised(lambda: digest.compare(3))
     run = Run.of(model.losses, model, sync)

@@ -39,4 +39,7 @@ def weights(device: torch.device) -> Tensor:
     x = torch.arange(1, numel + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
-    return (x ^ (x >> 31)) | 1
+    x = (x ^ (x >> 31)) | 1
+    if device.type == "cuda":  # made in one stream, once, and read in others from now on
+        torch.cuda.current_stream(device).synchronize()
+    return x

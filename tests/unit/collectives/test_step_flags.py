@@ -79,3 +79,12 @@ def test_a_look_at_headers_is_two_operations_for_a_bucket() -> None:
     received[6, 1] += 1
     flags.note_layout(received, header)
     assert flags.broken().item() == 7
+
+
+def test_the_last_step_is_looked_at_where_no_other_follows() -> None:
+    flags, header = StepFlags(torch.device("cpu")), torch.arange(8, dtype=torch.uint8)
+    flags.raise_if_broken(0, waits=True)
+    flags.note_layout(torch.stack([header, header + 1]), header)
+    flags.raise_if_broken(0)
+    with pytest.raises(RuntimeError, match="rank 1 sent a message of another layout than rank 0 expects"):
+        flags.raise_if_broken(0, waits=True)

@@ -1,0 +1,90 @@
+"""Process groups that their members make by themselves, whatever the other ranks of the world do."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+_PREFIX = "lowbit_strategy/"
+_num_made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # by the group they are made from
+
+
+def new_group(
+    members: Sequence[int],
+    parent: dist.ProcessGroup | None,
+    purpose: str,
+    *,
+    timeout: timedelta | None,
+    backend: str | None = None,
+) -> dist.ProcessGroup:
+    """A group of `members`; call on these, and on no other rank.
+
+    ``torch.distributed.new_group`` is for all ranks of the world: it names groups by how many a rank has made, so that
+    where some ranks have not called it, the next group of all has two names and waits forever. Its way for members
+    alone counts the groups that a rank has, which differ as well. Here the name follows from `parent`:
+
+    1. the name says which group this is of those that `parent`'s ranks have made for `purpose`
+    2. torch makes the group under this name, and counts nothing
+    3. NCCL does not split the world's communicator, which all its ranks would have to call
+
+    Args:
+        members: Global ranks, this one among them, all of them in `parent`.
+        parent: Whose ranks make groups now, each the one that it is in, which share no rank; None: the default group.
+        purpose: The same on all ranks of `parent`.
+        timeout: How patient the group is; None: as torch makes them.
+        backend: None: that of the default group.
+    """
+    parent = c10d._get_default_group() if parent is None else parent
+    counts = _num_made.setdefault(parent, Counter())
+    name = f"{_PREFIX}{parent.group_name}/{purpose}/{counts[purpose]}/{members[0]}"
+    counts[purpose] += 1
+    with _named(name), _without_splitting():
+        made: Any = dist.new_group(list(members), timeout=timeout, backend=backend, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Inside torch makes a group of this name; afterwards it does not count it in the names of others' groups."""
+    stock: Any = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = stock if _is_ours(stock) else functools.partial(_name_of_other, stock)
+
+
+def _is_ours(name_of: Callable[..., str]) -> bool:
+    return isinstance(name_of, functools.partial) and name_of.func is _name_of_other
+
+
+def _name_of_other(stock: Callable[[list[int]], str], ranks: list[int]) -> str:
+    """Torch's name for a group that members alone make, which says how many groups there are."""
+    names: Any = c10d._world.pg_names
+    own = {group: names.pop(group) for group, name in list(names.items()) if name.startswith(_PREFIX)}
+    try:
+        return stock(ranks)
+    finally:
+        names.update(own)
+
+
+@contextlib.contextmanager
+def _without_splitting() -> Iterator[None]:
+    """Inside the default group is bound to no device: its communicator is not split."""
+    default: Any = c10d._get_default_group()
+    device: torch.device | None = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
