@@ -1,4 +1,4 @@
-"""Being installed is enough: ``import torch`` ends by calling `autoload`, our entry point of the group ``torch.backends``.
+"""Being installed is enough: ``import torch`` ends with a call of `autoload`, an entry point of ``torch.backends``.
 
 1. wait for the first import of a framework's module that we serve; until then nothing is imported
 2. once that module has been imported, call the function of ours that serves it

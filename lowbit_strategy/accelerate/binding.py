@@ -92,7 +92,7 @@ class Binding:
         check_accelerator(accelerator)
         self.plugin = plugin
         self.accelerator = accelerator
-        self._of_section = of_section
+        self._of_section: bool = of_section
         self._before = (accelerator.state.parallelism_config, accelerator.state.device_mesh)
         shard_size = choose_shard_size(accelerator, plugin.shard_size)
         self._options = dataclasses.replace(plugin.sync_options(), shard_size=shard_size)
@@ -103,7 +103,7 @@ class Binding:
         self._warned_of_one_rank = False
         self._clipping = ClippingWarning(plugin.compressor, speaks=accelerator.is_main_process)
         self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
-        self._wrapped = {
+        self._wrapped: dict[str, Callable[..., Any]] = {
             "prepare_model": self._prepare_model,
             "_prepare_fsdp2": self._prepare_fsdp2,
             "prepare_optimizer": self._prepare_optimizer,

@@ -21,6 +21,7 @@ from typing import Any
 import wrapt
 
 from lowbit_strategy.autoload import SECTION, VARIABLE
+from lowbit_strategy.inform import inform
 from lowbit_strategy.options.suggestions import nearest
 
 _LAUNCHERS = (
@@ -36,7 +37,7 @@ def serve_files(module: Any) -> None:
     """`module` is ``accelerate.commands.config.config_args``."""
 
     @dataclass
-    class ClusterConfig(module.ClusterConfig):  # type: ignore[misc]
+    class ClusterConfig(module.ClusterConfig):
         lowbit_config: str | None = None  # as JSON: Accelerate makes flags of the keys of a mapping
 
         @classmethod
@@ -74,6 +75,12 @@ def serve_launchers(module: Any) -> None:
 
 def _check_and_prepare(prepare: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     hand_on(args[0])
+    num_processes = args[0].num_processes or 1
+    if os.environ.get(VARIABLE) and num_processes > 1 and kind_of(args[0]) == "NO" and not args[0].mpirun_hostfile:
+        inform(
+            "accelerate launch starts one process on CPU, not %d, and one sends no gradients: lowbit launch starts all",
+            num_processes,
+        )
     return prepare(*args, **kwargs)
 
 

@@ -37,12 +37,8 @@ def serve_trainers(module: Any) -> None:
 
 def watch_optimizers(module: Any) -> None:
     """`module` is ``torch.optim.optimizer``, in a process that has a section: training must not go past it."""
-
-    def before_first_step(*_: Any) -> None:
-        first.remove()
-        _check_training()
-
-    first = module.register_optimizer_step_pre_hook(before_first_step)
+    check_once = functools.cache(_check_training)
+    module.register_optimizer_step_pre_hook(lambda *_: check_once())
 
 
 def _accelerator_made(wrapped: Callable[..., None], instance: Any, args: Any, kwargs: Any) -> None:

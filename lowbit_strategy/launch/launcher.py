@@ -37,6 +37,8 @@ def launch(argv: Sequence[str]) -> None:
     SystemExit: With the script's status.
     """
     args = launch_parser().parse_args(argv)
+    if args.config_file is not None and not os.path.isfile(args.config_file):
+        raise ValueError(f"there is no configuration file {args.config_file!r}")
     complete = accelerate_launch._validate_launch_command
 
     def complete_more(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
