@@ -129,7 +129,7 @@ def _tell_later(module: ModuleType, error: Exception) -> None:
             _log.warning("lowbit_strategy cannot serve %s: %r", module.__name__, error)
         told = True
 
-    registry = getattr(module, "StrategyRegistry", None) or getattr(module, "STRATEGY_REGISTRY", None)
+    registry = getattr(module, "StrategyRegistry", getattr(module, "STRATEGY_REGISTRY", None))
     if registry is None:  # a section asks, where there is one
         if os.environ.get(VARIABLE) or "commands" in module.__name__:
             tell()

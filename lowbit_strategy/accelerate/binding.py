@@ -69,19 +69,14 @@ class Binding:
     """
 
     def __init__(
-        self,
-        plugin: PluginOptions,
-        accelerator: Accelerator,
-        *,
-        fsdp_plugin: Any = None,
-        of_section: bool = False,
+        self, plugin: PluginOptions, accelerator: Accelerator, *, fsdp_plugin: Any = None, of_section: bool = False
     ) -> None:
         if not isinstance(accelerator, Accelerator):
             raise TypeError(f"attach needs an accelerate.Accelerator, got {type(accelerator).__name__}")
         present = binding_of(accelerator)
         if present is not None and not present._of_section:
             raise ValueError("this Accelerator has a LowBitPlugin already: attach one only")
-        if accelerator._models or accelerator._optimizers:
+        if accelerator._models or accelerator._optimizers or (present is not None and present._modules):
             raise ValueError(
                 "this Accelerator has prepared a model or an optimizer already, which would stay uncompressed:"
                 " attach the plugin right after making the Accelerator, before accelerator.prepare"
@@ -103,41 +98,37 @@ class Binding:
         self._warned_of_one_rank = False
         self._clipping = ClippingWarning(plugin.compressor, speaks=accelerator.is_main_process)
         self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
-        self._wrapped: dict[str, Callable[..., Any]] = {
-            "prepare_model": self._prepare_model,
-            "_prepare_fsdp2": self._prepare_fsdp2,
-            "prepare_optimizer": self._prepare_optimizer,
-            "prepare_data_loader": self._prepare_data_loader,
-            "backward": self._backward,
-            "accumulate": self._accumulate,
-            "clip_grad_norm_": functools.partial(self._clip, "max_norm"),
-            "clip_grad_value_": functools.partial(self._clip, "clip_value"),
-            "init_trackers": self._init_trackers,
-            "free_memory": self._free_memory,
-        }
+        before = set(vars(accelerator))
+        wrap_method(accelerator, "prepare_model", self._prepare_model)
+        wrap_method(accelerator, "_prepare_fsdp2", self._prepare_fsdp2)
+        wrap_method(accelerator, "prepare_optimizer", self._prepare_optimizer)
+        wrap_method(accelerator, "prepare_data_loader", self._prepare_data_loader)
+        wrap_method(accelerator, "backward", self._backward)
+        wrap_method(accelerator, "accumulate", self._accumulate)
+        wrap_method(accelerator, "clip_grad_norm_", functools.partial(self._clip, "max_norm"))
+        wrap_method(accelerator, "clip_grad_value_", functools.partial(self._clip, "clip_value"))
+        wrap_method(accelerator, "init_trackers", self._init_trackers)
+        wrap_method(accelerator, "free_memory", self._free_memory)
         if plugin.outer is not None:
-            self._wrapped |= {
-                "get_state_dict": self._get_state_dict,
-                "load_state": self._load_state,
-                "end_training": self._end_training,
-            }
-        for name, around in self._wrapped.items():
-            wrap_method(accelerator, name, around)
+            wrap_method(accelerator, "get_state_dict", self._get_state_dict)
+            wrap_method(accelerator, "load_state", self._load_state)
+            wrap_method(accelerator, "end_training", self._end_training)
         self._hooks = (
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.save(folder)),
             accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder)),
         )
         setattr(accelerator, _ATTRIBUTE, self)
+        self._added = vars(accelerator).keys() - before
 
     def _make_room(self) -> None:
         """Nothing has been prepared, and the script attaches a plugin of its own: leave no trace."""
-        inform("the script's own LowBitPlugin is used, and not the lowbit_config section")
-        for name in self._wrapped:
+        if self.accelerator.is_main_process:
+            inform("the script's own LowBitPlugin is used, and not the lowbit_config section")
+        for name in self._added:
             delattr(self.accelerator, name)
         for hook in self._hooks:
             hook.remove()
         self.accelerator.state.parallelism_config, self.accelerator.state.device_mesh = self._before
-        delattr(self.accelerator, _ATTRIBUTE)
 
     @property
     def sync(self) -> GradientSync | None:

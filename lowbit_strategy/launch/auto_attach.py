@@ -35,6 +35,7 @@ def serve_trainers(module: Any) -> None:
     wrapt.wrap_function_wrapper(module, "Trainer.__init__", _trainer_made)
 
 
+@functools.cache  # once
 def watch_optimizers(module: Any) -> None:
     """`module` is ``torch.optim.optimizer``, in a process that has a section: training must not go past it."""
     check_once = functools.cache(_check_training)

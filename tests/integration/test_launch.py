@@ -302,3 +302,76 @@ def test_bad_input_starts_nothing(more: dict[str, Any], message: str, tmp_path: 
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "started").exists()
+
+
+_STEP = """\
+import os, torch
+from accelerate import Accelerator, notebook_launcher
+def step(accelerator):
+    net = torch.nn.Linear(16, 64)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 16)).sum())
+    optimizer.step()
+    sync = accelerator.lowbit.sync
+    print("bits", accelerator.lowbit.plugin.compressor.bits, sync.ranks.peers.sent_nbytes > 0, flush=True)
+    accelerator.free_memory(model, optimizer)
+"""
+_OWN_PLUGINS = """\
+from lowbit_strategy.accelerate import LowBitAccelerator, LowBitPlugin
+step(Accelerator())
+accelerator = Accelerator()
+LowBitPlugin("loco2").attach(accelerator)
+step(accelerator)
+step(LowBitAccelerator(lowbit_plugin=LowBitPlugin("loco3")))
+late = Accelerator()
+step(late)
+for accelerator in (accelerator, late):
+    try:
+        LowBitPlugin("loco2").attach(accelerator)
+    except ValueError as error:
+        print("refused", error)
+from lowbit_strategy.transformers import attach
+from lowbit_strategy.transformers.checkpoints import ResidualCallback
+from transformers import Trainer, TrainingArguments
+trainer = Trainer(torch.nn.Linear(2, 2), TrainingArguments("out", use_cpu=True, report_to="none"))
+before = trainer.accelerator.lowbit
+print("trainer", attach(trainer, "loco2").plugin.compressor.bits, before.plugin.compressor.bits, flush=True)
+print("callbacks", sum(isinstance(each, ResidualCallback) for each in trainer.callback_handler.callbacks), flush=True)
+"""
+
+
+def test_a_script_s_own_plugin_wins(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_STEP + _OWN_PLUGINS)
+    env = {**STOCK_ON_CPU, "LOWBIT_CONFIG": json.dumps(SECTION)}
+    done = run_script("train.py", world_size=2, env=env, cwd=tmp_path)
+    for bits, times in ((4, 2), (2, 1), (3, 1)):
+        assert done.stdout.count(f"bits {bits} True") == 2 * times
+    assert done.stderr.count("the script's own LowBitPlugin is used, and not the lowbit_config section") == 3
+    assert done.stdout.count("refused this Accelerator has a LowBitPlugin already: attach one only") == 2
+    assert done.stdout.count("refused this Accelerator has prepared a model or an optimizer already") == 2
+    assert done.stdout.count("trainer 2 4") == 2
+    assert done.stdout.count("callbacks 1") == 2
+
+
+def test_a_notebook_that_sets_the_section_late(tmp_path: Path) -> None:
+    (tmp_path / "cells.py").write_text(
+        f"{_STEP}"
+        f"os.environ['LOWBIT_CONFIG'] = {json.dumps(SECTION)!r}\n"
+        "notebook_launcher(lambda: step(Accelerator()), num_processes=2)\n"
+    )
+    done = run_script("cells.py", env=STOCK_ON_CPU, cwd=tmp_path)
+    assert done.stdout.count("bits 4 True") == 2
+
+
+def test_training_before_anything_is_prepared_is_said(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        f"{_STEP}"
+        "accelerator = Accelerator()\n"
+        "net = torch.nn.Linear(2, 2)\n"
+        "torch.optim.SGD(net.parameters(), lr=0.1).step()\n"
+        "step(accelerator)\n"
+    )
+    env = {**STOCK_ON_CPU, "LOWBIT_CONFIG": json.dumps(SECTION)}
+    done = run_script("train.py", world_size=2, env=env, cwd=tmp_path)
+    assert done.stderr.count("before any model has gone through accelerator.prepare") == 2
+    assert done.stdout.count("bits 4 True") == 2

@@ -76,8 +76,7 @@ def test_lightning_cli_with_the_name_alone(tmp_path: Path) -> None:
 FABRIC = """\
 import torch
 from {framework} import Fabric
-fabric = Fabric({arguments})
-fabric.launch()
+fabric = Fabric()
 net = torch.nn.Linear(16, 64)
 model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
 fabric.backward(model(torch.ones(2, 16)).sum())
@@ -88,7 +87,7 @@ print("sent", fabric.strategy.sessions[0].sync.ranks.peers.sent_nbytes > 0, flus
 
 @pytest.mark.parametrize("cli", ["lightning.fabric.cli", pytest.param("lightning_fabric.cli", marks=pytest.mark.slow)])
 def test_fabric_run_with_the_name_alone(cli: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(FABRIC.format(framework=cli.removesuffix(".cli"), arguments=""))
+    (tmp_path / "train.py").write_text(FABRIC.format(framework=cli.removesuffix(".cli")))
     command = ["-c", f"from {cli} import _main; _main()", "run", "--strategy", "loco_ddp", "--accelerator", "cpu"]
     done = run_script([*command, "--devices", "2", "train.py"], cwd=tmp_path)
     assert done.stdout.count("sent True") == 2
