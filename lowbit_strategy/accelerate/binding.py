@@ -73,8 +73,7 @@ class Binding:
     ) -> None:
         if not isinstance(accelerator, Accelerator):
             raise TypeError(f"attach needs an accelerate.Accelerator, got {type(accelerator).__name__}")
-        present = binding_of(accelerator)
-        if present is not None and not present._of_section:
+        if (present := binding_of(accelerator)) is not None and not present._of_section:
             raise ValueError("this Accelerator has a LowBitPlugin already: attach one only")
         if accelerator._models or accelerator._optimizers or (present is not None and present._modules):
             raise ValueError(

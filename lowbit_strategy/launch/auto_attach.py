@@ -21,6 +21,10 @@ from lowbit_strategy.autoload import VARIABLE
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+_OTHER_WAYS = tuple(  # of training compressed
+    f"lowbit_strategy.{name}"
+    for name in ("lightning", "pytorch_lightning", "fabric", "lightning_fabric", "custom_loop")
+)
 _log = logging.getLogger("lowbit_strategy")
 _accelerators: list[Accelerator] = []  # that have a section's plugin, or had it
 
@@ -77,7 +81,7 @@ def _check_training() -> None:
     if not os.environ.get(VARIABLE):
         return  # a dry run
     if not _accelerators:
-        if "lowbit_strategy.attach.session" in sys.modules:  # as by a Lightning strategy
+        if any(name in sys.modules for name in _OTHER_WAYS):
             return
         raise RuntimeError(
             "the script trains without an Accelerator, so nothing of it would be compressed: make one,"

@@ -31,7 +31,9 @@ class Handed:
 
     def __call__(self, args: argparse.Namespace) -> None:
         self.args = args
-        if args.multi_gpu or args.use_fsdp:
+        if args.use_deepspeed:
+            _, self.prepared = accelerate_launch.prepare_deepspeed_cmd_env(args)
+        elif args.multi_gpu or args.use_fsdp:
             self.prepared = accelerate_launch.prepare_multi_gpu_env(args)
         else:
             _, self.prepared = accelerate_launch.prepare_simple_launcher_cmd_env(args)
@@ -52,7 +54,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
 @pytest.fixture
 def handed(monkeypatch: pytest.MonkeyPatch) -> Handed:
     recorder = Handed()
-    for name in ("simple_launcher", "multi_gpu_launcher"):
+    for name in ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher"):
         monkeypatch.setattr(accelerate_launch, name, recorder)
     return recorder
 
