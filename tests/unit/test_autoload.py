@@ -97,6 +97,7 @@ def broken(tmp_path: Path) -> Path:
 _BROKEN = """\
 import logging
 sys.path.insert(0, {path!r})
+sys.meta_path = [each for each in sys.meta_path if "editable" not in repr(each)]  # would find what is missing
 import torch, lowbit_strategy; show(lowbit_strategy.__file__)
 messages = []
 class Handler(logging.Handler):
