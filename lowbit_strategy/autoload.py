@@ -102,9 +102,33 @@ class _Waiting:
             from wrapt import register_post_import_hook
 
             for name in _SERVED:
-                register_post_import_hook(_serve, name)
+                if _is_being_imported(sys.modules.get(name)):
+                    _serve_when_done(name)
+                else:
+                    register_post_import_hook(_serve, name)
         except Exception as error:
             _log.warning("lowbit_strategy serves no framework in this process: %r", error)
+
+
+def _is_being_imported(module: ModuleType | None) -> bool:
+    """It may be what imports torch. The mark is importlib's own."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _serve_when_done(name: str) -> None:
+    """The last thing that an import does is to make the module an attribute of its package."""
+    package, _, attribute = name.rpartition(".")
+    parent: Any = sys.modules[package]
+    kind = type(parent)
+
+    class Package(kind):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == attribute and not _is_being_imported(value):
+                self.__class__ = kind
+                _serve(value)
+
+    parent.__class__ = Package
 
 
 def _serve(module: ModuleType) -> None:

@@ -48,7 +48,7 @@ def watch_optimizers(module: Any) -> None:
 
 def _accelerator_made(wrapped: Callable[..., None], instance: Any, args: Any, kwargs: Any) -> None:
     wrapped(*args, **kwargs)
-    if not os.environ.get(VARIABLE):
+    if not (source := os.environ.get(VARIABLE)):
         return
     from lowbit_strategy.accelerate.binding import Binding
 
@@ -56,14 +56,14 @@ def _accelerator_made(wrapped: Callable[..., None], instance: Any, args: Any, kw
     if not _accelerators:
         atexit.register(_leave)
     _accelerators.append(instance)
-    Binding(_plugin(), instance, fsdp_plugin=given.get("fsdp_plugin"), of_section=True)
+    Binding(_plugin(source), instance, fsdp_plugin=given.get("fsdp_plugin"), of_section=True)
 
 
 @functools.cache
-def _plugin() -> Any:
-    from lowbit_strategy.config.section import plugin_from_section, section_from_environment
+def _plugin(source: str) -> Any:
+    from lowbit_strategy.config.section import plugin_from_section, read_section
 
-    return plugin_from_section(section_from_environment())
+    return plugin_from_section(read_section(source))
 
 
 def _trainer_made(wrapped: Callable[..., None], instance: Any, args: Any, kwargs: Any) -> None:
