@@ -116,19 +116,21 @@ def _is_being_imported(module: ModuleType | None) -> bool:
 
 
 def _serve_when_done(name: str) -> None:
-    """The last thing that an import does is to make the module an attribute of its package."""
-    package, _, attribute = name.rpartition(".")
-    parent: Any = sys.modules[package]
-    kind = type(parent)
+    """When the module has been executed, importlib takes its mark off. Its package is no help: transformers replaces its
+    own while it is imported.
+    """
+    spec: Any = sys.modules[name].__spec__
+    kind = type(spec)
 
-    class Package(kind):  # type: ignore[misc, valid-type]
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, value)
-            if name == attribute and not _is_being_imported(value):
+    class Spec(kind):  # type: ignore[misc, valid-type]
+        def __setattr__(self, attribute: str, value: Any) -> None:
+            super().__setattr__(attribute, value)
+            if attribute == "_initializing" and not value:
                 self.__class__ = kind
-                _serve(value)
+                if name in sys.modules:  # it has not failed
+                    _serve(sys.modules[name])
 
-    parent.__class__ = Package
+    spec.__class__ = Spec
 
 
 def _serve(module: ModuleType) -> None:

@@ -69,12 +69,12 @@ def test_accelerate_and_transformers_without_a_section_get_nothing() -> None:
 @pytest.mark.parametrize("first", ["transformers import Trainer", "accelerate import Accelerator"])
 def test_a_framework_that_imports_torch_itself(first: str) -> None:
     """`autoload` is called while the module that is to be served is being imported."""
-    (kind, package) = show(
+    made, spec = show(
         f"from {first} as Made\nshow(type(Made.__init__).__name__)\n"
-        "show(type(sys.modules[Made.__module__.partition('.')[0]]).__name__)"
+        "show(type(sys.modules[Made.__module__].__spec__).__name__)"
     )
-    assert kind == "BoundFunctionWrapper"
-    assert package != "Package"
+    assert made == "BoundFunctionWrapper"
+    assert spec == "ModuleSpec"
 
 
 def test_switched_off() -> None:
