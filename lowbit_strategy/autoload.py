@@ -116,8 +116,8 @@ def _is_being_imported(module: ModuleType | None) -> bool:
 
 
 def _serve_when_done(name: str) -> None:
-    """When the module has been executed, importlib takes its mark off. Its package is no help: transformers replaces its
-    own while it is imported.
+    """When the module has been executed, importlib takes its mark off. Its package is no help: transformers replaces
+    its own while it is imported.
     """
     spec: Any = sys.modules[name].__spec__
     kind = type(spec)
