@@ -1,4 +1,4 @@
-"""What imports take, in processor time: torch with and without autoloading of this package, and the package after torch.
+"""What imports take of a processor: torch with and without autoloading of this package, and the package after torch.
 
     python benchmarks/import_time.py --out import_time.json
 
