@@ -1,138 +1,20 @@
-"""Compressed gradient synchronisation for PyTorch training: one line to turn on.
+"""Compressed gradient synchronisation for PyTorch training: a strategy's name, or a section of Accelerate's file.
 
 Importing this package registers the strategy names ``<compressor>_ddp`` and ``<compressor>_fsdp`` with Lightning and
-Fabric, whichever of their namespaces is or will be imported.
+Fabric, whichever of their namespaces is or will be imported. Where the package is installed, ``import torch`` does so.
 """
 
+import importlib.util
 import sys
+from typing import TYPE_CHECKING
 
-from lowbit_strategy.checkpoint.residual_files import ResidualFileError
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.auto import Auto
-from lowbit_strategy.methods.low_rank.acpsgd import ACPSGD
-from lowbit_strategy.methods.low_rank.atomo import ATOMO
-from lowbit_strategy.methods.low_rank.gradiveq import GradiVeQ
-from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
-from lowbit_strategy.methods.outer.diloco import DiLoCo
-from lowbit_strategy.methods.outer.eagerdiloco import EagerDiLoCo
-from lowbit_strategy.methods.outer.interval import AdaComm, Quadratic, Seconds, Stepwise
-from lowbit_strategy.methods.outer.localsgd import LocalSGD
-from lowbit_strategy.methods.outer.overlaplocalsgd import OverlapLocalSGD
-from lowbit_strategy.methods.outer.postlocalsgd import PostLocalSGD
-from lowbit_strategy.methods.outer.registry import OUTER_RULES, as_outer
-from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.methods.outer.sparseloco import SparseLoCo
-from lowbit_strategy.methods.outer.streamingdiloco import StreamingDiLoCo
-from lowbit_strategy.methods.quantization.dense import Dense
-from lowbit_strategy.methods.quantization.eden import EDEN
-from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
-from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.quantization.multiscale import MultiScale
-from lowbit_strategy.methods.quantization.naturalcompression import NaturalCompression
-from lowbit_strategy.methods.quantization.onebitsgd import OneBitSGD
-from lowbit_strategy.methods.quantization.qsgd import QSGD
-from lowbit_strategy.methods.quantization.sharedscale import SharedScale
-from lowbit_strategy.methods.quantization.signsgd import SignSGD
-from lowbit_strategy.methods.quantization.terngrad import TernGrad
-from lowbit_strategy.methods.quantization.threelc import ThreeLC
-from lowbit_strategy.methods.registry import PRESETS, as_compressor, from_options, preset
-from lowbit_strategy.methods.sparsification.adacomp import AdaComp
-from lowbit_strategy.methods.sparsification.deft import DEFT
-from lowbit_strategy.methods.sparsification.dgc import DGC
-from lowbit_strategy.methods.sparsification.exdyna import ExDyna
-from lowbit_strategy.methods.sparsification.gspar import GSpar
-from lowbit_strategy.methods.sparsification.gtopk import GTopK
-from lowbit_strategy.methods.sparsification.micro import MiCRO
-from lowbit_strategy.methods.sparsification.randomk import RandomK
-from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
-from lowbit_strategy.methods.sparsification.sidco import SIDCo
-from lowbit_strategy.methods.sparsification.sketchedsgd import SketchedSGD
-from lowbit_strategy.methods.sparsification.topk import TopK
-from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.methods.weights.exact import Exact
-from lowbit_strategy.methods.weights.registry import as_weights
-from lowbit_strategy.methods.weights.weightcode import WeightCode
-from lowbit_strategy.methods.weights.weightdelta import WeightDelta
-from lowbit_strategy.methods.wrappers.ef21 import EF21
-from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
-from lowbit_strategy.methods.wrappers.partition import Partition
-from lowbit_strategy.methods.wrappers.rotate import Rotate
-from lowbit_strategy.methods.wrappers.warmup import WarmUp
-from lowbit_strategy.model.digest import DivergenceError
-from lowbit_strategy.ranks.elastic import Elastic
-from lowbit_strategy.register import register_when_imported
-from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
-from lowbit_strategy.version import __version__
+from lowbit_strategy.autoload import serve
+from lowbit_strategy.version import __version__ as __version__
 
-__all__ = [
-    "ACPSGD",
-    "ATOMO",
-    "DEFT",
-    "DGC",
-    "EDEN",
-    "EF21",
-    "OUTER_RULES",
-    "PRESETS",
-    "QSGD",
-    "AdaComm",
-    "AdaComp",
-    "Auto",
-    "Compressor",
-    "Dense",
-    "DiLoCo",
-    "DivergenceError",
-    "EFSignSGD",
-    "EagerDiLoCo",
-    "Elastic",
-    "ElasticSampler",
-    "ErrorFeedback",
-    "ExDyna",
-    "Exact",
-    "GSpar",
-    "GTopK",
-    "GradiVeQ",
-    "LoCo",
-    "LocalSGD",
-    "MiCRO",
-    "MultiScale",
-    "NaturalCompression",
-    "OneBitSGD",
-    "OuterRule",
-    "OverlapLocalSGD",
-    "Partition",
-    "PostLocalSGD",
-    "PowerSGD",
-    "Quadratic",
-    "RandomK",
-    "ResidualFileError",
-    "Rotate",
-    "SIDCo",
-    "ScaleCom",
-    "Seconds",
-    "SharedScale",
-    "SignSGD",
-    "SketchedSGD",
-    "SparseLoCo",
-    "Stepwise",
-    "StreamingDiLoCo",
-    "TensorSpec",
-    "TernGrad",
-    "ThreeLC",
-    "TopK",
-    "WarmUp",
-    "WeightCode",
-    "WeightCoding",
-    "WeightDelta",
-    "__version__",
-    "as_compressor",
-    "as_outer",
-    "as_weights",
-    "from_options",
-    "preset",
-]
+if TYPE_CHECKING:
+    from lowbit_strategy.exports import *  # noqa: F403
 
-register_when_imported()
+serve()
 
 _IN_FRAMEWORKS = {  # names that are looked for here, and where they are
     "LowBitDDPStrategy": "lowbit_strategy.lightning (or .pytorch_lightning, .fabric, .lightning_fabric)",
@@ -144,19 +26,42 @@ _IN_FRAMEWORKS = {  # names that are looked for here, and where they are
     "attach": "lowbit_strategy.transformers",
     "adapt": "lowbit_strategy.fabric, or lowbit_strategy.custom_loop for a loop of your own",
     "monitor": "lowbit_strategy.fabric, or lowbit_strategy.custom_loop for a loop of your own",
+    "compress": "lowbit_strategy.custom_loop",
     "SyncOptions": "lowbit_strategy.custom_loop",
 }
 
 
-def __getattr__(name: str) -> object:
-    """What needs a framework is in that framework's module, so that importing this package imports none.
+def _look_up(name: str) -> object:
+    """The name of `exports`. What needs a framework is in that framework's module, so that nothing here imports one.
 
     Raises:
         AttributeError: There is no such name. To an import statement, which would put words of its own in the place of
-            an AttributeError's, it is an ImportError.
+            an AttributeError's, it is an ImportError where there is something to say.
     """
-    if name not in _IN_FRAMEWORKS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    imported = "importlib" in sys._getframe(1).f_code.co_filename
-    error = ImportError if imported else AttributeError
-    raise error(f"{name} is in {_IN_FRAMEWORKS[name]}, not in lowbit_strategy itself")
+    error = ImportError if "importlib" in sys._getframe(1).f_code.co_filename else AttributeError
+    if name in _IN_FRAMEWORKS:
+        raise error(f"{name} is in {_IN_FRAMEWORKS[name]}, not in lowbit_strategy itself")
+    missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    is_module = importlib.util.find_spec(f"{__name__}.{name}") is not None  # an import statement goes on to it
+    if is_module or (name.startswith("_") and name != "__all__"):
+        raise missing
+    from lowbit_strategy import exports
+    from lowbit_strategy.options.suggestions import nearest
+
+    if name == "__all__" or name in exports.__all__:
+        globals()[name] = getattr(exports, name)
+        return globals()[name]
+    known = {each.lower(): each for each in (*exports.__all__, *_IN_FRAMEWORKS)}
+    if (near := nearest(name.lower(), known)) is not None:
+        raise error(f"lowbit_strategy has no {name!r}; did you mean {known[near]!r}?")
+    raise missing
+
+
+if not TYPE_CHECKING:  # type checkers know every name, and would take any other for one
+    __getattr__ = _look_up
+
+
+def __dir__() -> list[str]:
+    from lowbit_strategy import exports
+
+    return sorted({*globals(), *exports.__all__})

@@ -1,14 +1,12 @@
-"""Run an unmodified Accelerate or Hugging Face Trainer script with compressed gradients.
+"""Run an Accelerate or Hugging Face Trainer script with compressed gradients where it would not find this package.
 
     python -m lowbit_strategy.run [--lowbit_config FILE] train.py --its-own-args
     python -m lowbit_strategy.run [--lowbit_config FILE] -m package.train --its-own-args
 
-This is what ``lowbit launch`` starts in every process, and what other launchers can start instead of the script:
+Where autoloading is in force (``lowbit doctor`` says so), the environment variable LOWBIT_CONFIG, a file with a
+``lowbit_config`` section or the section itself, does the same:
 
-    accelerate launch ... -m lowbit_strategy.run --lowbit_config job.yaml train.py
-    torchrun ... -m lowbit_strategy.run --lowbit_config job.yaml train.py
-
-The ``lowbit_config`` section comes from FILE, or from the environment variable LOWBIT_CONFIG (a file, or the section).
+    LOWBIT_CONFIG=job.yaml torchrun ... train.py
 """
 
 from __future__ import annotations
@@ -18,13 +16,12 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-import wrapt
-
-if TYPE_CHECKING:
-    from lowbit_strategy.launch.auto_attach import AutoAttach
-    from lowbit_strategy.launch.dry_run import DryRun
+from lowbit_strategy.autoload import VARIABLE, serve
+from lowbit_strategy.config.section import export, plugin_from_section, read_section, section_from_environment
+from lowbit_strategy.launch.dry_run import DryRun
+from lowbit_strategy.launch.dry_run_report import Planned
+from lowbit_strategy.launch.linked import Linked
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,14 +30,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = _parser().parse_args(argv)
     try:
-        around = _around(arguments)
+        dry_run = _prepare(arguments)
     except ValueError as error:
         print(f"lowbit: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    around.install()
     _run(arguments.target, arguments.arguments, module=arguments.module)
-    around.finish()
-    _leave()
+    if dry_run is not None:
+        dry_run.finish()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,35 +54,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _around(arguments: argparse.Namespace) -> AutoAttach | DryRun:
-    """What goes around the script: attaches, or reports only."""
-    from lowbit_strategy.config.section import (
-        VARIABLE,
-        plugin_from_section,
-        read_section,
-        section_from_environment,
-    )
-    from lowbit_strategy.launch.auto_attach import AutoAttach
-    from lowbit_strategy.launch.dry_run import DryRun
-    from lowbit_strategy.launch.dry_run_report import Planned
-    from lowbit_strategy.launch.linked import Linked
-
+def _prepare(arguments: argparse.Namespace) -> DryRun | None:
+    """The section goes into the environment, where every `Accelerator` finds it; a dry run reports instead."""
     section = read_section(arguments.lowbit_config) if arguments.lowbit_config else section_from_environment()
     if section is None:
         raise ValueError(f"no lowbit_config section: give --lowbit_config FILE, or set {VARIABLE} to the file")
     plugin = plugin_from_section(section)
-    if arguments.lowbit_dry_run:
-        linked = Linked.parse(arguments.lowbit_link) if arguments.lowbit_link else None
-        return DryRun(plugin, Planned.parse(arguments.lowbit_dry_run), linked)
-    wrapt.register_post_import_hook(_bind_trainers, "transformers.trainer")
-    return AutoAttach(plugin)
-
-
-def _bind_trainers(module: object) -> None:
-    """The Trainer has checkpoints of its own: residuals must go along."""
-    from lowbit_strategy.transformers.binding import bind_every_trainer
-
-    bind_every_trainer(module)
+    if not arguments.lowbit_dry_run:
+        os.environ.update(export(section))
+        serve()
+        return None
+    linked = Linked.parse(arguments.lowbit_link) if arguments.lowbit_link else None
+    dry_run = DryRun(plugin, Planned.parse(arguments.lowbit_dry_run), linked)
+    os.environ.pop(VARIABLE, None)
+    dry_run.install()
+    return dry_run
 
 
 def _run(target: str, arguments: Sequence[str], *, module: bool) -> None:
@@ -100,14 +82,6 @@ def _run(target: str, arguments: Sequence[str], *, module: bool) -> None:
         raise SystemExit(2)
     sys.path[0] = os.path.dirname(os.path.abspath(target))
     runpy.run_path(target, run_name="__main__")
-
-
-def _leave() -> None:
-    """For scripts that do not: gloo aborts now and then in a process that ends with its groups open."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A small GPT on real text with Accelerate. Nothing in this script knows of compression: the configuration file does.
 
-    lowbit launch --config_file recipes/configs/ddp.yaml recipes/accelerate_lm.py --steps 200
+    accelerate launch --config_file recipes/configs/ddp.yaml recipes/accelerate_lm.py --steps 200     # on GPUs
+    lowbit launch --config_file recipes/configs/ddp.yaml recipes/accelerate_lm.py --steps 200         # on CPU too
 
 To turn compression on in the script instead, add one line after the Accelerator is made:
 

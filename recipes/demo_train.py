@@ -16,8 +16,6 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-import lowbit_strategy  # noqa: F401  registers "loco_ddp" and the others
-
 if __package__:
     from recipes.gpt import LanguageModel
     from recipes.text import Windows, standard_library

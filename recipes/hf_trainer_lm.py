@@ -2,7 +2,8 @@
 
 torchrun --nproc-per-node 2 recipes/hf_trainer_lm.py --steps 100
 torchrun --nproc-per-node 2 recipes/hf_trainer_lm.py --steps 100 --resume        # from the last checkpoint
-lowbit launch --config_file recipes/configs/ddp.yaml recipes/hf_trainer_lm.py --plain     # without the line
+lowbit launch --config_file recipes/configs/ddp.yaml recipes/hf_trainer_lm.py --plain     # without the line, on CPU
+accelerate launch --config_file recipes/configs/ddp.yaml recipes/hf_trainer_lm.py --plain     # likewise, on GPUs
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", default="runs/hf_trainer_lm")
     parser.add_argument("--resume", action="store_true", help="from the last checkpoint in --out")
-    parser.add_argument("--plain", action="store_true", help="leave compression to lowbit launch, or out")
+    parser.add_argument("--plain", action="store_true", help="leave compression to the launcher, or out")
     options = parser.parse_args()
 
     set_seed(0)

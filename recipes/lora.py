@@ -15,8 +15,6 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import lowbit_strategy  # noqa: F401 (registers the strategy names)
-
 if __package__:
     from recipes.text import Windows, standard_library
 else:

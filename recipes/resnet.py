@@ -16,7 +16,6 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
-import lowbit_strategy  # noqa: F401 (registers the strategy names)
 from lowbit_strategy.lightning import CompressionMonitor
 
 

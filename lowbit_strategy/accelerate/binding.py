@@ -62,28 +62,32 @@ class Binding:
         plugin: Configuration.
         accelerator: Has prepared nothing yet.
         fsdp_plugin: See `LowBitPlugin.attach`.
+        of_section: The plugin is a `lowbit_config` section's: one of the script's own may take its place.
 
     Raises:
         ValueError: See `LowBitPlugin.attach`.
     """
 
-    def __init__(self, plugin: PluginOptions, accelerator: Accelerator, *, fsdp_plugin: Any = None) -> None:
+    def __init__(
+        self, plugin: PluginOptions, accelerator: Accelerator, *, fsdp_plugin: Any = None, of_section: bool = False
+    ) -> None:
         if not isinstance(accelerator, Accelerator):
             raise TypeError(f"attach needs an accelerate.Accelerator, got {type(accelerator).__name__}")
-        if binding_of(accelerator) is not None:
-            raise ValueError(
-                "this Accelerator has a LowBitPlugin already: attach one only, in the script or by a lowbit_config"
-                " section (lowbit launch), not both"
-            )
-        if accelerator._models or accelerator._optimizers:
+        if (present := binding_of(accelerator)) is not None and not present._of_section:
+            raise ValueError("this Accelerator has a LowBitPlugin already: attach one only")
+        if accelerator._models or accelerator._optimizers or (present is not None and present._modules):
             raise ValueError(
                 "this Accelerator has prepared a model or an optimizer already, which would stay uncompressed:"
                 " attach the plugin right after making the Accelerator, before accelerator.prepare"
             )
+        if present is not None:
+            present._make_room()
         keep_fsdp_on_cpu(accelerator, fsdp_plugin)
         check_accelerator(accelerator)
         self.plugin = plugin
         self.accelerator = accelerator
+        self._of_section: bool = of_section
+        self._before = (accelerator.state.parallelism_config, accelerator.state.device_mesh)
         shard_size = choose_shard_size(accelerator, plugin.shard_size)
         self._options = dataclasses.replace(plugin.sync_options(), shard_size=shard_size)
         self._numbers: WeakKeyDictionary[Session, int] = WeakKeyDictionary()  # checkpoints know models by order
@@ -93,6 +97,7 @@ class Binding:
         self._warned_of_one_rank = False
         self._clipping = ClippingWarning(plugin.compressor, speaks=accelerator.is_main_process)
         self._modules: WeakSet[nn.Module] = WeakSet()  # all that anything has been attached to, in use or not
+        before = set(vars(accelerator))
         wrap_method(accelerator, "prepare_model", self._prepare_model)
         wrap_method(accelerator, "_prepare_fsdp2", self._prepare_fsdp2)
         wrap_method(accelerator, "prepare_optimizer", self._prepare_optimizer)
@@ -107,9 +112,22 @@ class Binding:
             wrap_method(accelerator, "get_state_dict", self._get_state_dict)
             wrap_method(accelerator, "load_state", self._load_state)
             wrap_method(accelerator, "end_training", self._end_training)
-        accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.save(folder))
-        accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
+        self._hooks = (
+            accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.save(folder)),
+            accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder)),
+        )
         setattr(accelerator, _ATTRIBUTE, self)
+        self._added = vars(accelerator).keys() - before
+
+    def _make_room(self) -> None:
+        """Nothing has been prepared, and the script attaches a plugin of its own: leave no trace."""
+        if self.accelerator.is_main_process:
+            inform("the script's own LowBitPlugin is used, and not the lowbit_config section")
+        for name in self._added:
+            delattr(self.accelerator, name)
+        for hook in self._hooks:
+            hook.remove()
+        self.accelerator.state.parallelism_config, self.accelerator.state.device_mesh = self._before
 
     @property
     def sync(self) -> GradientSync | None:

@@ -35,6 +35,7 @@ PATCHES = private_names(
       set {_ACCELERATOR}.ddp_handler
     shard_size of the plugin is what dp_replicate_size of Accelerate is, for an accelerator that has none
       set accelerate.state:AcceleratorState.parallelism_config
+      set accelerate.state:AcceleratorState.device_mesh
     windows of accumulation are counted from where a controller changes their length
       set {_ACCELERATOR}.step
     a step is over when its optimizer has stepped; schedulers rebind a patched attribute, so the class of prepared \
@@ -42,6 +43,17 @@ PATCHES = private_names(
       overridden accelerate.optimizer:AcceleratedOptimizer.step(self, closure)
     FSDP on CPU is replaced by DDP there (keep_fsdp_on_cpu)
       set accelerate.state:PartialState._shared_state
+    its commands refuse a configuration file with a section; SageMaker's jobs cannot have one
+      overridden accelerate.commands.config.config_args:ClusterConfig.process_config(config_dict)
+      overridden accelerate.commands.config.config_args:ClusterConfig.to_dict(self)
+      wrapped accelerate.commands.config.config_args:SageMakerConfig.process_config(config_dict)
+    sections are checked before processes are started, and put into their environment
+      wrapped accelerate.utils.launch:prepare_simple_launcher_cmd_env(args)
+      wrapped accelerate.utils.launch:prepare_multi_gpu_env(args)
+      wrapped accelerate.utils.launch:prepare_deepspeed_cmd_env(args)
+      wrapped accelerate.utils.launch:prepare_tpu(args, current_env)
+    lowbit launch goes on from what Accelerate makes of flags and configuration file
+      wrapped accelerate.commands.launch:_validate_launch_command(args)
     """,
 )
 

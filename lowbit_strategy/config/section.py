@@ -28,6 +28,7 @@ from typing import Any
 import yaml
 
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
+from lowbit_strategy.autoload import SECTION, VARIABLE
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.presets import option_names
@@ -36,9 +37,6 @@ from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.options.suggestions import did_you_mean, nearest
-
-SECTION = "lowbit_config"
-VARIABLE = "LOWBIT_CONFIG"  # the section as JSON, or the path of a file that holds it
 
 OTHER_KEYS = tuple(field.name for field in dataclasses.fields(LowBitPlugin) if field.name != "compressor")
 

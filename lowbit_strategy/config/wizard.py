@@ -1,4 +1,4 @@
-"""``lowbit config``: Accelerate's questions, then ours; the answers become a file for ``lowbit launch``."""
+"""``lowbit config``: Accelerate's questions, then ours; the answers become a file for both launchers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def configure(path: Path, given: Section | None = None) -> None:
     _warn_of(yaml.safe_load(text))
     section = ask_section() if given is None else given
     path.write_text(with_section(text, section), encoding="utf-8")
-    typer.echo(f"Written: {path}. Train with: lowbit launch --config_file {path} train.py")
+    launcher = "lowbit" if yaml.safe_load(text).get("use_cpu") else "accelerate"  # which starts one process on CPU
+    typer.echo(f"Written: {path}. Train with: {launcher} launch --config_file {path} train.py")
 
 
 def _ask_accelerate(path: Path) -> str:

@@ -52,7 +52,7 @@ def config(
         ),
     ] = None,
 ) -> None:
-    """Ask what to compress and how, and write a configuration file for lowbit launch."""
+    """Ask what to compress and how, and write a configuration file for accelerate launch."""
     from lowbit_strategy.config import wizard
     from lowbit_strategy.config.section import read_section
 

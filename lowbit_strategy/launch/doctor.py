@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -17,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lowbit_strategy import autoload
 from lowbit_strategy.version import __version__
 
 _OPTIONAL = {  # what they are for
@@ -78,6 +81,7 @@ def examine() -> Iterator[Finding]:
     yield from examine_far_links()
     yield from _compiler()
     yield from _strategies()
+    yield _autoloading()
 
 
 def _packages() -> Iterator[Finding]:
@@ -236,3 +240,18 @@ def _strategies() -> Iterator[Finding]:
     yield Finding("ok", "compressors", names, "strategy names: loco_ddp, loco_fsdp, loco_hsdp and so on")
     rules = ", ".join(sorted(OUTER_RULES))
     yield Finding("ok", "local steps", rules, "strategy names: diloco_ddp, diloco_hsdp and so on")
+
+
+def _autoloading() -> Finding:
+    """Whether a script that never imports this package has its names, tried in a new process."""
+    advice = "until then: import lowbit_strategy in the script, or python -m lowbit_strategy.run"
+    if (why := autoload.problem()) is not None:
+        return Finding("note", "autoloading", why, advice)
+    code = "import sys, torch; print(sys.modules['lowbit_strategy'].__path__[0])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        return Finding("problem", "autoloading", done.stderr.strip().splitlines()[-1], advice)
+    found = Path(done.stdout.splitlines()[-1])
+    if found.resolve() != Path(autoload.__file__).parent.resolve():
+        return Finding("problem", "autoloading", f"finds another installation, {found}", "uninstall one of them")
+    return Finding("ok", "autoloading", "import torch makes the names known", f"{autoload.SWITCH}=0 turns it off")

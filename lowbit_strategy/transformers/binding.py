@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import wrapt
 from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import Trainer
 
@@ -28,7 +27,7 @@ def attach(trainer: Trainer, plugin: LowBitPlugin | Compressor | str | None = No
 
     Raises:
         TypeError: `plugin` is neither.
-        ValueError: The trainer has prepared its model, is compressed already (``lowbit launch`` does that), or runs
+        ValueError: The trainer has prepared its model, is compressed already, or runs
             in a way that cannot be served.
     """
     if plugin is not None and not isinstance(plugin, (Compressor, LowBitPlugin, str)):
@@ -59,16 +58,6 @@ def _attach_accelerator(trainer: Trainer, plugin: LowBitPlugin) -> Binding:
     return binding
 
 
-def bind_every_trainer(module: Any) -> None:
-    """For scripts that know nothing of us: `module` is ``transformers.trainer``, just imported."""
-    wrapt.wrap_function_wrapper(module, "Trainer.__init__", _made)
-
-
-def _made(wrapped: Callable[..., None], instance: Trainer, args: Any, kwargs: Any) -> None:
-    wrapped(*args, **kwargs)
-    bind_checkpoints(instance)
-
-
 def bind_checkpoints(trainer: Trainer) -> None:
     """Save residuals with every checkpoint, load them with the one that is resumed from; figures into its log.
 
@@ -82,6 +71,13 @@ def bind_checkpoints(trainer: Trainer) -> None:
             f"{type(controller).__name__} changes gradient accumulation, which the Trainer fixes when it begins: use"
             " another controller, such as Accordion, or a loop of your own with Accelerate"
         )
+    if binding is not None and binding.plugin.outer is not None:
+        wrap_method(trainer, "save_model", functools.partial(_with_shared_weights, trainer, validates=False))
+        wrap_method(trainer, "_load_best_model", functools.partial(_finish_before, trainer))
+    if binding is not None and binding.replica is not None:
+        join_in(trainer)
+    if any(isinstance(each, ResidualCallback) for each in trainer.callback_handler.callbacks):
+        return  # bound for a lowbit_config section, in whose place the script puts a plugin of its own
     callback = ResidualCallback(trainer)
     trainer.add_callback(callback)
 
@@ -95,11 +91,6 @@ def bind_checkpoints(trainer: Trainer) -> None:
         return train(resume_from_checkpoint, *args, **kwargs)
 
     wrap_method(trainer, "train", load_and_train)
-    if binding is not None and binding.plugin.outer is not None:
-        wrap_method(trainer, "save_model", functools.partial(_with_shared_weights, trainer, validates=False))
-        wrap_method(trainer, "_load_best_model", functools.partial(_finish_before, trainer))
-    if binding is not None and binding.replica is not None:
-        join_in(trainer)
     for name in ("evaluate", "predict"):
         wrap_method(trainer, name, functools.partial(_with_shared_weights, trainer, validates=True))
 

@@ -12,7 +12,7 @@ PATCHES = private_names(
     no callback is given the checkpoint that is resumed from, whose residuals have to be loaded, or comes before the \
     optimizer is made of the model's parameters
       wrapped {_TRAINER}.train(self, resume_from_checkpoint)
-    scripts under lowbit launch make Trainers that know nothing of compression
+    scripts that run with a lowbit_config section make Trainers that know nothing of compression
       wrapped {_TRAINER}.__init__(self)
     a hyperparameter search makes an accelerator for each trial
       wrapped {_TRAINER}.create_accelerator_and_postprocess(self)

@@ -97,17 +97,53 @@ def test_a_config_file_and_an_unmodified_script(kind: str, tmp_path: Path, uncom
     check(facts(tmp_path), uncompressed, {"ddp": "DistributedDataParallel", "fsdp": "FSDPModel"}[kind], tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_the_stock_launcher_and_the_run_module(kind: str, tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
-    (tmp_path / "lowbit.yaml").write_text(yaml.safe_dump({"lowbit_config": SECTION}))
-    more = {"distributed_type": "MULTI_GPU"} if kind == "ddp" else {}
-    arguments = ["--config_file", config(tmp_path, kind, **more), "-m", "lowbit_strategy.run"]
-    run_script(
-        ["-m", "accelerate.commands.launch", *arguments, SCRIPT, "--out", tmp_path],
-        env={"ACCELERATE_USE_CPU": "true", "LOWBIT_CONFIG": str(tmp_path / "lowbit.yaml")},
+STOCK = ["-m", "accelerate.commands.launch"]
+STOCK_ON_CPU = {"ACCELERATE_USE_CPU": "true"}  # which alone it takes for one process
+
+
+def stock_config(folder: Path, kind: str, **more: Any) -> Path:
+    return config(folder, kind, **({"distributed_type": "MULTI_GPU"} if kind == "ddp" else {}), **more)
+
+
+@pytest.fixture(scope="module")
+def by_lowbit_launch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The bits of the weights that ``lowbit launch`` trains."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in CONFIGS}
+    for kind, folder in folders.items():
+        job = config(folder, kind, lowbit_config=SECTION)
+        run_script([*LAUNCH, "--config_file", job, SCRIPT, "--out", folder], timeout=280)
+    return {kind: facts(folder)[0]["bits"] for kind, folder in folders.items()}
+
+
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+def test_the_stock_launcher_trains_the_same_bits(
+    kind: str, tmp_path: Path, uncompressed: list[dict[str, Any]], by_lowbit_launch: dict[str, list[Any]]
+) -> None:
+    job = stock_config(tmp_path, kind, lowbit_config=SECTION)
+    done = run_script(
+        [*STOCK, "--config_file", job, "-m", "tests.integration.scripts.lm", "--out", tmp_path],
+        env=STOCK_ON_CPU,
+        cwd=REPOSITORY,
         timeout=280,
     )
-    check(facts(tmp_path), uncompressed, {"ddp": "DistributedDataParallel", "fsdp": "FSDPModel"}[kind], tmp_path)
+    assert "compressed gradient" in done.stderr  # the start-up report
+    ranks = facts(tmp_path)
+    check(ranks, uncompressed, {"ddp": "DistributedDataParallel", "fsdp": "FSDPModel"}[kind], tmp_path)
+    assert ranks[0]["bits"] == by_lowbit_launch[kind]
+
+
+def test_torchrun_with_the_section_in_the_environment(tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
+    (tmp_path / "lowbit.yaml").write_text(yaml.safe_dump({"lowbit_config": SECTION}))
+    env = {**STOCK_ON_CPU, "LOWBIT_CONFIG": str(tmp_path / "lowbit.yaml")}
+    run_script([SCRIPT, "--out", tmp_path], world_size=2, env=env, timeout=280)
+    check(facts(tmp_path), uncompressed, "DistributedDataParallel", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_run_module_where_nothing_is_autoloaded(tmp_path: Path, uncompressed: list[dict[str, Any]]) -> None:
+    command = ["-m", "lowbit_strategy.run", "--lowbit_config", json.dumps(SECTION), SCRIPT, "--out", tmp_path]
+    run_script(command, world_size=2, env={**STOCK_ON_CPU, "LOWBIT_AUTOLOAD": "0"}, timeout=280)
+    check(facts(tmp_path), uncompressed, "DistributedDataParallel", tmp_path)
 
 
 ADAPTIVE: dict[str, Any] = {
@@ -174,16 +210,20 @@ def test_an_unmodified_trainer_script(kind: str, tmp_path: Path, uncompressed_tr
         assert rank["steps"] == 8
         assert rank["sent"] == pytest.approx(rank["steps"] * rank["account"], rel=0.01)  # headers
     assert ranks[0]["bits"] == ranks[1]["bits"]
+    stock = tmp_path / "stock"
+    stock.mkdir()
+    job = stock_config(stock, kind, lowbit_config=SECTION, **fsdp)
+    run_script([*STOCK, "--config_file", job, TRAINER_SCRIPT, "--out", stock], env=STOCK_ON_CPU, timeout=280)
+    assert [rank["bits"] for rank in facts(stock)] == [rank["bits"] for rank in ranks]
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=pytest.mark.slow) for name in ("test_sync.py", "test_ops.py")]
+    "script", [pytest.param(name, marks=pytest.mark.slow) for name in ("test_sync.py", "test_script.py", "test_ops.py")]
 )
 def test_accelerate_s_own_test_scripts(script: str, tmp_path: Path) -> None:
     path = Path(accelerate.__file__).parent / "test_utils" / "scripts" / script
-    job = config(tmp_path, "ddp", lowbit_config=SECTION)
-    done = run_script([*LAUNCH, "--config_file", job, path], timeout=280)
-    assert ("made no Accelerator" in done.stderr) == (script == "test_ops.py")  # it uses PartialState only
+    job = stock_config(tmp_path, "ddp", lowbit_config=SECTION)
+    run_script([*STOCK, "--config_file", job, path], env=STOCK_ON_CPU, timeout=280)
 
 
 @pytest.mark.slow  # in parts: tests/unit/launch
@@ -262,3 +302,76 @@ def test_bad_input_starts_nothing(more: dict[str, Any], message: str, tmp_path: 
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "started").exists()
+
+
+_STEP = """\
+import os, torch
+from accelerate import Accelerator, notebook_launcher
+def step(accelerator):
+    net = torch.nn.Linear(16, 64)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 16)).sum())
+    optimizer.step()
+    sync = accelerator.lowbit.sync
+    print("bits", accelerator.lowbit.plugin.compressor.bits, sync.ranks.peers.sent_nbytes > 0, flush=True)
+    accelerator.free_memory(model, optimizer)
+"""
+_OWN_PLUGINS = """\
+from lowbit_strategy.accelerate import LowBitAccelerator, LowBitPlugin
+step(Accelerator())
+accelerator = Accelerator()
+LowBitPlugin("loco2").attach(accelerator)
+step(accelerator)
+step(LowBitAccelerator(lowbit_plugin=LowBitPlugin("loco3")))
+late = Accelerator()
+model = late.prepare(torch.nn.Linear(16, 64))
+for accelerator in (accelerator, late):
+    try:
+        LowBitPlugin("loco2").attach(accelerator)
+    except ValueError as error:
+        print("refused", error)
+from lowbit_strategy.transformers import attach
+from lowbit_strategy.transformers.checkpoints import ResidualCallback
+from transformers import Trainer, TrainingArguments
+trainer = Trainer(torch.nn.Linear(2, 2), TrainingArguments("out", use_cpu=True, report_to="none"))
+before = trainer.accelerator.lowbit
+print("trainer", attach(trainer, "loco2").plugin.compressor.bits, before.plugin.compressor.bits, flush=True)
+print("callbacks", sum(isinstance(each, ResidualCallback) for each in trainer.callback_handler.callbacks), flush=True)
+"""
+
+
+def test_a_script_s_own_plugin_wins(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_STEP + _OWN_PLUGINS)
+    env = {**STOCK_ON_CPU, "LOWBIT_CONFIG": json.dumps(SECTION)}
+    done = run_script("train.py", world_size=2, env=env, cwd=tmp_path)
+    for bits, times in ((4, 1), (2, 1), (3, 1)):
+        assert done.stdout.count(f"bits {bits} True") == 2 * times
+    assert done.stderr.count("the script's own LowBitPlugin is used, and not the lowbit_config section") == 3
+    assert done.stdout.count("refused this Accelerator has a LowBitPlugin already: attach one only") == 2
+    assert done.stdout.count("refused this Accelerator has prepared a model or an optimizer already") == 2
+    assert done.stdout.count("trainer 2 4") == 2
+    assert done.stdout.count("callbacks 1") == 2
+
+
+def test_a_notebook_that_sets_the_section_late(tmp_path: Path) -> None:
+    (tmp_path / "cells.py").write_text(
+        f"{_STEP}"
+        f"os.environ['LOWBIT_CONFIG'] = {json.dumps(SECTION)!r}\n"
+        "notebook_launcher(lambda: step(Accelerator()), num_processes=2)\n"
+    )
+    done = run_script("cells.py", env=STOCK_ON_CPU, cwd=tmp_path)
+    assert done.stdout.count("bits 4 True") == 2
+
+
+def test_training_before_anything_is_prepared_is_said(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        f"{_STEP}"
+        "accelerator = Accelerator()\n"
+        "net = torch.nn.Linear(2, 2)\n"
+        "torch.optim.SGD(net.parameters(), lr=0.1).step()\n"
+        "step(accelerator)\n"
+    )
+    env = {**STOCK_ON_CPU, "LOWBIT_CONFIG": json.dumps(SECTION)}
+    done = run_script("train.py", world_size=2, env=env, cwd=tmp_path)
+    assert done.stderr.count("before any model has gone through accelerator.prepare") == 2
+    assert done.stdout.count("bits 4 True") == 2

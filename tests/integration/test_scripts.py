@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_strategy import PRESETS, LoCo
+from lowbit_strategy import LoCo
 from testing.processes.scripts import run_script
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -37,10 +37,13 @@ BY_CLASS = """\
 """
 
 
-@pytest.mark.parametrize("order", ["first", pytest.param("last", marks=pytest.mark.slow)])
-def test_namespaces_in_either_import_order(order: str) -> None:
-    lines = run_script([SCRIPTS / "namespaces.py", order]).stdout.splitlines()
-    assert f"registered {2 * len(PRESETS)}" in lines
+@pytest.mark.parametrize(
+    "order", ["never", pytest.param("first", marks=pytest.mark.slow), pytest.param("last", marks=pytest.mark.slow)]
+)
+def test_namespaces_with_the_name_alone_and_in_either_import_order(order: str) -> None:
+    env = None if order == "never" else {"LOWBIT_AUTOLOAD": "0"}
+    lines = run_script([SCRIPTS / "namespaces.py", order], env=env).stdout.splitlines()
+    assert len([line for line in lines if line.startswith("registered") and line.endswith(" 0")]) == 4  # missing
     for framework, (module, steps) in MODULES.items():
         for kind in ("ddp", "fsdp"):
             assert f"{framework} {kind} {module}.LowBit{kind.upper()}Strategy {steps}" in lines
@@ -60,3 +63,47 @@ def test_lightning_cli_with_a_class_path(tmp_path: Path, strategy: str, option: 
     done = run_script([SCRIPTS / "cli.py", "fit", "--config", "config.yaml"], cwd=tmp_path)
     assert done.stdout.count(f"trained {strategy} 2 True") == 2
     assert f"compressor {LoCo(bits=8, beta=0.5, exempt=('@vector', '*.gate.*'))}" in done.stdout
+
+
+def test_lightning_cli_with_the_name_alone(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    (tmp_path / "config.yaml").write_text(f"{CONFIG.rstrip()} ddp\n")
+    command = [SCRIPTS / "cli.py", "fit", "--config", "config.yaml", "--trainer.strategy", "loco_ddp"]
+    done = run_script(command, cwd=tmp_path)
+    assert done.stdout.count("trained LowBitDDPStrategy 2 True") == 2
+
+
+FABRIC = """\
+import torch
+from {framework} import Fabric
+fabric = Fabric()
+net = torch.nn.Linear(16, 64)
+model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+fabric.backward(model(torch.ones(2, 16)).sum())
+optimizer.step()
+print("sent", fabric.strategy.sessions[0].sync.ranks.peers.sent_nbytes > 0, flush=True)
+"""
+
+
+@pytest.mark.parametrize("cli", ["lightning.fabric.cli", pytest.param("lightning_fabric.cli", marks=pytest.mark.slow)])
+def test_fabric_run_with_the_name_alone(cli: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FABRIC.format(framework=cli.removesuffix(".cli")))
+    command = ["-c", f"from {cli} import _main; _main()", "run", "--strategy", "loco_ddp", "--accelerator", "cpu"]
+    done = run_script([*command, "--devices", "2", "train.py"], cwd=tmp_path)
+    assert done.stdout.count("sent True") == 2
+
+
+@pytest.mark.slow
+def test_spawned_processes_with_the_name_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import lightning as L, torch\n"
+        "def train(fabric):\n"
+        "    net = torch.nn.Linear(16, 64)\n"
+        "    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
+        "    fabric.backward(model(torch.ones(2, 16)).sum())\n"
+        "    optimizer.step()\n"
+        "    print('sent', fabric.strategy.sessions[0].sync.ranks.peers.sent_nbytes > 0, flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    L.Fabric(strategy='loco_ddp_spawn', accelerator='cpu', devices=2).launch(train)\n"
+    )
+    assert run_script("train.py", cwd=tmp_path).stdout.count("sent True") == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from testing.processes.scripts import run_script
+from testing.processes.scripts import environment, run_script
 
 SECTION = "{compressor: loco, bits: 4}"
 RUN = ["-m", "lowbit_strategy.run"]
@@ -61,12 +61,9 @@ def test_bad_input_ends_with_status_2(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from lowbit_strategy import run
-    from lowbit_strategy.launch.auto_attach import AutoAttach
 
-    monkeypatch.delenv("LOWBIT_CONFIG", raising=False)
-    monkeypatch.setattr(AutoAttach, "install", lambda self: None)
     monkeypatch.setattr(sys, "argv", sys.argv)
-    with pytest.raises(SystemExit) as ended:
+    with environment({"LOWBIT_CONFIG": None}), pytest.raises(SystemExit) as ended:
         run.main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err

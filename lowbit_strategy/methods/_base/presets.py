@@ -38,6 +38,8 @@ def preset(name: str) -> Compressor:
     Raises:
         ValueError: There is none; the message has the nearest name.
     """
+    from lowbit_strategy.methods import registry  # noqa: F401  has the package's own
+
     key = name.lower()
     if key not in _presets:
         if key in _others:

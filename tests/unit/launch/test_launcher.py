@@ -1,48 +1,49 @@
-"""``lowbit launch``: what it hands to Accelerate's launcher. Nothing is started here."""
+"""``lowbit launch`` and ``accelerate launch``: what processes would be started with. Nothing is started here."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from accelerate.commands.launch import _validate_launch_command
-from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from accelerate.commands import launch as accelerate_launch
+from accelerate.commands.config import config_args
 
+from lowbit_strategy.config.section import read_section
 from lowbit_strategy.launch import launcher
 
+Launch = Callable[[list[str]], None]
 DDP = {"distributed_type": "MULTI_GPU", "num_processes": 2, "main_process_port": 0}
 SECTION = {"compressor": "loco", "bits": 3}
 
 
 class Handed:
-    """What `launch_command` was called with, and the environment it was called in."""
+    """What Accelerate was about to start processes with, and the environment that they would have had."""
 
     args: argparse.Namespace
-    config: dict[str, Any] | None = None
-    env: dict[str, str]
+    prepared: dict[str, str]
 
     def __call__(self, args: argparse.Namespace) -> None:
         self.args = args
-        if args.config_file:
-            self.config = yaml.safe_load(Path(args.config_file).read_text())
-        self.env = dict(os.environ)
-        checked, _, _ = _validate_launch_command(args)  # Accelerate's own checks pass
-        runs_several = checked.multi_gpu or checked.use_fsdp
-        prepare = prepare_multi_gpu_env if runs_several else prepare_simple_launcher_cmd_env
-        self.prepared = prepare(checked)
+        if args.use_deepspeed:
+            _, self.prepared = accelerate_launch.prepare_deepspeed_cmd_env(args)
+        elif args.multi_gpu or args.use_fsdp:
+            self.prepared = accelerate_launch.prepare_multi_gpu_env(args)
+        else:
+            _, self.prepared = accelerate_launch.prepare_simple_launcher_cmd_env(args)
 
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     before = dict(os.environ)
-    monkeypatch.setattr(launcher, "default_config_file", str(tmp_path / "none.yaml"))
+    for module in (accelerate_launch, config_args):
+        monkeypatch.setattr(module, "default_config_file", str(tmp_path / "default.yaml"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     yield
@@ -53,8 +54,17 @@ def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
 @pytest.fixture
 def handed(monkeypatch: pytest.MonkeyPatch) -> Handed:
     recorder = Handed()
-    monkeypatch.setattr(launcher, "launch_command", recorder)
+    for name in ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher"):
+        monkeypatch.setattr(accelerate_launch, name, recorder)
     return recorder
+
+
+def stock(argv: list[str]) -> None:
+    """``accelerate launch``."""
+    accelerate_launch.launch_command(accelerate_launch.launch_command_parser().parse_args(argv))
+
+
+LAUNCHERS = pytest.mark.parametrize("launch", [launcher.launch, stock], ids=["lowbit", "accelerate"])
 
 
 def _write(path: Path, config: dict[str, Any]) -> str:
@@ -62,16 +72,47 @@ def _write(path: Path, config: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_the_section_goes_into_the_environment_and_the_rest_to_accelerate(handed: Handed, tmp_path: Path) -> None:
-    file = _write(tmp_path / "job.yaml", {**DDP, "lowbit_config": SECTION})
-    launcher.launch(["--config_file", file, "train.py", "--config_file", "its own", "--lr", "1"])
-    assert handed.config == DDP
-    assert json.loads(handed.env["LOWBIT_CONFIG"]) == SECTION
+@LAUNCHERS
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_the_section_goes_into_the_environment_and_the_rest_to_accelerate(
+    launch: Launch, suffix: str, handed: Handed, tmp_path: Path
+) -> None:
+    text = json.dumps({**DDP, "lowbit_config": SECTION})  # JSON is YAML
+    file = tmp_path / f"job.{suffix}"
+    file.write_text(text)
+    launch(["--config_file", str(file), "train.py", "--config_file", "its own", "--lr", "1"])
+    assert read_section(handed.prepared["LOWBIT_CONFIG"]) == SECTION
+    assert handed.prepared["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert not handed.args.module
+    assert handed.args.training_script == "train.py"
+    assert handed.args.training_script_args == ["--config_file", "its own", "--lr", "1"]
+    assert not hasattr(handed.args, "bits")  # Accelerate makes flags of what is in other mappings
+    assert file.read_text() == text
+
+
+@LAUNCHERS
+def test_the_default_file(launch: Launch, handed: Handed, tmp_path: Path) -> None:
+    _write(tmp_path / "default.yaml", {**DDP, "lowbit_config": SECTION})
+    launch(["-m", "package.train"])
+    assert read_section(handed.prepared["LOWBIT_CONFIG"]) == SECTION
     assert handed.args.module
-    assert handed.args.training_script == "lowbit_strategy.run"
-    assert handed.args.training_script_args == ["train.py", "--config_file", "its own", "--lr", "1"]
-    assert yaml.safe_load(Path(file).read_text())["lowbit_config"] == SECTION  # the user's file is as it was
-    assert not os.path.exists(handed.args.config_file)
+
+
+@LAUNCHERS
+def test_a_section_in_the_environment(launch: Launch, handed: Handed, tmp_path: Path) -> None:
+    os.environ["LOWBIT_CONFIG"] = json.dumps(SECTION)
+    launch(["--config_file", _write(tmp_path / "job.yaml", DDP), "train.py"])
+    assert read_section(handed.prepared["LOWBIT_CONFIG"]) == SECTION
+    os.environ["LOWBIT_CONFIG"] = "{compressor: loca}"
+    with pytest.raises(ValueError, match="did you mean 'loco'"):
+        launch(["--config_file", _write(tmp_path / "job.yaml", DDP), "train.py"])
+
+
+def test_a_file_without_a_section_is_accelerate_s_own_business(handed: Handed, tmp_path: Path) -> None:
+    stock(["--config_file", _write(tmp_path / "job.yaml", DDP), "train.py"])
+    assert "LOWBIT_CONFIG" not in handed.prepared
+    with pytest.raises(ValueError, match="unknown keys"):
+        stock(["--config_file", _write(tmp_path / "job.yaml", {**DDP, "unheard": 1}), "train.py"])
 
 
 def test_flags_of_accelerate_in_both_spellings_and_a_module(handed: Handed) -> None:
@@ -81,14 +122,26 @@ def test_flags_of_accelerate_in_both_spellings_and_a_module(handed: Handed) -> N
     args = handed.args
     assert (args.num_processes, args.num_machines, args.machine_rank) == (4, 2, 1)
     assert (args.main_process_ip, args.main_process_port, args.rdzv_backend) == ("10.0.0.1", 5555, "c10d")
-    assert args.training_script_args == ["-m", "package.train", "-x"]
+    assert (args.module, args.training_script, args.training_script_args) == (True, "package.train", ["-x"])
     assert handed.prepared["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert args.nnodes == "2"
     assert args.node_rank == 1
 
 
-def test_the_run_module_is_not_wrapped_in_itself(handed: Handed) -> None:
-    flags = ["--multi_gpu", "--num_processes", "2", "--lowbit_config", "{compressor: loco}"]
+def test_the_flag_goes_before_the_file(handed: Handed, tmp_path: Path) -> None:
+    file = _write(tmp_path / "job.yaml", {**DDP, "lowbit_config": SECTION})
+    launcher.launch(["--config_file", file, "--lowbit_config", "{compressor: loco2}", "train.py"])
+    assert read_section(handed.prepared["LOWBIT_CONFIG"]) == {"compressor": "loco2"}
+
+
+@pytest.mark.parametrize("switch", ["LOWBIT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+def test_processes_that_would_not_find_the_package_are_not_started(handed: Handed, switch: str) -> None:
+    flags = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", "--lowbit_config", "{compressor: loco}"]
+    os.environ[switch] = "0"
+    with pytest.raises(
+        ValueError, match=rf"\({switch}=0 turns it off\).* launch it as -m lowbit_strategy.run train.py"
+    ):
+        launcher.launch([*flags, "train.py"])
     launcher.launch([*flags, "-m", "lowbit_strategy.run", "train.py"])
     assert handed.args.training_script_args == ["train.py"]
 
@@ -103,14 +156,14 @@ def test_several_processes_on_cpu_are_several_processes(
     launcher.launch(["--config_file", file, "train.py"])
     assert handed.args.multi_gpu
     assert handed.args.nproc_per_node == "2"
-    assert handed.env["ACCELERATE_USE_CPU"] == "true"
+    assert handed.prepared["ACCELERATE_USE_CPU"] == "true"
 
 
 def test_the_cpu_flag(handed: Handed) -> None:
     flags = ["--cpu", "--num_processes", "2", "--main_process_port", "0"]
     launcher.launch([*flags, "--lowbit_config", "{compressor: loco}", "train.py"])
     assert handed.args.multi_gpu
-    assert handed.env["ACCELERATE_USE_CPU"] == "true"
+    assert handed.prepared["ACCELERATE_USE_CPU"] == "true"
 
 
 def test_fsdp_on_cpu(handed: Handed, tmp_path: Path) -> None:
@@ -119,7 +172,7 @@ def test_fsdp_on_cpu(handed: Handed, tmp_path: Path) -> None:
     launcher.launch(["--config_file", file, "train.py"])
     assert handed.prepared["ACCELERATE_USE_FSDP"] == "true"
     assert handed.prepared["FSDP_VERSION"] == "2"
-    assert handed.env["ACCELERATE_USE_CPU"] == "true"
+    assert handed.prepared["ACCELERATE_USE_CPU"] == "true"
 
 
 def test_one_process_on_cpu_is_accelerate_s_own_business(handed: Handed) -> None:
@@ -131,25 +184,22 @@ def test_one_process_on_cpu_is_accelerate_s_own_business(handed: Handed) -> None
 def test_debug_mode_does_not_hide_failures(handed: Handed, tmp_path: Path) -> None:
     file = _write(tmp_path / "job.yaml", {**DDP, "debug": True, "lowbit_config": SECTION})
     launcher.launch(["--config_file", file, "train.py"])
-    assert handed.env["ACCELERATE_DEBUG_MODE"] == "true"
+    assert handed.prepared["ACCELERATE_DEBUG_MODE"] == "true"
     assert not handed.args.debug
 
 
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [
-        (DDP, [], "has no lowbit_config section: add lowbit_config"),
         ({**DDP, "lowbit_config": {"compressor": "loca"}}, [], "did you mean 'loco'"),
         ({**DDP, "lowbit_config": "loco"}, [], "must be a mapping"),
         ({"distributed_type": "DEEPSPEED", "lowbit_config": SECTION}, [], "DEEPSPEED cannot be compressed: use MULTI"),
         ({"distributed_type": "MEGATRON_LM", "lowbit_config": SECTION}, [], "MEGATRON_LM cannot be compressed"),
-        ({"distributed_type": "XLA", "lowbit_config": SECTION}, [], "XLA cannot be compressed"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}, "lowbit_config": SECTION}, [], "FSDP1"),
         ({"distributed_type": "FSDP", "lowbit_config": SECTION}, [], "set fsdp_version: 2"),
         ({**DDP, "lowbit_config": SECTION}, ["--use_deepspeed"], "DEEPSPEED cannot be compressed"),
         ({**DDP, "lowbit_config": SECTION}, ["--use_fsdp"], "FSDP1 cannot be compressed"),
-        ({**DDP, "lowbit_config": SECTION}, ["--no_python"], "leave --no_python out"),
-        ({**DDP, "lowbit_config": SECTION}, ["missing.py"], "there is no script 'missing.py'"),
+        ({**DDP, "low_bit_config": SECTION}, [], "unknown key 'low_bit_config'; did you mean 'lowbit_config'?"),
         (
             {
                 "distributed_type": "FSDP",
@@ -165,16 +215,23 @@ def test_debug_mode_does_not_hide_failures(handed: Handed, tmp_path: Path) -> No
             [],
             "AMAZON_SAGEMAKER cannot be served",
         ),
-        (None, [], "there is no lowbit_config section: give a configuration file"),
     ],
 )
+@LAUNCHERS
 def test_what_cannot_be_served_is_refused_before_anything_starts(
-    handed: Handed, tmp_path: Path, config: dict[str, Any] | None, arguments: list[str], message: str
+    launch: Launch, handed: Handed, tmp_path: Path, config: dict[str, Any], arguments: list[str], message: str
 ) -> None:
-    file = [] if config is None else ["--config_file", _write(tmp_path / "job.yaml", config)]
     with pytest.raises(ValueError, match=message):
-        launcher.launch([*file, *arguments, "train.py"])
-    assert not hasattr(handed, "args")
+        launch(["--config_file", _write(tmp_path / "job.yaml", {"num_processes": 2, **config}), *arguments, "train.py"])
+    assert not hasattr(handed, "prepared")
+
+
+def test_lowbit_launch_insists_on_a_section(handed: Handed, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no lowbit_config section: add lowbit_config"):
+        launcher.launch(["--config_file", _write(tmp_path / "job.yaml", DDP), "train.py"])
+    with pytest.raises(ValueError, match="there is no lowbit_config section: give a configuration file"):
+        launcher.launch(["train.py"])
+    assert not hasattr(handed, "prepared")
 
 
 def test_a_configuration_file_that_is_not_there() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-import lowbit_strategy  # noqa: F401  registers the names
 from recipes import demo
 
 

@@ -22,7 +22,7 @@ from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.registry import as_outer, default_compressor
 from lowbit_strategy.plan.rounds import cut_into
-from lowbit_strategy.register import strategy_names
+from lowbit_strategy.register import named
 from recipes.gpt import GPT
 
 CPU = torch.device("cpu")
@@ -103,4 +103,5 @@ def test_a_rule_has_the_same_compressor_by_every_name() -> None:
 
 
 def by_strategy(name: str) -> Compressor:
-    return next(compressor for known, compressor, *_ in strategy_names() if known == f"{name}_ddp")
+    compressor: Compressor = named(name)["compressor"]
+    return compressor

@@ -1,0 +1,169 @@
+"""Being installed is enough: ``import torch`` ends with a call of `autoload`, an entry point of ``torch.backends``.
+
+1. wait for the first import of a framework's module that we serve; until then nothing is imported
+2. once that module has been imported, call the function of ours that serves it
+
+``import lowbit_strategy`` does the same where torch does not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+SWITCH = "LOWBIT_AUTOLOAD"  # "0": off
+SECTION = "lowbit_config"  # in Accelerate's configuration files
+VARIABLE = "LOWBIT_CONFIG"  # the section as JSON, or the path of a file that holds it
+GROUP, NAME = "torch.backends", "lowbit_strategy"  # of the entry point
+
+_STRATEGIES = "lowbit_strategy.register:register_names"
+_ATTACH = "lowbit_strategy.launch.auto_attach"
+_COMMANDS = "lowbit_strategy.launch.accelerate_commands"
+_SERVED = {  # a framework's module: the function of ours that is called with it
+    "lightning.pytorch.strategies": _STRATEGIES,
+    "pytorch_lightning.strategies": _STRATEGIES,
+    "lightning.fabric.strategies": _STRATEGIES,
+    "lightning_fabric.strategies": _STRATEGIES,
+    "accelerate.accelerator": f"{_ATTACH}:serve_accelerators",
+    "transformers.trainer": f"{_ATTACH}:serve_trainers",
+    "accelerate.commands.config.config_args": f"{_COMMANDS}:serve_files",
+    "accelerate.utils.launch": f"{_COMMANDS}:serve_launchers",
+}
+_WATCHED = ("torch.optim.optimizer", f"{_ATTACH}:watch_optimizers")  # where a section is in the environment
+
+_log = logging.getLogger("lowbit_strategy")
+_before_torch = "torch" not in sys.modules  # a script has imported this package
+
+
+def autoload() -> None:
+    """Called by ``import torch``, which it must never break.
+
+    With `SWITCH` off everything is as if it had not been called: an import of the package by the script still counts.
+    """
+    if os.environ.get(SWITCH) != "0":
+        serve()
+    elif not _before_torch and _Waiting in sys.meta_path:
+        sys.meta_path.remove(_Waiting)
+        package = __name__.partition(".")[0]
+        for name in [each for each in sys.modules if each.partition(".")[0] == package]:
+            del sys.modules[name]
+
+
+def serve() -> None:
+    """Serve the frameworks that have been imported, and the others once they are. More than once is as good as once."""
+    if os.environ.get(VARIABLE) and _WATCHED[0] in sys.modules:
+        _call(_WATCHED[1], sys.modules[_WATCHED[0]])
+    if _Waiting.done:
+        return
+    if any(name in sys.modules for name in _SERVED):
+        _Waiting.leave_to_wrapt()
+    elif _Waiting not in sys.meta_path:
+        sys.meta_path.insert(0, _Waiting)
+
+
+def problem() -> str | None:
+    """Why new processes will not find this package by themselves; None: they will."""
+    from importlib.metadata import entry_points
+
+    for switch in (SWITCH, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        if os.environ.get(switch, "1") == "0":
+            return f"{switch}=0 turns it off"
+    if not entry_points(group=GROUP, name=NAME):
+        return "lowbit-strategy is not installed here: pip install it"
+    return None
+
+
+class _Waiting:
+    """In the place of wrapt's import hooks until the first of them is needed: importing wrapt alone would make
+    ``import torch`` slower than it may become.
+    """
+
+    done = False
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in _SERVED or cls.done:
+            return None
+        cls.leave_to_wrapt()
+        return importlib.util.find_spec(name)
+
+    @classmethod
+    def leave_to_wrapt(cls) -> None:
+        cls.done = True
+        if cls in sys.meta_path:
+            sys.meta_path.remove(cls)
+        try:
+            from wrapt import register_post_import_hook
+
+            for name in _SERVED:
+                if _is_being_imported(sys.modules.get(name)):
+                    _serve_when_done(name)
+                else:
+                    register_post_import_hook(_serve, name)
+        except Exception as error:
+            _log.warning("lowbit_strategy serves no framework in this process: %r", error)
+
+
+def _is_being_imported(module: ModuleType | None) -> bool:
+    """It may be what imports torch. The mark is importlib's own."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _serve_when_done(name: str) -> None:
+    """When the module has been executed, importlib takes its mark off. Its package is no help: transformers replaces
+    its own while it is imported.
+    """
+    spec: Any = sys.modules[name].__spec__
+    kind = type(spec)
+
+    class Spec(kind):  # type: ignore[misc, valid-type]
+        def __setattr__(self, attribute: str, value: Any) -> None:
+            super().__setattr__(attribute, value)
+            if attribute == "_initializing" and not value:
+                self.__class__ = kind
+                if name in sys.modules:  # it has not failed
+                    _serve(sys.modules[name])
+
+    spec.__class__ = Spec
+
+
+def _serve(module: ModuleType) -> None:
+    _call(_SERVED[module.__name__], module)
+
+
+def _call(function: str, module: ModuleType) -> None:
+    """An error of ours must not break somebody else's import: it is logged when one of our names is asked for."""
+    try:
+        where, _, name = function.partition(":")
+        getattr(importlib.import_module(where), name)(module)
+    except Exception as error:
+        _tell_later(module, error)
+
+
+def _tell_later(module: ModuleType, error: Exception) -> None:
+    told = False
+
+    def tell() -> None:
+        nonlocal told
+        if not told:
+            _log.warning("lowbit_strategy cannot serve %s: %r", module.__name__, error)
+        told = True
+
+    registry = getattr(module, "StrategyRegistry", getattr(module, "STRATEGY_REGISTRY", None))
+    if registry is None:  # a section asks, where there is one
+        if os.environ.get(VARIABLE) or "commands" in module.__name__:
+            tell()
+        return
+    available: Callable[[], list[str]] = registry.available_strategies
+
+    def tell_and_list() -> list[str]:
+        tell()
+        return available()
+
+    registry.available_strategies = tell_and_list

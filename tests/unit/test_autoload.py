@@ -1,0 +1,187 @@
+"""Found by being installed: what ``import torch`` imports of this package, and what it never breaks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowbit_strategy
+from lowbit_strategy import OUTER_RULES, PRESETS, autoload, exports
+from lowbit_strategy.register import COMPRESSORS, RULES
+from testing.processes.scripts import REPOSITORY, environment, run_script
+
+_LOADED = "sorted(name for name in sys.modules if name.partition('.')[0] in ('lowbit_strategy', 'wrapt'))"
+LIGHT = ["lowbit_strategy", "lowbit_strategy.autoload", "lowbit_strategy.version"]
+
+
+def show(code: str, env: dict[str, str | None] | None = None, flags: tuple[str, ...] = ()) -> list[Any]:
+    """What `code` shows, one thing after another, in an interpreter of its own; ``loaded()`` is ours and wrapt."""
+    head = "import json, sys\nshown = []\nshow = shown.append\n"
+    head += f"def loaded(): return {_LOADED}\n"
+    command = [sys.executable, *flags, "-c", f"{head}{code}\nprint(json.dumps(shown))"]
+    return list(json.loads(run_script(command, env=env).stdout.splitlines()[-1]))
+
+
+def test_the_entry_point() -> None:
+    (entry,) = entry_points(group=autoload.GROUP, name=autoload.NAME)
+    assert entry.value == "lowbit_strategy.autoload:autoload"
+
+
+def test_names_are_those_of_the_registries() -> None:
+    assert sorted(COMPRESSORS) == sorted(PRESETS)
+    assert sorted(RULES) == sorted(OUTER_RULES)
+
+
+def test_nothing_is_imported_before_it_is_asked_for() -> None:
+    torch, lightning, asked, accelerate = show(
+        "import torch; show(loaded())\n"
+        "import lightning.pytorch as L; from lightning.pytorch.strategies import StrategyRegistry\n"
+        "assert 'loco_ddp' in StrategyRegistry and 'diloco_hsdp' in StrategyRegistry.available_strategies()\n"
+        "L.Trainer(strategy='ddp', accelerator='cpu', devices=1, logger=False, enable_checkpointing=False)\n"
+        "show([name for name in loaded() if name.startswith('lowbit')])\n"
+        "show(type(StrategyRegistry.get('loco_ddp')).__module__)\n"
+        "import accelerate, accelerate.commands.launch; show([name for name in loaded() if 'accelerate.' in name])\n"
+    )
+    assert torch == LIGHT
+    assert lightning == sorted([*LIGHT, "lowbit_strategy.register"])
+    assert asked == "lowbit_strategy.lightning"
+    assert accelerate == []
+
+
+def test_accelerate_and_transformers_without_a_section_get_nothing() -> None:
+    (loaded,) = show(
+        "from accelerate import Accelerator; import accelerate.commands.launch; Accelerator()\n"
+        "from transformers import Trainer; show([name for name in loaded() if name.startswith('lowbit')])"
+    )
+    launch = ["lowbit_strategy.launch", "lowbit_strategy.launch.accelerate_commands"]
+    launch += ["lowbit_strategy.launch.auto_attach"]
+    light = ["lowbit_strategy.inform", "lowbit_strategy.options", "lowbit_strategy.options.suggestions"]
+    assert loaded == sorted([*LIGHT, *launch, *light])
+
+
+@pytest.mark.parametrize("first", ["transformers import Trainer", "accelerate import Accelerator"])
+def test_a_framework_that_imports_torch_itself(first: str) -> None:
+    """`autoload` is called while the module that is to be served is being imported."""
+    made, spec = show(
+        f"from {first} as Made\nshow(type(Made.__init__).__name__)\n"
+        "show(type(sys.modules[Made.__module__].__spec__).__name__)"
+    )
+    assert made == "BoundFunctionWrapper"
+    assert spec == "ModuleSpec"
+
+
+def test_switched_off() -> None:
+    code = (
+        "import torch, lightning.pytorch; show(loaded())\n"
+        "from lightning.pytorch.strategies import StrategyRegistry as names; show('loco_ddp' in names)\n"
+        "import lowbit_strategy; show('loco_ddp' in names)"
+    )
+    for switch in ("LOWBIT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        assert show(code, {switch: "0"}) == [[], False, True]
+    first = "import lowbit_strategy, lightning.pytorch.strategies as s; show('loco_ddp' in s.StrategyRegistry)"
+    assert show(first, {"LOWBIT_AUTOLOAD": "0"}) == [True]
+
+
+def test_isolated() -> None:
+    assert show("import torch; show(len(loaded()))", flags=("-I",)) == [len(LIGHT)]
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """An installation of its own, before the one that is here."""
+    names = shutil.ignore_patterns("__pycache__", "*.c", "*.h", "*.so")
+    shutil.copytree(REPOSITORY / "lowbit_strategy", tmp_path / "lowbit_strategy", ignore=names)
+    info = tmp_path / "lowbit_strategy-0.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lowbit-strategy\nVersion: 0.2\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nlowbit_strategy = lowbit_strategy.autoload:autoload\n")
+    return tmp_path
+
+
+_BROKEN = """\
+import logging
+sys.path.insert(0, {path!r})
+sys.meta_path = [each for each in sys.meta_path if "editable" not in repr(each)]  # would find what is missing
+import torch, lowbit_strategy; show(lowbit_strategy.__file__)
+messages = []
+class Handler(logging.Handler):
+    def emit(self, record): messages.append(record.getMessage())
+logging.getLogger("lowbit_strategy").addHandler(Handler())
+import lightning.pytorch as L; show(list(messages))
+for name in ("ddp", "ddp"):
+    L.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+show(messages)
+import accelerate.commands.launch; accelerate.Accelerator()
+"""
+
+
+def test_half_removed(broken: Path) -> None:
+    for name in ("register.py", "options", "launch", "methods"):
+        path = broken / "lowbit_strategy" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    where, before, after = show(_BROKEN.format(path=str(broken)))
+    assert where == str(broken / "lowbit_strategy" / "__init__.py")
+    assert [message for message in before if "strategies" in message] == []
+    told = [message for message in after if "lightning.pytorch.strategies" in message]
+    assert told == [
+        "lowbit_strategy cannot serve lightning.pytorch.strategies: "
+        "ModuleNotFoundError(\"No module named 'lowbit_strategy.register'\")"
+    ]
+
+
+def test_zipped(broken: Path) -> None:
+    with zipfile.ZipFile(broken / "all.zip", "w") as archive:
+        for path in broken.rglob("*"):
+            if path.suffix != ".zip":
+                archive.write(path, path.relative_to(broken))
+    asked = "show(type(L.strategies.StrategyRegistry.get('loco_ddp')).__name__)"
+    where, _, messages, strategy = show(_BROKEN.format(path=str(broken / "all.zip")) + asked)
+    assert "all.zip" in where
+    assert messages == []
+    assert strategy == "LowBitDDPStrategy"
+
+
+def test_every_name_is_offered_and_a_mistyped_one_has_a_hint() -> None:
+    assert lowbit_strategy.__all__ == exports.__all__
+    for name in exports.__all__:
+        assert getattr(lowbit_strategy, name) is getattr(exports, name)
+    assert set(exports.__all__) <= set(dir(lowbit_strategy))
+    with pytest.raises(ImportError, match="lowbit_strategy has no 'Loco'; did you mean 'LoCo'"):
+        from lowbit_strategy import Loco  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(AttributeError, match="did you mean 'LowBitPlugin'"):
+        _ = lowbit_strategy.LowbitPlugIn  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match=r"attach is in lowbit_strategy\.transformers"):
+        from lowbit_strategy import attach  # noqa: F401
+    from lowbit_strategy import codecs  # a module, whatever it is like
+
+    assert codecs.__name__ == "lowbit_strategy.codecs"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from lowbit_strategy.lightning import LowBitDDPStrategy as S; S('loco2', outer='diloco')",
+        "from lowbit_strategy.accelerate import LowBitPlugin as P; P('loco2', outer='diloco', weights='delta4')",
+        "from lowbit_strategy.attach.sync_options import SyncOptions as S; S(outer={'name': 'diloco', 'every': '30s'})",
+        "from lowbit_strategy import WarmUp; WarmUp(compressor='loco2')",
+        "from lowbit_strategy.control import Schedule; from lowbit_strategy.custom_loop import prepare",
+    ],
+)
+def test_names_are_known_whichever_module_is_imported_first(code: str) -> None:
+    run_script(["-c", code])
+
+
+def test_what_keeps_new_processes_from_finding_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert autoload.problem() is None
+    for switch in ("LOWBIT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        with environment({switch: "0"}):
+            assert autoload.problem() == f"{switch}=0 turns it off"
+    monkeypatch.setattr(autoload, "NAME", "another")
+    assert "not installed" in str(autoload.problem())
