@@ -40,7 +40,9 @@ from lowbit_strategy.options.suggestions import did_you_mean, nearest
 SECTION = "lowbit_config"
 VARIABLE = "LOWBIT_CONFIG"  # the section as JSON, or the path of a file that holds it
 
-OTHER_KEYS = tuple(field.name for field in dataclasses.fields(LowBitPlugin) if field.name != "compressor")
+OTHER_KEYS = tuple(
+    field.name for field in dataclasses.fields(LowBitPlugin) if field.init and field.name != "compressor"
+)
 
 Section = dict[str, Any]
 
