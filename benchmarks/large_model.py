@@ -69,7 +69,7 @@ LATER = {"name": "diloco", "every": 30, "momentum": 0.8, "synchronous": 100}  # 
 CASES = {
     "uncompressed": Case(),
     "bf16": Case(compressor=HALF),
-    "loco": Case(compressor="loco"),
+    "loco": Case(compressor="loco_uniform"),
     "loco4": Case(compressor="loco4"),
     "loco1": Case(compressor="loco1"),
     "loco1, second moment": Case(compressor="loco1", second_moment=True),
@@ -79,8 +79,8 @@ CASES = {
     "loco2": Case(compressor="loco2"),
     "powersgd": Case(compressor="powersgd"),
     "dgc": Case(compressor="dgc"),
-    "loco, fsdp, code8": Case(compressor="loco", weights="code8"),
-    "loco, fsdp, delta4": Case(compressor="loco", weights="delta4"),
+    "loco, fsdp, code8": Case(compressor="loco_uniform", weights="code8"),
+    "loco, fsdp, delta4": Case(compressor="loco_uniform", weights="delta4"),
 }
 
 

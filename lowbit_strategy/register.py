@@ -28,7 +28,8 @@ _REGISTRIES = {
 # The keys of PRESETS and OUTER_RULES, which a test compares: importing those takes a second.
 COMPRESSORS = [
     "acpsgd", "adacomp", "atomo", "deft", "dense", "dgc", "eden", "ef21", "efsignsgd", "errorfeedback", "exdyna",
-    "gradiveq", "gspar", "gtopk", "loco", "loco1", "loco2", "loco3", "loco4", "loco_ternary", "micro", "multiscale",
+    "gradiveq", "gspar", "gtopk", "loco", "loco1", "loco2", "loco3", "loco4", "loco_ternary", "loco_uniform",
+    "micro", "multiscale",
     "naturalcompression", "onebitsgd", "partition", "powersgd", "qsgd", "randomk", "rotate", "scalecom", "sharedscale",
     "sidco", "signsgd", "signum", "sketchedsgd", "terngrad", "threelc", "topk", "warmup",
 ]  # fmt: skip

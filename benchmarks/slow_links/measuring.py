@@ -95,8 +95,7 @@ def strategy_of(variant: str) -> Any:
     if "all" in changes:
         chosen = dataclasses.replace(chosen, high_precision=())
     options: dict[str, Any] = {"two_level": False} if "flat" in changes else {}
-    if "squares" in changes:
-        options["second_moment"] = True
+    options["second_moment"] = "squares" in changes
     for change in changes:
         if change.startswith("bucket"):
             options["bucket_cap_mb"] = float(change.removeprefix("bucket"))

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_strategy.attach.auto import AutoChoice
 from lowbit_strategy.attach.fit import fitted
 from lowbit_strategy.attach.local_steps import LocalSteps
+from lowbit_strategy.attach.optimizer_checks import IfOfAdamsKind
 from lowbit_strategy.attach.order_checks import check_ddp, check_fsdp
 from lowbit_strategy.attach.prepare import Prepared
 from lowbit_strategy.attach.replica import join_before_forward, membership_of, one_replica
@@ -258,7 +259,7 @@ def _session(
 ) -> Session:
     """All that is around a model's engine. `digest`: if parameters are to be compared."""
     options, ranks = prepared.options, sync.ranks
-    follow_second_moment(sync, module, options)
+    follow_second_moment(sync, module, prepared)
     compares = options.check_digest and not ranks.alone and membership is None
     local = None
     if options.outer is not None and not ranks.alone:
@@ -330,12 +331,19 @@ def make_engine(prepared: Prepared, ranks: Ranks, device: torch.device, *, has_s
     return sync
 
 
-def follow_second_moment(sync: GradientSync, module: nn.Module, options: SyncOptions) -> None:
+def follow_second_moment(sync: GradientSync, module: nn.Module, prepared: Prepared) -> None:
     """Where it is wanted, and there is anybody to train with."""
-    if not options.second_moment or sync.ranks.alone:
+    options = prepared.options
+    if sync.ranks.alone:
         return
     if options.outer is not None:
-        sync.correct_with(MeanMoment(lambda: 1 if sync.outer is None else sync.ranks.peers.world_size))
+        if options.second_moment:
+            sync.correct_with(MeanMoment(lambda: 1 if sync.outer is None else sync.ranks.peers.world_size))
+        return
+    if not prepared.exchanges_squares:
+        return
+    if options.second_moment is None:
+        IfOfAdamsKind(sync, module)
         return
     if sync.ranks.rank == 0 and not served(sync.state.assignments):
         _log.warning(

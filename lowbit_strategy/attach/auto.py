@@ -73,7 +73,7 @@ def candidates(auto: Auto, layout: Layout, weights: WeightCoding | None) -> list
         layout: What wraps the model.
         weights: Chosen by the user; None: not chosen.
     """
-    found = [Candidate("loco4", _keeping(PRESETS["loco4"], auto))]
+    found = [Candidate("loco", _keeping(PRESETS["loco"], auto))]
     if auto.quality == "close":
         found.append(Candidate("loco2", _keeping(PRESETS["loco2"], auto)))
     if layout != "fsdp":  # FSDP2 has a type for reduction of its own, mp_policy

@@ -36,9 +36,16 @@ def fitted(
         shape=ranks.shape,
         layout=prepared.layout,
         modules=modules or {},
-        squares=prepared.options.second_moment and prepared.options.outer is None,
+        squares=prepared.exchanges_squares,
     )
-    found = choices(prepared.compressor, weights, setup, may_recode=prepared.options.weights is None)
+    options = prepared.options
+    found = choices(
+        prepared.compressor,
+        weights,
+        setup,
+        may_recode=options.weights is None,
+        may_uncorrect=options.second_moment is None,
+    )
     chosen = choose(list(found), room, limit)
     if chosen.differs and ranks.world.rank == 0:
         inform(
@@ -48,7 +55,10 @@ def fitted(
             chosen.arithmetic(),
             chosen.costs,
         )
-    options = prepared.options if chosen.weights == weights else replace(prepared.options, weights=chosen.weights)
+    if chosen.weights != weights:
+        options = replace(options, weights=chosen.weights)
+    if setup.squares and not chosen.squares:
+        options = replace(options, second_moment=False)
     return replace(prepared, compressor=chosen.compressor, options=options)
 
 

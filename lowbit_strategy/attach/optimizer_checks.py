@@ -10,8 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lowbit_strategy.attach.sync_options import SyncOptions
+from lowbit_strategy.engine.second_moment import SecondMoment
+from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.model.mean_moment import check_decay, check_second_moment
+from lowbit_strategy.model.mean_moment import check_decay, check_second_moment, has_second_moment
 
 _log = logging.getLogger("lowbit_strategy")
 
@@ -63,6 +65,29 @@ def check_synchronises(model: DistributedDataParallel) -> None:
             " themselves and meet every so many steps, as with Accelerate's LocalSGD, leave that out and give the"
             " strategy or the plugin outer=LocalSGD(every=8), of lowbit_strategy"
         )
+
+
+class IfOfAdamsKind(SecondMoment):
+    """Corrects Adam's second moment until an optimizer has stepped that has none: ``second_moment=None``.
+
+    Which optimizers there are is known for certain when they have stepped. Ranks exchange squares from the first
+    backward pass on, as with ``second_moment=True``, so that nothing is missed; all of them stop in the same step.
+    """
+
+    def correct_(self, optimizer: Optimizer) -> None:
+        """It has stepped on what was reduced."""
+        if has_second_moment(optimizer):
+            super().correct_(optimizer)
+            return
+        self._sync.correct_with(None)
+        self._sync.unsubscribe(self)
+        del self._sync.rank_state[self.name]
+        if self._sync.ranks.rank == 0:
+            inform(
+                "%s keeps no exp_avg_sq, or not as Adam does: ranks exchange no squares for it from now on"
+                " (second_moment=False leaves it out from the start)",
+                type(optimizer).__name__,
+            )
 
 
 class ClippingWarning:

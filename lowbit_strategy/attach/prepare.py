@@ -20,6 +20,7 @@ from lowbit_strategy.model.handshake import facts, handshake, plain
 from lowbit_strategy.model.parameters import describe_parameters, refuse_sparse_gradients
 from lowbit_strategy.model.unmatched_patterns import unmatched_patterns
 from lowbit_strategy.plan.gradients import Layout
+from lowbit_strategy.plan.squares import needs_squares
 from lowbit_strategy.ranks.topology import Topology, find_topology, resolve_shard_size
 
 _log = logging.getLogger("lowbit_strategy")
@@ -48,6 +49,16 @@ class Prepared:
         if self.shard_size is not None or one_level or self.topology.obstacle is not None:
             return None
         return self.topology.ranks_per_node
+
+    @property
+    def exchanges_squares(self) -> bool:
+        """Whether ranks do for Adam's second moment: as asked, otherwise where it is known to need it."""
+        options = self.options
+        if options.outer is not None:
+            return False
+        if options.second_moment is not None:
+            return options.second_moment
+        return (self.scatter or self.node_size is None) and needs_squares(self.compressor, self.specs)
 
 
 def prepare(

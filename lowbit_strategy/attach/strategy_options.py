@@ -95,7 +95,7 @@ class DDPConstructor(_Options):
         elastic: Elastic | None = None,
         memory: float | None = None,
         far_links: bool | None = None,
-        second_moment: bool = False,
+        second_moment: bool | None = None,
         **kwargs: Any,
     ) -> None:
         weights = kwargs.pop("weights", None)  # refused, with advice
@@ -137,7 +137,7 @@ class FSDPConstructor(_Options):
         elastic: Elastic | None = None,
         memory: float | None = None,
         far_links: bool | None = None,
-        second_moment: bool = False,
+        second_moment: bool | None = None,
         min_shard_numel: int = DEFAULT_MIN_SHARD_NUMEL,
         mp_policy: MixedPrecisionPolicy | None = None,
         accumulate: Accumulate = "local",

@@ -49,12 +49,13 @@ class SyncOptions:
         far_links: On CPU: all messages travel at once, point to point, and are received where memory was set aside in
             the step before. The same results, and as much more memory as a rank sends in a step. None: where a round
             trip takes 5 ms or more, which is measured.
-        second_moment: For one and two bits and optimizers of Adam's kind: ranks exchange squares of their own gradients
-            in one step of 32, an eighth of a bit per element and step, and make `exp_avg_sq` of them, which
-            compression's noise would else enlarge. Below the best learning rate, and where it decays, one bit needs far
-            fewer steps then. Costs up to 4 bytes per parameter; not for two levels under DDP. With `outer` each rank
-            corrects its own, which is then as small as that of the ranks' mean gradients, and nothing is sent or kept:
-            see `MeanMoment`.
+        second_moment: For few bits and optimizers of Adam's kind: ranks exchange squares of their own gradients in one
+            step of 32, an eighth of a bit per element and step, and make `exp_avg_sq` of them, which compression's
+            noise would else enlarge. Below the best learning rate, and where it decays, one bit needs far fewer steps
+            then. Costs up to 4 bytes per parameter; not for two levels under DDP. With `outer` each rank corrects its
+            own, which is then as small as that of the ranks' mean gradients, and nothing is sent or kept: see
+            `MeanMoment`. None: squares are exchanged where LoCo's codes have two bits or fewer, until an optimizer
+            steps that is not of Adam's kind; not with `outer`, nor for two levels under DDP.
     """
 
     seed: int = 0
@@ -69,7 +70,7 @@ class SyncOptions:
     elastic: Elastic | None = None
     memory: float | None = None
     far_links: bool | None = None
-    second_moment: bool = False
+    second_moment: bool | None = None
 
     def __post_init__(self) -> None:
         if self.second_moment and self.two_level:

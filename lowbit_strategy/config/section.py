@@ -38,7 +38,9 @@ from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.options.suggestions import did_you_mean, nearest
 
-OTHER_KEYS = tuple(field.name for field in dataclasses.fields(LowBitPlugin) if field.name != "compressor")
+OTHER_KEYS = tuple(
+    field.name for field in dataclasses.fields(LowBitPlugin) if field.init and field.name != "compressor"
+)
 
 Section = dict[str, Any]
 

@@ -353,8 +353,8 @@ class GradientSync:
         self.weights = weights
         self.save_with("weights", weights)
 
-    def correct_with(self, second_moment: Corrects) -> None:
-        """Call it when an optimizer has stepped on what was reduced."""
+    def correct_with(self, second_moment: Corrects | None) -> None:
+        """Call it when an optimizer has stepped on what was reduced; None: nothing any more."""
         self.second_moment = second_moment
 
     def save_with(self, name: str, part: Stateful) -> None:

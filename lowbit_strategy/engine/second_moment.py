@@ -130,6 +130,7 @@ class SecondMoment:
         module: What is trained, wrapped or sharded.
     """
 
+    name = "second_moment"
     traces = False
     accounts = True
     exchanges = True
@@ -145,7 +146,7 @@ class SecondMoment:
         self._known: dict[str, _Known] = {}
         sync.correct_with(self)
         sync.subscribe(self, StepPhase.OBSERVE)
-        sync.save_per_rank("second_moment", self)
+        sync.save_per_rank(self.name, self)
 
     def name_parameters(self) -> None:
         """The model may have others than before."""

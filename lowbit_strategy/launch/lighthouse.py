@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 from typing import Annotated
 
@@ -32,9 +33,13 @@ def lighthouse(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     os.environ.setdefault("RUST_LOG", "error")
-    server = start_lighthouse(
-        bind, min_replicas=min_replicas, join_timeout=join_timeout, heartbeat_timeout=heartbeat_timeout
-    )
+    try:
+        server = start_lighthouse(
+            bind, min_replicas=min_replicas, join_timeout=join_timeout, heartbeat_timeout=heartbeat_timeout
+        )
+    except (ImportError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
     port = server.address().rpartition(":")[2]
     typer.echo(f"lighthouse at http://{socket.gethostname()}:{port}, which has a page for browsers")
     while not ended.wait(0.5):

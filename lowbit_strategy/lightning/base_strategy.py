@@ -166,7 +166,7 @@ class LowBitMixin(ParallelStrategy):
             return
         session.bind(lambda: self.optimizers, lambda: self.loss_scaler)
         if session.replica is not None:
-            join_in(trainer, session.replica)
+            join_in(trainer, session.replica, signals)
         self._resume_local_steps(session)
         add_local_callbacks(trainer, session, signals)
 

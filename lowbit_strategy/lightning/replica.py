@@ -10,12 +10,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lowbit_strategy.lightning.signals import DeferredSignals
 from lowbit_strategy.rounds.elastic_outer import ElasticOuterSync
 from lowbit_strategy.rounds.elastic_sampler import ElasticSampler
 
 
-def join_in(trainer: Any, replica: ElasticOuterSync) -> None:
-    """Before the replica meets the others: it follows their steps, and its samples are others than theirs."""
+def join_in(trainer: Any, replica: ElasticOuterSync, signals: DeferredSignals) -> None:
+    """Before the replica meets the others: it follows their steps, its samples are others than theirs, and SIGTERM ends
+    it while it waits for them.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    replica.membership.asked_to_end = lambda: trainer.received_sigterm or signals.asks_to_end
+    replica.membership.end = import_module(type(loop).__module__).SIGTERMException  # of either namespace
     replica.on_healed = lambda: _catch_up(trainer, replica.sync.step_index)
     loaders = tree_leaves(getattr(trainer.train_dataloader, "iterables", trainer.train_dataloader))
     samplers = (getattr(loader, "sampler", None) for loader in loaders)

@@ -113,6 +113,11 @@ class DeferredSignals:
         """Whether this rank has received the requeue signal and has not answered it yet."""
         return bool(self._received & _REQUEUE)
 
+    @property
+    def asks_to_end(self) -> bool:
+        """Whether this rank has received SIGTERM and has not answered it yet."""
+        return bool(self._received & _TERMINATE)
+
     def requeue(self) -> None:
         """Local steps: all ranks have learned that one of them has received the signal."""
         self._run(_REQUEUE)

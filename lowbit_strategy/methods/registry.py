@@ -72,7 +72,8 @@ PRESETS: dict[str, Compressor] = {
     ),
     "loco2": replace(_UNIT_GAIN, bits=2, return_beta=0.8),
     "loco3": _UNIT_GAIN,
-    "loco4": LoCo(codebook="e2m1"),
+    "loco4": LoCo(),
+    "loco_uniform": LoCo(codebook="uniform"),  # as published
     "loco_ternary": replace(_UNIT_GAIN, bits=2, codebook="ternary_unit_gain", return_beta=0.8),
     "micro": MiCRO(),
     "multiscale": MultiScale(),

@@ -80,6 +80,14 @@ def has_stepped(optimizer: Optimizer) -> bool:
     return found is None or not bool(found)
 
 
+def has_second_moment(optimizer: Optimizer) -> bool:
+    """Whether it has one that can be corrected; asked after it has stepped."""
+    if any("betas" not in group or group.get("amsgrad") for group in optimizer.param_groups):
+        return False
+    states = [optimizer.state.get(param) for group in optimizer.param_groups for param in group["params"]]
+    return all("exp_avg_sq" in state for state in states if state)  # without any another one steps the parameter
+
+
 def check_second_moment(optimizer: Optimizer) -> None:
     """Before it has stepped.
 

@@ -28,7 +28,7 @@ from lowbit_strategy.ranks.topology import Topology
 
 WORTH_IT = 0.95  # of the uncompressed step's time: below it, compression is worth its trouble
 _LATE = 10**6  # a step at which all warm-ups are over
-_BITS = {"loco": 4, "loco4": 4, "loco2": 2, "loco1": 1, "powersgd": 1}  # of what is shown; of PowerSGD fewer than that
+_BITS = {"loco": 4, "loco2": 2, "loco1": 1, "powersgd": 1}  # of what is shown; of PowerSGD fewer than that
 _COMPRESSED = tuple((name, quality_of(name, bits)) for name, bits in _BITS.items())
 _SQUARES = "*"  # after the name of what has second_moment=True
 _SQUARES_LINES = {

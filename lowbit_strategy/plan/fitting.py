@@ -48,6 +48,7 @@ class Choice:
     Args:
         compressor, weights: The way.
         memory: By purpose.
+        squares: Whether ranks exchange squares of gradients.
         differs: How from what was asked for, in words; empty: not at all.
         costs: What that costs, in words.
     """
@@ -55,6 +56,7 @@ class Choice:
     compressor: Compressor
     weights: WeightCoding | None
     memory: Memory
+    squares: bool = False
     differs: str = ""
     costs: str = ""
 
@@ -72,7 +74,7 @@ class Choice:
 
 
 def choices(
-    compressor: Compressor, weights: WeightCoding | None, setup: Setup, *, may_recode: bool
+    compressor: Compressor, weights: WeightCoding | None, setup: Setup, *, may_recode: bool, may_uncorrect: bool = False
 ) -> Iterator[Choice]:
     """From what was asked for down to what keeps least.
 
@@ -81,9 +83,15 @@ def choices(
         weights: Asked for, or the default for it.
         setup: See there.
         may_recode: Nobody has chosen `weights`: what is kept of them may be gathered again.
+        may_uncorrect: Nobody has chosen to correct Adam's second moment: it may stay as it is.
     """
     yield choice(compressor, weights, setup)
     differs, costs = [], []
+    if may_uncorrect and setup.squares:
+        setup = replace(setup, squares=False)
+        differs.append("Adam's second moment is not corrected")
+        costs.append("more steps with Adam")
+        yield choice(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
     if may_recode and weights is not None and weights.keep == "codes" and setup.modules:
         weights = replace(weights, keep="nothing")
         differs.append("weights are gathered again in backward instead of kept as codes")
@@ -100,8 +108,8 @@ def _loss_is_measured(compressor: Compressor, shape: Shape) -> TypeGuard[LoCo]:
     """Whether it is known what the compressor loses without its residual: benchmarks/LOG.md."""
     if not isinstance(compressor, LoCo) or compressor.residual != "int8":
         return False
-    codebooks = {compressor.codebook, compressor.return_codebook or compressor.codebook}
-    return codebooks == {"uniform"} and compressor.bits >= 4 and shape.num_peers >= FEWEST_PEERS
+    codebooks = {compressor.codebook, compressor.return_codebook}
+    return codebooks <= {"uniform", None} and compressor.bits >= 4 and shape.num_peers >= FEWEST_PEERS
 
 
 def choice(
@@ -124,7 +132,14 @@ def choice(
         modules=setup.modules or None,
         squares=setup.squares,
     )
-    return Choice(compressor=compressor, weights=weights, memory=plan.memory, differs=differs, costs=costs)
+    return Choice(
+        compressor=compressor,
+        weights=weights,
+        memory=plan.memory,
+        squares=setup.squares,
+        differs=differs,
+        costs=costs,
+    )
 
 
 def choose(found: Sequence[Choice], room_nbytes: int, limit_nbytes: int) -> Choice:

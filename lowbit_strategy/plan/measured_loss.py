@@ -69,7 +69,8 @@ class MoreSteps:
 
 # From `low_bits.json` and `low_bits_loco4.json` (1,500 steps, 4 ranks); of local steps `outer_steps_transformer.json`
 # (3,000 steps); with a star `second_moment.json` (400 steps, 4 ranks); of gpt, ten million parameters,
-# `large_model.json` (1,000 steps, 4 ranks).
+# `large_model.json` (1,000 steps, 4 ranks). Their runs of loco4 are of what is loco now, and those of loco of what is
+# loco_uniform.
 LOSSES: dict[str, tuple[Loss, ...]] = {
     "bf16": (
         Loss("convolutional", 0.001, 0.002, 5),
@@ -77,13 +78,13 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
         Loss("transformer", 0.052, 0.172, 5),
         Loss("gpt", -0.148, 0.046, 3),
     ),
-    "loco": (
+    "loco_uniform": (
         Loss("convolutional", -0.126, 0.016, 5),
         Loss("recurrent", -0.166, 0.109, 5),
         Loss("transformer", -1.549, 0.698, 5),
         Loss("gpt", -0.392, 0.242, 3),
     ),
-    "loco4": (
+    "loco": (
         Loss("convolutional", -0.130, 0.061, 5),
         Loss("recurrent", -0.012, 0.153, 5),
         Loss("transformer", -0.428, 0.412, 5),
@@ -119,8 +120,8 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
 # From `second_moment.json`, `second_moment_decay.json` and `second_moment_gpt.json`: 400 steps, 4 ranks. Of the
 # last one's model, of 2.5 million parameters, the falling rate counts, at which more steps are needed.
 STEPS: dict[str, MoreSteps] = {
-    "loco": MoreSteps(1.9, 9.1),
-    "loco4": MoreSteps(0.9, 1.0),
+    "loco_uniform": MoreSteps(1.9, 9.1),
+    "loco": MoreSteps(0.9, 1.0),
     "loco2": MoreSteps(6.0, 6.9),
     "loco2*": MoreSteps(1.1, 6.9),
     "loco1": MoreSteps(20.8, 19.7),

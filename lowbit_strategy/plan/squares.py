@@ -6,16 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lowbit_strategy.collectives.layout import ALIGNMENT, round_up
-from lowbit_strategy.methods._base.compressor import Assignment, dense_method
+from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, dense_method
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.state_code import StateCode
+from lowbit_strategy.methods.quantization.loco import LoCoCodec
 from lowbit_strategy.plan.gradients import Reduced, peer_unit, summed
 from lowbit_strategy.plan.messages import Unit
 from lowbit_strategy.ranks.shape import Shape
 
 EVERY = 32  # steps between two exchanges of a bucket's squares, after the first ones
 SKETCH_NUMEL, NUM_SUMS = 64, 3  # numbers per parameter
+FEW_BITS = 2
+_LATE = 1 << 20  # in steps: after any warm-up
 _CODES = StateCode(bits=4, exempt=(), high_precision=())
 
 
@@ -23,6 +27,17 @@ def served(assignments: Mapping[str, Assignment]) -> list[str]:
     """Parameters whose gradients are in few bits; of others the optimizer's own second moment is as good."""
     exact = dense_method()
     return [name for name, each in assignments.items() if each.kind == "compressed" and each.method != exact]
+
+
+def few_bits(assignments: Mapping[str, Assignment]) -> bool:
+    """Whether there are codes whose noise an optimizer of Adam's kind pays for with steps: measured of LoCo's."""
+    codecs = [each.method.uplink for each in assignments.values() if isinstance(each.method, CodecPair)]
+    return any(isinstance(codec, LoCoCodec) and codec.fmt.bits <= FEW_BITS for codec in codecs)
+
+
+def needs_squares(compressor: Compressor, specs: Sequence[TensorSpec]) -> bool:
+    """The same of a compressor, at its start or after its last phase."""
+    return any(few_bits(assign_all(compressor.phase(step), specs)) for step in (0, _LATE))
 
 
 def methods_of_squares(specs: Sequence[TensorSpec]) -> dict[str, Method]:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,10 @@ from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.collectives.transports.member_comm import ExchangeFailedError, MemberComm, as_failed_exchange
 from lowbit_strategy.ranks.elastic import Elastic
 from lowbit_strategy.ranks.quorum import Identity, Patience, Quorum, Registration, address_towards, import_torchft
-from lowbit_strategy.ranks.watched import has_ended, watched
+from lowbit_strategy.ranks.watched import has_ended, noting_sigterm, watched
 
-_FACTS = "lowbit_strategy/facts"
+_FACTS, _MET = "lowbit_strategy/facts", "lowbit_strategy/met"
+_STATUS = 128 + signal.SIGTERM  # of a process that ends for it
 _LOOK_S = 0.5  # whether those still live to whom this one connects
 
 _log = logging.getLogger("lowbit_strategy")
@@ -72,6 +74,10 @@ class Membership:
         facts: What must be the same on all replicas, as plain values by the names that a user knows.
         replica: The ranks of this replica, on the CPU; nothing else uses their group, whose patience has no end.
 
+    Attributes:
+        asked_to_end: Whether a framework has noted SIGTERM, which it answers at the next batch.
+        end: What a wait raises then.
+
     Raises:
         ImportError: torchft is not installed.
         ConnectionError: Nobody answers at the lighthouse's address.
@@ -80,6 +86,9 @@ class Membership:
     def __init__(self, options: Elastic, facts: Mapping[str, object], replica: Comm | None = None) -> None:
         self.options = options
         self.replica = LocalComm() if replica is None else replica
+        self.asked_to_end: Callable[[], bool] = lambda: False
+        self.end: type[SystemExit] = SystemExit
+        self._noted: Callable[[], bool] = lambda: False  # while it waits
         self._facts = {name: str(value) for name, value in facts.items()}
         self._registration: Registration | None = None  # the first rank's
         self.identity = Identity.parse(self._by_first(self._register))
@@ -96,9 +105,14 @@ class Membership:
             round_index: How often members have met; 0: this replica has not met any.
 
         Raises:
-            RefusedError: This replica does not fit the others.
+            RefusedError: This replica does not fit the others, or one of its name is there.
             ConnectionError: The lighthouse does not answer, or there are too few replicas, for `Elastic.patience`.
+            SystemExit: SIGTERM has come, before or meanwhile.
         """
+        with noting_sigterm() as self._noted:
+            return self._met(round_index)
+
+    def _met(self, round_index: int) -> Members:
         while True:
             quorum = Quorum(**self._by_first(lambda: asdict(self._found(round_index))))
             present = (quorum.number, quorum.replicas)
@@ -110,6 +124,8 @@ class Membership:
                 self.fail(error)
                 continue
             self._present, self._has_met = present, True
+            if self._registration is not None:
+                self._store.set(_MET, "")
             return self._members
 
     def together(self, work: Callable[[], T]) -> T:
@@ -167,10 +183,12 @@ class Membership:
     def _by_first(self, find: Callable[[], Any]) -> Any:
         """What the replica's first rank finds, plain data, on all of its ranks; so is what it raises."""
         answer: dict[str, Any] = {}
-        error: Exception | None = None
+        error: BaseException | None = None
         if self.replica.rank == 0:
             try:
                 answer = {"found": find()}
+            except SystemExit as caught:
+                error, answer = caught, {"raised": "SystemExit"}
             except tuple(_SHARED_ERRORS.values()) as caught:
                 error = caught
                 kind = next(name for name, each in _SHARED_ERRORS.items() if isinstance(caught, each))
@@ -179,9 +197,19 @@ class Membership:
         answer = json.loads(text)
         if error is not None:
             raise error
+        if answer.get("raised") == "SystemExit":
+            raise self.end(_STATUS)
         if "raised" in answer:
             raise _SHARED_ERRORS[answer["raised"]](answer["text"])
         return answer["found"]
+
+    def _check_end(self) -> None:
+        """Raises:
+        SystemExit: This process has been asked to end.
+        """
+        if self._noted() or self.asked_to_end():
+            _log.warning("replica %s: SIGTERM while it waits for the others: it ends", self.identity.name)
+            raise self.end(_STATUS)
 
     # -- the lighthouse, on the first rank ------------------------------------------------------------------------
 
@@ -203,7 +231,8 @@ class Membership:
     def _found(self, round_index: int) -> Quorum:
         """Those who train the same as this replica, of whom there are enough."""
         assert self._registration is not None
-        deadline = Patience(self.options.patience)
+        deadline = Patience(self.options.patience, self._check_end)
+        self._check_end()
         while True:
             quorum = self._registration.ask(round_index, self._num_failures, deadline)
             replicas = self._fitting(quorum)
@@ -223,6 +252,7 @@ class Membership:
         replicas = [Identity.parse(text) for text in quorum.replicas]
         fits = self.identity.fits
         if not self._has_met:
+            self._check_name(replicas)
             reference = next((each for each in replicas if each.store == quorum.store), self.identity)
             if reference.fits != fits:
                 raise RefusedError(self._why_refused(reference))
@@ -231,12 +261,28 @@ class Membership:
             _log.warning("replica %s: refused, because they do not fit: %s", self.identity.name, ", ".join(refused))
         return [each for each in replicas if each.fits == fits]
 
+    def _check_name(self, replicas: Sequence[Identity]) -> None:
+        """Raises:
+        RefusedError: Another one of this name lives that has met the others, or of two new ones comes first.
+        """
+        for other in replicas:
+            if other.name != self.identity.name or other == self.identity or has_ended(other.store):
+                continue
+            if str(other) < str(self.identity) or self._store_of(other).check([_MET]):
+                raise RefusedError(
+                    f"a replica of the name {other.name!r} is there already, at {other.store}: checkpoints and state go"
+                    " by names, so give each replica one of its own (Elastic(name=...)). To replace that one end it"
+                    " first"
+                )
+
+    def _store_of(self, replica: Identity) -> dist.TCPStore:
+        host, _, port = replica.store.rpartition(":")
+        timeout = timedelta(seconds=self.options.connect_timeout)
+        return dist.TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
+
     def _why_refused(self, reference: Identity) -> str:
         try:
-            host, _, port = reference.store.rpartition(":")
-            timeout = timedelta(seconds=self.options.connect_timeout)
-            store = dist.TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
-            theirs = json.loads(store.get(_FACTS))
+            theirs = json.loads(self._store_of(reference).get(_FACTS))
         except (RuntimeError, ValueError) as error:
             theirs, difference = {}, f"what it trains cannot be read ({str(error).splitlines()[0]})"
         for name in theirs.keys() | self._facts.keys():
@@ -270,7 +316,12 @@ class Membership:
             None,
         )
         others = [each.store for each in replicas if each != self.identity]
-        watched(connect, functools.partial(_who_has_ended, others), every=_LOOK_S)
+
+        def why_not() -> str:
+            self._check_end()
+            return _who_has_ended(others)
+
+        watched(connect, why_not, every=_LOOK_S)
         self._group = group
         self._backend.set_timeout(timedelta(seconds=self.options.timeout))
         return Members(replicas, MemberComm(self._group.parent))

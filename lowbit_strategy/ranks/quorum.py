@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -120,11 +121,17 @@ class Registration:
 
         Raises:
             ConnectionError: It does not, for longer than that.
+            SystemExit: As `deadline` checks.
         """
         missing = (
             f"the lighthouse at {self._lighthouse} does not answer: training waits. Start it again at that address:"
             " lowbit lighthouse"
         )
+
+        def why_not() -> str:
+            deadline.check()
+            return "" if self._lighthouse_listens() else missing
+
         while True:
             while not self._lighthouse_listens():
                 deadline.wait(missing)
@@ -139,7 +146,7 @@ class Registration:
                         commit_failures=num_failures,
                         init_sync=False,
                     ),
-                    lambda: "" if self._lighthouse_listens() else missing,
+                    why_not,
                     every=_PROBE_S,
                     num_looks=_NUM_PROBES,
                 )
@@ -160,23 +167,30 @@ class Registration:
 
 
 class Patience:
-    """Waiting that ends some day, and says now and then what for."""
+    """Waiting that ends some day, and says now and then what for.
 
-    def __init__(self, seconds: float) -> None:
+    Args:
+        seconds: So long at most.
+        check: Called while it lasts; what it raises ends the wait.
+    """
+
+    def __init__(self, seconds: float, check: Callable[[], None]) -> None:
         self._seconds = seconds
+        self.check = check
         self._start: float | None = None
-        self._logged = -_REMIND_S
+        self._remind = 0.0  # seconds of the wait, twice as long each time
 
     def wait(self, what: str) -> None:
         """Raises:
         ConnectionError: It has taken too long.
         """
+        self.check()
         now = time.monotonic()
         self._start = now if self._start is None else self._start
         if now - self._start > self._seconds:
             raise ConnectionError(f"{what}. Given up after {self._seconds:g} s (Elastic(patience=...))")
-        if now - self._start - self._logged >= _REMIND_S:
-            self._logged = now - self._start
+        if now - self._start >= self._remind:
+            self._remind = max(_REMIND_S, 2 * self._remind)
             _log.warning("%s", what)
         time.sleep(_RETRY_S)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _ANSWER_S = 5.0
 _REFUSAL_S = 1.0  # comes at once, if it comes
@@ -22,7 +24,7 @@ def watched(call: Callable[[], T], why_not: Callable[[], str], *, every: float, 
 
     Args:
         call: May take long.
-        why_not: Why nobody can answer any more; empty: somebody can.
+        why_not: Why nobody can answer any more; empty: somebody can. What it raises ends the wait.
         every: Seconds between two looks.
         num_looks: So many in a row must find a reason.
 
@@ -46,6 +48,30 @@ def watched(call: Callable[[], T], why_not: Callable[[], str], *, every: float, 
         reason = why_not()
         reasons = [*reasons, reason] if reason else []
     raise RuntimeError(reasons[-1])
+
+
+@contextlib.contextmanager
+def noting_sigterm() -> Iterator[Callable[[], bool]]:
+    """Gives a function that says whether SIGTERM has come since; a handler of the program's own is called as well.
+
+    Frameworks' handlers only note the signal and answer it at the next batch, which a wait puts off. Where there is no
+    handler the signal ends the process, as ever.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    received = []
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        handler(number, frame)
+
+    signal.signal(signal.SIGTERM, note)
+    try:
+        yield lambda: bool(received)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def answers(host: str, port: int) -> bool:

@@ -18,6 +18,7 @@ from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import CHOICES
 from lowbit_strategy.plan.messages import leaving_nbytes, step_nbytes
 from lowbit_strategy.plan.plan import Plan
+from lowbit_strategy.plan.squares import few_bits
 from lowbit_strategy.plan.weights import kept_nbytes, weight_units
 from lowbit_strategy.ranks.shape import Shape
 
@@ -127,13 +128,28 @@ class Report:
             lines += self._weights()
         if outer is not None:
             lines.append(f"  memory per rank: {size(memory.anchors)} for anchors and pseudo-gradients")
-        if memory.squares:
-            lines.append(f"  memory per rank: at most {size(memory.squares)} for Adam's second moment")
+        lines += self._second_moment()
         lines.append(
             f"  memory per rank: {size(memory.residuals)} for residuals,"
             f" at most {size(self.buffer_nbytes)} for messages"
         )
         return "\n".join(lines)
+
+    def _second_moment(self) -> list[str]:
+        """Whether Adam's is corrected, where it matters, and what that costs."""
+        plan = self.plan
+        if plan.memory.squares:
+            sent = step_nbytes(plan.state, "flat", "inter-node")
+            return [
+                f"  second moment: for Adam ranks exchange squares, {size(sent)}/step, and keep at most"
+                f" {size(plan.memory.squares)} per rank"
+            ]
+        if plan.shape.num_peers == 1 or not few_bits(plan.assignments):
+            return []
+        why = "local steps" if plan.outer else "two levels" if plan.shape.share and not plan.scatter else ""
+        if not why:
+            return ["  second moment: left as it is; Adam needs more steps with so few bits (second_moment)"]
+        return [f"  second moment: left as it is, because of {why} (second_moment)"]
 
     def _levels(self) -> list[str]:
         """What travels inside a node and what between nodes; nothing where there is one node."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -184,6 +185,77 @@ def test_one_that_is_terminated_leaves_and_the_others_go_on(tmp_path: Path) -> N
     assert results["b"]["steps"] < 50
     assert results["a"] == results["c"]
     assert results["a"]["steps"] == 50
+
+
+class Terminating(Scheduled):
+    """Gets SIGTERM in a step after which it meets the others, and the others are lost before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_step == RULE.every - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_while_others_are_missing(elastic: Elastic, folder: Path, *, terminates: bool = False) -> dict[str, Any]:
+    """Ends with the status that the framework's exception gives, within seconds of the signal."""
+    assert elastic.name is not None
+    made = trainer(strategy(elastic), max_steps=50, max_epochs=-1)
+    (folder / f"{elastic.name}.begun").touch()
+    with pytest.raises(SIGTERMException) as ended:
+        made.fit(Terminating() if terminates else Scheduled(), DataLoader(indexed(), batch_size=4))
+    return {"steps": made.global_step, "status": ended.value.code}
+
+
+def test_one_that_waits_answers_sigterm(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        run.start("a", fit_while_others_are_missing, tmp_path, patience=1000.0)
+        run.wait_for((tmp_path / "a.begun").exists, "a has begun")
+        time.sleep(3)
+        run.send("a", signal.SIGTERM)
+        began = time.monotonic()
+        assert run.results("a")["a"] == {"steps": 0, "status": 128 + signal.SIGTERM}
+        assert time.monotonic() - began < 20
+
+
+def fit_and_die(elastic: Elastic, folder: Path) -> dict[str, Any]:
+    return fit_and_save(elastic, folder, RULE.every - 2)
+
+
+def test_sigterm_that_came_before_a_wait_ends_it(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        run.start("a", fit_while_others_are_missing, tmp_path, terminates=True, held=True, patience=1000.0)
+        run.start("b", fit_and_die, tmp_path, held=True)
+        run.release(*"ab")
+        assert run.results("a")["a"]["status"] in (None, 128 + signal.SIGTERM)
+
+
+def fit_as_b(elastic: Elastic) -> dict[str, Any]:
+    return fit(dataclasses.replace(elastic, name="b"), 1, 22)
+
+
+def test_a_second_one_of_a_name_is_refused(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        run.start("a", fit_until_terminated, tmp_path, held=True)
+        run.start("b", fit_until_terminated, tmp_path, held=True)
+        run.release(*"ab")
+        run.wait_for(lambda: step_of(tmp_path, "b") >= 6, "a round")
+        run.start("twin", fit_as_b)
+        assert "a replica of the name 'b' is there already" in run.error("twin")
+        results = run.results("a", "b")
+    assert results["a"] == results["b"]
+    assert results["b"]["steps"] == 50
+
+
+def test_of_two_new_ones_of_a_name_one_is_refused(tmp_path: Path) -> None:
+    with Replicas(tmp_path) as run:
+        run.start("b", fit, 1, 22, held=True, min_replicas=1)
+        run.start("twin", fit_as_b, held=True, min_replicas=1)
+        run.release("b", "twin")
+        for process in (run.processes["b"], run.processes["twin"]):
+            process.join(60)
+        ended = sorted(process.exitcode for process in (run.processes["b"], run.processes["twin"]))
+        assert ended == [0, 1]
+        assert "a replica of the name 'b' is there already" in run.output()
 
 
 def resumed(elastic: Elastic, folder: Path) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def assert_better(fact: Facts) -> None:
 def moments(folder: Path, layout: str) -> Facts:
     kind, options = LAYOUTS[layout]
     exact = second_moments(*fitted(kind, EXACT, 40, **options)[:2])
-    plain = second_moments(*fitted(kind, ONE_BIT, 40, **options)[:2])
+    plain = second_moments(*fitted(kind, ONE_BIT, 40, second_moment=False, **options)[:2])
     made, model, _ = fitted(kind, ONE_BIT, 40, second_moment=True, **options)
     found = second_moments(made, model)
     return {
@@ -131,7 +131,7 @@ def test_gradients_and_residuals_are_the_same_with_it_as_without(facts: list[Fac
 def on_two_nodes(folder: Path) -> Facts:
     with nodes_of(2):
         exact = second_moments(*fitted("fsdp", EXACT, 40)[:2])
-        plain = second_moments(*fitted("fsdp", ONE_BIT, 40)[:2])
+        plain = second_moments(*fitted("fsdp", ONE_BIT, 40, second_moment=False)[:2])
         made, model, _ = fitted("fsdp", ONE_BIT, 40, second_moment=True)
         assert made.strategy.sync.ranks.share is not None
         with pytest.raises(ValueError, match="does not go with two levels"):
@@ -195,7 +195,7 @@ def needless(folder: Path) -> Facts:
     for name, compressor in {"dense": Dense(), "exempt": EXACT, "loco1": ONE_BIT}.items():
         with listen() as lines:
             _, _, sent = fitted("ddp", compressor, 2, second_moment=True)
-        _, _, without = fitted("ddp", compressor, 2)
+        _, _, without = fitted("ddp", compressor, 2, second_moment=False)
         notices = [line for line in lines if "second_moment=True corrects nothing" in line]
         found[name] = (len(notices), sent[-1] > without[-1])
     return found
@@ -209,6 +209,84 @@ def test_with_nothing_compressed_it_warns_and_sends_nothing(facts: list[Facts]) 
 def test_options_that_do_not_go_together() -> None:
     with pytest.raises(ValueError, match="second_moment=True does not go with two_level=True"):
         SyncOptions(second_moment=True, two_level=True)
+
+
+def by_default(folder: Path, kind: Kind) -> Facts:
+    """Without a word of the user's: two bits, four bits, and an optimizer that has no second moment."""
+    two_bits, found = as_compressor("loco2"), {}
+    for name, options in {"asked": {"second_moment": True}, "default": {}, "off": {"second_moment": False}}.items():
+        with listen() as lines:
+            made, model, counts = fitted(kind, two_bits, 12, lr=1e-3, **options)
+        report = [line for text in lines for line in text.splitlines() if line.startswith("  second moment: ")]
+        found[name] = (fingerprint(model), counts[-1], made.strategy.sync.plan().memory.squares > 0, report)
+    _, _, four = fitted(kind, LoCo(), 12)
+    return found | {"four bits": four[-1] == fitted(kind, LoCo(), 12, second_moment=False)[2][-1]}
+
+
+@scenarios(by_default, kind=("ddp", "fsdp", "hsdp"))
+def test_two_bits_have_it_by_default(facts: list[Facts]) -> None:
+    for each in facts:
+        assert each["default"][:3] == each["asked"][:3]
+        assert each["default"][2]
+        assert not each["off"][2]
+        assert each["off"][0] != each["default"][0]
+        assert each["off"][1] < each["default"][1]
+        assert each["four bits"]
+    assert "ranks exchange squares" in facts[0]["default"][3][0]
+    assert "left as it is" in facts[0]["off"][3][0]
+
+
+class Lion(torch.optim.SGD):
+    """Has betas, and no second moment."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        for group in self.param_groups:
+            group["betas"] = (0.9, 0.99)
+
+
+class Chosen(Noise):
+    """With the optimizer that `make` makes."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(nn.Sequential(nn.Linear(16, 200), nn.Tanh(), nn.Linear(200, 64, False), nn.Linear(64, 8)))
+        self.make = make
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make(self.parameters())
+
+
+MAKERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+    "amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-3, amsgrad=True),
+    "lion": lambda params: Lion(params, lr=1e-3),
+}
+
+
+def of_another_kind(folder: Path, kind: Kind) -> Facts:
+    found: Facts = {}
+    for name, make in MAKERS.items():
+        runs = []
+        for second_moment in (None, False):
+            torch.manual_seed(0)
+            sent, model = Sent(), Chosen(make)
+            with listen() as lines:
+                made = trainer(strategy(kind, ONE_BIT, second_moment=second_moment), max_steps=6, callbacks=[sent])
+                made.fit(model, loader(800))
+            after_first = sent.counts[-1] - sent.counts[1]
+            notices = sum("ranks exchange no squares for it from now on" in line for line in lines)
+            runs.append((fingerprint(model), after_first, made.strategy.sync.plan().memory.squares, notices))
+        found[name] = runs
+    return found
+
+
+@scenarios(of_another_kind, kind=("ddp", "fsdp"))
+def test_it_ends_with_the_first_step_of_an_optimizer_of_another_kind(facts: list[Facts]) -> None:
+    for rank, each in enumerate(facts):
+        for default, off in each.values():
+            assert default[:3] == off[:3]
+            assert default[2:] == (0, int(rank == 0))
+            assert off[3] == 0
 
 
 def local(folder: Path, kind: Kind) -> Facts:

@@ -109,10 +109,11 @@ class LoCo(Compressor):
     4. the owner adds all ranks' ``q * s`` in float32 and divides by W
     5. DDP only: the owner sends the mean back the same way (the downlink), with a residual of its own
 
-    An even grid is as coarse for an element that is small in its block as for the largest. Its noise there can exceed
-    the element, and Adam, which divides by each element's root mean square, then takes smaller steps for it.
-    ``codebook="e2m1"`` takes the floats of 4 bits, ``s = absmax(h) / 12`` and q of 0, 1, 2, 3, 4, 6, 8, 12 with their
-    signs: finer by a factor of 1.7 for small elements and coarser for the few largest, in the same bytes.
+    Step 2 is the published one, ``codebook="uniform"``. An even grid is as coarse for an element that is small in its
+    block as for the largest. Its noise there can exceed the element, and Adam, which divides by each element's root
+    mean square, then takes smaller steps for it. With 4 bits the default is ``codebook="e2m1"``, the floats of 4 bits:
+    ``s = absmax(h) / 12`` and q of 0, 1, 2, 3, 4, 6, 8, 12 with their signs. They are finer by a factor of 1.7 for
+    small elements and coarser for the few largest, in the same bytes.
 
     Below 4 bits an even grid wastes its few values on the tails. ``codebook="fitted"`` puts them where a Gaussian has
     its mass (Lloyd-Max), in units of the block's root mean square: what is clipped is fed back. ``codebook="ternary"``
@@ -127,7 +128,8 @@ class LoCo(Compressor):
     Args:
         bits: A code has so many: 2 to 8 uniform, 4 E2M1, 1 to 4 fitted or of unit gain, 2 ternary. Fewer bits: fewer
             bytes, more error to feed back.
-        codebook: Values that codes stand for: ``uniform``: step 2 above; the others as just described.
+        codebook: Values that codes stand for: ``uniform``: step 2 above; the others as just described. None: ``e2m1``
+            at 4 bits, ``uniform`` at other widths and where codes are rounded at random.
         block_size: Elements that share a scale, a power of two. Smaller: less error, 16 / block_size bits more.
         beta: Weight of the old error in the residual, in [0, 1). 0 is classic error feedback; larger smooths the
             quantisation noise and answers more slowly.
@@ -142,9 +144,9 @@ class LoCo(Compressor):
             ``stochastic``: increments below half a step are kept on average.
         return_beta: What `beta` is for the uplink, this is for the owner's residual on the downlink.
         return_bits, return_codebook, return_block_size: What `bits`, `codebook` and `block_size` are for codes on the
-            downlink; None for the same. At least `bits`; where the uplink has more bits than these (parameters of high
-            precision) the downlink has the uplink's codes. What is lost on the downlink is lost for all
-            ranks alike: no other rank's noise evens it out.
+            downlink; None: as given for the uplink. At least `bits`; where the uplink has more bits than these
+            (parameters of high precision) the downlink has the uplink's codes. What is lost on the downlink is lost
+            for all ranks alike: no other rank's noise evens it out.
         high_precision_bits: Codes of embeddings and output heads, which carry most of the error, have so many.
         exempt, high_precision: Which parameters; see `Compressor`.
 
@@ -160,7 +162,7 @@ class LoCo(Compressor):
     name: ClassVar[str] = "loco"
 
     bits: int = 4
-    codebook: Codebook = "uniform"
+    codebook: Codebook | None = None
     block_size: int = 128
     beta: float = 0.8
     reset_steps: int | None = 512
@@ -175,7 +177,7 @@ class LoCo(Compressor):
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
-        self._check_codebook("codebook", self.codebook, self.bits)
+        self._check_codebook("codebook", self._values(self.codebook, self.bits), self.bits)
         check_bits("high_precision_bits", self.high_precision_bits)
         bits, codebook, _ = self._downlink
         self._check_codebook("return_codebook", codebook, bits)
@@ -184,7 +186,7 @@ class LoCo(Compressor):
                 f"return_bits must be at least bits, {self.bits}, got {bits}: the mean would come back "
                 "in a coarser code than the gradients are sent in"
             )
-        if self.residual == "none" and {self.codebook, codebook} != {"uniform"}:
+        if self.residual == "none" and not {self.codebook, codebook} <= {"uniform", None}:
             raise ValueError("codebook must be 'uniform' with residual='none': others cannot be sent without bias")
         for field in ("beta", "return_beta"):
             if not 0.0 <= getattr(self, field) < 1.0:
@@ -205,28 +207,33 @@ class LoCo(Compressor):
                 f"rounding must be 'nearest' with {field}={codebook!r}, whose values are not evenly spaced"
             )
 
+    def _values(self, codebook: Codebook | None, bits: int) -> Codebook:
+        """What None stands for."""
+        evenly = self.residual == "none" or self.rounding == "stochastic"  # at random: only between even values
+        return codebook or ("e2m1" if bits == 4 and not evenly else "uniform")
+
     @property
     def fmt(self) -> BlockFormat:
         """Of parameters that are neither exempt nor of high precision."""
-        _, make = _FORMATS[self.codebook]
+        _, make = _FORMATS[self._values(self.codebook, self.bits)]
         return make(self.bits, self.block_size)
 
     @property
     def _downlink(self) -> tuple[int, Codebook, int]:
         """Bits, codebook and block size there."""
+        bits = self.bits if self.return_bits is None else self.return_bits
         return (
-            self.bits if self.return_bits is None else self.return_bits,
-            self.return_codebook or self.codebook,
+            bits,
+            self._values(self.return_codebook or self.codebook, bits),
             self.block_size if self.return_block_size is None else self.return_block_size,
         )
 
     def _return_format(self, codes: BlockFormat) -> BlockFormat:
         """Of the downlink, where the uplink has `codes`."""
         bits, codebook, block_size = self._downlink
-        if bits < codes.bits or (bits, codebook, block_size) == (self.bits, self.codebook, self.block_size):
-            return codes
         _, make = _FORMATS[codebook]
-        return make(bits, block_size)
+        chosen = make(bits, block_size)
+        return codes if bits < codes.bits or chosen == self.fmt else chosen
 
     def conserving(self) -> LoCo:
         return replace(self, residual="float32", reset_steps=None)

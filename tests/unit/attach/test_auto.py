@@ -80,15 +80,15 @@ def test_a_half_is_a_change() -> None:
 def test_candidates_of_the_same_quality_have_at_least_4_bits() -> None:
     for layout in ("ddp", "fsdp", "hsdp"):
         for each in candidates(Auto(), layout, None):
-            assert isinstance(each.compressor, Dense) or each.compressor == LoCo(codebook="e2m1")
+            assert isinstance(each.compressor, Dense) or each.compressor == LoCo()
             assert (each.weights is None) == (layout == "ddp")
     names = {each.name for each in candidates(Auto(quality="close"), "ddp", None)}
-    assert names == {"loco4", "loco2", "bf16"}  # one bit needs too many steps without a second moment
+    assert names == {"loco", "loco2", "bf16"}  # one bit needs too many steps without a second moment
 
 
 def test_weights_are_tried_coded_and_exact() -> None:
     found = {each.name: each.weights for each in candidates(Auto(), "fsdp", None)}
-    assert found == {"loco4": WeightCode(), "loco4, exact weights": Exact()}
+    assert found == {"loco": WeightCode(), "loco, exact weights": Exact()}
 
 
 def test_candidates_keep_what_the_user_has_chosen() -> None:

@@ -88,3 +88,20 @@ def test_fold_keeps_what_a_replaced_method_left_over() -> None:
     after = missing(resumed([capture(sync) for sync in syncs], Dense(), 2))
     for name, values in before.items():
         torch.testing.assert_close(after[name], values, rtol=1e-5, atol=1e-5)
+
+
+def test_a_state_of_the_published_grid_goes_on_with_other_codes_of_the_same_width() -> None:
+    """What ``loco`` was before and is now: every rank's residual is taken over as it is."""
+    published, world = LoCo(codebook="uniform", block_size=64, exempt=()), SimulatedWorld(2)
+    assert LoCo(block_size=64, exempt=()).fmt.is_e2m1
+    syncs = ranks(published, world)
+    train(world, syncs, 3)
+    saved = [capture(sync) for sync in syncs]
+    again = resumed(saved, LoCo(block_size=64, exempt=()), 2)
+    for before, after in zip(syncs, again, strict=True):
+        for spec in SPECS:
+            kept, taken = before.state.residual(spec.name), after.state.residual(spec.name)
+            assert kept is not None
+            assert taken is not None
+            assert kept.any()
+            torch.testing.assert_close(taken, kept, rtol=0.02, atol=1e-3)

@@ -138,3 +138,11 @@ def test_local_steps_in_a_section() -> None:
         plugin_from_section({"compressor": "loco", "outer": "dilco"})
     with pytest.raises(ValueError, match=r"lowbit_config\.outer: unknown key 'evry'; did you mean 'every'"):
         plugin_from_section({"compressor": "loco", "outer": {"name": "diloco", "evry": 3}})
+
+
+def test_keys_that_an_error_names_are_keys_that_are_taken() -> None:
+    with pytest.raises(ValueError, match="Known with loco") as error:
+        plugin_from_section({"compressor": "loco", "rollbak": True})
+    assert "rollback" not in str(error.value)
+    with pytest.raises(ValueError, match="unknown key 'rollback'"):
+        plugin_from_section({"compressor": "loco", "rollback": True})

@@ -28,7 +28,7 @@ def test_nothing_is_cut_off_in_a_terminal_of_eighty_columns() -> None:
 def test_advice_ends_with_a_line_to_paste() -> None:
     code, output = invoke("advise", "--params", "1e9", "--nodes", "4", "--ranks-per-node", "2", "--link", "1gbit")
     assert code == 0
-    assert 'Use: strategy="loco4_' in output
+    assert 'Use: strategy="loco_' in output
     assert "pays to" in output
 
 
@@ -109,7 +109,7 @@ def test_losses_are_those_that_were_measured() -> None:
     assert found["powersgd_ddp"]["loss"]["percent"] > 3
     assert found["diloco_ddp"]["quality"] == "local"
     assert "powersgd" not in json.loads(output)["advice"]
-    assert found["loco2_ddp"]["more_steps_percent"] > found["loco4_ddp"]["more_steps_percent"] > 0
+    assert found["loco2_ddp"]["more_steps_percent"] > found["loco_ddp"]["more_steps_percent"] > 0
     assert found["powersgd_ddp"]["more_steps_percent"] is None
 
 
@@ -140,4 +140,4 @@ def test_it_asks_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["advise"], input=answers, env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     assert "How many parameters" in result.output
-    assert 'Use: strategy="loco4_' in result.output
+    assert 'Use: strategy="loco_' in result.output

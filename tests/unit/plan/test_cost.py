@@ -332,9 +332,9 @@ def test_advice_for_seven_billion_parameters_needs_no_ranks() -> None:
     found = choices(wanted, cluster(Link(1e-4, 10e9 / 8)), 0.9)
     assert not dist.is_initialized()
     assert 6.5e9 < wanted.numel < 7.5e9
-    assert best(found, wanted) in ("loco4_ddp", "loco4_hsdp")
-    assert best(found, wanted, 80e9) == "loco4_hsdp"  # DDP's weights and moments alone take more
-    assert best(found, wanted, 12e9) == "loco4_fsdp"  # every rank of a node has an eighth of all under HSDP
+    assert best(found, wanted) in ("loco_ddp", "loco_hsdp")
+    assert best(found, wanted, 80e9) == "loco_hsdp"  # DDP's weights and moments alone take more
+    assert best(found, wanted, 12e9) == "loco_fsdp"  # every rank of a node has an eighth of all under HSDP
 
 
 def test_it_declines_where_links_are_fast() -> None:

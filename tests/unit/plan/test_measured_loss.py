@@ -17,8 +17,9 @@ from benchmarks.second_moment import Run, Setting, extra_steps, learning_curve, 
 from lowbit_strategy.plan.measured_loss import LOSSES, STEPS, Loss, quality_of, steps_of, worst_loss
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-FILES = {"diloco": "outer_steps_transformer", "loco4": "low_bits_loco4"}
-VARIANTS = {"bf16": 'dense {"dtype":"bfloat16"}', "powersgd": 'powersgd {"rank":2}'}
+FILES = {"diloco": "outer_steps_transformer", "loco": "low_bits_loco4"}
+RENAMED = {"loco": "loco4", "loco_uniform": "loco"}  # since they were measured
+VARIANTS = RENAMED | {"bf16": 'dense {"dtype":"bfloat16"}', "powersgd": 'powersgd {"rank":2}'}
 RATES = (1.0, 0.25)
 SECOND_MOMENTS = ("loco1*", "loco2*")
 SMALL = ("mixer", "recurrent", "lstm")  # of less than 1.3 million parameters
@@ -57,7 +58,7 @@ def small_models(name: str) -> list[Loss]:
     return [loss for loss in LOSSES[name] if loss.model != "gpt"]
 
 
-CASES = {"diloco": "diloco, as published", "loco1*": "loco1, second moment"}
+CASES = RENAMED | {"diloco": "diloco, as published", "loco1*": "loco1, second moment"}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -79,10 +80,10 @@ def of_second_moments(file: str, name: str, rate: float) -> dict[str, list[tuple
     """Runs of a preset and those without compression of the same seeds, by model."""
     every = [Run(**each) for each in runs(file)]
     dense = {(run.model, run.rate, run.seed): run for run in every if run.variant == "dense"}
-    correction = "squares" if name.endswith("*") else "none"
+    correction, variant = "squares" if name.endswith("*") else "none", name.removesuffix("*")
     found: dict[str, list[tuple[Run, Run]]] = {}
     for run in every:
-        if (run.variant, run.correction, run.rate) == (name.removesuffix("*"), correction, rate):
+        if (run.variant, run.correction, run.rate) == (RENAMED.get(variant, variant), correction, rate):
             found.setdefault(run.model, []).append((run, dense[run.model, rate, run.seed]))
     return found
 
@@ -157,7 +158,7 @@ def test_more_steps_cost_time_and_fewer_are_not_counted() -> None:
 
 def test_labels_follow() -> None:
     assert quality_of("loco", 4) == "same"
-    assert quality_of("loco4", 4) == "same"
+    assert quality_of("loco_uniform", 4) == "same"
     assert quality_of("bf16", 16) == "same"
     assert quality_of("loco1", 1) == "close"
     assert quality_of("powersgd", 1) == "worse"

@@ -29,7 +29,7 @@ def quantized(values: torch.Tensor, bits: int, block_size: int) -> torch.Tensor:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_energies_of_a_quantizer(bits: int) -> None:
     values = gradients(0)
-    measured = try_level(LoCo(bits=bits, block_size=64), values, BY_NAME, seed=3)
+    measured = try_level(LoCo(bits=bits, codebook="uniform", block_size=64), values, BY_NAME, seed=3)
     for name in ("blocks.0.weight", "blocks.1.weight"):
         compensated, sent, error, product = measured[name].tolist()
         expected = quantized(values[name], bits, 64)

@@ -35,13 +35,13 @@ def second_moment(name: str, sizes: Tensor) -> Tensor:
 def test_what_is_small_in_its_block_keeps_its_second_moment() -> None:
     sizes = torch.where(torch.arange(SHAPE[1]) % 2 == 0, 1.0, 0.3).expand(SHAPE)
     small = sizes < 1
-    even, floats = second_moment("loco", sizes), second_moment("loco4", sizes)
+    even, floats = second_moment("loco_uniform", sizes), second_moment("loco", sizes)
     assert floats[~small].mean() < 1.1 * even[~small].mean()  # large elements: as with the even grid
     assert floats[small].mean() - 1 < 0.5 * (even[small].mean() - 1)
 
 
 def test_the_same_bytes_as_the_even_grid() -> None:
-    even, floats = preset("loco"), preset("loco4")
+    even, floats = preset("loco_uniform"), preset("loco")
     assert isinstance(even, LoCo)
     assert isinstance(floats, LoCo)
     assert floats.fmt.wire_nbytes(100_001) == even.fmt.wire_nbytes(100_001)
