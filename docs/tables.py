@@ -260,6 +260,25 @@ def messages_in_series() -> str:
     return "\n".join(("| | DDP | FSDP2, with weights | ms at a round trip of 100 |", "|---|---|---|---|", *rows))
 
 
+# -- rows of zeros ----------------------------------------------------------------------------------------------------
+
+_LATE = 10_000  # steps: warm-ups are over
+_MATRIX, _EMBEDDING = TensorSpec("matrix", (512, 500)), TensorSpec("embedding", (512, 500), "embedding")
+
+
+def rows_of_zeros() -> str:
+    """Compressors by whether rows that never have a gradient stay exactly as they are."""
+    found: dict[str, list[str]] = {"all": [], "of embeddings and output heads": [], "none": []}
+    for name, compressor in PRESETS.items():
+        kept = [
+            all(compressor.phase(_LATE).assign(spec).method.keeps_zeros(scatter=scatter) for scatter in (False, True))
+            for spec in (_MATRIX, _EMBEDDING)
+        ]
+        found["all" if all(kept) else "of embeddings and output heads" if kept[1] else "none"].append(f"`{name}`")
+    rows = [f"| {which} | {', '.join(names)} |" for which, names in found.items()]
+    return "\n".join(("| rows of zeros that stay zeros | compressors |", "|---|---|", *rows))
+
+
 # -- predicted steps --------------------------------------------------------------------------------------------------
 
 _COLUMNS = (("ddp", "fsdp2", "dense_hsdp"), ("fsdp2-bf16",), ("loco_ddp", "loco_fsdp", "loco_hsdp"))
@@ -303,6 +322,7 @@ TABLES: dict[str, Callable[[], str]] = {
         names,
         outer_options,
         predicted_steps,
+        rows_of_zeros,
         section_keys,
         strategy_options,
         weights_options,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lowbit_strategy.attach.prepare import Prepared
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.fitting import SHARE_OF_DEVICE, Setup, choices, choose
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
@@ -42,8 +43,8 @@ def fitted(
     chosen = choose(list(found), room, limit)
     if chosen.differs and ranks.world.rank == 0:
         inform(
-            "to fit into %.2f GB of memory, %s: %s. Cost: %s",
-            room / 1e9,
+            "to fit into %s of memory, %s: %s. Cost: %s",
+            size(room),
             chosen.differs,
             chosen.arithmetic(),
             chosen.costs,

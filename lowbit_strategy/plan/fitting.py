@@ -13,6 +13,7 @@ from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.gradients import Layout, Reduced
 from lowbit_strategy.plan.plan import Memory, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
@@ -67,8 +68,8 @@ class Choice:
             ("messages", memory.messages),
             ("coding by plain PyTorch", memory.working),
         )
-        parts = ", ".join(f"{_gb(nbytes)} for {what}" for what, nbytes in purposes if nbytes)
-        return f"{_gb(memory.total)} ({parts})"
+        parts = ", ".join(f"{size(nbytes)} for {what}" for what, nbytes in purposes if nbytes)
+        return f"{size(memory.total)} ({parts})"
 
 
 def choices(
@@ -140,11 +141,8 @@ def choose(found: Sequence[Choice], room_nbytes: int, limit_nbytes: int) -> Choi
     if smallest.memory.total > limit_nbytes:
         raise ValueError(
             f"compression would keep {found[0].arithmetic()} on every rank, at least {smallest.arithmetic()}, and"
-            f" {_gb(limit_nbytes)} are allowed: use weights='exact', HSDP (shard_size='node') or nodes of several"
-            " ranks, which divide residuals, LoCo(residual='none'), or allow more with memory="
+            f" {size(limit_nbytes)} are allowed: use weights='exact', HSDP (shard_size='node') or nodes of several"
+            " ranks, which divide residuals, LoCo(residual='none'), or allow more:"
+            f" memory={1.005 * smallest.memory.total / 1e9:.3g}"
         )
     return smallest
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB"

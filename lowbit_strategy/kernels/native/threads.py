@@ -35,8 +35,8 @@ def run(work: Callable[[int, int], _T], num_blocks: int, block_size: int) -> lis
     bounds = [num_blocks * part // parts for part in range(parts + 1)]
     pool, others = _pool(parts - 1), [Future[_T]() for _ in range(1, parts)]
     try:
-        for other, pair in zip(others, pairwise(bounds[1:]), strict=True):
-            pool.submit(_fulfil, other, work, *pair)
+        for other, (first, last) in zip(others, pairwise(bounds[1:]), strict=True):
+            pool.submit(_fulfil, other, work, first, last)
         return [work(*bounds[:2]), *(other.result() for other in others)]
     except BaseException:
         wait([other for other in others if not other.cancel()])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -117,11 +119,22 @@ def test_residuals_are_given_up_only_where_it_was_measured() -> None:
 
 def test_what_cannot_fit_is_an_error_with_the_arithmetic() -> None:
     with pytest.raises(
-        ValueError, match=r"would keep 2\d\.\d\d GB \(13\.\d\d GB for residuals, .* are allowed"
+        ValueError, match=r"would keep 2\d\.\d GB \(13\.\d GB for residuals, .* and 1 GB are allowed"
     ) as error:
         chosen(LLAMA_13B, 1, room=1e9, limit=1e9)
     assert "at least 1" in str(error.value)
     assert "memory=" in str(error.value)
+
+
+def test_amounts_of_small_models_are_told_in_units_that_show_them() -> None:
+    small = [TensorSpec("weight", (256, 256))]
+    found = list(choices(LoCo(), None, replace(setup(small, 1, 8), modules={}, layout="ddp"), may_recode=True))
+    with pytest.raises(
+        ValueError, match=r"would keep [\d.]+ KB \(.*, at least [\d.]+ KB .* and 1 KB are allowed"
+    ) as error:
+        choose(found, 1000, 1000)
+    enough = int(float(str(error.value).rpartition("memory=")[2]) * 1e9)
+    assert choose(found, enough, enough).memory.total <= enough
 
 
 def test_every_choice_says_what_it_costs() -> None:
