@@ -18,6 +18,7 @@ from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import DenseFormat, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segment, Segments
+from testing.kernels.row_cases import LARGE_ROTATIONS, ROTATIONS, check_chunks, check_rotations
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUMEL = 1 << 16
@@ -55,6 +56,19 @@ def compile_all(device: torch.device) -> Figures:
     return {"kernels": count, "by": backends.describe(device), "seconds": time.perf_counter() - start}
 
 
+def bytes_of_rows(device: torch.device) -> Figures:
+    """Rotation, which LoCo without a residual has, and the largest of chunks. On a CPU in Triton's interpreter."""
+    if device.type == "cuda":
+        from lowbit_strategy.kernels.triton import rotation, select
+
+        wrong = check_rotations(rotation, "cuda", ROTATIONS + LARGE_ROTATIONS) + check_chunks(select, "cuda")
+    else:
+        lines = python("-W", "ignore", "-m", "testing.kernels.triton_worker", "rows", "0", "1", timeout=280)
+        wrong = [line for line in lines.splitlines() if line != "cases: 2"]
+    assert not wrong, "\n".join(wrong)
+    return {"kernels": "rotation, largest of chunks"}
+
+
 def bytes_of_kernels(device: torch.device) -> Figures:
     """On a GPU all cases of tests/gpu; on a CPU some of them in Triton's interpreter."""
     if device.type == "cuda":
@@ -86,6 +100,7 @@ def hook_on_one_rank(device: torch.device) -> Figures:
 
 
 CHECKS = (
+    Check(name="rotation and the largest of chunks are the reference's", run=bytes_of_rows),
     Check(name="every kernel is compiled and runs", run=compile_all),
     Check(name="DDP's hook on one rank", run=hook_on_one_rank),
     Check(name="bytes of the kernels are the reference's", run=bytes_of_kernels),
