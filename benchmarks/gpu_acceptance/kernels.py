@@ -6,12 +6,13 @@ import os
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_acceptance.checks import Check, Figures
+from benchmarks.gpu_acceptance.checks import Check, Figures, LeftOut
 from benchmarks.gpu_acceptance.processes import run_python
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
@@ -28,6 +29,11 @@ def python(*arguments: str, timeout: float, prefix: tuple[str, ...] = (), **env:
     """Standard output of a Python process in the repository's folder; its errors are an exception."""
     variables = {"PYTHONPATH": str(REPOSITORY), **env}
     return run_python([*prefix, sys.executable, *arguments], timeout, variables, REPOSITORY)
+
+
+def need_pytest() -> None:
+    if find_spec("pytest") is None:
+        raise LeftOut("pytest is not installed")
 
 
 def compile_all(device: torch.device) -> Figures:
@@ -72,7 +78,9 @@ def bytes_of_rows(device: torch.device) -> Figures:
 def bytes_of_kernels(device: torch.device) -> Figures:
     """On a GPU all cases of tests/gpu; on a CPU some of them in Triton's interpreter."""
     if device.type == "cuda":
-        tests = ("-m", "pytest", "-q", "-m", "gpu", "-n", str(min(8, os.cpu_count() or 1)), "tests/gpu")
+        need_pytest()
+        side_by_side = ("-n", str(min(8, os.cpu_count() or 1))) if find_spec("xdist") else ()
+        tests = ("-m", "pytest", "-q", "-m", "gpu", *side_by_side, "tests/gpu")
         return {"pytest": python(*tests, timeout=400).splitlines()[-1]}  # nearly all of it is compiling
     lines: list[str] = []
     for arguments in (("core", "0", "24"), ("pairs", "0", "1")):

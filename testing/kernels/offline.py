@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,25 @@ class Resources:
     def instructions(self) -> int:
         """Machine instructions of all paths together."""
         return len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+\S", self.sass, re.MULTILINE))
+
+    def executed(self, turns: Sequence[int] = ()) -> int:
+        """Machine instructions that a thread runs to its end, each loop as often as `turns` says, in order."""
+        places: dict[str, int] = {}
+        loops: list[range] = []
+        count = last = 0
+        for line in self.sass.splitlines():
+            if label := re.match(r"(\.L_x_\d+):", line):
+                places[label[1]] = count
+            elif re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+\S", line):
+                back = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+                if back and back[1] in places and places[back[1]] < count:
+                    loops.append(range(places[back[1]], count + 1))
+                count += 1
+                last = count if re.search(r"\bEXIT\b", line) else last
+        if len(loops) != len(turns):
+            raise ValueError(f"the code has {len(loops)} loops, turns are given for {len(turns)}")
+        loops.sort(key=lambda loop: loop.start)
+        return last + sum(len(loop) * (num - 1) for loop, num in zip(loops, turns, strict=True))
 
     @property
     def num_spills(self) -> int:
@@ -145,7 +164,7 @@ def _dense_constants(fmt: DenseFormat) -> dict[str, Any]:
 
 
 @triton.jit
-def _always(pointer, left, TILE: tl.constexpr):
+def _always(pointer, left, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     return True
 
 

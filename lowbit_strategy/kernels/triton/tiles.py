@@ -13,7 +13,7 @@ from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.layout import DeviceFormat
 
-SMALL_TILES = 4  # a tile with a tail or unaligned floats is worked off in so many pieces: few registers, little code
+SMALL_TILES = 8  # a tile with a tail or unaligned floats is worked off in so many pieces: few registers, little code
 
 
 class TileShape(NamedTuple):
@@ -101,9 +101,9 @@ def encode_launch(fmt: DeviceFormat, residual: torch.dtype | None = None, *, dit
     return Launch(elements_per_thread=32, num_warps=4, vector=32 // fmt.parts)
 
 
-def decode_launch(fmt: DeviceFormat, out: torch.dtype) -> Launch:
-    vector = 4 if out == torch.float32 else 8  # 16-byte stores of the sum
-    return Launch(elements_per_thread=max(16, vector * fmt.parts), num_warps=4, vector=vector)
+def decode_launch(fmt: DeviceFormat) -> Launch:
+    """Loads of up to 16 bytes of codes per thread: eight ranks' are under way at once, and each is an instruction."""
+    return Launch(elements_per_thread=32, num_warps=4, vector=min(16, 32 // fmt.parts))
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

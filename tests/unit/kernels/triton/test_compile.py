@@ -60,7 +60,7 @@ def test_loco_bfloat16_and_dither(arch: int) -> None:
 @pytest.mark.parametrize("sources", [2, 8])
 def test_decode_sum_keeps_everything_in_registers(sources: int, arch: int) -> None:
     fmt = FORMATS["uniform4"]
-    launch = decode_launch(device_format(fmt), torch.float32)
+    launch = decode_launch(device_format(fmt))
     found = offline.decode_sum_resources(fmt, out="float32", sources=sources, launch=launch, arch=arch)
     check(found)
     assert re.search(r"st\.global(\.\w+)*\.v4\.b32", found.ptx)
@@ -78,7 +78,7 @@ def test_decode_sum_keeps_everything_in_registers(sources: int, arch: int) -> No
 def test_the_decoders_code_does_not_grow_with_the_number_of_ranks(name: str, many: int, few: int) -> None:
     """Unrolled over 128 sources it took minutes to compile. Whole groups are added in a loop at run time."""
     fmt = FORMATS[name]
-    launch = decode_launch(device_format(fmt), torch.float32)
+    launch = decode_launch(device_format(fmt))
 
     def decode(sources: int) -> offline.Resources:
         return offline.decode_sum_resources(fmt, out="float32", sources=sources, launch=launch, arch=90)
@@ -105,7 +105,7 @@ def test_dense_kernels_keep_everything_in_registers(wire: str, arch: int) -> Non
 )
 def test_codebooks_of_every_size(fmt: BlockFormat) -> None:
     """The interpreter runs what the compiler refuses, such as comparisons of tuples and code behind a return."""
-    launch = decode_launch(device_format(fmt), torch.float32)
+    launch = decode_launch(device_format(fmt))
     check(offline.decode_sum_resources(fmt, out="float32", sources=2, launch=launch, arch=90), registers=THREE_PROGRAMS)
     check(loco(fmt, "float32", 90), registers=THREE_PROGRAMS)
 
