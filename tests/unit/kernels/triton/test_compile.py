@@ -110,9 +110,12 @@ def test_codebooks_of_every_size(fmt: BlockFormat) -> None:
     check(loco(fmt, "float32", 90), registers=THREE_PROGRAMS)
 
 
-def test_nothing_is_contracted() -> None:
-    """8 bits have no sums to pack, so a fused multiply-add could only be one that the reference does not have."""
-    assert "fma." not in loco(FORMATS["uniform8"], "float32", 90).ptx
+def test_only_exact_products_are_contracted() -> None:
+    """At 8 bits there is one per element, of the code and its scale; more would be some that the reference lacks."""
+    launch = encode_launch(device_format(FORMATS["uniform8"]), torch.int8)
+    whole, small = (shape.rows * 128 for shape in launch.shapes(device_format(FORMATS["uniform8"])))
+    per_thread = (whole + small) // (32 * launch.num_warps)
+    assert loco(FORMATS["uniform8"], "float32", 90).ptx.count("fma.") == per_thread
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
