@@ -52,8 +52,8 @@ test-oldest: $(OLDEST)/.test
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-gpu-acceptance: $(VENV)/.dev
-	$(BIN)/python benchmarks/gpu_acceptance/run.py $(ARGS)
+gpu-acceptance:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_acceptance/run.py $(ARGS)
 
 check: $(VENV)/.dev docs
 	$(BIN)/ruff format --check .

@@ -6,7 +6,7 @@ compared with the reference, bit for bit; a difference ends the run.
 
     python benchmarks/gpu_kernels.py --json gpu_kernels.json
     python benchmarks/gpu_kernels.py --sweep --shard 0/8      # other tiles and warps; an eighth takes some minutes
-    python benchmarks/gpu_kernels.py --offline                # registers and spills, no GPU needed
+    python benchmarks/gpu_kernels.py --offline                # instructions, registers, warps: no GPU needed
 """
 
 from __future__ import annotations
@@ -232,33 +232,12 @@ def measure(numel: int, repeats: int, only: str, sweep: bool, *, shard: int = 0,
 
 
 def offline() -> dict[str, object]:
-    """Registers, spills and shared memory of every specialisation above, by compiling for GPUs that are not there."""
+    """What the compiled code says, for GPUs that are not there: `testing/kernels/figures.py`."""
     import triton
 
-    from lowbit_strategy.kernels.triton.layout import device_format
-    from lowbit_strategy.kernels.triton.tiles import decode_launch, encode_launch
-    from testing.kernels import offline as compiled
+    from testing.kernels.figures import all_figures
 
-    rows = []
-    for arch, (name, fmt) in itertools.product(ARCHITECTURES, FORMATS.items()):
-        device = device_format(fmt)
-        found: dict[str, tuple[object, compiled.Resources]] = {}
-        for x, dithered in itertools.product(("float32", "bfloat16"), (False, True)):
-            launch = encode_launch(device, torch.int8, dithered=dithered)
-            label = f"loco {name} {x}" + (" dithered residual" if dithered else "")
-            options = {"x": x, "residual": "int8", "launch": launch, "arch": arch, "stochastic_residual": dithered}
-            found[label] = launch, compiled.encode_resources(fmt, **options)
-        launch = encode_launch(device)
-        found[f"encode {name} float32"] = launch, compiled.encode_resources(fmt, x="float32", launch=launch, arch=arch)
-        for num in SOURCES:
-            launch = decode_launch(device, torch.float32)
-            options = {"out": "float32", "sources": num, "launch": launch, "arch": arch}
-            found[f"decode_sum {name} W={num}"] = launch, compiled.decode_sum_resources(fmt, **options)
-        for label, (launch, r) in found.items():
-            figures = {"registers": r.registers, "stack_nbytes": r.stack_nbytes, "local_nbytes": r.local_nbytes}
-            figures |= {"shared_nbytes": r.shared_nbytes, "instructions": r.instructions}
-            rows.append({"name": label, "arch": f"sm_{arch}", "launch": str(launch), **figures})
-    return {"triton": triton.__version__, "rows": rows}
+    return {"triton": triton.__version__, "kernels": all_figures()}
 
 
 def shard_of(text: str) -> tuple[int, int]:
@@ -277,7 +256,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random tensors that are compared")
     parser.add_argument("--sweep", action="store_true", help="also other tile sizes, numbers of warps and vectors")
     parser.add_argument("--shard", type=shard_of, default=(0, 1), help="i/n: only the i-th of n parts of the kernels")
-    parser.add_argument("--offline", action="store_true", help="compile only: registers and spills as JSON")
+    parser.add_argument("--offline", action="store_true", help="compile only: instructions, registers, warps as JSON")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     if arguments.offline:

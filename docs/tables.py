@@ -260,6 +260,25 @@ def messages_in_series() -> str:
     return "\n".join(("| | DDP | FSDP2, with weights | ms at a round trip of 100 |", "|---|---|---|---|", *rows))
 
 
+# -- rows of zeros ----------------------------------------------------------------------------------------------------
+
+_LATE = 10_000  # steps: warm-ups are over
+_MATRIX, _EMBEDDING = TensorSpec("matrix", (512, 500)), TensorSpec("embedding", (512, 500), "embedding")
+
+
+def rows_of_zeros() -> str:
+    """Compressors by whether rows that never have a gradient stay exactly as they are."""
+    found: dict[str, list[str]] = {"all": [], "of embeddings and output heads": [], "none": []}
+    for name, compressor in PRESETS.items():
+        kept = [
+            all(compressor.phase(_LATE).assign(spec).method.keeps_zeros(scatter=scatter) for scatter in (False, True))
+            for spec in (_MATRIX, _EMBEDDING)
+        ]
+        found["all" if all(kept) else "of embeddings and output heads" if kept[1] else "none"].append(f"`{name}`")
+    rows = [f"| {which} | {', '.join(names)} |" for which, names in found.items()]
+    return "\n".join(("| rows of zeros that stay zeros | compressors |", "|---|---|", *rows))
+
+
 # -- predicted steps --------------------------------------------------------------------------------------------------
 
 _COLUMNS = (("ddp", "fsdp2", "dense_hsdp"), ("fsdp2-bf16",), ("loco_ddp", "loco_fsdp", "loco_hsdp"))
@@ -292,9 +311,46 @@ def predicted_steps() -> str:
     return "\n".join((head, "|---|---|---|---|---|---|---|", *rows, "", counted))
 
 
+# -- compiled kernels -------------------------------------------------------------------------------------------------
+
+_MEASURED = {  # names in `gpu_acceptance_h200.json`
+    "loco, 4 bits, bf16": "loco 4bit bfloat16",
+    "loco, E2M1, bf16": "loco e2m1 bfloat16",
+    "loco, E2M1, float32": "loco e2m1 float32",
+    "loco, 8 bits, bf16": "loco 8bit bfloat16",
+    "sum of 8, 4 bits": "decode_sum 4bit W=8",
+    "sum of 8, E2M1": "decode_sum e2m1 W=8",
+    "sum of 8, 8 bits": "decode_sum 8bit W=8",
+    "sum of 64, 4 bits": "decode_sum 4bit W=64",
+    "sum of 64, E2M1": "decode_sum e2m1 W=64",
+}
+
+
+def compiled_kernels() -> str:
+    """What the code of each kernel says on three architectures, and what was measured before on one."""
+    results = ROOT / "benchmarks/results"
+    compiled = json.loads((results / "compiled_kernels.json").read_text())
+    earlier = json.loads((results / "gpu_acceptance_h200.json").read_text())
+    measured = {row["name"]: f"{row['share_of_copy']:.2f}" for row in earlier["kernels"]}
+    rows = []
+    for name, archs in compiled["kernels"].items():
+        cells = [
+            ", ".join(f"{figures[what]:g}" for figures in archs.values())
+            for what in ("instructions", "registers", "warps", "wide_share", "share")
+        ]
+        rows.append(f"| {name} | {' | '.join(cells)} | {measured.get(_MEASURED.get(name, ''), '')} |")
+    head = "| kernel | instructions per element | registers | warps | wide accesses | share of a copy | measured |"
+    note = (
+        f"On sm_80, sm_90, sm_100; Triton {compiled['triton']}. The share is computed for an A100, an H200 and a B200."
+        f" Measured on an H200, {earlier['date']}, before the sums had fused products and wider loads."
+    )
+    return "\n".join((head, "|---|---|---|---|---|---|---|", *rows, "", note))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
+        compiled_kernels,
         compressor_names,
         compressor_options,
         controller_options,
@@ -303,6 +359,7 @@ TABLES: dict[str, Callable[[], str]] = {
         names,
         outer_options,
         predicted_steps,
+        rows_of_zeros,
         section_keys,
         strategy_options,
         weights_options,

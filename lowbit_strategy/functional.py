@@ -2,7 +2,8 @@
 
 Embeddings of recommenders, tokens of experts, activations between stages. Each function takes a tensor and gives a new
 one; all ranks of the group call it, with the same `codec`. Nothing is remembered from call to call: what a code leaves
-out is lost, or within the bound of a `Bounded`.
+out is lost, or within the bound of a `Bounded`. All are differentiable, any number of times: gradients go back through
+the opposite collective, coded, as do the gradients' own. So all ranks must differentiate alike.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _BLOCK_SIZE = 128
 def all_reduce(
     x: Tensor, codec: Code = 4, *, op: Operation = "mean", group: dist.ProcessGroup | None = None, seed: int = 0
 ) -> Tensor:
-    """The mean, or the sum, over the ranks; bit-identical on all of them.
+    """The mean, or the sum, over the ranks; bit-identical on all of them. Its gradient is reduced likewise.
 
     1. the tensor is cut into a chunk per rank; each is coded and sent to its owner
     2. the owner adds up what it decodes, in rank order, and codes the result
@@ -52,20 +53,14 @@ def all_reduce(
     Raises:
         ValueError: `codec` is no code, or `op` no operation.
     """
-    comm, code = GroupComm(group), _Coder.of(codec)
-    cut = flat_cut(x.numel(), comm.world_size, code.block_size)
-    sizes = [cut.row_length(rank) for rank in range(comm.world_size)]
-    # half of a bound for each hop; the errors of a sum add up
-    up, down = code.within(0.5 / (comm.world_size if op == "sum" else 1)), code.within(0.5)
-    own = _sum(x.detach().reshape(-1).split(sizes), up, comm, op, seed)
-    parts = _gather(own, down, comm, sizes, seed + 1)
-    return torch.cat(parts).view(x.shape).to(x.dtype)
+    result: Tensor = _AllReduce.apply(x, codec, op, group, seed)
+    return result
 
 
 def reduce_scatter(
     x: Tensor, codec: Code = 4, *, op: Operation = "mean", group: dist.ProcessGroup | None = None, seed: int = 0
 ) -> Tensor:
-    """The mean, or the sum, over the ranks; rank r gets the r-th of W equal parts of dim 0.
+    """The mean, or the sum, over the ranks; rank r gets the r-th of W equal parts of dim 0. Gradients are gathered.
 
     Args:
         x: Floats, ``[W * n, ...]``.
@@ -80,16 +75,8 @@ def reduce_scatter(
     Raises:
         ValueError: Dim 0 cannot be divided by the number of ranks; `codec` is no code, or `op` no operation.
     """
-    comm, code = GroupComm(group), _Coder.of(codec)
-    parts = x.detach().split(_splits(x, None, comm.world_size, "dim 0"))
-    total = _sum(
-        [part.reshape(-1) for part in parts],
-        code.within(1.0 / (comm.world_size if op == "sum" else 1)),
-        comm,
-        op,
-        seed,
-    )
-    return total.view(parts[0].shape).to(x.dtype)
+    result: Tensor = _ReduceScatter.apply(x, codec, op, group, seed)
+    return result
 
 
 def all_gather(
@@ -154,6 +141,42 @@ def all_to_all(
         raise ValueError(f"output_splits must have a number for each of {world_size} ranks, got {len(outs)}")
     result: Tensor = _AllToAll.apply(x, ins, outs, codec, codec if backward is None else backward, group, seed)
     return result
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codec: Code, op: Operation, group: Any, seed: int) -> Tensor:
+        ctx.options = (codec, op, group, seed)
+        comm, code = GroupComm(group), _Coder.of(codec)
+        cut = flat_cut(x.numel(), comm.world_size, code.block_size)
+        sizes = [cut.row_length(rank) for rank in range(comm.world_size)]
+        # half of a bound for each hop; the errors of a sum add up
+        up, down = code.within(0.5 / (comm.world_size if op == "sum" else 1)), code.within(0.5)
+        own = _sum(x.reshape(-1).split(sizes), up, comm, op, seed)
+        parts = _gather(own, down, comm, sizes, seed + 1)
+        return torch.cat(parts).view(x.shape).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        codec, op, group, seed = ctx.options
+        return all_reduce(grads[0], codec, op=op, group=group, seed=seed), None, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codec: Code, op: Operation, group: Any, seed: int) -> Tensor:
+        ctx.options = (codec, op, group, seed)
+        comm, code = GroupComm(group), _Coder.of(codec)
+        parts = x.split(_splits(x, None, comm.world_size, "dim 0"))
+        within = code.within(1.0 / (comm.world_size if op == "sum" else 1))
+        total = _sum([part.reshape(-1) for part in parts], within, comm, op, seed)
+        return total.view(parts[0].shape).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        codec, op, group, seed = ctx.options
+        gathered = all_gather(grads[0], codec, group=group, seed=seed)
+        return gathered / dist.get_world_size(group) if op == "mean" else gathered, None, None, None, None
 
 
 class _AllGather(torch.autograd.Function):

@@ -6,18 +6,20 @@ import os
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_acceptance.checks import Check, Figures
+from benchmarks.gpu_acceptance.checks import Check, Figures, LeftOut
 from benchmarks.gpu_acceptance.processes import run_python
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
 from lowbit_strategy.kernels.format import DenseFormat, uniform
 from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segment, Segments
+from testing.kernels.row_cases import LARGE_ROTATIONS, ROTATIONS, check_chunks, check_rotations
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUMEL = 1 << 16
@@ -27,6 +29,11 @@ def python(*arguments: str, timeout: float, prefix: tuple[str, ...] = (), **env:
     """Standard output of a Python process in the repository's folder; its errors are an exception."""
     variables = {"PYTHONPATH": str(REPOSITORY), **env}
     return run_python([*prefix, sys.executable, *arguments], timeout, variables, REPOSITORY)
+
+
+def need_pytest() -> None:
+    if find_spec("pytest") is None:
+        raise LeftOut("pytest is not installed")
 
 
 def compile_all(device: torch.device) -> Figures:
@@ -55,10 +62,25 @@ def compile_all(device: torch.device) -> Figures:
     return {"kernels": count, "by": backends.describe(device), "seconds": time.perf_counter() - start}
 
 
+def bytes_of_rows(device: torch.device) -> Figures:
+    """Rotation, which LoCo without a residual has, and the largest of chunks. On a CPU in Triton's interpreter."""
+    if device.type == "cuda":
+        from lowbit_strategy.kernels.triton import rotation, select
+
+        wrong = check_rotations(rotation, "cuda", ROTATIONS + LARGE_ROTATIONS) + check_chunks(select, "cuda")
+    else:
+        lines = python("-W", "ignore", "-m", "testing.kernels.triton_worker", "rows", "0", "1", timeout=280)
+        wrong = [line for line in lines.splitlines() if line != "cases: 2"]
+    assert not wrong, "\n".join(wrong)
+    return {"kernels": "rotation, largest of chunks"}
+
+
 def bytes_of_kernels(device: torch.device) -> Figures:
     """On a GPU all cases of tests/gpu; on a CPU some of them in Triton's interpreter."""
     if device.type == "cuda":
-        tests = ("-m", "pytest", "-q", "-m", "gpu", "-n", str(min(8, os.cpu_count() or 1)), "tests/gpu")
+        need_pytest()
+        side_by_side = ("-n", str(min(8, os.cpu_count() or 1))) if find_spec("xdist") else ()
+        tests = ("-m", "pytest", "-q", "-m", "gpu", *side_by_side, "tests/gpu")
         return {"pytest": python(*tests, timeout=400).splitlines()[-1]}  # nearly all of it is compiling
     lines: list[str] = []
     for arguments in (("core", "0", "24"), ("pairs", "0", "1")):
@@ -86,6 +108,7 @@ def hook_on_one_rank(device: torch.device) -> Figures:
 
 
 CHECKS = (
+    Check(name="rotation and the largest of chunks are the reference's", run=bytes_of_rows),
     Check(name="every kernel is compiled and runs", run=compile_all),
     Check(name="DDP's hook on one rank", run=hook_on_one_rank),
     Check(name="bytes of the kernels are the reference's", run=bytes_of_kernels),

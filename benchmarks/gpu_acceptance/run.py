@@ -3,6 +3,10 @@
     python benchmarks/gpu_acceptance/run.py                 # all parts; results.html and results.json in --folder
     python benchmarks/gpu_acceptance/run.py --part kernels  # one; the names are below
     python benchmarks/gpu_acceptance/run.py --continue      # what has not passed yet
+    python benchmarks/gpu_acceptance/run.py --minutes 10    # what no GPU has shown yet, what tells most first
+
+Any Python that has torch, Triton and what `pyproject.toml` names will do: nothing is installed. All that a run has
+written is in one archive beside the folder.
 
 Every check is written down when it has ended. A part that takes longer than its limit is ended with all that it has
 started; what was under way has failed, and `--continue` goes on behind it. Without a GPU the same command shows what a
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -22,6 +27,7 @@ from benchmarks.gpu_acceptance import machine
 from benchmarks.gpu_acceptance.checks import DONE, run_checks
 from benchmarks.gpu_acceptance.processes import supervise
 from benchmarks.gpu_acceptance.record import Record, write_page
+from benchmarks.gpu_acceptance.ten_minutes import Wanted, pack, shown_so_far, spend
 
 PARTS = ("kernels", "speed", "two_ranks", "interruptions", "memory", "methods", "ranks", "ranks_more")
 LIMIT_S = 480.0
@@ -62,6 +68,7 @@ def main() -> None:
     parser.add_argument("--continue", dest="continued", action="store_true", help="leave out what has passed")
     parser.add_argument("--folder", type=Path, default=Path("gpu_acceptance_results"), help="for JSON and the page")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds per part")
+    parser.add_argument("--minutes", type=float, help="what fits into so many, of what no GPU has shown yet")
     parser.add_argument("--here", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if (why := machine.unused_driver()) is not None:
@@ -70,10 +77,20 @@ def main() -> None:
     if arguments.here:
         sys.exit(run_here(arguments.here, folder, only, continued=continued) > 0)
     failed = 0
-    for part in arguments.part or PARTS:
-        failed += run_apart(part, folder, only, continued=continued, limit_s=arguments.limit)
-        found = write_page(folder)
-    print(f"{folder / 'results.html'}, results.json beside it\n{found['line']}")
+
+    def run(wanted: Wanted, limit_s: float) -> None:
+        nonlocal failed
+        failed += run_apart(wanted.part, folder, wanted.name, continued=True, limit_s=min(limit_s, arguments.limit))
+        write_page(folder)
+
+    if arguments.minutes is not None:
+        spend(60 * arguments.minutes, run, shown_so_far(), time.monotonic)
+    else:
+        for part in arguments.part or PARTS:
+            failed += run_apart(part, folder, only, continued=continued, limit_s=arguments.limit)
+            write_page(folder)
+    found = write_page(folder)
+    print(f"{pack(folder, found)} has all of it, {folder / 'results.html'} the page\n{found['line']}")
     sys.exit(failed > 0)
 
 

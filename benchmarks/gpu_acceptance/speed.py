@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_acceptance.checks import Check, Figures, LeftOut, Missed
-from benchmarks.gpu_acceptance.kernels import python
+from benchmarks.gpu_acceptance.kernels import need_pytest, python
 
 COLD_COMPILE_BAR_S = 3.0  # of a decoder, at any number of ranks
 COPY_BAR = 0.6  # of a copy's speed, for LoCo's encoder at 4 bits
@@ -50,7 +50,7 @@ def cold_compile(device: torch.device) -> Figures:
                 "from lowbit_strategy.kernels.triton.layout import device_format\n"
                 "from lowbit_strategy.kernels.triton.tiles import decode_launch\n"
                 "fmt = uniform(4, 128)\n"
-                "launch = decode_launch(device_format(fmt), torch.float32)\n"
+                "launch = decode_launch(device_format(fmt))\n"
                 "start = time.process_time()\n"
                 f"offline.decode_sum_resources(fmt, out='float32', sources={sources}, launch=launch,"
                 f" arch={10 * major + minor})\n"
@@ -66,6 +66,7 @@ def sanitizer(device: torch.device) -> Figures:
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(tool).exists():
         raise LeftOut("compute-sanitizer is not installed: it comes with the CUDA toolkit")
+    need_pytest()
     cases = "uniform4-1.3 or fitted2-1.3 or dense_messages"
     for kind in ("memcheck", "racecheck"):
         prefix = (tool, "--tool", kind, "--error-exitcode", "9", "--target-processes", "all")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from lowbit_strategy.attach.prepare import Prepared
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.plan.fitting import SHARE_OF_DEVICE, Setup, choices, choose
+from lowbit_strategy.options.sizes import size
+from lowbit_strategy.plan.fitting import Choice, Setup, allowed_nbytes, choices, choose, enough_gb
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.ranks import Ranks
 
@@ -28,7 +30,9 @@ def fitted(
     Raises:
         ValueError: Nothing fits.
     """
-    room, limit = room_for(prepared.options.memory, device, ranks)
+    shards = {"ddp": 1, "fsdp": ranks.shape.world_size, "hsdp": prepared.shard_size or 1}[prepared.layout]
+    own_numel = sum(spec.numel for spec in prepared.specs) // shards
+    room, limit = room_for(prepared.options.memory, device, ranks, own_numel)
     if room is None or ranks.alone:
         return prepared
     setup = Setup(
@@ -39,22 +43,11 @@ def fitted(
         squares=prepared.exchanges_squares,
     )
     options = prepared.options
-    found = choices(
-        prepared.compressor,
-        weights,
-        setup,
-        may_recode=options.weights is None,
-        may_uncorrect=options.second_moment is None,
-    )
-    chosen = choose(list(found), room, limit)
+    may = {"may_recode": options.weights is None, "may_uncorrect": options.second_moment is None}
+    found = list(choices(prepared.compressor, weights, setup, **may))
+    chosen = choose(found, room, limit)
     if chosen.differs and ranks.world.rank == 0:
-        inform(
-            "to fit into %.2f GB of memory, %s: %s. Cost: %s",
-            room / 1e9,
-            chosen.differs,
-            chosen.arithmetic(),
-            chosen.costs,
-        )
+        _announce(chosen, [way for way in found if way.compressor == prepared.compressor], room)
     if chosen.weights != weights:
         options = replace(options, weights=chosen.weights)
     if setup.squares and not chosen.squares:
@@ -62,14 +55,30 @@ def fitted(
     return replace(prepared, compressor=chosen.compressor, options=options)
 
 
-def room_for(memory: float | None, device: torch.device, ranks: Ranks) -> tuple[int | None, int]:
-    """Bytes that should be enough, and that must be, on the rank that has least; None: nothing limits them."""
+def _announce(chosen: Choice, unchanged: Sequence[Choice], room_nbytes: int) -> None:
+    """`unchanged`: the ways with the compressor that was asked for."""
+    if chosen not in unchanged:
+        smallest = min(unchanged, key=lambda way: way.memory.total)
+        warnings.warn(
+            f"{smallest.compressor.name} runs without its residual, which does not fit: to keep it give"
+            f" memory={enough_gb(smallest)}, or divide it with HSDP (shard_size='node') or nodes of several ranks",
+            stacklevel=3,
+        )
+    allowed, arithmetic = size(room_nbytes), chosen.arithmetic()
+    inform("to fit into %s of memory, %s: %s. Cost: %s", allowed, chosen.differs, arithmetic, chosen.costs)
+
+
+def room_for(memory: float | None, device: torch.device, ranks: Ranks, own_numel: int = 0) -> tuple[int | None, int]:
+    """Bytes that should be enough, and that must be, on the rank that has least; None: nothing limits them.
+
+    `own_numel`: elements whose gradients and optimizer state are still to come.
+    """
     if memory is not None:
         return int(memory * 1e9), int(memory * 1e9)
     if device.type != "cuda":
         return None, 0
     free, total = torch.cuda.mem_get_info(device)
-    least = torch.tensor([total // SHARE_OF_DEVICE, free], dtype=torch.int64, device=device)
+    least = torch.tensor([allowed_nbytes(total, free, own_numel), free], dtype=torch.int64, device=device)
     ranks.world.all_reduce(least, dist.ReduceOp.MIN).wait()
     room, limit = least.tolist()
     return room, limit

@@ -44,8 +44,9 @@ class SyncOptions:
         memory: GB (10^9 bytes) per rank that compression may keep: residuals, weights between gathers, messages of a
             module. What was asked for gives way in this order: weights are gathered again in backward instead of kept
             as codes, unless `weights` is given; LoCo's residuals are not kept, at 4 bits and more and among four ranks
-            or nodes and more, where the loss of that was measured. None: an eighth of the smallest GPU's memory; on
-            CPUs nothing is limited.
+            or nodes and more, where the loss of that was measured. None: half of what the
+            smallest GPU has free beside parameters, gradients and Adam's state, from an eighth to a quarter of its
+            memory; on CPUs nothing is limited.
         far_links: On CPU: all messages travel at once, point to point, and are received where memory was set aside in
             the step before. The same results, and as much more memory as a rank sends in a step. None: where a round
             trip takes 5 ms or more, which is measured.

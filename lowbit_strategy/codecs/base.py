@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.contraction import contracts
+from lowbit_strategy.codecs.contraction import contracts, keeps_zeros
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 
@@ -42,6 +42,14 @@ class Codec(ABC):
         """Whether ``|x - C(x)| < |x|``, as error feedback and EF21 need; found out with some hard blocks."""
         size = max(self.block_size, 64)
         return contracts(lambda x: self.decode_sum(self.encode(x, seed=0)[None], size), size)
+
+    @property
+    def keeps_zeros(self) -> bool:
+        """Whether a zero beside other values is decoded as zero; found out with a block that has both kinds. A block of
+        nothing but zeros is decoded as zeros by every codec.
+        """
+        size = max(self.block_size, 64)
+        return keeps_zeros(lambda x: self.decode_sum(self.encode(x, seed=0)[None], size), size)
 
     @abstractmethod
     def wire_nbytes(self, numel: int) -> int:

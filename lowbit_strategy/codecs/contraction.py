@@ -1,4 +1,4 @@
-"""Whether a code shrinks what it has not sent: what error feedback and EF21 build on."""
+"""What a code does to some blocks: whether it shrinks what it has not sent, and whether zeros stay zeros."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ def contracts(decoded: Callable[[Tensor], Tensor], block_size: int) -> bool:
         if not error < x.double().square().sum():
             return False
     return True
+
+
+def keeps_zeros(decoded: Callable[[Tensor], Tensor], block_size: int) -> bool:
+    """Whether every third element of a block, the only ones that are zero, stays zero.
+
+    Args:
+        decoded: What the code makes of float32 of `block_size` elements.
+        block_size: Elements that are coded together.
+    """
+    x = torch.randn(block_size, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float32)
+    x[1::3] = 0.0
+    return not bool(decoded(x)[1::3].any())
 
 
 def hard_blocks(block_size: int) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,7 +57,7 @@ class EdenCodec(BlockwiseCodec):
         y_KB = rotate(unit_KB)
         square_K = tree_sum(y_KB * y_KB)
         rms_K = (square_K / self.block_size).sqrt()
-        codebook = self._codebook(h_KB.device)
+        codebook = _codebook(self.bits, h_KB.device)
         code_KB = torch.bucketize(
             y_KB / torch.where(rms_K > 0, rms_K, 1.0)[:, None], codebook.diff() / 2 + codebook[:-1]
         )
@@ -83,7 +84,9 @@ class EdenCodec(BlockwiseCodec):
         planes = payload_KC[:, :-_SCALE_NBYTES].split(self.block_size // 8, dim=1)
         code_KB = sum(unpack_bits(plane).long() << bit for bit, plane in enumerate(planes))
         assert isinstance(code_KB, Tensor)
-        return self._codebook(payload_KC.device)[code_KB] * scale_K1
+        return _codebook(self.bits, payload_KC.device)[code_KB] * scale_K1
 
-    def _codebook(self, device: torch.device) -> Tensor:
-        return torch.tensor(gaussian_codebook(2**self.bits), dtype=torch.float32, device=device)
+
+@functools.cache
+def _codebook(bits: int, device: torch.device) -> Tensor:
+    return torch.tensor(gaussian_codebook(2**bits), dtype=torch.float32, device=device)

@@ -88,7 +88,7 @@ def cosines(x_KN: Tensor, *, inverse: bool) -> Tensor:
     """Orthonormal discrete cosine transform (type II) of the rows, or its inverse. Added up in order: the same bits for
     any K.
     """
-    matrix = _cosine_matrix(x_KN.shape[1]).to(x_KN.device)
+    matrix = _cosine_matrix(x_KN.shape[1], x_KN.device)
     rows = matrix if inverse else matrix.T
     y = torch.zeros_like(x_KN)
     for n in range(x_KN.shape[1]):
@@ -97,9 +97,9 @@ def cosines(x_KN: Tensor, *, inverse: bool) -> Tensor:
 
 
 @functools.cache
-def _cosine_matrix(size: int) -> Tensor:
-    """float32 [frequency, place]."""
+def _cosine_matrix(size: int, device: torch.device) -> Tensor:
+    """float32 [frequency, place], the same numbers on every device."""
     place, frequency = torch.arange(size, dtype=torch.float64), torch.arange(size, dtype=torch.float64)[:, None]
     matrix = (math.pi / size * (place + 0.5) * frequency).cos() * (2 / size) ** 0.5
     matrix[0] *= 0.5**0.5
-    return matrix.float()
+    return matrix.float().to(device)

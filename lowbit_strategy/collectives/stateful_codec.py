@@ -70,6 +70,11 @@ class StatefulCodec(ABC):
         """
         return None
 
+    @property
+    def keeps_zeros(self) -> bool:
+        """The same as `Codec.keeps_zeros`."""
+        return self.stateless().keeps_zeros
+
     def stateless(self) -> Codec:
         """The codec alone, without its residual: for wrappers, which have a rule of their own.
 

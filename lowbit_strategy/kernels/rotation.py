@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,11 @@ MAX_SIZE = 512  # of a row that one warp holds in its registers
 _SIGN_KEY = 0x5167
 
 
+@functools.cache
 def signs(size: int, device: torch.device) -> Tensor:
-    """float32 [size] of 1 and -1: fixed, the same everywhere."""
-    return dither(0, size, _SIGN_KEY, device).lt(0).float() * -2.0 + 1.0
+    """float32 [size] of 1 and -1: fixed, the same everywhere. Kept: to hash them takes more launches than to rotate."""
+    on_host = dither(0, size, _SIGN_KEY, torch.device("cpu")).lt(0).float() * -2.0 + 1.0
+    return on_host.to(device)  # which waits: any stream may read what is kept
 
 
 def rotate(x_KN: Tensor, *, inverse: bool = False) -> Tensor:

@@ -13,12 +13,13 @@ from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.gradients import Layout, Reduced
 from lowbit_strategy.plan.plan import Memory, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
 from lowbit_strategy.ranks.shape import Shape
 
-SHARE_OF_DEVICE = 8  # compression may keep one part in so many of the smallest GPU's memory, unless `memory=` is given
+PENDING_NBYTES = 12  # of an own element, while it is set up: a gradient and Adam's two averages are still to come
 FEWEST_PEERS = 4  # among fewer, random rounding without a residual has more noise than was measured
 
 
@@ -69,8 +70,8 @@ class Choice:
             ("messages", memory.messages),
             ("coding by plain PyTorch", memory.working),
         )
-        parts = ", ".join(f"{_gb(nbytes)} for {what}" for what, nbytes in purposes if nbytes)
-        return f"{_gb(memory.total)} ({parts})"
+        parts = ", ".join(f"{size(nbytes)} for {what}" for what, nbytes in purposes if nbytes)
+        return f"{size(memory.total)} ({parts})"
 
 
 def choices(
@@ -142,6 +143,24 @@ def choice(
     )
 
 
+def allowed_nbytes(total_nbytes: int, free_nbytes: int, own_numel: int) -> int:
+    """What compression may keep on a GPU unless `memory=` is given: half of what will be free, which leaves the other
+    half to activations, but at least an eighth of the memory and at most a quarter.
+
+    Args:
+        total_nbytes: Of the GPU.
+        free_nbytes: There, once parameters are on it.
+        own_numel: Trained elements whose gradients and optimizer state this rank will hold.
+    """
+    left = (free_nbytes - PENDING_NBYTES * own_numel) // 2
+    return min(total_nbytes // 4, max(total_nbytes // 8, left))
+
+
+def enough_gb(choice: Choice) -> str:
+    """The value of `memory=` that allows a choice."""
+    return f"{1.005 * choice.memory.total / 1e9:.3g}"
+
+
 def choose(found: Sequence[Choice], room_nbytes: int, limit_nbytes: int) -> Choice:
     """The first that fits into the room, or the smallest, if it is within the limit.
 
@@ -155,11 +174,8 @@ def choose(found: Sequence[Choice], room_nbytes: int, limit_nbytes: int) -> Choi
     if smallest.memory.total > limit_nbytes:
         raise ValueError(
             f"compression would keep {found[0].arithmetic()} on every rank, at least {smallest.arithmetic()}, and"
-            f" {_gb(limit_nbytes)} are allowed: use weights='exact', HSDP (shard_size='node') or nodes of several"
-            " ranks, which divide residuals, LoCo(residual='none'), or allow more with memory="
+            f" {size(limit_nbytes)} are allowed: use weights='exact', HSDP (shard_size='node') or nodes of several"
+            " ranks, which divide residuals, LoCo(residual='none'), or allow more:"
+            f" memory={enough_gb(smallest)}"
         )
     return smallest
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB"

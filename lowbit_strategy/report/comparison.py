@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-from lowbit_strategy.report.formats import number, size
+from lowbit_strategy.options.sizes import size
+from lowbit_strategy.report.formats import number
 from lowbit_strategy.report.run import GRADIENTS, WEIGHTS, Run, Series
 
 

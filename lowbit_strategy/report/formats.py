@@ -3,14 +3,5 @@
 from __future__ import annotations
 
 
-def size(nbytes: float) -> str:
-    """Bytes with a unit: ``1.5 MB``."""
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if abs(nbytes) < 1000 or unit == "TB":
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    raise AssertionError
-
-
 def number(value: float | None, digits: int) -> str:
     return "not finite" if value is None else f"{value:.{digits}g}"

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from lowbit_strategy.options.sizes import size
 from lowbit_strategy.report.charts import PHONE, SCREEN, draw_all, png
 from lowbit_strategy.report.comparison import compare, configuration
-from lowbit_strategy.report.formats import number, size
+from lowbit_strategy.report.formats import number
 from lowbit_strategy.report.run import DENSE_GRADIENTS, DENSE_WEIGHTS, GRADIENTS, WEIGHTS, Run
 
 _MAX_SWITCHES = 40

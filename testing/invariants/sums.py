@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
@@ -232,6 +233,48 @@ def check_dtypes(evidence: Sequence[Evidence], harness: InvariantHarness) -> lis
     return differing + [problem for e in evidence for problem in e["problems"]][:3]
 
 
+_ZERO_STEPS = 4  # the phases of all configurations are over by then
+
+
+def _zero_rows(name: str, shape: Sequence[int]) -> Tensor:
+    """Boolean, flat: every third row, of one tensor all."""
+    at = torch.zeros(tuple(shape), dtype=torch.bool)
+    if shape:
+        at[slice(None) if name == "tall" else slice(1, None, 3)] = True
+    return at.view(-1)
+
+
+def collect_zeros(harness: InvariantHarness) -> Evidence:
+    """Rows without a gradient on any rank, from the first step on: the largest of what came out."""
+    sync, largest = harness.sync(), dict.fromkeys((spec.name for spec in SPECS), torch.zeros(0))
+    for step in range(_ZERO_STEPS):
+        grads = harness.grads(step)
+        for spec in SPECS:
+            grads[spec.name][_zero_rows(spec.name, spec.shape)] = 0.0
+        for name, mean in harness.run(sync, grads).items():
+            largest[name] = torch.maximum(largest[name], mean.abs()) if step else mean.abs()
+    return {"largest": largest}
+
+
+def check_zeros(evidence: Sequence[Evidence], harness: InvariantHarness) -> list[str]:
+    """Rows of zeros stay zeros where the method says so, and only there; tensors of zeros always."""
+    largest, scatter = harness.join([e["largest"] for e in evidence]), harness.layout == "fsdp"
+    assignments, failures, moved = harness.subject.assignments(harness.compressor), [], []
+    for spec in SPECS:
+        if largest[spec.name].numel() != spec.numel:
+            continue  # DDP's buckets hold no empty tensors
+        method = assignments[spec.name].method
+        found = float(largest[spec.name][_zero_rows(spec.name, spec.shape)].sum())
+        if method.keeps_zeros(scatter=scatter) or spec.name == "tall":
+            if found:
+                failures.append(f"{spec.name}: zeros became up to {found:.1e}")
+        else:
+            moved.append(found)
+    if moved and not any(moved):
+        failures.append("rows of zeros stay zeros, though the method says that they need not")
+    return failures
+
+
 def has_law(subject: Subject) -> bool:
     return bool(subject.lawful(subject.compressor.conserving()))
 
@@ -256,5 +299,6 @@ CASES: dict[str, Case] = {
     "bytes": Case(collect_conservation, check_bytes, lambda s: s.world_size > 1, cut_matters=True),
     "exempt": Case(collect_mean, check_exempt, _has_exempt),
     "mean": Case(collect_mean, check_mean, _has_mean),
+    "zeros": Case(collect_zeros, check_zeros),
     "dtypes": Case(collect_dtypes, check_dtypes),
 }

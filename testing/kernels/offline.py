@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
-from lowbit_strategy.kernels.triton import dense, rotation
+from lowbit_strategy.kernels.triton import blocks, dense, encode, rotation
 from lowbit_strategy.kernels.triton.blocks import decode_sum_kernel, loops_of
 from lowbit_strategy.kernels.triton.encode import How, encode_kernel
 from lowbit_strategy.kernels.triton.layout import device_format
@@ -50,6 +53,25 @@ class Resources:
     def instructions(self) -> int:
         """Machine instructions of all paths together."""
         return len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+\S", self.sass, re.MULTILINE))
+
+    def executed(self, turns: Sequence[int] = ()) -> int:
+        """Machine instructions that a thread runs to its end, each loop as often as `turns` says, in order."""
+        places: dict[str, int] = {}
+        loops: list[range] = []
+        count = last = 0
+        for line in self.sass.splitlines():
+            if label := re.match(r"(\.L_x_\d+):", line):
+                places[label[1]] = count
+            elif re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+\S", line):
+                back = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+                if back and back[1] in places and places[back[1]] < count:
+                    loops.append(range(places[back[1]], count + 1))
+                count += 1
+                last = count if re.search(r"\bEXIT\b", line) else last
+        if len(loops) != len(turns):
+            raise ValueError(f"the code has {len(loops)} loops, turns are given for {len(turns)}")
+        loops.sort(key=lambda loop: loop.start)
+        return last + sum(len(loop) * (num - 1) for loop, num in zip(loops, turns, strict=True))
 
     @property
     def num_spills(self) -> int:
@@ -141,9 +163,35 @@ def _dense_constants(fmt: DenseFormat) -> dict[str, Any]:
     return {"NARROW": fmt.code_nbytes == 2, "SIZE": dense.LAUNCH.tile(fmt.block_size)}
 
 
+@triton.jit
+def _always(pointer, left, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    return True
+
+
+@contextlib.contextmanager
+def whole_tiles() -> Iterator[None]:
+    """Kernels that are compiled inside have the way of whole, aligned tiles alone, which nearly all programs take."""
+    modules = (encode, blocks, dense)
+    before = [module.is_plain for module in modules]
+    for module in modules:
+        module.is_plain = _always  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, found in zip(modules, before, strict=True):
+            module.is_plain = found  # type: ignore[attr-defined]
+
+
+def _fresh(kernel: Any) -> Any:
+    """The same kernel, which looks its functions up anew."""
+    alignment = [param.name for param in kernel.params if param.do_not_specialize_on_alignment]
+    plain = [param.name for param in kernel.params if param.do_not_specialize]
+    return triton.jit(kernel.fn, do_not_specialize=plain, do_not_specialize_on_alignment=alignment)
+
+
 def _compile(kernel: Any, types: dict[str, Any], constants: dict[str, Any], launch: Launch, arch: int) -> Resources:
     """`types`: of the arguments that are not in `_TYPES`."""
-    types = _TYPES | types | dict.fromkeys(constants, "constexpr")
+    types, kernel = _TYPES | types | dict.fromkeys(constants, "constexpr"), _fresh(kernel)
     types = {param.name: types[param.name] for param in kernel.params}
     attrs = {
         (i,): _ALIGNED

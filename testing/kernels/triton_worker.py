@@ -11,14 +11,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import sys
 
-import torch
-
-from lowbit_strategy.kernels.reference import rotation as reference
-from lowbit_strategy.kernels.rotation import signs
-from lowbit_strategy.kernels.triton import blocks, dense, rotation
+from lowbit_strategy.kernels.triton import blocks, dense, rotation, select
 from lowbit_strategy.kernels.triton.layout import device_format
 from lowbit_strategy.kernels.triton.tiles import encode_launch
 from testing.kernels.cases import check_case, check_dense, check_sources, core_cases, other_cases, quick_cases
+from testing.kernels.row_cases import check_chunks, check_rotations
 
 
 def main(which: str, part: int, num_parts: int) -> None:
@@ -27,8 +24,9 @@ def main(which: str, part: int, num_parts: int) -> None:
         wrong = check_sources(blocks, "cpu", fewer=fewer) + check_dense(dense, "cpu", truncating=True, fewer=fewer)
         print(*wrong, "cases: 2", sep="\n")
         return
-    if which == "rotations":
-        print(*differing_rotations(), "cases: 12", sep="\n")
+    if which == "rows":
+        wrong = check_rotations(rotation, "cpu") + check_chunks(select, "cpu")
+        print(*wrong, "cases: 2", sep="\n")
         return
     chosen = {"quick": quick_cases, "core": core_cases, "other": other_cases}[which]()[part::num_parts]
     for case in chosen:
@@ -36,20 +34,6 @@ def main(which: str, part: int, num_parts: int) -> None:
         for line in check_case(case, blocks, tile, "cpu", truncating=True):
             print(line)
     print(f"cases: {len(chosen)}")
-
-
-def differing_rotations() -> list[str]:
-    """Of rows that fill programs and of a rest, of ordinary, tiny and huge numbers."""
-    wrong = []
-    for num_rows, size in ((1, 2), (5, 32), (300, 32), (33, 128), (3, 512), (1, 512)):
-        x_KN = torch.randn(num_rows, size) * 10.0 ** torch.randint(-30, 30, (num_rows, 1))
-        for inverse in (False, True):
-            ours, wanted = (
-                module.rotate(x_KN, signs(size, x_KN.device), inverse=inverse) for module in (rotation, reference)
-            )
-            if not torch.equal(ours, wanted):
-                wrong.append(f"{num_rows} rows of {size}, inverse {inverse}: {int((ours != wanted).sum())} differ")
-    return wrong
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.telemetry.timing.device_clock import device_seconds_of
 from testing.kernels.cases import Case, cases, check_case, check_dense, check_sources
+from testing.kernels.row_cases import LARGE_ROTATIONS, ROTATIONS, check_chunks, check_rotations
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -43,6 +44,18 @@ def test_dense_messages_are_the_references() -> None:
     from lowbit_strategy.kernels.triton import dense
 
     assert check_dense(dense, "cuda") == []
+
+
+def test_rotations_are_the_references() -> None:
+    from lowbit_strategy.kernels.triton import rotation
+
+    assert check_rotations(rotation, "cuda", ROTATIONS + LARGE_ROTATIONS) == []
+
+
+def test_the_largest_of_chunks_are_the_references() -> None:
+    from lowbit_strategy.kernels.triton import select
+
+    assert check_chunks(select, "cuda") == []
 
 
 def test_offsets_beyond_32_bits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -143,6 +144,82 @@ def test_gradients_go_back_compressed_as_well() -> None:
             assert errors.backward <= backward + 1e-6 * (backward > 0), name
         assert all(errors.forward > 1e-5 for name, errors in found.items() if "exact" not in name)
         assert found["bits exchanged"].backward > 1e-3 < found["bounded gathered"].backward
+
+
+Function = Callable[[Tensor], Tensor]
+REDUCED: dict[str, tuple[Function, Callable[[Tensor, int], Tensor]]] = {  # and the same of all ranks' tensors [W, ...]
+    "mean": (lambda x: functional.all_reduce(x, EXACT), lambda x_W, rank: x_W.mean(0)),
+    "sum": (lambda x: functional.all_reduce(x, EXACT, op="sum"), lambda x_W, rank: x_W.sum(0)),
+    "mean of rows": (lambda x: functional.reduce_scatter(x, EXACT), lambda x_W, rank: x_W.mean(0).chunk(SIZE)[rank]),
+    "sum of rows": (
+        lambda x: functional.reduce_scatter(x, EXACT, op="sum"),
+        lambda x_W, rank: x_W.sum(0).chunk(SIZE)[rank],
+    ),
+    "all rows": (lambda x: functional.all_gather(x, EXACT), lambda x_W, rank: x_W.flatten(0, 1)),
+    "exchanged rows": (
+        lambda x: functional.all_to_all(x, EXACT),
+        lambda x_W, rank: torch.cat([x.chunk(SIZE)[rank] for x in x_W]),
+    ),
+}
+
+
+def derivatives(y: Tensor, x: Tensor) -> list[Tensor]:
+    """The first two of a loss that is the sum of all ranks': there, of one that all ranks have a part of."""
+    (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.pow(2).sum(), x)
+    return [first.detach(), second]
+
+
+def differentiated(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+    found = {}
+    for name, (function, _) in REDUCED.items():
+        x = tensor(rank, 2 * SIZE, 5).requires_grad_()
+        found[name] = derivatives(function(x), x)
+    return found
+
+
+def test_gradients_of_gradients() -> None:
+    """Against one process that has the tensors of all ranks."""
+    facts = run_ranks(differentiated, SIZE)
+    for name, (_, whole) in REDUCED.items():
+        x_W = torch.stack([tensor(rank, 2 * SIZE, 5) for rank in range(SIZE)]).requires_grad_()
+        wanted = derivatives(torch.stack([whole(x_W, rank) for rank in range(SIZE)]), x_W)
+        for rank, found in enumerate(facts):
+            for one, all_ranks in zip(found[name], wanted, strict=True):
+                assert torch.allclose(one, all_ranks[rank], rtol=1e-4, atol=1e-4), name
+
+
+ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+BOUND = 1e-3
+
+
+def within_bounds(rank: int, world_size: int) -> dict[str, float]:
+    """The largest error in units of what is promised, of values whose rounding is below the bound and far above."""
+    code, found = Bounded(BOUND), {}
+    for dtype, rounding in ROUNDING.items():
+        for size in (0.01, 1.0, 1000.0):
+            x_W = (size * torch.stack([tensor(r, SIZE, 50) for r in range(SIZE)])).to(dtype)
+            calls: dict[str, tuple[Tensor, Tensor]] = {
+                "gather": (functional.all_gather(x_W[rank], code), x_W.flatten(0, 1)),
+                "exchange": (functional.all_to_all(x_W[rank], code), x_W[:, rank]),
+                "mean": (functional.all_reduce(x_W[rank], code), x_W.double().mean(0)),
+                "sum": (functional.all_reduce(x_W[rank], code, op="sum"), x_W.double().sum(0)),
+                "rows": (functional.reduce_scatter(x_W[rank], code), x_W.double().mean(0)[rank, None]),
+            }
+            added = (2 * SIZE - 1) * 2.0**-24 * x_W.double().abs().sum(0).max()  # of the sum, which is float32's
+            for name, (result, exact) in calls.items():
+                promised = (
+                    BOUND + rounding * result.double().abs() + (added if name in ("mean", "sum", "rows") else 0.0)
+                )
+                assert result.dtype == dtype
+                found[f"{name} {dtype} {size}"] = float(((result.double() - exact.double()).abs() / promised).max())
+    return found
+
+
+def test_a_bound_is_kept_to_the_rounding_of_the_type() -> None:
+    for found in run_ranks(within_bounds, SIZE):
+        assert {name: error for name, error in found.items() if error > 1.0} == {}
+        assert found["mean torch.bfloat16 1000.0"] > 0.3  # the rounding of the type is most of it
 
 
 def any_codec(rank: int, world_size: int) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -42,7 +43,8 @@ def limited(folder: Path) -> Facts:
         model = Regression(deep())
         memory_gb = None if which is None else (totals[which] + 1) / 1e9
         strategy = LowBitFSDPStrategy(LoCo(), memory=memory_gb, min_shard_numel=HIDDEN**2)
-        with listen() as lines:
+        with listen() as lines, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             made = trainer(strategy, max_steps=12)
             made.fit(model, loader())
         sync = made.strategy.sync
@@ -57,6 +59,7 @@ def limited(folder: Path) -> Facts:
             "print": fingerprint(model),
             "residual": sync.state.nbytes / numel,
             "kept": sync.plan().memory.weights / numel,
+            "warned": [str(each.message) for each in caught if "without its residual" in str(each.message)],
             "log": [line for line in lines if "to fit into" in line],
         }
     small = LowBitDDPStrategy(LoCo(), memory=1e-6)
@@ -77,5 +80,7 @@ def test_less_is_kept_and_the_loss_stays(facts: list[Facts]) -> None:
             assert rank[memory]["print"] == facts[0][memory]["print"]
             assert sum(rank[memory]["losses"][-6:]) < 1.1 * sum(rank[None]["losses"][-6:])
         assert "compression would keep" in rank["error"]
+    assert [len(facts[0][memory]["warned"]) for memory in (None, "gathered", "none")] == [0, 0, 1]
+    assert "to keep it give memory=0.00" in facts[0]["none"]["warned"][0]
     assert "gathered again in backward" in facts[0]["gathered"]["log"][0]
     assert "no residual is kept" in facts[0]["none"]["log"][0]

@@ -60,6 +60,7 @@ class CallStruct(ctypes.Structure):
         ("beta_new", ctypes.c_float),
         ("alpha", ctypes.c_float),
     )
+    holds: tuple[Tensor, ...] = ()  # what the pointers point into: a thread may have the call longer than the caller
 
 
 @lru_cache
@@ -128,7 +129,7 @@ def call_struct(x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat
             f"segments reach element {reach.x} and wire byte {reach.wire}, but the buffers hold {x.numel()} "
             f"and {wire_WB.shape[1]}"
         )
-    return CallStruct(
+    call = CallStruct(
         format=None if isinstance(fmt, DenseFormat) else ctypes.pointer(format_struct(fmt)),
         wire_dtype=_DTYPES[fmt.torch_dtype] if isinstance(fmt, DenseFormat) else 0,
         x=x.data_ptr(),
@@ -139,6 +140,8 @@ def call_struct(x: Tensor, wire_WB: Tensor, segments: Segments, fmt: BlockFormat
         num_sources=wire_WB.shape[0],
         x_dtype=_DTYPES[x.dtype],
     )
+    call.holds = (x, wire_WB, segments.table)
+    return call
 
 
 def set_residual(call: CallStruct, feedback: Feedback, segments: Segments, fmt: BlockFormat | DenseFormat) -> None:
@@ -160,6 +163,7 @@ def set_residual(call: CallStruct, feedback: Feedback, segments: Segments, fmt: 
         residual_scale is not None and residual_scale.numel() < reach.state // fmt.block_size
     ):
         raise ValueError(f"segments reach element {reach.state} of the residual, which holds {residual.numel()}")
+    call.holds += (residual,) if residual_scale is None else (residual, residual_scale)
     call.residual = residual.data_ptr()
     call.residual_scale = None if residual_scale is None else residual_scale.data_ptr()
     call.residual_kind = _FLOAT32_RESIDUAL if residual_scale is None else _INT8_RESIDUAL

@@ -49,7 +49,8 @@ EXPORT float lowbit_peak(const char *isa, const float *x, int64_t start, int64_t
 }
 
 /* Entries of all parameters, `sizes[v]` of each, ascending, into the order of messages: by destination, parameter,
- * position. Owners have `spans[v]` consecutive elements of a parameter, whose first block is `first_block[v]`.
+ * position. Owners have `spans[v]` consecutive elements of a parameter, whose first block is `first_block[v]`. `counts`
+ * is 0 before.
  *
  * With one destination the order stays: `order` and `places` are not written. Else order[j] is where entry j of the
  * messages comes from, and places has how many entries each destination gets of each parameter. */
@@ -57,7 +58,6 @@ EXPORT void lowbit_locate(
     const int64_t *indices, const int64_t *sizes, const int64_t *spans, const int64_t *first_block, int64_t num_views,
     int64_t num_blocks, int64_t num_destinations, int32_t *counts, uint16_t *positions, int64_t *order, int64_t *places
 ) {
-    memset(counts, 0, (size_t)(num_destinations * num_blocks) * sizeof *counts);
     if (num_destinations == 1) {
         for (int64_t v = 0, at = 0; v < num_views; v++)
             for (const int64_t end = at + sizes[v]; at < end; at++) {

@@ -21,7 +21,7 @@ def peak(x: Tensor) -> float:
 
 def locate(index_E: Tensor, sizes: Sequence[int], grid: BlockGrid) -> Located:
     num_messages, num_views, num_entries = grid.num_destinations, len(sizes), index_E.numel()
-    counts_DK = torch.empty(num_messages, grid.num_blocks, dtype=torch.int32)
+    counts_DK = torch.zeros(num_messages, grid.num_blocks, dtype=torch.int32)
     positions = torch.empty(2 * num_entries, dtype=torch.uint8)
     order = places = None
     if num_messages > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import TypeVar
 
@@ -25,14 +25,31 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 
 
 def run(work: Callable[[int, int], _T], num_blocks: int, block_size: int) -> list[_T]:
-    """``work(first, last)`` over parts of ``range(num_blocks)``, one here and the others beside."""
+    """``work(first, last)`` over parts of ``range(num_blocks)``, one here and the others beside.
+
+    After an error or an interrupt no other thread works on the call any more: its tensors are the caller's again.
+    """
     parts = max(1, min(torch.get_num_threads(), num_blocks * block_size // _GRAIN))
     if parts == 1:
         return [work(0, num_blocks)]
     bounds = [num_blocks * part // parts for part in range(parts + 1)]
-    pool = _pool(parts - 1)
-    others = [pool.submit(work, *pair) for pair in pairwise(bounds[1:])]
-    return [work(*bounds[:2]), *(other.result() for other in others)]
+    pool, others = _pool(parts - 1), [Future[_T]() for _ in range(1, parts)]
+    try:
+        for other, (first, last) in zip(others, pairwise(bounds[1:]), strict=True):
+            pool.submit(_fulfil, other, work, first, last)
+        return [work(*bounds[:2]), *(other.result() for other in others)]
+    except BaseException:
+        wait([other for other in others if not other.cancel()])
+        raise
+
+
+def _fulfil(part: Future[_T], work: Callable[[int, int], _T], first: int, last: int) -> None:
+    """`submit` can raise and leave its job in the queue: `part`, made before, is what such a job is called off by."""
+    if part.set_running_or_notify_cancel():
+        try:
+            part.set_result(work(first, last))
+        except BaseException as error:
+            part.set_exception(error)
 
 
 def run_on_elements(work: Callable[[int, int], _T], numel: int) -> list[_T]:

@@ -220,7 +220,7 @@ def decode_sum_(
     launch: Launch | None = None,
 ) -> None:
     device = device_format(fmt)
-    launch = launch or decode_launch(device, out.dtype)
+    launch = launch or decode_launch(device)
     tiles = tiles_of(segments, fmt, launch.tile(fmt.block_size), out.device)
     if tiles.count == 0:
         return

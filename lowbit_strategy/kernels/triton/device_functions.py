@@ -104,6 +104,12 @@ def any_nonzero(parts):
 
 
 @triton.jit
+def add_product(total, value, scale):
+    """Total + value * scale of the row, in one instruction: only where the product is exact."""
+    return tl.fma(value, tl.broadcast_to(scale[:, None], value.shape), total)
+
+
+@triton.jit
 def add_halves(parts, HALF: tl.constexpr):
     sums = ()
     for p in tl.static_range(HALF):

@@ -10,6 +10,7 @@ import triton.language as tl
 from lowbit_strategy.kernels.format import float_bits, uniform
 from lowbit_strategy.kernels.reference.rng import RESIDUAL_STREAM as _RESIDUAL_STREAM
 from lowbit_strategy.kernels.triton.device_functions import (
+    add_product,
     ahead,
     any_nonzero,
     as_float32,
@@ -91,7 +92,10 @@ def update(
         if not PLAIN:
             at = offsets(fmt.block, fmt, shape) + p * fmt.length
             value = tl.where(at < left, value, 0.0)
-        rest = h[p] - value * scale[:, None]
+        if fmt.codebook_size == 0 or fmt.e2m1:
+            rest = add_product(h[p], value, -scale)  # integers of up to 8 bits times 8 bits
+        else:
+            rest = h[p] - value * scale[:, None]
         updated = updated + (step.beta_old * e[p] + step.beta_new * rest,)
     return updated
 

@@ -12,6 +12,7 @@ from lowbit_strategy.kernels.triton.scales import inverse
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to the nearest even integer, in the low bits
 GOLDEN = tl.constexpr(_GOLDEN)
 SIGN = tl.constexpr(-(2**31))
+LARGE = tl.constexpr(2.0**127)
 CODE_STREAM = tl.constexpr(_CODE_STREAM)
 
 
@@ -108,9 +109,8 @@ def nearest_e2m1(y):
 @triton.jit
 def e2m1_value(number):
     """What it stands for: 0, 1, 2, 3, 4, 6, 8, 12 with its sign."""
-    size = tl.abs(number)
-    bits = ((size + 254) << 22) | (number & SIGN)
-    return tl.where(size > 1, bits.to(tl.float32, bitcast=True), number.to(tl.float32))
+    bits = (tl.abs(number) << 22) | (number & SIGN)  # a float whose smallest are below the normal range, as E2M1's are
+    return bits.to(tl.float32, bitcast=True) * LARGE
 
 
 @triton.jit

@@ -13,8 +13,6 @@ from lowbit_strategy.kernels.format import BlockFormat, DenseFormat
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.layout import DeviceFormat
 
-SMALL_TILES = 4  # a tile with a tail or unaligned floats is worked off in so many pieces: few registers, little code
-
 
 class TileShape(NamedTuple):
     """A compile-time constant of the kernels.
@@ -38,11 +36,13 @@ class Launch:
         elements_per_thread: More: less overhead for a block's scale and a tile's addresses, but more registers.
         num_warps: Warps of a program. Few: a reduction over a block needs no barrier and programs end one by one.
         vector: Neighbouring elements of a thread, at most. 4 float32 are one 16-byte access.
+        pieces: That a tile with a tail or unaligned floats is worked off in: more are fewer registers, and less code.
     """
 
     elements_per_thread: int
     num_warps: int
     vector: int
+    pieces: int = 4
 
     def tile(self, block: int) -> int:
         return max(block, self.elements_per_thread * self.num_warps * 32)
@@ -50,7 +50,7 @@ class Launch:
     def shapes(self, fmt: DeviceFormat) -> tuple[TileShape, TileShape]:
         """Of a whole tile, and of the pieces that one with masks is worked off in."""
         rows = self.tile(fmt.block) // fmt.block
-        return self._shape(fmt, rows), self._shape(fmt, max(1, rows // SMALL_TILES))
+        return self._shape(fmt, rows), self._shape(fmt, max(1, rows // self.pieces))
 
     def _shape(self, fmt: DeviceFormat, rows: int) -> TileShape:
         per_thread = max(1, rows * fmt.length // (self.num_warps * 32))
@@ -101,9 +101,9 @@ def encode_launch(fmt: DeviceFormat, residual: torch.dtype | None = None, *, dit
     return Launch(elements_per_thread=32, num_warps=4, vector=32 // fmt.parts)
 
 
-def decode_launch(fmt: DeviceFormat, out: torch.dtype) -> Launch:
-    vector = 4 if out == torch.float32 else 8  # 16-byte stores of the sum
-    return Launch(elements_per_thread=max(16, vector * fmt.parts), num_warps=4, vector=vector)
+def decode_launch(fmt: DeviceFormat) -> Launch:
+    """Loads of up to 16 bytes of codes per thread: eight ranks' are under way at once, and each is an instruction."""
+    return Launch(elements_per_thread=32, num_warps=4, vector=min(16, 32 // fmt.parts), pieces=8)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

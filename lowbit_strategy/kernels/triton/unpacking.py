@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowbit_strategy.kernels.triton.device_functions import offsets
+from lowbit_strategy.kernels.triton.device_functions import add_product, offsets
 from lowbit_strategy.kernels.triton.packing import load_rows
 from lowbit_strategy.kernels.triton.rounding import e2m1_value
 
@@ -40,19 +40,23 @@ def load_plane(pointer, rows, PLANE: tl.constexpr, fmt: tl.constexpr, shape: tl.
 
 @triton.jit
 def add_source(totals, packed, scale, table, byte_bits, fmt: tl.constexpr):
-    """Totals + what one source's codes stand for: a tuple of float32 parts."""
+    """Totals + what one source's codes stand for: a tuple of float32 parts. Where products with the scale are exact,
+    the fused form rounds as the sum of both does.
+    """
     PARTS: tl.constexpr = fmt.parts
     sums = ()
     for p in tl.static_range(PARTS):
         if fmt.ternary:
-            value = trit_value(trit_of(packed[0].to(tl.int32), fmt), scale, fmt)
+            total = totals[p] + trit_value(trit_of(packed[0].to(tl.int32), fmt), scale, fmt)
+        elif fmt.e2m1:
+            total = add_product(totals[p], e2m1_value(code_of(packed, p, fmt) - fmt.zero_code), scale)
         elif fmt.codebook_size > 0:
-            value = codebook_value(packed, p, scale, table, fmt)
+            total = totals[p] + codebook_value(packed, p, scale, table, fmt)
         elif len(fmt.planes) == 1:
-            value = masked_value(packed, p, scale, byte_bits, fmt)
+            total = add_masked(totals[p], packed, p, scale, byte_bits, fmt)
         else:
-            value = grid_value(code_of(packed, p, fmt), fmt.qmax, byte_bits) * scale[:, None]
-        sums = sums + (totals[p] + value,)
+            total = add_product(totals[p], grid_value(code_of(packed, p, fmt), fmt.qmax, byte_bits), scale)
+        sums = sums + (total,)
     return sums
 
 
@@ -67,13 +71,13 @@ def grid_value(code, QMAX: tl.constexpr, byte_bits):
 
 
 @triton.jit
-def masked_value(packed, P: tl.constexpr, scale, byte_bits, fmt: tl.constexpr):
-    """Of a field that stays where it is in its byte: 2**k times too large, which the scale takes back, exactly."""
+def add_masked(total, packed, P: tl.constexpr, scale, byte_bits, fmt: tl.constexpr):
+    """A field that stays where it is in its byte: 2**k times too large, which the scale takes back, exactly."""
     SPREAD: tl.constexpr = fmt.planes[0].spread
     WIDTH: tl.constexpr = fmt.planes[0].width
     K: tl.constexpr = (P // SPREAD) * WIDTH
     field = packed[P % SPREAD].to(tl.int32) & (((1 << WIDTH) - 1) << K)
-    return grid_value(field, fmt.qmax << K, byte_bits) * (scale * (1.0 / (1 << K)))[:, None]
+    return add_product(total, grid_value(field, fmt.qmax << K, byte_bits), scale * (1.0 / (1 << K)))
 
 
 @triton.jit
@@ -96,9 +100,7 @@ def plane_field(packed, P: tl.constexpr, PLANE: tl.constexpr, fmt: tl.constexpr)
 def codebook_value(packed, P: tl.constexpr, scale, table, fmt: tl.constexpr):
     """Fitted codebook: the products with the scale are taken once per block, and a code's bits choose among them."""
     code = code_of(packed, P, fmt)
-    if fmt.e2m1:
-        value = e2m1_value(code - fmt.zero_code) * scale[:, None]
-    elif len(fmt.codebook) == 0:
+    if len(fmt.codebook) == 0:
         value = tl.load(table + (fmt.codebook_size - 1) + code) * scale[:, None]
     else:
         BITS: tl.constexpr = fmt.bits

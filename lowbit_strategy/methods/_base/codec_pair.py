@@ -55,6 +55,9 @@ class CodecPair(Method):
         hops = (self.uplink,) if scatter else (self.uplink, self.downlink)
         return all(hop.residual_gain is not None for hop in hops)
 
+    def keeps_zeros(self, *, scatter: bool) -> bool:
+        return self.uplink.keeps_zeros and (scatter or self.downlink.keeps_zeros)
+
     def description(self, *, scatter: bool) -> str:
         differs = not scatter and self.downlink.label != self.uplink.label
         return f"{self.label}; downlink {self.downlink.label}" if differs else self.label

@@ -37,6 +37,9 @@ class GatheredReducer(Reducer):
     def label(self) -> str:
         return f"{self.codec.label}, gathered"
 
+    def keeps_zeros(self, *, scatter: bool) -> bool:
+        return self.codec.keeps_zeros
+
     def nearest(self) -> GatheredReducer:
         return GatheredReducer(codec=self.codec.nearest())
 

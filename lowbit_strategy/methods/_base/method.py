@@ -141,6 +141,13 @@ class Method(ABC):
         """Whether everything that came in has come out or is in a residual; False where something is given up."""
         return self.residual_gain is not None
 
+    @abstractmethod
+    def keeps_zeros(self, *, scatter: bool) -> bool:
+        """Whether a row whose gradient has been zero on all ranks from the first step on comes out as zeros.
+
+        Rows of embeddings that no sample has and that pad are such. Otherwise only whole blocks of zeros do.
+        """
+
     def continues(self, earlier: Method) -> bool:
         """Whether all state that `earlier` leaves means the same to this method, and not the residual alone."""
         return self == earlier

@@ -78,6 +78,9 @@ class Reducer(Method):
         """Memory for a moment, of each element that is reduced at once, beside state; measured: benchmarks/LOG.md."""
         return 0.0
 
+    def keeps_zeros(self, *, scatter: bool) -> bool:
+        return True  # what is not chosen is zero, and so are products with a row of zeros
+
     def nearest(self) -> Reducer:
         """As `Codec.nearest`: the least error instead of no bias, for use with feedback."""
         return self
@@ -134,6 +137,9 @@ class WrappedReducer(Reducer):
     @property
     def residual_gain(self) -> float | None:
         return self.inner.residual_gain
+
+    def keeps_zeros(self, *, scatter: bool) -> bool:
+        return self.inner.keeps_zeros(scatter=scatter)
 
     def serves(self, spec: TensorSpec) -> bool:
         return self.inner.serves(spec)

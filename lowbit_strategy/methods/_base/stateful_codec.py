@@ -27,6 +27,10 @@ class CodecWithRule(StatefulCodec):
     def block_size(self) -> int:
         return self.codec.block_size
 
+    @property
+    def keeps_zeros(self) -> bool:
+        return self.codec.keeps_zeros
+
     def wire_nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(numel)
 

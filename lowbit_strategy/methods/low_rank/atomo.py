@@ -68,7 +68,9 @@ def _drawn(g_NM: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
     edges = p.double().cumsum(0)
     hits = (edges - draw).ceil().clamp_(min=0)
     at = hits.diff(prepend=hits.new_zeros(1)).nonzero().view(-1)[:rank]
-    scaled, vectors = u[:, at] * (sigma / p)[at], vh[at].T
+    busy_NM = g_NM != 0  # rounding gives rows and columns of zeros a small part in singular vectors
+    scaled = torch.where(busy_NM.any(1, keepdim=True), u[:, at] * (sigma / p)[at], 0.0)
+    vectors = torch.where(busy_NM.any(0)[:, None], vh[at].T, 0.0)
     if not finite:
         scaled = scaled.new_full((len(u), rank), torch.nan)
         vectors = vectors.new_ones(vh.shape[1], rank)

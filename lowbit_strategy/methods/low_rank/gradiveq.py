@@ -38,6 +38,9 @@ class GradiVeQReducer(ResidualReducer):
     def label(self) -> str:
         return f"{self.kept} of {self.slice_size} principal components"
 
+    def keeps_zeros(self, *, scatter: bool) -> bool:
+        return False  # a slice may have the end of one row and the beginning of the next
+
     def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
         state = ResidualReducer.init(self, specs, device)
         for tensors in state.values():

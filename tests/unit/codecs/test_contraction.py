@@ -1,4 +1,4 @@
-"""Codes that feedback can do with shrink what they have not sent; the others declare it."""
+"""Codes that feedback can do with shrink what they have not sent; the others declare it. Zeros stay zeros."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.contraction import contracts, hard_blocks
 from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.eden import EdenCodec
 from lowbit_strategy.codecs.natural import NaturalCodec
 from lowbit_strategy.codecs.onebit import TwoMeansCodec
 from lowbit_strategy.codecs.qsgd import L2Codec
@@ -41,6 +42,10 @@ GROW: dict[str, Codec] = {
     "fitted, 2 bits, large blocks": BlockCodec(fitted(2, 512)),
     "rotated": RotatedCodec(BlockCodec(fitted(1, 64))),
 }
+
+
+KEEP_ZEROS = {"dense", "bfloat16", "2 bits", "ternary", "l2, nearest", "l2", "natural, 2 bits, nearest"}
+KEEP_ZEROS |= {"natural, 8 bits, nearest", "trits, nearest", "trits", "stochastic 2 bits"}
 
 
 def decoded(codec: Codec, x: Tensor) -> Tensor:
@@ -88,3 +93,17 @@ def test_a_map_that_doubles_is_no_contraction() -> None:
     assert contracts(lambda x: 0.5 * x, 32)
     assert not contracts(lambda x: 2.0 * x, 32)
     assert not contracts(torch.zeros_like, 32)
+
+
+@pytest.mark.parametrize(("name", "codec"), [*SHRINK.items(), *GROW.items(), ("eden", EdenCodec(2))])
+def test_zeros(name: str, codec: Codec) -> None:
+    """Of a whole block always; beside other values where there is a code for them."""
+    assert codec.keeps_zeros == (name in KEEP_ZEROS)
+    size = max(codec.block_size, 64)
+    x = torch.randn(3, size, generator=torch.Generator().manual_seed(2))
+    x[1] = 0.0
+    x[2, 5:40] = 0.0
+    before, block, after = decoded(codec, x.view(-1)).view(3, -1)
+    assert before.any()
+    assert not block.any()
+    assert after[5:40].any() == (name not in KEEP_ZEROS)

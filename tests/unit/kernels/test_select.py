@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit_strategy.kernels import select
 from lowbit_strategy.kernels.reference import select as reference
-from testing.kernels.chunk_cases import chunk_cases
+from testing.kernels.row_cases import chunk_cases
 
 
 def _values(numel: int, seed: int = 0) -> Tensor:

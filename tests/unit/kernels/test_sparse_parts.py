@@ -67,7 +67,7 @@ def test_a_peak_is_found_anywhere_with_any_number_of_threads(path: str, value: f
 
 
 @pytest.mark.parametrize("num_destinations", [1, 2, 3])
-@pytest.mark.parametrize("spans", [[100], [_BLOCK], [_BLOCK + 1], [0, 7, 3 * _BLOCK - 5, 1, 0, _BLOCK]])
+@pytest.mark.parametrize("spans", [[0], [100], [_BLOCK], [_BLOCK + 1], [0, 7, 3 * _BLOCK - 5, 1, 0, _BLOCK]])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
 def test_messages_of_positions_are_the_definition_and_can_be_read(
     path: str, spans: list[int], num_destinations: int, share: float

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from lowbit_strategy import EFSignSGD, Exact, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.plan.fitting import Setup, choice, choices, choose
+from lowbit_strategy.plan.fitting import Setup, allowed_nbytes, choice, choices, choose
 from lowbit_strategy.plan.gradients import Reduced
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.weights import ModuleLayout
@@ -52,6 +54,34 @@ def setup(specs: list[TensorSpec], nodes: int, per_node: int) -> Setup:
     }
     shape = Shape(world_size, 0, share, Topology((per_node,) * nodes, world_size))
     return Setup(specs=specs, shape=shape, layout="fsdp", modules=layouts)
+
+
+LLAMA_8B = llama(4096, 14336, 32, 1024, 128256)
+QWEN_14B = llama(5120, 17408, 40, 1024, 151936)
+
+
+@pytest.mark.parametrize(
+    ("specs", "nodes", "weights"),
+    [(LLAMA_8B, 1, "codes"), (LLAMA_13B, 1, "nothing"), (QWEN_14B, 1, "nothing"), (LLAMA_70B, 8, "nothing")],
+)
+def test_the_residual_of_usual_models_on_80_gb_is_kept(specs: list[TensorSpec], nodes: int, weights: str) -> None:
+    own_numel = sum(spec.numel for spec in specs) // (8 * nodes)
+    free = GPU - 4 * own_numel  # float32 parameters are there
+    room = allowed_nbytes(GPU, free, own_numel)
+    best = choose(list(choices(LoCo(), WeightCode(), setup(specs, nodes, 8), may_recode=True)), room, free)
+    assert best.compressor == LoCo()
+    assert best.weights is not None
+    assert best.weights.keep == weights
+    assert best.memory.total <= GPU / 4
+    assert best.memory.total + 16 * own_numel < 0.65 * GPU  # the rest is for activations
+
+
+@pytest.mark.parametrize(
+    ("free", "own_numel", "allowed"),
+    [(80, 0, 20), (60, 1, 20), (60, 2, 18), (40, 2, 10), (10, 0, 10), (30, 4, 10)],  # GB, billions, GB
+)
+def test_what_is_free_decides_between_an_eighth_and_a_quarter(free: int, own_numel: int, allowed: int) -> None:
+    assert allowed_nbytes(GPU, free * 10**9, own_numel * 10**9) == allowed * 10**9
 
 
 def chosen(
@@ -117,11 +147,22 @@ def test_residuals_are_given_up_only_where_it_was_measured() -> None:
 
 def test_what_cannot_fit_is_an_error_with_the_arithmetic() -> None:
     with pytest.raises(
-        ValueError, match=r"would keep 2\d\.\d\d GB \(13\.\d\d GB for residuals, .* are allowed"
+        ValueError, match=r"would keep 2\d\.\d GB \(13\.\d GB for residuals, .* and 1 GB are allowed"
     ) as error:
         chosen(LLAMA_13B, 1, room=1e9, limit=1e9)
     assert "at least 1" in str(error.value)
     assert "memory=" in str(error.value)
+
+
+def test_amounts_of_small_models_are_told_in_units_that_show_them() -> None:
+    small = [TensorSpec("weight", (256, 256))]
+    found = list(choices(LoCo(), None, replace(setup(small, 1, 8), modules={}, layout="ddp"), may_recode=True))
+    with pytest.raises(
+        ValueError, match=r"would keep [\d.]+ KB \(.*, at least [\d.]+ KB .* and 1 KB are allowed"
+    ) as error:
+        choose(found, 1000, 1000)
+    enough = int(float(str(error.value).rpartition("memory=")[2]) * 1e9)
+    assert choose(found, enough, enough).memory.total <= enough
 
 
 def test_every_choice_says_what_it_costs() -> None:

@@ -60,7 +60,7 @@ def test_loco_bfloat16_and_dither(arch: int) -> None:
 @pytest.mark.parametrize("sources", [2, 8])
 def test_decode_sum_keeps_everything_in_registers(sources: int, arch: int) -> None:
     fmt = FORMATS["uniform4"]
-    launch = decode_launch(device_format(fmt), torch.float32)
+    launch = decode_launch(device_format(fmt))
     found = offline.decode_sum_resources(fmt, out="float32", sources=sources, launch=launch, arch=arch)
     check(found)
     assert re.search(r"st\.global(\.\w+)*\.v4\.b32", found.ptx)
@@ -78,7 +78,7 @@ def test_decode_sum_keeps_everything_in_registers(sources: int, arch: int) -> No
 def test_the_decoders_code_does_not_grow_with_the_number_of_ranks(name: str, many: int, few: int) -> None:
     """Unrolled over 128 sources it took minutes to compile. Whole groups are added in a loop at run time."""
     fmt = FORMATS[name]
-    launch = decode_launch(device_format(fmt), torch.float32)
+    launch = decode_launch(device_format(fmt))
 
     def decode(sources: int) -> offline.Resources:
         return offline.decode_sum_resources(fmt, out="float32", sources=sources, launch=launch, arch=90)
@@ -105,14 +105,17 @@ def test_dense_kernels_keep_everything_in_registers(wire: str, arch: int) -> Non
 )
 def test_codebooks_of_every_size(fmt: BlockFormat) -> None:
     """The interpreter runs what the compiler refuses, such as comparisons of tuples and code behind a return."""
-    launch = decode_launch(device_format(fmt), torch.float32)
+    launch = decode_launch(device_format(fmt))
     check(offline.decode_sum_resources(fmt, out="float32", sources=2, launch=launch, arch=90), registers=THREE_PROGRAMS)
     check(loco(fmt, "float32", 90), registers=THREE_PROGRAMS)
 
 
-def test_nothing_is_contracted() -> None:
-    """8 bits have no sums to pack, so a fused multiply-add could only be one that the reference does not have."""
-    assert "fma." not in loco(FORMATS["uniform8"], "float32", 90).ptx
+def test_only_exact_products_are_contracted() -> None:
+    """At 8 bits there is one per element, of the code and its scale; more would be some that the reference lacks."""
+    launch = encode_launch(device_format(FORMATS["uniform8"]), torch.int8)
+    whole, small = (shape.rows * 128 for shape in launch.shapes(device_format(FORMATS["uniform8"])))
+    per_thread = (whole + small) // (32 * launch.num_warps)
+    assert loco(FORMATS["uniform8"], "float32", 90).ptx.count("fma.") == per_thread
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -34,23 +34,22 @@ def encode(fmt: BlockFormat, x: str, arch: int) -> Resources:
 
 
 def decode(fmt: BlockFormat, out: str, arch: int, sources: int) -> Resources:
-    launch = decode_launch(device_format(fmt), getattr(torch, out))
+    launch = decode_launch(device_format(fmt))
     return offline.decode_sum_resources(fmt, out=out, sources=sources, launch=launch, arch=arch)
 
 
 def kernels(x: str, arch: int) -> Iterator[tuple[str, Callable[[], Resources], int, int, float]]:
     """What, registers, shared memory in bytes, share of wide accesses.
 
-    Where 8 sources are decoded to float32 a thread reads 4 codes of each and writes 16 bytes: a warp's reads are whole
-    lines, and none of them is wide. Codes are spread over threads for that through some shared memory.
+    A thread reads 16 codes of a source at once. Where they are spread over threads otherwise for what it writes, that
+    goes through some shared memory.
     """
-    narrow = x == "float32"
     yield "loco 4", lambda: loco(uniform(4, 128), x, arch), FOUR_PROGRAMS, 0, 0.7
     yield "loco 8", lambda: loco(uniform(8, 128), x, arch), 80, 0, 0.7
     yield "encode 8", lambda: encode(uniform(8, 128), x, arch), 48, 0, 0.7
-    yield "decode 4 of 8", lambda: decode(uniform(4, 128), x, arch, 8), 80, 1024, 0.35 if narrow else 0.6
-    yield "decode 8 of 8", lambda: decode(uniform(8, 128), x, arch, 8), 80, 2048, 0.25 if narrow else 0.6
-    yield "decode 8 of 1", lambda: decode(uniform(8, 128), x, arch, 1), 40, 2048, 0.6
+    yield "decode 4 of 8", lambda: decode(uniform(4, 128), x, arch, 8), 80, 4096, 0.7
+    yield "decode 8 of 8", lambda: decode(uniform(8, 128), x, arch, 8), 96, 4096, 0.7
+    yield "decode 8 of 1", lambda: decode(uniform(8, 128), x, arch, 1), 48, 4096, 0.7
     yield "exact encode", lambda: offline.dense_encode_resources(EXACT, x=x, arch=arch), 40, 16, 0.5
     decoded = offline.dense_decode_sum_resources
     yield "exact decode", lambda: decoded(EXACT, out=x, sources=8, arch=arch), 48, 0, 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowbit_strategy import GradiVeQ
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from testing.worlds.one_tensor import OneTensor, gaussian
 
 SHAPE = (64, 128)
@@ -19,3 +20,16 @@ def test_slices_in_a_common_subspace_arrive_whole() -> None:
     turned = [gradient.roll(1, 1) for gradient in gradients]
     assert float((matrix.step(turned).view(SHAPE) - sum(turned) / 2).norm() / turned[0].norm()) > 0.1
     assert matrix.world.comms[1].sent_nbytes * 8 < matrix.world.comms[0].sent_nbytes * 8 < 2 * 4 * 8192 * 2
+
+
+def test_slices_that_share_rows_do_not_keep_zeros_and_whole_slices_do() -> None:
+    """Rows of 96 elements in slices of 64: the first slice of two is the row's own."""
+    gradients = [gaussian((96, 96), rank) for rank in range(2)]
+    for gradient in gradients:
+        gradient[4] = 0.0  # slices 6 and a half of 7
+    compressor = GradiVeQ(slice_size=64, ratio=8)
+    row = OneTensor(compressor, (96, 96), 2).step(gradients).view(96, 96)[4]
+    assert not row[:64].any()
+    assert row[64:].any()
+    spec = TensorSpec("matrix", (96, 96))
+    assert not any(compressor.method(spec).keeps_zeros(scatter=scatter) for scatter in (False, True))
