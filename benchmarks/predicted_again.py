@@ -21,7 +21,7 @@ from benchmarks.predicted_steps import LAYOUTS, model_of, show
 from lowbit_strategy import OUTER_RULES, PRESETS
 from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.model.parameters import describe_parameters
-from lowbit_strategy.plan.advice import Wanted, plan_for
+from lowbit_strategy.advisor.advice import Wanted, plan_for
 from lowbit_strategy.plan.bench import link_from
 from lowbit_strategy.plan.cluster import Cluster, Coding, Rings
 from lowbit_strategy.plan.cost import StepTime, step_time

@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from style import BLUE, GREEN, GREY, ORANGE, RED, save
 
 from lowbit_strategy import Dense, preset
-from lowbit_strategy.plan.advice import Wanted, plan_for
+from lowbit_strategy.advisor.advice import Wanted, plan_for
 from lowbit_strategy.plan.cluster import Cluster, Link
 from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.plan.models import transformer

@@ -11,7 +11,7 @@ from style import BLUE, GREEN, GREY, ORANGE, RED, save
 
 from lowbit_strategy import preset
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
-from lowbit_strategy.plan.advice import Wanted, plan_for
+from lowbit_strategy.advisor.advice import Wanted, plan_for
 from lowbit_strategy.plan.cluster import Cluster, Link
 from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.plan.models import transformer

@@ -122,8 +122,7 @@ def read_bench(path: Path, here: Machine) -> Bench:
     except ValueError:
         content = None
     foreign = ValueError(f"{path} was not written by this version's lowbit bench: measure again")
-    names = {field.name for field in fields(Bench)}
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not names <= content.keys():
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT or "version" not in content:
         raise foreign
     if content["version"] != __version__:
         raise ValueError(
@@ -131,9 +130,9 @@ def read_bench(path: Path, here: Machine) -> Bench:
             " be of another speed: measure again with lowbit bench"
         )
     try:
-        bench = _from(content)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise foreign from None
+        bench = convert(content, Bench, "it")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}: measure again with lowbit bench") from None
     if here not in bench.machines:
         measured = ", ".join(f"{each.host} ({each.device}, {each.cpus} cores)" for each in bench.machines[:3])
         raise ValueError(
@@ -141,18 +140,6 @@ def read_bench(path: Path, here: Machine) -> Bench:
             " here with lowbit bench, or give figures with --link, --latency and --compute"
         )
     return bench
-
-
-def _from(content: Mapping[str, Any]) -> Bench:
-    values = {field.name: content[field.name] for field in fields(Bench)}
-    values["machines"] = tuple(Machine(**each) for each in values["machines"])
-    values["levels"] = {name: link_from(each) for name, each in values["levels"].items()}
-    values["pairs"] = tuple(Pair(**each) for each in values["pairs"])
-    values["codings"] = {name: Coding(**each) for name, each in values["codings"].items()}
-    if (rings := values["rings"]) is not None:
-        values["rings"] = Rings(link_from(rings["between"]), link_from(rings["inside"]))
-    values["crowding"] = None if values["crowding"] is None else float(values["crowding"])
-    return Bench(**values)
 
 
 def link_from(content: Mapping[str, Any]) -> Link:

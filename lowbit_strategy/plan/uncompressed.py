@@ -36,7 +36,9 @@ def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None)
         weights_itemsize: Of FSDP2's weights, where they travel in another type than the plan's.
     """
     if plan.shape.world_size == 1:
-        return plan
+        silent = tuple(replace(unit, messages=(), encoded_numel=0) for unit in plan.gradients)
+        weights = tuple(replace(unit, messages=(), encoded_numel=0) for unit in plan.weights)
+        return replace(plan, gradients=silent, weights=weights, rounds=(), state=(), every=1, outer=None, memory=Memory())
     hops, what = (1, RING_SCATTER) if plan.layout == "fsdp" else (2, RING)
     # HSDP: inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
     gradients = tuple(

@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from lowbit_strategy.plan.advice import Choice, Wanted
+from lowbit_strategy.advisor.advice import Choice, Wanted
 from lowbit_strategy.plan.cluster import Cluster, Link
 from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.report.charts import COLORS, PHONE, SCREEN, STYLE, Paper, plain_decades, png
