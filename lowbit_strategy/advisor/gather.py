@@ -7,9 +7,10 @@ from typing import Any
 
 from lowbit_strategy.advisor.inputs import Figure, Situation, Source, What, is_far_link
 from lowbit_strategy.advisor.machines import Machine, find_machine
-from lowbit_strategy.launch import units
+from lowbit_strategy.advisor import units
 from lowbit_strategy.plan.bench import Bench
 from lowbit_strategy.plan.cluster import Cluster, Link
+from lowbit_strategy.ranks.shape import FAR_S
 
 LINK, LATENCY, INSIDE, MEMORY = "10gbit", "0.1ms", "50GB/s", "80GB"  # where nobody says
 # Bytes in flight between two nodes, where nobody says: those of a connection per 100 Gbit/s. NCCL keeps a buffer of
@@ -75,7 +76,7 @@ def gather(
     compute = _either("compute", said.compute, None, None, f"{6 * numel * _TOKENS / flops:.3g}s", units.duration)
     if said.compute is None and machine is not None:
         compute = Figure.of("compute", compute.text, compute.value, "nominal")
-    cluster, figures = _links(said, measured, machine, on_cpu=on_cpu)
+    cluster, figures = cluster_of(said, measured, machine, on_cpu=on_cpu)
     source: Source = "assumed" if said.memory is None else "given"
     memory = units.size(said.memory or MEMORY)
     if machine is not None and said.memory is None:
@@ -83,9 +84,10 @@ def gather(
     return Situation(cluster, compute.value, (*figures, compute), memory, source)
 
 
-def _links(
-    said: Said, measured: Bench | None, machine: Machine | None, *, on_cpu: bool
+def cluster_of(
+    said: Said, measured: Bench | None = None, machine: Machine | None = None, *, on_cpu: bool = False
 ) -> tuple[Cluster, list[Figure]]:
+    """The links and the speed of coding, and the figures of them."""
     levels = {} if measured is None else measured.levels
     far, near = levels.get("inter-node"), levels.get("intra-node")
     link = _either(
@@ -184,3 +186,8 @@ def coding_of(cluster: Cluster) -> str:
     """How fast devices code, in words."""
     each = f" and {1e3 * cluster.bucket_s:.2g} ms per bucket" if cluster.bucket_s else ""
     return f"{cluster.encoded_per_s:.2g} elements/s{each}"
+
+
+def is_far(latency: str | None) -> bool:
+    """Whether messages of ranks on CPUs all travel at once."""
+    return 2 * units.duration(latency or LATENCY) >= FAR_S

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_strategy.launch import units
+from lowbit_strategy.advisor import units
 from lowbit_strategy.launch.commands import errors_of
 
 STEPS_MEAN = (
@@ -68,7 +68,7 @@ def advise(
     Without a model, in a terminal, it asks.
     """
     from lowbit_strategy.advisor import advice
-    from lowbit_strategy.advisor.gather import Said, gather
+    from lowbit_strategy.advisor.gather import Said, gather, is_far
     from lowbit_strategy.advisor.verdict import decide
 
     if (params, model, hf_config) == (None, None, None) and _is_terminal():
@@ -99,7 +99,7 @@ def advise(
     for sentence in verdict.flips:
         print(f"  It {sentence}.")
     if html is not None:
-        from lowbit_strategy.report.advice_page import write_advice
+        from lowbit_strategy.advisor.page import write_advice
 
         answer = " ".join([verdict.sentence, *(f"It {sentence}." for sentence in verdict.flips)])
         print(f"written to {write_advice(html, found, wanted, situation, (title, sources, answer))}")
@@ -141,14 +141,6 @@ def _shape(
     each = ranks_per_node or (8 if machine is None else machine.gpus)
     assumed += [f"{each} ranks on each"] if ranks_per_node is None and machine is None else []
     return (nodes or 2, each), assumed
-
-
-def is_far(latency: str | None) -> bool:
-    """Whether messages of ranks on CPUs all travel at once."""
-    from lowbit_strategy.advisor.gather import LATENCY
-    from lowbit_strategy.ranks.shape import FAR_S
-
-    return 2 * units.duration(latency or LATENCY) >= FAR_S
 
 
 def estimate(

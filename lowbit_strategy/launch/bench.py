@@ -26,9 +26,7 @@ def bench(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("lowbit-bench.json"),
     cpu: Annotated[bool, typer.Option("--cpu", help="Measure on the CPU, with gloo, although there is a GPU.")] = False,
 ) -> None:
-    """Measure links, codecs and memory, for lowbit advise --bench. Under two minutes, up to five where ranks are
-    150 ms apart.
-    """
+    """Measure links, codecs and memory, for lowbit advise --bench, in two minutes: over long ways with fewer sizes."""
     import torch
     import torch.distributed as dist
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Coding, Link, Network, Rings, Work
+from lowbit_strategy.options.conversion import convert
+from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Coding, Link, Network, Rings, Work, check_finite
 from lowbit_strategy.version import __version__
 
 FORMAT = 4
@@ -30,10 +31,14 @@ class Pair:
 
     first: int
     second: int
-    level: str
+    level: Literal["intra-node", "inter-node"]
     latency_s: float
     nbytes_per_s: float
     streams_nbytes_per_s: float
+
+    def __post_init__(self) -> None:
+        check_finite(self, least=0.0, latency_s=self.latency_s)
+        check_finite(self, least=1.0, nbytes_per_s=self.nbytes_per_s, streams_nbytes_per_s=self.streams_nbytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,15 @@ class Bench:
     crowding: float | None = None
     codings: Mapping[str, Coding]
     memcpy_nbytes_per_s: float
+
+    def __post_init__(self) -> None:
+        check_finite(self, least=1.0, memcpy_nbytes_per_s=self.memcpy_nbytes_per_s)
+        if min(self.nodes, self.ranks_per_node) < 1:
+            raise ValueError(f"nodes and ranks_per_node must be at least 1, got {self.nodes} and {self.ranks_per_node}")
+        if not self.levels.keys() <= {"inter-node", "intra-node"}:
+            raise ValueError(f"levels are inter-node and intra-node, got {', '.join(self.levels)}")
+        if "loco" not in self.codings:
+            raise ValueError("codings must have loco")
 
     def cluster(self) -> Cluster:
         """What predictions need. Messages on a level that was not measured take the work of the other's."""

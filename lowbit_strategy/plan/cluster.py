@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 ANY_RATE = 1e12  # bytes per second: faster than any link
+
+
+def check_finite(owner: object, *, least: float, **values: float) -> None:
+    """Raises:
+    ValueError: A value is not a number of at least `least`, or is infinite.
+    """
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= least):
+            bound = "0 or more" if least == 0 else "above 0"
+            raise ValueError(f"{type(owner).__name__}.{name} must be a finite number, {bound}, got {value!r}")
+
+
+_LEAST = 1e-300  # above 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +36,9 @@ class Work:
 
     message_s: float
     nbyte_s: float
+
+    def __post_init__(self) -> None:
+        check_finite(self, least=0.0, message_s=self.message_s, nbyte_s=self.nbyte_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +58,12 @@ class Link:
     measured: tuple[tuple[float, float], ...] = ()
     work: Work | None = None
     window_nbytes: float | None = None
+
+    def __post_init__(self) -> None:
+        check_finite(self, least=0.0, latency_s=self.latency_s)
+        check_finite(self, least=_LEAST, nbytes_per_s=self.nbytes_per_s)
+        for at, point in enumerate(self.measured):
+            check_finite(self, least=0.0, **{f"measured[{at}]": min(point)})
 
     @property
     def rate(self) -> float:
@@ -102,6 +125,10 @@ class Coding:
 
     numel_per_s: float
     bucket_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_finite(self, least=_LEAST, numel_per_s=self.numel_per_s)
+        check_finite(self, least=0.0, bucket_s=self.bucket_s)
 
 
 @dataclass(frozen=True, slots=True)

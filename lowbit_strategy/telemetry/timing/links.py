@@ -28,6 +28,8 @@ _MOST_WARMING = 8
 _ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 12, 3  # of one measurement
 _FEWEST_FAR = 6
 _FEWEST_OF_LONG, _LONG_CALL_S = 2, 1.0
+_BUDGET_S = 25.0  # of one link: a longer message is not begun where those before it show that time will not do
+_CALLS_OF_LONGER = 6  # so many calls of the message before take about as long as a longer one is measured
 _MORE_OF_SHORT = 3  # as many: from what a message of no length takes all other times are counted
 
 
@@ -145,13 +147,18 @@ class Turns:
         return near
 
     def cost_of(
-        self, comm: Comm, call: Callable[[], object], more: int = 1, pause_s: float = float("inf")
+        self,
+        comm: Comm,
+        call: Callable[[], object],
+        more: int = 1,
+        pause_s: float = float("inf"),
+        most_s: float = float("inf"),
     ) -> tuple[float, float]:
         """Seconds of a collective that follows a turn, the median of a few, and processor time, their mean.
 
         Of each the ranks' mean counts: who comes first waits for the last, and each is the last now and then. Turns
         without it are timed before and after: how fast a processor is changes, and a short message takes less time
-        than that changes a turn by. `more`: times as many calls as usual.
+        than that changes a turn by. `more`: times as many calls as usual. `most_s`: fewer calls where they take longer.
 
         Ranks that are far apart report ahead that their next receive is posted. In training these reports arrive long
         before a message is sent; here they are given the time, as much as a call takes and `pause_s` at most. Where
@@ -163,6 +170,7 @@ class Turns:
         pause = min(each, pause_s) if comm.is_far else 0.0
         fewest = _FEWEST_FAR if comm.is_far else _FEWEST_OF_LONG if each > _LONG_CALL_S else _FEWEST_TIMES
         times = int(min(more * _MOST_TIMES, max(fewest, more * _ENOUGH_S / (each + pause))))
+        times = max(_FEWEST_OF_LONG, min(times, int(most_s / (each + pause))))
         finish(self.device)
         worked, seconds = 0.0, []
         turn_s, turn_work_s = self.alone(times // 2 + 1)
@@ -238,12 +246,16 @@ def _measure(
     if comm.world_size == 1:
         return Link(0.0, ANY_RATE)
     counted = comm.sent_nbytes  # this is not traffic of a step
-    latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES), _MORE_OF_SHORT)
+    began = time.perf_counter()
+    latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES), _MORE_OF_SHORT, most_s=_BUDGET_S / 4)
     pause_s = 2 * turns.agreed(latency)
     nbyte_s = beyond = 0.0
     measured: list[tuple[float, float]] = []
     for nbytes in _finer(sizes) if turns.far else sizes:
-        seconds, working = turns.cost_of(comm, collective(nbytes), pause_s=pause_s)
+        left_s = _BUDGET_S - turns.agreed(time.perf_counter() - began)
+        if measured and left_s < _CALLS_OF_LONGER * turns.agreed(latency + beyond):
+            break  # what has been measured has to tell the rest
+        seconds, working = turns.cost_of(comm, collective(nbytes), pause_s=pause_s, most_s=left_s / 2)
         beyond = max(beyond, seconds - latency)
         measured.append((sent_nbytes(nbytes) / in_series, beyond / in_series))
         nbyte_s = max(0.0, working - waking) / sent_nbytes(nbytes)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lowbit_strategy.cli import app
-from lowbit_strategy.launch import units
+from lowbit_strategy.advisor import units
 
 
 def invoke(*arguments: str, columns: int = 160) -> tuple[int, str]:
