@@ -1,7 +1,7 @@
 """Figures that others published, predicted from the inputs that they state; prints a table, or JSON.
 
-Every row is compared by the quantity that was published, and has a range: what the prediction is where all inputs are as
-good as they may be, and as bad (`advisor/inputs.py`). A row counts as inside where the published figure is in its range.
+Every row is compared by the quantity that was published, and has a range: the predictions where all inputs are as good
+as they may be, and as bad (`advisor/inputs.py`). A row counts as inside where the published figure is in its range.
 
     python -m benchmarks.published_steps [--json FILE]
 
@@ -171,7 +171,6 @@ def needed_gbit(seconds_at: Callable[[float], float], seconds: float) -> float:
 
 
 def streaming_diloco() -> list[Row]:
-    bf16 = Dense(dtype="bfloat16")
     rows = []
     for numel, layers, compute, published in (
         (1e9, 24, 0.1, ((86.8, 152.6), (1.4, 6.2), (1.4, 5.2), (1.4, 4.3), (0.4, 0.9))),
@@ -192,7 +191,9 @@ def streaming_diloco() -> list[Row]:
                 plan, sooner = planned(delay), planned(delay + 1)
             for computing, gbit in zip((0.5, 0.8), gbits, strict=True):
                 limit = compute / computing
-                rows.append(_needed(f"{numel / 1e9:.0f}B, {name}, {computing:.0%}, Gbit/s", gbit, plan, sooner, compute, limit))
+                rows.append(
+                    _needed(f"{numel / 1e9:.0f}B, {name}, {computing:.0%}, Gbit/s", gbit, plan, sooner, compute, limit)
+                )
     return rows
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lowbit_strategy.advisor import units
 from lowbit_strategy.advisor.inputs import Figure, Situation, Source, What, is_far_link
 from lowbit_strategy.advisor.machines import Machine, find_machine
-from lowbit_strategy.advisor import units
 from lowbit_strategy.plan.bench import Bench
 from lowbit_strategy.plan.cluster import Cluster, Link
 from lowbit_strategy.ranks.shape import FAR_S

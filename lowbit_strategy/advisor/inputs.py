@@ -33,6 +33,7 @@ _RANGES: Mapping[tuple[What, Source], tuple[float, float]] = {
     ("window", "assumed"): (0.6, 16.0),  # one connection, to a full buffer on each of 16 of NCCL's channels
     ("coding", "measured"): (0.8, 1.25),
     ("coding", "assumed"): (0.4, 2.5),
+    ("compute", "measured"): (0.95, 1.15),
     ("compute", "given"): (0.9, 1.3),  # it shares the GPU with communication
     ("compute", "nominal"): (0.5, 2.0),
     ("compute", "assumed"): (0.2, 5.0),
@@ -93,6 +94,7 @@ class Situation:
         figures: What is uncertain of these; empty: nothing.
         memory_nbytes: Of a rank; None: whatever is needed.
         memory_source: Where that comes from.
+        optimizer_s: Of the step, the optimizer's, beside which nothing travels.
     """
 
     cluster: Cluster
@@ -100,6 +102,7 @@ class Situation:
     figures: Sequence[Figure] = ()
     memory_nbytes: float | None = None
     memory_source: Source = "assumed"
+    optimizer_s: float = 0.0
 
     def at(self, times: Mapping[What, float]) -> Situation:
         """With so many times each figure that is named."""
@@ -120,7 +123,7 @@ class Situation:
 
     def step(self, plan: Plan) -> StepTime:
         """Of the probable figures; overlap alone is uncertain."""
-        return step_time(plan, self.cluster, self.compute_s)
+        return step_time(plan, self.cluster, self.compute_s, self.optimizer_s)
 
     def predicted(self, plan: Plan) -> StepTime:
         """The probable step; and its bounds: the best of all figures and everything overlaps, the worst and nothing

@@ -49,7 +49,9 @@ def find_machine(name: str) -> Machine:
     """
     table = json.loads(Path(__file__).with_name("machines.json").read_text("utf-8"))
     if name == HERE:
-        return machine_of(_nvidia_smi("--query-gpu=name,memory.total", "--format=csv,noheader"), _nvidia_smi("topo", "-m"))
+        return machine_of(
+            _nvidia_smi("--query-gpu=name,memory.total", "--format=csv,noheader"), _nvidia_smi("topo", "-m")
+        )
     machines = table["machines"]
     if name not in machines:
         hint = did_you_mean(name, machines)
@@ -83,7 +85,9 @@ def machine_of(gpus: str, topology: str) -> Machine:
     name = lines[0][0].strip()
     known = next((each for each in sorted(table, key=len, reverse=True) if _is_named(each, name)), None)
     if known is None:
-        raise ValueError(f"--machine here: {name!r} is not in the table of GPUs. Known: {', '.join(table)}; give --intra")
+        raise ValueError(
+            f"--machine here: {name!r} is not in the table of GPUs. Known: {', '.join(table)}; give --intra"
+        )
     rows = [line for line in topology.splitlines() if re.match(r"\s*GPU\d+\s", line)]
     linked = any(re.search(r"\bNV\d+\b", line) for line in rows) and "nvlink_gbytes" in table[known]
     inside = table[known]["nvlink_gbytes" if linked else "pcie_gbytes"]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lowbit_strategy.advisor.inputs import Figure, Situation, What
 from lowbit_strategy.advisor.advice import Choice, Wanted
+from lowbit_strategy.advisor.inputs import Figure, Situation, What
 from lowbit_strategy.plan.measured_loss import Quality
 
 PAYS = 1.05  # times as fast: less is not worth the trouble
@@ -176,6 +176,8 @@ def _first(pays: Callable[[float], bool], *, recommended: bool) -> float | None:
 
 def _rate(figure: Figure, times: float) -> str:
     value = times * figure.value * (8 if figure.what == "link" else 1) / 1e9
-    return f"{value:,.0f}" * (value >= 10) + f"{value:.2g}" * (value < 10) + (
-        " Gbit/s" if figure.what == "link" else " GB/s"
+    return (
+        f"{value:,.0f}" * (value >= 10)
+        + f"{value:.2g}" * (value < 10)
+        + (" Gbit/s" if figure.what == "link" else " GB/s")
     )

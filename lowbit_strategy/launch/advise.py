@@ -162,7 +162,9 @@ def estimate(
         print(json.dumps({"choices": [_as_dict(each, wanted) for each in found], "loco_fsdp_keeps": ways}, indent=1))
         return
     Console().print(
-        _table(found, wanted, None, f"{_count(wanted.numel)} parameters, {wanted.nodes} x {wanted.ranks_per_node} ranks")
+        _table(
+            found, wanted, None, f"{_count(wanted.numel)} parameters, {wanted.nodes} x {wanted.ranks_per_node} ranks"
+        )
     )
     print(STEPS_MEAN)
     print("What loco_fsdp keeps on a rank, chosen when the model is set up by the room that there is (memory=):")
@@ -261,7 +263,11 @@ def _everything(found: Sequence[Any], wanted: Any, situation: Any, verdict: Any,
             "sources": sources,
         },
         "links": {
-            "between": {"latency_s": link.latency_s, "nbytes_per_s": link.nbytes_per_s, "reached_nbytes_per_s": link.rate},
+            "between": {
+                "latency_s": link.latency_s,
+                "nbytes_per_s": link.nbytes_per_s,
+                "reached_nbytes_per_s": link.rate,
+            },
             "inside": {
                 "latency_s": situation.cluster.intra_node.latency_s,
                 "nbytes_per_s": situation.cluster.intra_node.nbytes_per_s,

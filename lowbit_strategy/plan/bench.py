@@ -14,6 +14,7 @@ from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Coding, Link, Networ
 from lowbit_strategy.version import __version__
 
 FORMAT = 4
+PairLevel = Literal["intra-node", "inter-node"]
 _WILD = 4.0  # times slower than most of its level: somebody should look at that link
 
 
@@ -31,7 +32,7 @@ class Pair:
 
     first: int
     second: int
-    level: Literal["intra-node", "inter-node"]
+    level: PairLevel
     latency_s: float
     nbytes_per_s: float
     streams_nbytes_per_s: float
@@ -154,13 +155,6 @@ def read_bench(path: Path, here: Machine) -> Bench:
             " here with lowbit bench, or give figures with --link, --latency and --compute"
         )
     return bench
-
-
-def link_from(content: Mapping[str, Any]) -> Link:
-    """As `dataclasses.asdict` has written it."""
-    measured = tuple((nbytes, seconds) for nbytes, seconds in content["measured"])
-    work = content["work"]
-    return Link(content["latency_s"], content["nbytes_per_s"], measured, None if work is None else Work(**work))
 
 
 def slowest(links: Sequence[Link]) -> Link:

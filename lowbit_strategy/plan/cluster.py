@@ -202,7 +202,9 @@ class Cluster:
             rings=rings,
             encoded_per_s=None if self.encoded_per_s is None else coding * self.encoded_per_s,
             bucket_s=self.bucket_s / coding,
-            codings={name: Coding(coding * each.numel_per_s, each.bucket_s / coding) for name, each in self.codings.items()},
+            codings={
+                name: Coding(coding * each.numel_per_s, each.bucket_s / coding) for name, each in self.codings.items()
+            },
         )
 
     def coding_as(self, preset: str) -> Cluster:

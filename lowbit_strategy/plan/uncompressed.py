@@ -38,7 +38,9 @@ def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None)
     if plan.shape.world_size == 1:
         silent = tuple(replace(unit, messages=(), encoded_numel=0) for unit in plan.gradients)
         weights = tuple(replace(unit, messages=(), encoded_numel=0) for unit in plan.weights)
-        return replace(plan, gradients=silent, weights=weights, rounds=(), state=(), every=1, outer=None, memory=Memory())
+        return replace(
+            plan, gradients=silent, weights=weights, rounds=(), state=(), every=1, outer=None, memory=Memory()
+        )
     hops, what = (1, RING_SCATTER) if plan.layout == "fsdp" else (2, RING)
     # HSDP: inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
     gradients = tuple(

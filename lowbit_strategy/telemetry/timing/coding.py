@@ -12,7 +12,7 @@ from lowbit_strategy.telemetry.timing.device_clock import device_seconds_of, sec
 
 _NUMEL = {"cpu": 1 << 20, "cuda": 1 << 25}
 _TENSORS, _SMALL_NUMEL = 8, 1 << 13
-_ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 144, 3
+_ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.12, 144, 3
 _MOST_QUEUED = 8  # buckets that a GPU is asked for at once: its queue holds about a thousand launches
 
 

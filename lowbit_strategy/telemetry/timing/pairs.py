@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import gathered
-from lowbit_strategy.plan.bench import Pair
+from lowbit_strategy.plan.bench import Pair, PairLevel
 from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.telemetry.timing.device_clock import finish
 
@@ -60,7 +60,7 @@ def measure_pairs(topology: Topology, device: torch.device, done: Callable[[], N
     return sorted(itertools.chain.from_iterable(gathered(found)), key=lambda pair: (pair.first, pair.second))
 
 
-def _measure(first: int, second: int, level: str, device: torch.device) -> Pair:
+def _measure(first: int, second: int, level: PairLevel, device: torch.device) -> Pair:
     mine = dist.get_rank() == first
     other = second if mine else first
     small = torch.zeros(8, dtype=torch.uint8, device=device)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from benchmarks.published_steps import rows
 from lowbit_strategy import OUTER_RULES, PRESETS, LoCo
+from lowbit_strategy.advisor.advice import Wanted, plan_for
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.advisor.advice import Wanted, plan_for
 from lowbit_strategy.plan.cluster import Cluster, Link, Rings, Work
 from lowbit_strategy.plan.cost import break_even, message_seconds, step_time
 from lowbit_strategy.plan.gradients import Reduced
