@@ -104,7 +104,9 @@ def show(cells: dict[str, Any]) -> None:
     Console(width=None if sys.stdout.isatty() else 110).print(table)
     if ratios:
         inside = sum(
-            cell["low"] <= cell["measured_s"] <= cell["high"] for run in cells.values() for cell in run["cells"].values()
+            cell["low"] <= cell["measured_s"] <= cell["high"]
+            for run in cells.values()
+            for cell in run["cells"].values()
         )
         within = [sum(abs(ratio - 1) <= bound for ratio in ratios) for bound in (0.15, 0.3)]
         print(

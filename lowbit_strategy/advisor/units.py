@@ -42,8 +42,7 @@ def _parse(text: str, plain: str, units: dict[str, float], what: str) -> float:
     if match is None:
         raise ValueError(f"{text!r} is not a quantity: give {what}")
     if match[2] not in units:
-        unit = f"has the unit {match[2]!r}, which is not known" if match[2] else "has no unit"
-        raise ValueError(f"{text!r} {unit}: give {what}")
+        raise ValueError(f"{text!r} has no such unit: give {what}")
     value = float(match[1])
     if not 0 < value < 1e18:
         raise ValueError(f"{text!r} must be above 0 and below 1e18: give {what}")

@@ -118,7 +118,7 @@ def test_estimate_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.Mon
         (("--hf-config", "nowhere"), "nowhere has no config.json"),
         (("--params", "1e9", "--link", "fast"), "give a bandwidth such as 10gbit"),
         (("--params", "1e15"), "give at most 1e+13"),
-        (("--params", "1e9", "--memory", "80"), "'80' has no unit: give an amount of memory such as 80GB"),
+        (("--params", "1e9", "--memory", "80"), "'80' has no such unit: give an amount of memory such as 80GB"),
         (("--params", "1e9", "--machine", "p4e"), "'p4e' is not known"),
         (("--params", "1e9", "--html", "nowhere/advice.html"), "there is no folder"),
         (("--params", "1e9", "--compute", "0s"), "must be above 0"),
