@@ -20,15 +20,15 @@ import torch
 from benchmarks.predicted_steps import LAYOUTS, model_of, show
 from lowbit_strategy import OUTER_RULES, PRESETS
 from lowbit_strategy.advisor.advice import Wanted, plan_for
+from lowbit_strategy.advisor.cluster import Cluster
+from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, What, is_far_link
+from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.options.conversion import convert
-from lowbit_strategy.plan.cluster import Cluster
-from lowbit_strategy.plan.cost import StepTime
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.plan import Plan
-from lowbit_strategy.plan.uncompressed import uncompressed
 from recipes.gpt import LanguageModel
 
 _BYTES = {"ddp": 4, "fsdp2": 4, "fsdp2-bf16": 2}  # of an element, of what the framework sends by itself

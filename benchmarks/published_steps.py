@@ -29,15 +29,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowbit_strategy import QSGD, Dense, DiLoCo, LoCo, WeightCode
+from lowbit_strategy.advisor.cluster import Cluster, Link
+from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, Source
+from lowbit_strategy.advisor.models import layers_of, transformer
+from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.cluster import Cluster, Link
-from lowbit_strategy.plan.cost import StepTime
 from lowbit_strategy.plan.gradients import Layout, Reduced
-from lowbit_strategy.plan.models import layers_of, transformer
 from lowbit_strategy.plan.plan import Plan, make_plan
-from lowbit_strategy.plan.uncompressed import uncompressed
 from lowbit_strategy.ranks.ranks import share_of
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology

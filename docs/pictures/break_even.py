@@ -1,6 +1,6 @@
 """Where 4 bits pay: how many times faster than bf16 a step is, over bandwidth, latency, machines and model size.
 
-From the model of a step alone (`lowbit_strategy/plan/cost.py`): 8 GPUs a machine, each computing at 200 TFLOP/s on
+From the model of a step alone (`lowbit_strategy/advisor/cost.py`): 8 GPUs a machine, each computing at 200 TFLOP/s on
 4,096 tokens a step, 50 GB/s inside a machine, 1e11 elements encoded per second and 0.4 ms per bucket. bf16 travels in
 rings; where NCCL takes trees it waits less often, and the curves over latency of many machines are lower.
 """
@@ -17,11 +17,11 @@ from style import BLUE, GREEN, GREY, ORANGE, RED, save
 
 from lowbit_strategy import Dense, preset
 from lowbit_strategy.advisor.advice import Wanted, plan_for
-from lowbit_strategy.plan.cluster import Cluster, Link
-from lowbit_strategy.plan.cost import step_time
-from lowbit_strategy.plan.models import transformer
+from lowbit_strategy.advisor.cluster import Cluster, Link
+from lowbit_strategy.advisor.cost import step_time
+from lowbit_strategy.advisor.models import transformer
+from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.plan.plan import Plan
-from lowbit_strategy.plan.uncompressed import uncompressed
 
 TOKENS, FLOPS = 4096, 2e14
 CLUSTER = Cluster(inter_node=Link(5e-5, 1.25e9), intra_node=Link(5e-6, 5e10), encoded_per_s=1e11, bucket_s=4e-4)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lowbit_strategy.advisor.cost import StepTime, break_even
 from lowbit_strategy.advisor.inputs import Situation
+from lowbit_strategy.advisor.measured_loss import STEPS, Loss, MoreSteps, Quality, quality_of, steps_of, worst_loss
+from lowbit_strategy.advisor.models import layers_of
+from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, fitted
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -16,13 +20,9 @@ from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import default_weights
 from lowbit_strategy.plan import fitting
-from lowbit_strategy.plan.cost import StepTime, break_even
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, Reduced, ddp_buckets
-from lowbit_strategy.plan.measured_loss import STEPS, Loss, MoreSteps, Quality, quality_of, steps_of, worst_loss
 from lowbit_strategy.plan.messages import Unit
-from lowbit_strategy.plan.models import layers_of
 from lowbit_strategy.plan.plan import Plan, make_plan
-from lowbit_strategy.plan.uncompressed import uncompressed
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lowbit_strategy.advisor import units
+from lowbit_strategy.advisor.bench_file import Bench
+from lowbit_strategy.advisor.cluster import Cluster, Link
 from lowbit_strategy.advisor.inputs import Figure, Situation, Source, What, is_far_link
 from lowbit_strategy.advisor.machines import Machine, find_machine
-from lowbit_strategy.plan.bench import Bench
-from lowbit_strategy.plan.cluster import Cluster, Link
 from lowbit_strategy.ranks.shape import FAR_S
 
 LINK, LATENCY, INSIDE, MEMORY = "10gbit", "0.1ms", "50GB/s", "80GB"  # where nobody says
@@ -185,7 +185,7 @@ def _text(what: What, value: float) -> str:
 def coding_of(cluster: Cluster) -> str:
     """How fast devices code, in words."""
     each = f" and {1e3 * cluster.bucket_s:.2g} ms per bucket" if cluster.bucket_s else ""
-    return f"{cluster.encoded_per_s:.2g} elements/s{each}"
+    return f"{cluster.encoded_per_s:.2g} elements/s encoded{each}"
 
 
 def is_far(latency: str | None) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lowbit_strategy.plan.cluster import Cluster
-from lowbit_strategy.plan.cost import StepTime, step_time
+from lowbit_strategy.advisor.cluster import Cluster
+from lowbit_strategy.advisor.cost import StepTime, step_time
 from lowbit_strategy.plan.plan import Plan
 
 Source = Literal["measured", "given", "nominal", "assumed"]

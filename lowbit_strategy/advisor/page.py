@@ -10,9 +10,9 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from lowbit_strategy.advisor.advice import Choice, Wanted
+from lowbit_strategy.advisor.cluster import Link
+from lowbit_strategy.advisor.cost import step_time
 from lowbit_strategy.advisor.inputs import Situation
-from lowbit_strategy.plan.cluster import Link
-from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.report.charts import COLORS, PHONE, SCREEN, STYLE, Paper, plain_decades, png
 from lowbit_strategy.report.page import as_text, render
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from lowbit_strategy.advisor.advice import Choice, Wanted
 from lowbit_strategy.advisor.inputs import Figure, Situation, What
-from lowbit_strategy.plan.measured_loss import Quality
+from lowbit_strategy.advisor.measured_loss import Quality
 
 PAYS = 1.05  # times as fast: less is not worth the trouble
 BENCH_MINUTES = 2

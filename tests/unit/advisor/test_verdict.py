@@ -6,11 +6,11 @@ import pytest
 import torch.distributed as dist
 
 from lowbit_strategy.advisor.advice import Wanted, choices
+from lowbit_strategy.advisor.cluster import Cluster, Link
 from lowbit_strategy.advisor.gather import Said, gather
 from lowbit_strategy.advisor.inputs import Situation
+from lowbit_strategy.advisor.models import transformer
 from lowbit_strategy.advisor.verdict import PAYS, Comparison, Verdict, decide
-from lowbit_strategy.plan.cluster import Cluster, Link
-from lowbit_strategy.plan.models import transformer
 
 
 def verdict(params: float, nodes: int, ranks_per_node: int, **said: str) -> Verdict:

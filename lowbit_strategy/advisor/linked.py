@@ -13,14 +13,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowbit_strategy.advisor import units
+from lowbit_strategy.advisor.cluster import Cluster
+from lowbit_strategy.advisor.cost import step_time
 from lowbit_strategy.advisor.gather import INSIDE, LATENCY, Said, cluster_of, coding_of, is_far
+from lowbit_strategy.advisor.timing.coding import measure_coding
+from lowbit_strategy.advisor.timing.optimizer_clock import OptimizerClock
+from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.plan.cluster import Cluster
-from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.plan.plan import Plan
-from lowbit_strategy.plan.uncompressed import uncompressed
-from lowbit_strategy.telemetry.timing.coding import measure_coding
-from lowbit_strategy.telemetry.timing.optimizer_clock import OptimizerClock
 
 _WARM_STEPS, _TIMED_STEPS = 2, 5
 
@@ -82,7 +82,7 @@ class Linked:
         """A line for a report."""
         ours = step_time(plan, cluster, compute_s, optimizer_s)
         plain, half = (step_time(uncompressed(plan, size), cluster, compute_s, optimizer_s) for size in (4, 2))
-        coded = f"{coding_of(cluster)} encoded"
+        coded = coding_of(cluster)
         if self.compute:
             sources = f"given; assumed: GPUs, {coded}, {INSIDE} inside a node"
         else:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Link
+from lowbit_strategy.advisor.cluster import ANY_RATE, Cluster, Link
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, RING, RING_SCATTER, Message, Unit
 from lowbit_strategy.plan.plan import Plan
 
@@ -296,13 +296,3 @@ def break_even(plan: Plan, other: Plan, cluster: Cluster, compute_s: float, step
         middle = (low * high) ** 0.5
         low, high = (middle, high) if is_faster(middle) else (low, middle)
     return low if low < 0.9 * ANY_RATE else ANY_RATE
-
-
-def compute_within(plan: Plan, cluster: Cluster, step_s: float, optimizer_s: float = 0.0) -> float:
-    """A step's time without communication, of which this plan makes `step_s` seconds; the optimizer's at least."""
-    low, high = min(optimizer_s, step_s), step_s
-    for _ in range(30):
-        middle = (low + high) / 2
-        found = step_time(plan, cluster, middle, optimizer_s).seconds
-        low, high = (middle, high) if found < step_s else (low, middle)
-    return high

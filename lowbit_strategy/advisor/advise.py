@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lowbit_strategy.advisor import units
-from lowbit_strategy.launch.commands import errors_of
+from lowbit_strategy.inform import errors_of
 
 STEPS_MEAN = (
     "steps: per cent more to the same loss, measured at the best learning rate and\n"
@@ -122,8 +122,8 @@ def _ask() -> tuple[str, int, int, str, str, str]:
 
 
 def _measurements(path: Path, *, cpu: bool) -> Any:
-    from lowbit_strategy.launch.bench import this_machine
-    from lowbit_strategy.plan.bench import read_bench
+    from lowbit_strategy.advisor.bench import this_machine
+    from lowbit_strategy.advisor.bench_file import read_bench
 
     measured = read_bench(path, this_machine(cpu=cpu))
     for sentence in measured.wild_pairs():
@@ -177,7 +177,7 @@ def _wanted(params: str | None, model: str | None, hf_config: Path | None, nodes
     ValueError: Not one of the three is given, or it cannot be built.
     """
     from lowbit_strategy.advisor.advice import Wanted
-    from lowbit_strategy.plan.models import transformer
+    from lowbit_strategy.advisor.models import transformer
 
     if sum(each is not None for each in (params, model, hf_config)) != 1:
         raise ValueError("give one of --params, --model and --hf-config")
@@ -316,7 +316,7 @@ def _count(number: float) -> str:
 
 
 def _pays_to(choice: Any) -> str:
-    from lowbit_strategy.plan.cluster import ANY_RATE
+    from lowbit_strategy.advisor.cluster import ANY_RATE
 
     if not choice.line:
         return ""

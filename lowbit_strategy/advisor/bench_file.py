@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from lowbit_strategy.advisor.cluster import ANY_RATE, Cluster, Coding, Link, Network, Rings, Work, check_finite
 from lowbit_strategy.options.conversion import convert
-from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Coding, Link, Network, Rings, Work, check_finite
 from lowbit_strategy.version import __version__
 
 FORMAT = 4

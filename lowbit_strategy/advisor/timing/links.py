@@ -8,15 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
-from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.plan.bench import slowest, slowest_codings
-from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Link, Network, Rings, Work
+from lowbit_strategy.advisor.bench_file import slowest
+from lowbit_strategy.advisor.cluster import ANY_RATE, Link, Network, Rings, Work
+from lowbit_strategy.advisor.timing.device_clock import finish, seconds_of
+from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.telemetry.timing.coding import measure_coding, memcpy_nbytes_per_s
-from lowbit_strategy.telemetry.timing.device_clock import finish, seconds_of
 
 _SMALL_NBYTES = 64
 _SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # of what goes to each other rank
@@ -43,16 +40,6 @@ def slowest_network(networks: Sequence[Network]) -> Network:
 
 def _slowest(links: Sequence[Rings]) -> tuple[Link, Link]:
     return slowest([each.between for each in links]), slowest([each.inside for each in links])
-
-
-def measure_cluster(
-    ranks: Ranks, compressor: Compressor, device: torch.device, group: dist.ProcessGroup | None
-) -> Cluster:
-    """Links, and how fast `compressor` codes, of the slowest rank, which is waited for; all ranks of `group` call."""
-    coded, copied = measure_coding(compressor, device), memcpy_nbytes_per_s(device)
-    networks, codings, copies = zip(*gathered((measure_network(ranks, device), coded, copied), group), strict=True)
-    coding = slowest_codings([{"": each} for each in codings])
-    return slowest_network(networks).cluster(coding, min(copies), is_gloo=device.type == "cpu").coding_as("")
 
 
 def measure_network(ranks: Ranks, device: torch.device) -> Network:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_strategy.plan.bench import Bench, Machine, Pair, read_bench, slowest
-from lowbit_strategy.plan.cluster import Coding, Link, Rings, Work
+from lowbit_strategy.advisor.bench_file import Bench, Machine, Pair, read_bench, slowest
+from lowbit_strategy.advisor.cluster import Coding, Link, Rings, Work
 from lowbit_strategy.version import __version__
 
 HERE = Machine("node0", "x86_64", 8)

@@ -175,7 +175,7 @@ def test_a_page_with_curves(tmp_path: Path) -> None:
 
 def test_it_asks_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = "\n".join(["1e9", "4", "2", "1gbit", "0.1ms", "0.5s"])
-    monkeypatch.setattr("lowbit_strategy.launch.advise._is_terminal", lambda: True)
+    monkeypatch.setattr("lowbit_strategy.advisor.advise._is_terminal", lambda: True)
     result = CliRunner().invoke(app, ["advise"], input=answers, env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     assert "How many parameters" in result.output

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from benchmarks.published_steps import rows
 from lowbit_strategy import OUTER_RULES, PRESETS, LoCo
 from lowbit_strategy.advisor.advice import Wanted, plan_for
+from lowbit_strategy.advisor.cluster import Cluster, Link, Rings, Work
+from lowbit_strategy.advisor.cost import break_even, message_seconds, step_time
+from lowbit_strategy.advisor.models import transformer
+from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.cluster import Cluster, Link, Rings, Work
-from lowbit_strategy.plan.cost import break_even, message_seconds, step_time
 from lowbit_strategy.plan.gradients import Reduced
 from lowbit_strategy.plan.messages import RING, Message
-from lowbit_strategy.plan.models import transformer
 from lowbit_strategy.plan.plan import Plan, make_plan
-from lowbit_strategy.plan.uncompressed import uncompressed
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
 

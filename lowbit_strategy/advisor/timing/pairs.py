@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from lowbit_strategy.advisor.bench_file import Pair, PairLevel
+from lowbit_strategy.advisor.timing.device_clock import finish
 from lowbit_strategy.collectives.comm import gathered
-from lowbit_strategy.plan.bench import Pair, PairLevel
 from lowbit_strategy.ranks.topology import Topology
-from lowbit_strategy.telemetry.timing.device_clock import finish
 
 MOST_PAIRS = 66  # all of 12 ranks
 _PINGS, _CALLS = 4, 2

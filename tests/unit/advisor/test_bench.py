@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from lowbit_strategy.advisor.bench import this_machine
+from lowbit_strategy.advisor.bench_file import Bench, read_bench
+from lowbit_strategy.advisor.cluster import ANY_RATE, Coding, Link, Rings, Work
 from lowbit_strategy.advisor.gather import Said, cluster_of
+from lowbit_strategy.advisor.timing import coding, links
+from lowbit_strategy.advisor.timing.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
 from lowbit_strategy.cli import app
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.launch.bench import this_machine
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS
-from lowbit_strategy.plan.bench import Bench, read_bench
-from lowbit_strategy.plan.cluster import ANY_RATE, Coding, Link, Rings, Work
 from lowbit_strategy.ranks.topology import Topology
-from lowbit_strategy.telemetry.timing import coding, links
-from lowbit_strategy.telemetry.timing.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
 from testing.processes.ranks import run_ranks
 
 
