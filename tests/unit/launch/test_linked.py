@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lowbit_strategy import PRESETS, LoCo
-from lowbit_strategy.advisor.linked import Linked, time_steps
 from lowbit_strategy.launch import launcher
 from lowbit_strategy.launch.dry_run_report import Planned, plan
+from lowbit_strategy.launch.linked import Linked, time_steps
 
 
 def predicted(link: str, planned: Planned, latency: str = "1ms", width: int = 2048) -> tuple[float, float]:
