@@ -1,7 +1,8 @@
 """Where 4 bits pay: how many times faster than bf16 a step is, over bandwidth, latency, machines and model size.
 
 From the model of a step alone (`lowbit_strategy/advisor/cost.py`): 8 GPUs a machine, each computing at 200 TFLOP/s on
-4,096 tokens a step, 50 GB/s inside a machine, 1e11 elements encoded per second and 0.4 ms per bucket. bf16 travels in
+4,096 tokens a step, 50 GB/s inside a machine (assumed; above 400 Gbit/s between machines it alone decides), 1e11
+elements encoded per second and 0.4 ms per bucket. bf16 travels in
 rings; where NCCL takes trees it waits less often, and the curves over latency of many machines are lower.
 """
 
@@ -62,7 +63,11 @@ def draw(name: str, *, narrow: bool) -> None:
         late = [Link(ms / 1e3, near.nbytes_per_s) for ms in MILLISECONDS]
         for nodes, color in zip((2, 4, 16), COLORS, strict=False):
             far.plot(MILLISECONDS, faster(plans(1e9, nodes, layout), late), color=color, label=f"{nodes} machines")
-        sizes.set(title=f"{title}, 4 machines", xlabel="Gbit/s between machines", ylabel="times faster than bf16")
+        sizes.set(
+            title=f"{title}, 4 machines",
+            xlabel="Gbit/s between machines, 50 GB/s inside",
+            ylabel="times faster than bf16",
+        )
         machines.set(title=f"{title}, 1 billion", xlabel="Gbit/s between machines")
         far.set(title=f"{title}, 1 billion, 10 Gbit/s", xlabel="ms between machines, one way")
     for each in axes:
