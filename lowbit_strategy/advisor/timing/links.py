@@ -25,7 +25,7 @@ _MOST_WARMING = 8
 _ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 12, 3  # of one measurement
 _FEWEST_FAR = 6
 _FEWEST_OF_LONG, _LONG_CALL_S = 2, 1.0
-_BUDGET_S = 25.0  # of one link: a longer message is not begun where those before it show that time will not do
+_BUDGET_S = 16.0  # of one link: a longer message is not begun where those before it show that time will not do
 _CALLS_OF_LONGER = 6  # so many calls of the message before take about as long as a longer one is measured
 _MORE_OF_SHORT = 3  # as many: from what a message of no length takes all other times are counted
 
