@@ -25,7 +25,10 @@ _MOST_WARMING = 8
 _ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 12, 3  # of one measurement
 _FEWEST_FAR = 6
 _FEWEST_OF_LONG, _LONG_CALL_S = 2, 1.0
-_BUDGET_S = 16.0  # of one link: a longer message is not begun where those before it show that time will not do
+_BUDGET_S, _RING_BUDGET_S = (
+    25.0,
+    12.0,
+)  # of one link: a longer message is not begun where those before it show that time will not do
 _CALLS_OF_LONGER = 6  # so many calls of the message before take about as long as a longer one is measured
 _MORE_OF_SHORT = 3  # as many: from what a message of no length takes all other times are counted
 
@@ -157,7 +160,7 @@ class Turns:
         pause = min(each, pause_s) if comm.is_far else 0.0
         fewest = _FEWEST_FAR if comm.is_far else _FEWEST_OF_LONG if each > _LONG_CALL_S else _FEWEST_TIMES
         times = int(min(more * _MOST_TIMES, max(fewest, more * _ENOUGH_S / (each + pause))))
-        times = max(_FEWEST_OF_LONG, min(times, int(most_s / (each + pause))))
+        times = max(_FEWEST_OF_LONG, int(min(times, most_s / (each + pause))))
         finish(self.device)
         worked, seconds = 0.0, []
         turn_s, turn_work_s = self.alone(times // 2 + 1)
@@ -208,7 +211,7 @@ def measure_link(comm: Comm, turns: Turns) -> Link:
         out = torch.empty_like(x)
         return lambda: comm.all_to_all(out, x).wait()
 
-    return _measure(comm, turns, exchange, _SIZES, lambda nbytes: others * nbytes, 1)
+    return _measure(comm, turns, exchange, _SIZES, lambda nbytes: others * nbytes, 1, _BUDGET_S)
 
 
 def measure_ring(comm: Comm, turns: Turns, in_series: int) -> Link:
@@ -219,7 +222,9 @@ def measure_ring(comm: Comm, turns: Turns, in_series: int) -> Link:
         x = torch.zeros(nbytes // 4, dtype=torch.float32, device=turns.device)
         return lambda: own.all_reduce(x).wait()
 
-    return _measure(own, turns, reduce, _RING_SIZES, lambda nbytes: 2 * (size - 1) * nbytes / size, 2 * in_series)
+    return _measure(
+        own, turns, reduce, _RING_SIZES, lambda nbytes: 2 * (size - 1) * nbytes / size, 2 * in_series, _RING_BUDGET_S
+    )
 
 
 def _measure(
@@ -229,17 +234,18 @@ def _measure(
     sizes: Sequence[int],
     sent_nbytes: Callable[[int], float],
     in_series: int,
+    budget_s: float,
 ) -> Link:
     if comm.world_size == 1:
         return Link(0.0, ANY_RATE)
     counted = comm.sent_nbytes  # this is not traffic of a step
     began = time.perf_counter()
-    latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES), _MORE_OF_SHORT, most_s=_BUDGET_S / 4)
+    latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES), _MORE_OF_SHORT, most_s=budget_s / 4)
     pause_s = 2 * turns.agreed(latency)
     nbyte_s = beyond = 0.0
     measured: list[tuple[float, float]] = []
     for nbytes in _finer(sizes) if turns.far else sizes:
-        left_s = _BUDGET_S - turns.agreed(time.perf_counter() - began)
+        left_s = budget_s - turns.agreed(time.perf_counter() - began)
         if measured and left_s < _CALLS_OF_LONGER * turns.agreed(latency + beyond):
             break  # what has been measured has to tell the rest
         seconds, working = turns.cost_of(comm, collective(nbytes), pause_s=pause_s, most_s=left_s / 2)
