@@ -32,7 +32,7 @@ def test_what_fits_is_chosen_and_no_ranks_are_needed() -> None:
     slow = Link(1e-4, 10e9 / 8)
     names = [certain(7e9, 4, 8, slow, 0.9, memory) for memory in (100e9, 80e9, 13e9, 1e9)]
     assert not dist.is_initialized()
-    assert names == ["loco4_ddp", "loco4_hsdp", "loco4_fsdp", None]
+    assert names == ["loco_ddp", "loco_hsdp", "loco_fsdp", None]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_fast_clusters_get_no_plain_yes(params: float, nodes: int, said: dict[st
 def test_slow_links_get_a_line_to_paste(nodes: int, ranks_per_node: int, said: dict[str, str]) -> None:
     found = verdict(1e9, nodes, ranks_per_node, **said)
     assert found.answer == "use"
-    assert found.sentence.startswith('Use: strategy="loco4_')
+    assert found.sentence.startswith('Use: strategy="loco_')
     assert found.gain is not None
     assert PAYS < found.gain.low <= found.gain.likely <= found.gain.high
 
@@ -100,7 +100,7 @@ def test_the_range_of_a_gain_holds_that_of_any_figures_within_theirs() -> None:
     wanted, said = Wanted(transformer(1e9), 4, 8, itemsize=2), Said(link="100gbit", compute="0.2s")
     situation = gather(said, wanted.numel)
     found = choices(wanted, situation)
-    (ours,) = [each for each in found if each.name == "loco4_fsdp"]
+    (ours,) = [each for each in found if each.name == "loco_fsdp"]
     compared = Comparison(ours, [each for each in found if each.name.endswith("bf16")])
     gain = compared.gain(situation)
     for share in (0.0, 0.3, 0.5, 0.8, 1.0):
