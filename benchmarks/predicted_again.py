@@ -19,29 +19,34 @@ import torch
 
 from benchmarks.predicted_steps import LAYOUTS, model_of, show
 from lowbit_strategy import OUTER_RULES, PRESETS
+from lowbit_strategy.advisor.advice import Wanted, plan_for
+from lowbit_strategy.advisor.cluster import Cluster
+from lowbit_strategy.advisor.cost import StepTime
+from lowbit_strategy.advisor.inputs import Figure, Situation, What, is_far_link
+from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.methods.outer.registry import default_compressor
 from lowbit_strategy.model.parameters import describe_parameters
-from lowbit_strategy.plan.advice import Wanted, plan_for
-from lowbit_strategy.plan.bench import link_from
-from lowbit_strategy.plan.cluster import Cluster, Coding, Rings
-from lowbit_strategy.plan.cost import StepTime, step_time
+from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.plan import Plan
-from lowbit_strategy.plan.uncompressed import uncompressed
 from recipes.gpt import LanguageModel
 
 _BYTES = {"ddp": 4, "fsdp2": 4, "fsdp2-bf16": 2}  # of an element, of what the framework sends by itself
 
 
-def cluster_from(content: Mapping[str, Any]) -> Cluster:
-    """As `dataclasses.asdict` has written it."""
-    values = dict(content)
-    for name in ("inter_node", "intra_node"):
-        values[name] = link_from(values[name])
-    values["codings"] = {name: Coding(**each) for name, each in values["codings"].items()}
-    if (rings := values["rings"]) is not None:
-        values["rings"] = Rings(link_from(rings["between"]), link_from(rings["inside"]))
-    return Cluster(**values)
+def situation_of(report: Mapping[str, Any], cell: Mapping[str, Any], preset: str) -> Situation:
+    """What was measured in a run, with the range that measured figures have; the optimizer is beside it."""
+    cluster = convert(report["cluster"], Cluster, "cluster").coding_as(preset)
+    far = is_far_link(cluster.inter_node.latency_s)
+    values: dict[What, float] = {
+        "link": cluster.inter_node.nbytes_per_s,
+        "latency": cluster.inter_node.latency_s,
+        "inside": cluster.intra_node.nbytes_per_s,
+        "coding": cluster.encoded_per_s or 0.0,
+        "compute": cell["compute_s"],
+    }
+    figures = [Figure.of(what, "", value, "measured", far=far) for what, value in values.items()]
+    return Situation(cluster, cell["compute_s"], figures, optimizer_s=cell.get("optimizer_s", 0.0))
 
 
 @functools.cache
@@ -76,12 +81,11 @@ def predicted(name: str, report: Mapping[str, Any]) -> dict[str, StepTime]:
     layout, shape, _, delay = name.split()
     nodes, ranks_per_node = map(int, shape.split("x"))
     plans = plans_of(layout, nodes, ranks_per_node, int(delay.removesuffix("ms")))  # type: ignore[arg-type]
-    cluster = cluster_from(report["cluster"])
     found = {}
     for variant, cell in report["cells"].items():
         preset = variant.rpartition("_")[0]
-        coded = cluster.coding_as(preset if preset in cluster.codings else "loco")
-        found[variant] = step_time(plans[variant], coded, cell["compute_s"], cell.get("optimizer_s", 0.0))
+        coded = preset if preset in report["cluster"]["codings"] else "loco"
+        found[variant] = situation_of(report, cell, coded).predicted(plans[variant])
     return found
 
 

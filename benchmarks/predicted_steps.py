@@ -103,10 +103,15 @@ def show(cells: dict[str, Any]) -> None:
             table.add_row(name, variant, *figures)
     Console(width=None if sys.stdout.isatty() else 110).print(table)
     if ratios:
+        inside = sum(
+            cell["low"] <= cell["measured_s"] <= cell["high"]
+            for run in cells.values()
+            for cell in run["cells"].values()
+        )
         within = [sum(abs(ratio - 1) <= bound for ratio in ratios) for bound in (0.15, 0.3)]
         print(
             f"{len(ratios)} cells: {within[0]} within 15 %, {within[1]} within 30 %,"
-            f" median {statistics.median(ratios):.2f}"
+            f" {inside} inside their range, median {statistics.median(ratios):.2f}"
         )
 
 

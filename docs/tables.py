@@ -33,7 +33,7 @@ from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.register import strategy_names
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "benchmarks/ADVICE.md", *sorted((ROOT / "docs").glob("*.md")))
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -307,7 +307,9 @@ def predicted_steps() -> str:
         late = "" if delay == "0ms" else f", {delay.removesuffix('ms')} ms"
         rows.append(f"| {_RATES[rate]}{late} | {_LAYOUTS[layout]}, {hosts} | {' | '.join(cells)} |")
     near = [sum(abs(ratio - 1) <= bound for ratio in ratios) for bound in (0.15, 0.3)]
-    counted = f"Of {len(ratios)} cells {near[0]} are within 15 % and {near[1]} within 30 %."
+    every = [cell for run in runs.values() for cell in run["cells"].values()]
+    inside = sum(cell["low"] <= cell["measured_s"] <= cell["high"] for cell in every)
+    counted = f"Of {len(ratios)} cells {near[0]} are within 15 %, {near[1]} within 30 %, {inside} inside their range."
     return "\n".join((head, "|---|---|---|---|---|---|---|", *rows, "", counted))
 
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from lowbit_strategy.launch.advise import advise, estimate
-from lowbit_strategy.launch.bench import bench
+from lowbit_strategy.advisor.advise import advise, estimate
+from lowbit_strategy.advisor.bench import bench
 from lowbit_strategy.launch.commands import PASS_ON, config, launch
 from lowbit_strategy.launch.doctor import doctor
 from lowbit_strategy.launch.lighthouse import lighthouse

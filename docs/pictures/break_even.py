@@ -1,7 +1,8 @@
 """Where 4 bits pay: how many times faster than bf16 a step is, over bandwidth, latency, machines and model size.
 
-From the model of a step alone (`lowbit_strategy/plan/cost.py`): 8 GPUs a machine, each computing at 200 TFLOP/s on
-4,096 tokens a step, 50 GB/s inside a machine, 1e11 elements encoded per second and 0.4 ms per bucket. bf16 travels in
+From the model of a step alone (`lowbit_strategy/advisor/cost.py`): 8 GPUs a machine, each computing at 200 TFLOP/s on
+4,096 tokens a step, 50 GB/s inside a machine (assumed; above 400 Gbit/s between machines it alone decides), 1e11
+elements encoded per second and 0.4 ms per bucket. bf16 travels in
 rings; where NCCL takes trees it waits less often, and the curves over latency of many machines are lower.
 """
 
@@ -16,12 +17,12 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from style import BLUE, GREEN, GREY, ORANGE, RED, save
 
 from lowbit_strategy import Dense, preset
-from lowbit_strategy.plan.advice import Wanted, plan_for
-from lowbit_strategy.plan.cluster import Cluster, Link
-from lowbit_strategy.plan.cost import step_time
-from lowbit_strategy.plan.models import transformer
+from lowbit_strategy.advisor.advice import Wanted, plan_for
+from lowbit_strategy.advisor.cluster import Cluster, Link
+from lowbit_strategy.advisor.cost import step_time
+from lowbit_strategy.advisor.models import transformer
+from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.plan.plan import Plan
-from lowbit_strategy.plan.uncompressed import uncompressed
 
 TOKENS, FLOPS = 4096, 2e14
 CLUSTER = Cluster(inter_node=Link(5e-5, 1.25e9), intra_node=Link(5e-6, 5e10), encoded_per_s=1e11, bucket_s=4e-4)
@@ -62,7 +63,11 @@ def draw(name: str, *, narrow: bool) -> None:
         late = [Link(ms / 1e3, near.nbytes_per_s) for ms in MILLISECONDS]
         for nodes, color in zip((2, 4, 16), COLORS, strict=False):
             far.plot(MILLISECONDS, faster(plans(1e9, nodes, layout), late), color=color, label=f"{nodes} machines")
-        sizes.set(title=f"{title}, 4 machines", xlabel="Gbit/s between machines", ylabel="times faster than bf16")
+        sizes.set(
+            title=f"{title}, 4 machines",
+            xlabel="Gbit/s between machines, 50 GB/s inside",
+            ylabel="times faster than bf16",
+        )
         machines.set(title=f"{title}, 1 billion", xlabel="Gbit/s between machines")
         far.set(title=f"{title}, 1 billion, 10 Gbit/s", xlabel="ms between machines, one way")
     for each in axes:

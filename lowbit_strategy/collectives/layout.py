@@ -10,6 +10,7 @@ part: a `Part` is where it lies in the parameter, a `Share` the rule for all par
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Sequence
@@ -110,15 +111,20 @@ class Share:
 
     def part(self, shape: tuple[int, ...], row_dim: int = 0) -> tuple[tuple[int, ...], Part]:
         """The shape of the part of a parameter of `shape`, and where it lies. `row_dim` is outermost in memory."""
-        dims = shape or (1,)
-        per_row = math.prod(dims[:row_dim] + dims[row_dim + 1 :])
-        num_chunks = self.count * (self.num_nodes or 1)
-        rows = -(-dims[row_dim] // num_chunks)
-        starts = [min(dims[row_dim], rows * chunk) for chunk in range(self.index, num_chunks, self.count)]
-        lengths = [min(dims[row_dim] - start, rows) for start in starts]
-        ranges = tuple((start * per_row, length * per_row) for start, length in zip(starts, lengths, strict=True))
-        own = (*dims[:row_dim], sum(lengths), *dims[row_dim + 1 :])
-        return own, Part(shape, ranges, None if self.num_nodes is None else rows * per_row)
+        return _part_of(self, shape, row_dim)
+
+
+@functools.lru_cache(maxsize=256)  # the layers of a model are alike, and a part has a range per node
+def _part_of(share: Share, shape: tuple[int, ...], row_dim: int) -> tuple[tuple[int, ...], Part]:
+    dims = shape or (1,)
+    per_row = math.prod(dims[:row_dim] + dims[row_dim + 1 :])
+    num_chunks = share.count * (share.num_nodes or 1)
+    rows = -(-dims[row_dim] // num_chunks)
+    starts = [min(dims[row_dim], rows * chunk) for chunk in range(share.index, num_chunks, share.count)]
+    lengths = [min(dims[row_dim] - start, rows) for start in starts]
+    ranges = tuple((start * per_row, length * per_row) for start, length in zip(starts, lengths, strict=True))
+    own = (*dims[:row_dim], sum(lengths), *dims[row_dim + 1 :])
+    return own, Part(shape, ranges, None if share.num_nodes is None else rows * per_row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lowbit_strategy.inform import errors_of
+
 # Everything after the command's name belongs to Accelerate's own parser, -h and --help included.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-
-
-@contextlib.contextmanager
-def errors_of(command: str) -> Iterator[None]:
-    """A `ValueError` is a message to the user, and ends the command with status 2."""
-    try:
-        yield
-    except ValueError as error:
-        print(f"lowbit {command}: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
 
 
 def launch(context: typer.Context) -> None:

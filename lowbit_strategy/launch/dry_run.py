@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from lowbit_strategy.accelerate.plugin import LowBitPlugin
+from lowbit_strategy.advisor import units
 from lowbit_strategy.control.levels import labels
-from lowbit_strategy.launch import units
 from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.launch.linked import Linked, time_steps
 from lowbit_strategy.methods._base.compressor import Compressor

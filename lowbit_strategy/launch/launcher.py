@@ -28,7 +28,7 @@ from lowbit_strategy.launch.exit_status import end_as, forwarded_signals
 from lowbit_strategy.launch.linked import Linked
 
 _RUN = "lowbit_strategy.run"
-_BENCH = "lowbit_strategy.launch.bench"
+_BENCH = "lowbit_strategy.advisor.bench"
 
 
 def launch(argv: Sequence[str]) -> None:

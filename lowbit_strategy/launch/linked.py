@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowbit_strategy.launch import units
-from lowbit_strategy.launch.advise import cluster_of, coding_of, is_far
+from lowbit_strategy.advisor import units
+from lowbit_strategy.advisor.cluster import Cluster
+from lowbit_strategy.advisor.cost import step_time
+from lowbit_strategy.advisor.gather import INSIDE, LATENCY, Said, cluster_of, coding_of, is_far
+from lowbit_strategy.advisor.timing.coding import measure_coding
+from lowbit_strategy.advisor.timing.optimizer_clock import OptimizerClock
+from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.plan.cluster import Cluster
-from lowbit_strategy.plan.cost import step_time
 from lowbit_strategy.plan.plan import Plan
-from lowbit_strategy.plan.uncompressed import uncompressed
-from lowbit_strategy.telemetry.timing.coding import measure_coding
-from lowbit_strategy.telemetry.timing.optimizer_clock import OptimizerClock
 
 _WARM_STEPS, _TIMED_STEPS = 2, 5
 
@@ -44,8 +44,8 @@ class Linked:
         """Raises:
         ValueError: One is no quantity.
         """
-        found = cls(link, latency or "0.1ms", compute or "")
-        cluster_of(found.link, found.latency)
+        found = cls(link, latency or LATENCY, compute or "")
+        cluster_of(Said(link=found.link, latency=found.latency))
         if found.compute:
             units.duration(found.compute)
         return found
@@ -72,7 +72,7 @@ class Linked:
 
     def cluster(self, compressor: Compressor, device: torch.device) -> Cluster:
         """The links, and how fast devices code: measured here, but of GPUs assumed where computing is given."""
-        links: Cluster = cluster_of(self.link, self.latency, on_cpu=self._is_here(device))
+        links, _ = cluster_of(Said(link=self.link, latency=self.latency), on_cpu=self._is_here(device))
         if self.compute:
             return links
         coding = measure_coding(compressor.phase(0), device)
@@ -84,10 +84,10 @@ class Linked:
         plain, half = (step_time(uncompressed(plan, size), cluster, compute_s, optimizer_s) for size in (4, 2))
         coded = coding_of(cluster)
         if self.compute:
-            sources = f"given; assumed: GPUs, {coded}, 50 GB/s inside a node"
+            sources = f"given; assumed: GPUs, {coded}, {INSIDE} inside a node"
         else:
             sources = (
-                f"{optimizer_s:.3g} s of it the optimizer, and {coded}, measured here; assumed: 50 GB/s inside a node"
+                f"{optimizer_s:.3g} s of it the optimizer, and {coded}, measured here; assumed: {INSIDE} inside a node"
             )
         return (
             f"  predicted on links of {self.link} and {self.latency}: a step takes {ours.seconds:.3g} s"

@@ -165,6 +165,8 @@ def _converted(value: Any, kind: Any, source: Source) -> Any:
         return _checked(value, any(value == each and type(value) is type(each) for each in arguments))
     if origin in (tuple, Sequence):
         return _elements(value, arguments, source)
+    if origin is Mapping:
+        return _values(value, arguments[1], source)
     if origin is Callable:
         return _checked(value, callable(value))
     if kind in _NUMBERS:
@@ -198,6 +200,12 @@ def _elements(value: Any, kinds: Sequence[Any], source: Source) -> tuple[Any, ..
         return tuple(_converted(each, kind, source) for each, kind in zip(value, kinds, strict=True))
     parts = [(f"[{at}]", each, kind) for at, (each, kind) in enumerate(zip(value, kinds, strict=True))]
     return tuple(_parts(parts, source))
+
+
+def _values(value: Any, kind: Any, source: Source) -> dict[Any, Any]:
+    """A mapping whose values are of one type."""
+    _checked(value, isinstance(value, Mapping))
+    return dict(zip(value, _parts([(f"[{key!r}]", each, kind) for key, each in value.items()], source), strict=True))
 
 
 def _number(value: Any, kind: type, source: Source) -> Any:
@@ -235,6 +243,8 @@ def describe_type(kind: Any, source: Source) -> str:
         return _describe_elements(arguments, source)
     if origin is Callable:
         return "a function" if source is Source.CODE else ""
+    if origin is Mapping:
+        return "a mapping"
     return _NUMBERS.get(kind) or _describe_class(kind, source)
 
 

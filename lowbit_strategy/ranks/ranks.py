@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -177,7 +177,7 @@ def _connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
 
 
 def _comm(
-    group: dist.ProcessGroup | None, members: Iterable[int], topology: Topology, rank: int, *, far: bool = False
+    group: dist.ProcessGroup | None, members: Collection[int], topology: Topology, rank: int, *, far: bool = False
 ) -> GroupComm:
     comm = GroupComm(group)
     if far:

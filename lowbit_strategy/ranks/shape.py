@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from lowbit_strategy.collectives.layout import Share
@@ -66,7 +66,6 @@ class Shape:
         return (others - near) / others
 
 
-def num_near(members: Iterable[int], topology: Topology, rank: int) -> int:
+def num_near(members: Collection[int], topology: Topology, rank: int) -> int:
     """How many of `members` are on the node of `rank`, itself aside."""
-    near = topology.neighbours(rank)
-    return sum(member in near for member in members) - 1
+    return sum(near in members for near in topology.neighbours(rank)) - 1

@@ -36,8 +36,8 @@ class Topology:
     @property
     def ranks_per_node(self) -> int | None:
         """The same on all nodes; None if it is not."""
-        sizes = set(self.node_sizes)
-        return sizes.pop() if len(sizes) == 1 else None
+        sizes = self.node_sizes
+        return sizes[0] if sizes and sizes.count(sizes[0]) == len(sizes) else None
 
     @property
     def obstacle(self) -> str | None:

@@ -259,7 +259,7 @@ def test_a_dry_run_takes_this_process_s_place(monkeypatch: pytest.MonkeyPatch, t
 
 def test_bench_needs_no_section(handed: Handed) -> None:
     launcher.launch(["--num_processes", "2", "bench", "--out", "links.json"])
-    assert (handed.args.module, handed.args.training_script) == (True, "lowbit_strategy.launch.bench")
+    assert (handed.args.module, handed.args.training_script) == (True, "lowbit_strategy.advisor.bench")
     assert handed.args.training_script_args == ["--out", "links.json"]
 
 

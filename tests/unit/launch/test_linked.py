@@ -14,10 +14,10 @@ from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.launch.linked import Linked, time_steps
 
 
-def predicted(link: str, planned: Planned, latency: str = "1ms") -> tuple[float, float]:
+def predicted(link: str, planned: Planned, latency: str = "1ms", width: int = 2048) -> tuple[float, float]:
     """With 4 bits, and in float32."""
     with torch.device("meta"):
-        module = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+        module = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
     linked, device = Linked.of(link, latency), torch.device("cpu")
     report = plan(module, LoCo(), planned, device=device, far=linked.is_far(device))
     words = linked.predict(report.plan, linked.cluster(LoCo(), device), 0.1).split()
@@ -36,10 +36,13 @@ def test_steps_follow_the_link(scatter: bool) -> None:
 
 @pytest.mark.parametrize("scatter", [False, True])
 def test_what_is_far_is_predicted_as_it_will_travel(scatter: bool) -> None:
-    """On CPU all messages at once, so that a step of six modules waits for a few latencies and not for all of them."""
+    """On CPU all messages at once, so that a step of six modules waits for a few latencies and not for all of them.
+
+    The model is small: of a large one the bytes in flight would decide.
+    """
     planned = Planned(scatter=scatter, world_size=4, num_nodes=4)
-    near, plain = predicted("10gbit", planned, "2ms")
-    far, far_plain = predicted("10gbit", planned, "200ms")
+    near, plain = predicted("10gbit", planned, "2ms", 256)
+    far, far_plain = predicted("10gbit", planned, "200ms", 256)
     assert far - near < 4 * 0.2
     assert far_plain - plain > 8 * 0.2
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from lowbit_strategy.advisor.cluster import Coding
+from lowbit_strategy.advisor.timing.device_clock import device_seconds_of, seconds_of
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.cluster import Coding
 from lowbit_strategy.telemetry.measure import AloneBucket
-from lowbit_strategy.telemetry.timing.device_clock import device_seconds_of, seconds_of
 
 _NUMEL = {"cpu": 1 << 20, "cuda": 1 << 25}
 _TENSORS, _SMALL_NUMEL = 8, 1 << 13
-_ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 144, 3
+_ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.12, 144, 3
 _MOST_QUEUED = 8  # buckets that a GPU is asked for at once: its queue holds about a thousand launches
 
 

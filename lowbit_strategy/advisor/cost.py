@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Link
+from lowbit_strategy.advisor.cluster import ANY_RATE, Cluster, Link
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, RING, RING_SCATTER, Message, Unit
 from lowbit_strategy.plan.plan import Plan
 
@@ -51,9 +51,13 @@ def message_seconds(message: Message, cluster: Cluster, ranks_per_node: int) -> 
         return _split_time([(link, each)], times * number, times * message.in_series * link.latency_s)
     in_series = message.in_series if message.by_tree is None or not cluster.trees else message.by_tree
     latency = times * in_series * cluster.ways * link.latency_s
-    leaving = message.leaving * ranks_per_node * each
-    parts = [(cluster.inter_node, leaving)] if leaving else []
-    return _split_time([*parts, (cluster.intra_node, each - message.leaving * each)], times * number, latency)
+    parts = [
+        (cluster.inter_node, message.leaving * ranks_per_node * each),
+        (cluster.intra_node, each - message.leaving * each),
+    ]
+    if message.what in _RINGS:  # a ring passes its pieces on while others arrive: its slowest link sets the pace
+        parts = [max(parts, key=lambda part: part[0].travelling_s(part[1]))]
+    return _split_time([part for part in parts if part[1]], times * number, latency)
 
 
 def _link_of(message: Message, cluster: Cluster) -> Link:
@@ -210,10 +214,11 @@ def _passing_s(plan: Plan, units: Sequence[Unit], cluster: Cluster) -> float:
     that holds one hop's may overflow with both.
     """
     hops: dict[str, float] = {}
+    per_node = ranks_per_node(plan)
     for unit in units:
         for message in unit.messages:
             if message.what not in _RINGS:
-                nbytes = ranks_per_node(plan) * unit.repeats * message.nbytes * message.leaving
+                nbytes = per_node * unit.repeats * message.nbytes * message.leaving
                 hops[message.what] = hops.get(message.what, 0.0) + nbytes
     link, total = cluster.inter_node, sum(hops.values())
     streaming_s = link.streaming_s(total)
@@ -291,13 +296,3 @@ def break_even(plan: Plan, other: Plan, cluster: Cluster, compute_s: float, step
         middle = (low * high) ** 0.5
         low, high = (middle, high) if is_faster(middle) else (low, middle)
     return low if low < 0.9 * ANY_RATE else ANY_RATE
-
-
-def compute_within(plan: Plan, cluster: Cluster, step_s: float, optimizer_s: float = 0.0) -> float:
-    """A step's time without communication, of which this plan makes `step_s` seconds; the optimizer's at least."""
-    low, high = min(optimizer_s, step_s), step_s
-    for _ in range(30):
-        middle = (low + high) / 2
-        found = step_time(plan, cluster, middle, optimizer_s).seconds
-        low, high = (middle, high) if found < step_s else (low, middle)
-    return high

@@ -15,18 +15,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_strategy.launch import units
-from lowbit_strategy.launch.commands import errors_of
-
-_ENCODED_PER_S, _BUCKET_S = 1e11, 4e-4  # elements per hop, and per bucket; of a GPU: an H100 was measured at 2.3e11
-_ENCODED_PER_S_ON_CPU = 1e9  # a core or two
-_INTRA_LATENCY_S, _INTRA_NBYTES_PER_S = 5e-6, 50e9  # assumed, of links inside a node
+from lowbit_strategy.advisor import units
+from lowbit_strategy.inform import errors_of
 
 STEPS_MEAN = (
     "steps: per cent more to the same loss, measured at the best learning rate and\n"
     "below; the advice counts them. *: with second_moment=True, for Adam and AdamW."
 )
-_LINK, _LATENCY, _COMPUTE = "10gbit", "0.1ms", "1s"  # where nobody says
+_TOO_MANY = 1e13  # parameters
 
 Params = Annotated[str | None, typer.Option(help="Parameters of a transformer, such as 7e9 or 7B.")]
 Model = Annotated[str | None, typer.Option(help="package:Class, called without arguments on the meta device.")]
@@ -42,62 +38,71 @@ def advise(
     hf_config: HFConfig = None,
     nodes: Nodes = None,
     ranks_per_node: RanksPerNode = None,
-    link: Annotated[
-        str | None, typer.Option(help="Bandwidth of a node, measured, not nominal. Default: 10gbit.")
+    machine: Annotated[
+        str | None, typer.Option(help="A machine of the table, such as p4d or home-1gbit; here: ask nvidia-smi.")
     ] = None,
+    link: Annotated[str | None, typer.Option(help="Bandwidth of a node to the others. Default: 10gbit.")] = None,
     latency: Annotated[str | None, typer.Option(help="Between nodes, one way. Default: 0.1ms.")] = None,
-    compute: Annotated[str | None, typer.Option(help="A step without communication. Default: 1s.")] = None,
+    intra: Annotated[
+        str | None, typer.Option(help="Bandwidth of a GPU inside its node, one way. Default: 50GB/s.")
+    ] = None,
+    window: Annotated[
+        str | None, typer.Option(help="Bytes in flight between two nodes. Default: 4MB, one TCP connection's.")
+    ] = None,
+    compute: Annotated[
+        str | None, typer.Option(help="A step without communication. Default: 4,096 tokens on such a GPU.")
+    ] = None,
     bench: Annotated[Path | None, typer.Option(help="Links and coding speed as lowbit bench has written them.")] = None,
     cpu: Annotated[
         bool, typer.Option("--cpu", help="Ranks compute on CPUs, with gloo; so measured, although there is a GPU.")
     ] = False,
-    memory: Annotated[str | None, typer.Option(help="Of a device, such as 80GB: what does not fit is marked.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Of a device. Default: 80GB. What does not fit is marked, and not recommended.")
+    ] = None,
     close: Annotated[bool, typer.Option("--close", help="Recommend what is a little worse in loss, too.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page with curves over bandwidth and latency.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the step time of every sensible set-up, and say which to use, or that none helps.
+    """Predict the step time of every sensible set-up, and say whether to use one, not to, or to measure first.
 
     Without a model, in a terminal, it asks.
     """
-    from lowbit_strategy.plan import advice
+    from lowbit_strategy.advisor import advice
+    from lowbit_strategy.advisor.gather import Said, gather, is_far
+    from lowbit_strategy.advisor.verdict import decide
 
     if (params, model, hf_config) == (None, None, None) and _is_terminal():
         params, nodes, ranks_per_node, link, latency, compute = _ask()
     with errors_of("advise"):
+        if html is not None and not html.absolute().parent.is_dir():
+            raise ValueError(f"--html {html}: there is no folder {html.absolute().parent}")
+        said = Said(machine, link, latency, intra, window, compute, memory)
         measured = None if bench is None else _measurements(bench, cpu=cpu)
-        wanted = _wanted(params, model, hf_config, *_shape(nodes, ranks_per_node, measured))
+        known = said.known_machine()
+        shape, assumed = _shape(nodes, ranks_per_node, measured, known)
+        wanted = _wanted(params, model, hf_config, *shape)
         if on_cpu := cpu or (measured is not None and measured.backend == "gloo"):
             far = measured.far if measured is not None and latency is None else is_far(latency)
             wanted = replace(wanted, device_type="cpu", far=far)
-        cluster = cluster_of(link, latency, measured, on_cpu=on_cpu)
-        compute_s = units.duration(compute or _COMPUTE)
-        limit = None if memory is None else units.size(memory)
-        found = advice.choices(wanted, cluster, compute_s)
-    best = advice.advised(found, wanted, limit, "close" if close else "same")
+        situation = gather(said, wanted.numel, measured, known, on_cpu=on_cpu)
+        found = advice.choices(wanted, situation)
+        verdict = decide(found, wanted, situation, "close" if close else "same")
+    title = f"{_count(wanted.numel)} parameters, {wanted.nodes} x {wanted.ranks_per_node} ranks"
+    sources = situation.sources(assumed, bench)
     if as_json:
-        chosen = None if best is None else best.line
-        print(json.dumps({"choices": [_as_dict(each, wanted) for each in found], "advice": chosen}, indent=1))
+        print(json.dumps(_everything(found, wanted, situation, verdict, sources), indent=1))
         return
-    far = cluster.inter_node
-    title = (
-        f"{wanted.numel:.3g} parameters, {wanted.nodes} x {wanted.ranks_per_node} ranks,"
-        f" {far.nbytes_per_s * 8 / 1e9:.3g} Gbit/s and {1e3 * far.latency_s:.3g} ms between nodes"
-    )
-    sources = _sources(bench, link, latency, compute, cluster)
-    answer = (
-        "Do not use this package here: nothing that keeps the loss is 5 % faster than the framework's own."
-        if best is None
-        else f"Use: {best.line}"
-    )
-    Console().print(_table(found, wanted, limit, title))
-    print(STEPS_MEAN)
     print(sources)
-    print(answer)
+    Console().print(_table(found, wanted, situation.memory_nbytes, title))
+    print(STEPS_MEAN)
+    print(verdict.sentence)
+    for sentence in verdict.flips:
+        print(f"  It {sentence}.")
     if html is not None:
-        from lowbit_strategy.report.advice_page import write_advice
+        from lowbit_strategy.advisor.page import write_advice
 
-        print(f"written to {write_advice(html, found, wanted, cluster, compute_s, (title, sources, answer))}")
+        answer = " ".join([verdict.sentence, *(f"It {sentence}." for sentence in verdict.flips)])
+        print(f"written to {write_advice(html, found, wanted, situation, (title, sources, answer))}")
 
 
 def _is_terminal() -> bool:
@@ -110,15 +115,15 @@ def _ask() -> tuple[str, int, int, str, str, str]:
         typer.prompt("How many parameters has the model (7e9, 350M)?"),
         typer.prompt("How many machines?", default=2, type=int),
         typer.prompt("How many GPUs has each?", default=8, type=int),
-        typer.prompt("How fast is the link of a machine, measured (10gbit, 200mbit)?", default=_LINK),
-        typer.prompt("How far are the machines, one way (0.1ms, 75ms)?", default=_LATENCY),
-        typer.prompt("How long is a step on one machine alone (0.9s)?", default=_COMPUTE),
+        typer.prompt("How fast is the link of a machine, measured (10gbit, 200mbit)?", default="10gbit"),
+        typer.prompt("How far are the machines, one way (0.1ms, 75ms)?", default="0.1ms"),
+        typer.prompt("How long is a step on one machine alone (0.9s)?", default="1s"),
     )
 
 
 def _measurements(path: Path, *, cpu: bool) -> Any:
-    from lowbit_strategy.launch.bench import this_machine
-    from lowbit_strategy.plan.bench import read_bench
+    from lowbit_strategy.advisor.bench import this_machine
+    from lowbit_strategy.advisor.bench_file import read_bench
 
     measured = read_bench(path, this_machine(cpu=cpu))
     for sentence in measured.wild_pairs():
@@ -126,71 +131,16 @@ def _measurements(path: Path, *, cpu: bool) -> Any:
     return measured
 
 
-def _shape(nodes: int | None, ranks_per_node: int | None, measured: Any) -> tuple[int, int]:
-    if measured is None or not measured.levels:
-        return nodes or 2, ranks_per_node or 8
-    return nodes or measured.nodes, ranks_per_node or measured.ranks_per_node
-
-
-def cluster_of(link: str | None, latency: str | None, measured: Any = None, *, on_cpu: bool = False) -> Any:
-    """What was given goes before what was measured, and that before what is assumed.
-
-    Raises:
-        ValueError: A quantity is none.
-    """
-    from lowbit_strategy.plan.cluster import Cluster, Link
-
-    inside, coded = Link(_INTRA_LATENCY_S, _INTRA_NBYTES_PER_S), _ENCODED_PER_S_ON_CPU if on_cpu else _ENCODED_PER_S
-    bucket_s = 0.0 if on_cpu else _BUCKET_S
-    ways = 2 if on_cpu else 1  # of gloo's: a sender first hears that the receiver waits
-    far = Link(units.duration(latency or _LATENCY), units.rate(link or _LINK))
-    if measured is None:
-        links = Cluster(inter_node=far, intra_node=inside, encoded_per_s=coded, bucket_s=bucket_s, ways=ways)
-        return replace(links, trees=not on_cpu, prefetches=not on_cpu, scatters=not on_cpu)
-    found = measured.levels.get("inter-node", far)
-    given = found
-    if link is not None or latency is not None:
-        given = Link(
-            far.latency_s if latency is not None else found.latency_s,
-            far.nbytes_per_s if link is not None else found.nbytes_per_s,
-        )
-    cluster = measured.cluster()
-    near = measured.levels.get("intra-node", inside)
-    return replace(
-        cluster,
-        inter_node=replace(given, work=cluster.inter_node.work),
-        intra_node=replace(near, work=cluster.intra_node.work),
-        encoded_per_s=cluster.encoded_per_s or coded,
-        rings=cluster.rings if given == found else None,  # those of other links
-        ways=1 if latency is None else ways,  # measured as what a message takes
-    )
-
-
-def coding_of(cluster: Any) -> str:
-    """How fast devices code, in words."""
-    each = f" and {1e3 * cluster.bucket_s:.2g} ms per bucket" if cluster.bucket_s else ""
-    return f"{cluster.encoded_per_s:.2g} elements/s encoded{each}"
-
-
-def is_far(latency: str | None) -> bool:
-    """Whether messages of ranks on CPUs all travel at once."""
-    from lowbit_strategy.ranks.shape import FAR_S
-
-    return 2 * units.duration(latency or _LATENCY) >= FAR_S
-
-
-def _sources(bench: Path | None, link: str | None, latency: str | None, compute: str | None, cluster: Any) -> str:
-    """Which figures were given, measured and assumed."""
-    of = {f"link {link or _LINK}": link, f"latency {latency or _LATENCY}": latency}
-    given = [what for what, value in {**of, f"compute {compute or _COMPUTE}": compute}.items() if value is not None]
-    assumed = [] if compute else [f"compute {_COMPUTE}"]
-    if bench is None:
-        assumed += [what for what, value in of.items() if value is None]
-        assumed += ["50 GB/s inside a node", coding_of(cluster)]
-        measured = ""
-    else:
-        measured = f"; measured, in {bench}: the rest"
-    return f"given: {', '.join(given) or 'nothing'}{measured}; assumed: {', '.join(assumed) or 'nothing'}"
+def _shape(
+    nodes: int | None, ranks_per_node: int | None, measured: Any, machine: Any
+) -> tuple[tuple[int, int], list[str]]:
+    """Nodes and ranks on each, and which of them nobody has said."""
+    if measured is not None and measured.levels:
+        return (nodes or measured.nodes, ranks_per_node or measured.ranks_per_node), []
+    assumed = ["2 nodes"] if nodes is None else []
+    each = ranks_per_node or (8 if machine is None else machine.gpus)
+    assumed += [f"{each} ranks on each"] if ranks_per_node is None and machine is None else []
+    return (nodes or 2, each), assumed
 
 
 def estimate(
@@ -202,7 +152,7 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Memory and bytes of every sensible set-up; no link needed."""
-    from lowbit_strategy.plan import advice
+    from lowbit_strategy.advisor import advice
 
     with errors_of("estimate"):
         wanted = _wanted(params, model, hf_config, nodes or 2, ranks_per_node or 8)
@@ -212,7 +162,9 @@ def estimate(
         print(json.dumps({"choices": [_as_dict(each, wanted) for each in found], "loco_fsdp_keeps": ways}, indent=1))
         return
     Console().print(
-        _table(found, wanted, None, f"{wanted.numel:.3g} parameters, {wanted.nodes} x {wanted.ranks_per_node} ranks")
+        _table(
+            found, wanted, None, f"{_count(wanted.numel)} parameters, {wanted.nodes} x {wanted.ranks_per_node} ranks"
+        )
     )
     print(STEPS_MEAN)
     print("What loco_fsdp keeps on a rank, chosen when the model is set up by the room that there is (memory=):")
@@ -224,13 +176,16 @@ def _wanted(params: str | None, model: str | None, hf_config: Path | None, nodes
     """Raises:
     ValueError: Not one of the three is given, or it cannot be built.
     """
-    from lowbit_strategy.plan.advice import Wanted
-    from lowbit_strategy.plan.models import transformer
+    from lowbit_strategy.advisor.advice import Wanted
+    from lowbit_strategy.advisor.models import transformer
 
     if sum(each is not None for each in (params, model, hf_config)) != 1:
         raise ValueError("give one of --params, --model and --hf-config")
     if params is not None:
-        return Wanted(transformer(units.count(params)), nodes, ranks_per_node, itemsize=2)
+        number = units.count(params)
+        if number > _TOO_MANY:
+            raise ValueError(f"--params {params}: no model has so many parameters: give at most {_TOO_MANY:g}")
+        return Wanted(transformer(number), nodes, ranks_per_node, itemsize=2)
     from lowbit_strategy.model.parameters import describe_parameters
 
     module = _on_meta(_maker(model) if model is not None else _from_hf(hf_config))
@@ -289,36 +244,82 @@ def _as_dict(choice: Any, wanted: Any) -> dict[str, Any]:
     }
 
 
+def _everything(found: Sequence[Any], wanted: Any, situation: Any, verdict: Any, sources: str) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    link = situation.cluster.inter_node
+    return {
+        "answer": verdict.answer,
+        "advice": verdict.choice.line if verdict.answer == "use" else None,
+        "sentence": verdict.sentence,
+        "gain": None if verdict.gain is None else asdict(verdict.gain),
+        "flips": list(verdict.flips),
+        "inputs": {
+            "parameters": wanted.numel,
+            "nodes": wanted.nodes,
+            "ranks_per_node": wanted.ranks_per_node,
+            "memory_nbytes": situation.memory_nbytes,
+            "memory_source": situation.memory_source,
+            "figures": [asdict(each) for each in situation.figures],
+            "sources": sources,
+        },
+        "links": {
+            "between": {
+                "latency_s": link.latency_s,
+                "nbytes_per_s": link.nbytes_per_s,
+                "reached_nbytes_per_s": link.rate,
+            },
+            "inside": {
+                "latency_s": situation.cluster.intra_node.latency_s,
+                "nbytes_per_s": situation.cluster.intra_node.nbytes_per_s,
+            },
+        },
+        "choices": [_as_dict(each, wanted) for each in found],
+    }
+
+
 def _table(found: Sequence[Any], wanted: Any, limit: float | None, title: str) -> Table:
     timed = found[0].time is not None
     table = Table(title=title, box=box.SIMPLE, padding=(0, 0), show_edge=False)  # fits into 80 columns
     table.add_column("set-up", no_wrap=True)
-    columns = ["step, s", "x fp32", "x bf16", "pays to\nGbit/s"] if timed else []
+    columns = ["step, s", "x bf16", "pays to\nGbit/s"] if timed else []
     for name in [*columns, "sent\nGB", "memory\nGB", "loss, %\nmeasured", "steps\n%"]:
         table.add_column(name, justify="right", no_wrap=True)
     own: dict[str, float] = {}
     for each in found:
         row = []
-        layout = each.plan.layout
         if each.time is not None:
-            if not each.line:
-                own[f"{layout} {each.name[-4:]}"] = each.time.seconds
-            ratios = [own.get(f"{layout} {kind}", 0.0) / each.time.seconds for kind in ("at32", "bf16")]
-            low, high = (f"{bound:.{3 if bound >= 1 else 2}g}" for bound in (each.time.low, each.time.high))
-            row = [f"{each.time.seconds:.3g} ({low}-{high})"]
-            row += [f"{ratio:.3g}" if ratio else "" for ratio in ratios] + [_rate(each)]
+            if each.name.endswith("bf16"):
+                own[each.plan.layout] = each.time.seconds
+            ratio = own.get(each.plan.layout, 0.0) / each.time.seconds
+            row = [_step(each.time), f"{ratio:.3g}" if ratio else "", _pays_to(each)]
         held = each.held_nbytes(wanted)
         too_much = "!" if limit is not None and held > limit else ""
         costs = ["" if not each.line else "?" if known is None else str(known) for known in (each.loss, each.steps)]
-        table.add_row(each.name, *row, f"{each.between_nbytes / 1e9:.2f}", f"{held / 1e9:.1f}{too_much}", *costs)
+        table.add_row(each.name, *row, f"{each.between_nbytes / 1e9:.2g}", f"{held / 1e9:,.3g}{too_much}", *costs)
     return table
 
 
-def _rate(choice: Any) -> str:
-    from lowbit_strategy.plan.cluster import ANY_RATE
+def _step(time: Any) -> str:
+    likely, low, high = (
+        f"{each:,.0f}" if each >= 100 else f"{each:.{digits}g}"
+        for each, digits in ((time.seconds, 3), (time.low, 2), (time.high, 2))
+    )
+    return f"{likely} ({low}-{high})"
+
+
+def _count(number: float) -> str:
+    """As people say it: 6.91B, 98.7M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:g}"
+
+
+def _pays_to(choice: Any) -> str:
+    from lowbit_strategy.advisor.cluster import ANY_RATE
 
     if not choice.line:
         return ""
     if choice.break_even is None:
         return "never"
-    return "always" if choice.break_even >= ANY_RATE else f"{choice.break_even * 8 / 1e9:,.0f}"
+    return "any" if choice.break_even >= ANY_RATE else f"{choice.break_even * 8 / 1e9:,.0f}"

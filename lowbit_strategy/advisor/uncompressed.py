@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lowbit_strategy.plan.cost import ranks_per_node
+from lowbit_strategy.advisor.cost import ranks_per_node
 from lowbit_strategy.plan.gradients import ddp_buckets
 from lowbit_strategy.plan.messages import RING, RING_SCATTER, Level, Message, Unit
 from lowbit_strategy.plan.plan import Memory, Plan
@@ -36,7 +36,12 @@ def uncompressed(plan: Plan, itemsize: int, weights_itemsize: int | None = None)
         weights_itemsize: Of FSDP2's weights, where they travel in another type than the plan's.
     """
     if plan.shape.world_size == 1:
-        return plan
+        silent = [
+            tuple(replace(unit, messages=(), encoded_numel=0) for unit in of) for of in (plan.gradients, plan.weights)
+        ]
+        return replace(
+            plan, gradients=silent[0], weights=silent[1], rounds=(), state=(), every=1, outer=None, memory=Memory()
+        )
     hops, what = (1, RING_SCATTER) if plan.layout == "fsdp" else (2, RING)
     # HSDP: inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
     gradients = tuple(

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.runs import Runs
 from benchmarks.second_moment import Run, Setting, extra_steps, learning_curve, longer_run, read_runs
-from lowbit_strategy.plan.measured_loss import LOSSES, STEPS, Loss, quality_of, steps_of, worst_loss
+from lowbit_strategy.advisor.measured_loss import LOSSES, STEPS, Loss, quality_of, steps_of, worst_loss
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 FILES = {"diloco": "outer_steps_transformer", "loco": "low_bits_loco4"}

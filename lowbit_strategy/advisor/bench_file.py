@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Coding, Link, Network, Rings, Work
+from lowbit_strategy.advisor.cluster import ANY_RATE, Cluster, Coding, Link, Network, Rings, Work, check_finite
+from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.version import __version__
 
 FORMAT = 4
+PairLevel = Literal["intra-node", "inter-node"]
 _WILD = 4.0  # times slower than most of its level: somebody should look at that link
 
 
@@ -30,10 +32,14 @@ class Pair:
 
     first: int
     second: int
-    level: str
+    level: PairLevel
     latency_s: float
     nbytes_per_s: float
     streams_nbytes_per_s: float
+
+    def __post_init__(self) -> None:
+        check_finite(self, least=0.0, latency_s=self.latency_s)
+        check_finite(self, least=1.0, nbytes_per_s=self.nbytes_per_s, streams_nbytes_per_s=self.streams_nbytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,15 @@ class Bench:
     crowding: float | None = None
     codings: Mapping[str, Coding]
     memcpy_nbytes_per_s: float
+
+    def __post_init__(self) -> None:
+        check_finite(self, least=1.0, memcpy_nbytes_per_s=self.memcpy_nbytes_per_s)
+        if min(self.nodes, self.ranks_per_node) < 1:
+            raise ValueError(f"nodes and ranks_per_node must be at least 1, got {self.nodes} and {self.ranks_per_node}")
+        if not self.levels.keys() <= {"inter-node", "intra-node"}:
+            raise ValueError(f"levels are inter-node and intra-node, got {', '.join(self.levels)}")
+        if "loco" not in self.codings:
+            raise ValueError("codings must have loco")
 
     def cluster(self) -> Cluster:
         """What predictions need. Messages on a level that was not measured take the work of the other's."""
@@ -122,8 +137,7 @@ def read_bench(path: Path, here: Machine) -> Bench:
     except ValueError:
         content = None
     foreign = ValueError(f"{path} was not written by this version's lowbit bench: measure again")
-    names = {field.name for field in fields(Bench)}
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not names <= content.keys():
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT or "version" not in content:
         raise foreign
     if content["version"] != __version__:
         raise ValueError(
@@ -131,9 +145,9 @@ def read_bench(path: Path, here: Machine) -> Bench:
             " be of another speed: measure again with lowbit bench"
         )
     try:
-        bench = _from(content)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise foreign from None
+        bench = convert(content, Bench, "it")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}: measure again with lowbit bench") from None
     if here not in bench.machines:
         measured = ", ".join(f"{each.host} ({each.device}, {each.cpus} cores)" for each in bench.machines[:3])
         raise ValueError(
@@ -141,25 +155,6 @@ def read_bench(path: Path, here: Machine) -> Bench:
             " here with lowbit bench, or give figures with --link, --latency and --compute"
         )
     return bench
-
-
-def _from(content: Mapping[str, Any]) -> Bench:
-    values = {field.name: content[field.name] for field in fields(Bench)}
-    values["machines"] = tuple(Machine(**each) for each in values["machines"])
-    values["levels"] = {name: link_from(each) for name, each in values["levels"].items()}
-    values["pairs"] = tuple(Pair(**each) for each in values["pairs"])
-    values["codings"] = {name: Coding(**each) for name, each in values["codings"].items()}
-    if (rings := values["rings"]) is not None:
-        values["rings"] = Rings(link_from(rings["between"]), link_from(rings["inside"]))
-    values["crowding"] = None if values["crowding"] is None else float(values["crowding"])
-    return Bench(**values)
-
-
-def link_from(content: Mapping[str, Any]) -> Link:
-    """As `dataclasses.asdict` has written it."""
-    measured = tuple((nbytes, seconds) for nbytes, seconds in content["measured"])
-    work = content["work"]
-    return Link(content["latency_s"], content["nbytes_per_s"], measured, None if work is None else Work(**work))
 
 
 def slowest(links: Sequence[Link]) -> Link:

@@ -9,16 +9,17 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from lowbit_strategy.advisor.bench_file import Pair, PairLevel
+from lowbit_strategy.advisor.timing.device_clock import finish
 from lowbit_strategy.collectives.comm import gathered
-from lowbit_strategy.plan.bench import Pair
 from lowbit_strategy.ranks.topology import Topology
-from lowbit_strategy.telemetry.timing.device_clock import finish
 
 MOST_PAIRS = 66  # all of 12 ranks
-_PINGS = 5
+_PINGS, _CALLS = 4, 2
 _SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _LONG_S = 0.1
 _STREAMS = 4
+_BUDGET_S = 10.0  # of all pairs together
 
 
 def pairs_to_measure(world_size: int) -> list[tuple[int, int]]:
@@ -32,7 +33,8 @@ def pairs_to_measure(world_size: int) -> list[tuple[int, int]]:
 
 
 def measure_pairs(topology: Topology, device: torch.device, done: Callable[[], None] = lambda: None) -> list[Pair]:
-    """One after the other, while all other ranks are quiet; on all ranks of the default group.
+    """One after the other, while all other ranks are quiet, as many as there is time for; on all ranks of the default
+    group.
 
     Args:
         topology: Which of them share a node.
@@ -42,8 +44,12 @@ def measure_pairs(topology: Topology, device: torch.device, done: Callable[[], N
     Returns:
         The same on all ranks.
     """
-    rank, found = dist.get_rank(), []
+    rank, found, began = dist.get_rank(), [], time.perf_counter()
     for first, second in pairs_to_measure(dist.get_world_size()):
+        late = torch.tensor([float(time.perf_counter() - began > _BUDGET_S)], device=device)
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)  # all ranks stop at the same pair
+        if float(late):
+            break
         near = second in topology.neighbours(first)
         if rank in (first, second):
             pair = _measure(first, second, "intra-node" if near else "inter-node", device)
@@ -54,7 +60,7 @@ def measure_pairs(topology: Topology, device: torch.device, done: Callable[[], N
     return sorted(itertools.chain.from_iterable(gathered(found)), key=lambda pair: (pair.first, pair.second))
 
 
-def _measure(first: int, second: int, level: str, device: torch.device) -> Pair:
+def _measure(first: int, second: int, level: PairLevel, device: torch.device) -> Pair:
     mine = dist.get_rank() == first
     other = second if mine else first
     small = torch.zeros(8, dtype=torch.uint8, device=device)
@@ -63,14 +69,14 @@ def _measure(first: int, second: int, level: str, device: torch.device) -> Pair:
     rate = 0.0
     for nbytes in _SIZES:
         x = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        seconds = min(_one_way([x], small, other, device, mine=mine) for _ in range(2))
+        seconds = min(_one_way([x], small, other, device, mine=mine) for _ in range(_CALLS))
         rate = nbytes / max(seconds - 2 * latency, 1e-9)
         both = torch.tensor([seconds], device=device)
         (dist.send if mine else dist.recv)(both, other)  # both stop at the same size
         if float(both) > _LONG_S:
             break
     parts = [torch.zeros(nbytes // _STREAMS, dtype=torch.uint8, device=device) for _ in range(_STREAMS)]
-    seconds = min(_one_way(parts, small, other, device, mine=mine) for _ in range(2))
+    seconds = min(_one_way(parts, small, other, device, mine=mine) for _ in range(_CALLS))
     return Pair(first, second, level, latency, rate, nbytes / max(seconds - 2 * latency, 1e-9))
 
 

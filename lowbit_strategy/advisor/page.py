@@ -9,9 +9,10 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from lowbit_strategy.plan.advice import Choice, Wanted
-from lowbit_strategy.plan.cluster import Cluster, Link
-from lowbit_strategy.plan.cost import step_time
+from lowbit_strategy.advisor.advice import Choice, Wanted
+from lowbit_strategy.advisor.cluster import Link
+from lowbit_strategy.advisor.cost import step_time
+from lowbit_strategy.advisor.inputs import Situation
 from lowbit_strategy.report.charts import COLORS, PHONE, SCREEN, STYLE, Paper, plain_decades, png
 from lowbit_strategy.report.page import as_text, render
 
@@ -24,7 +25,7 @@ _LAYOUTS = {"ddp": "DDP", "fsdp": "FSDP2", "hsdp": "HSDP"}
 
 
 def write_advice(
-    out: Path, found: Sequence[Choice], wanted: Wanted, cluster: Cluster, compute_s: float, words: tuple[str, str, str]
+    out: Path, found: Sequence[Choice], wanted: Wanted, situation: Situation, words: tuple[str, str, str]
 ) -> Path:
     """Write one file that needs nothing else; returns its path.
 
@@ -32,8 +33,7 @@ def write_advice(
         out: The file.
         found: All set-ups.
         wanted: Model and ranks.
-        cluster: Links.
-        compute_s: A step without communication.
+        situation: Links and computing.
         words: Title, which figures are given and which assumed, the answer.
     """
     charts = []
@@ -43,7 +43,7 @@ def write_advice(
             continue
         images = {}
         for paper, size in ((SCREEN, "png"), (PHONE, "phone")):
-            images[size] = [as_text(png(figure, 150)) for figure in curves(own, cluster, compute_s, paper)]
+            images[size] = [as_text(png(figure, 150)) for figure in curves(own, situation, paper)]
         for at, over in enumerate(("bandwidth", "latency")):
             charts.append({"title": f"{name}, over {over}", "png": images["png"][at], "phone": images["phone"][at]})
     title, sources, answer = words
@@ -53,8 +53,9 @@ def write_advice(
     return out
 
 
-def curves(found: Sequence[Choice], cluster: Cluster, compute_s: float, paper: Paper = SCREEN) -> tuple[Figure, Figure]:
+def curves(found: Sequence[Choice], situation: Situation, paper: Paper = SCREEN) -> tuple[Figure, Figure]:
     """Seconds of a step of each set-up, over the bandwidth and over the latency between nodes."""
+    cluster, compute_s = situation.cluster, situation.compute_s
     far = cluster.inter_node
 
     def seconds(choice: Choice, link: Link) -> float:
@@ -107,11 +108,11 @@ def _row(choice: Choice, wanted: Wanted) -> dict[str, str]:
     time = choice.time
     return {
         "name": choice.name,
+        "line": choice.line if choice.line.endswith(")") else "",
         "step": "" if time is None else f"{time.seconds:.3g}",
         "range": "" if time is None else f"{time.low:.3g} to {time.high:.3g}",
         "sent": f"{choice.between_nbytes / 1e9:.2f}",
         "memory": f"{choice.held_nbytes(wanted) / 1e9:.1f}",
         "loss": "" if not choice.line else "unknown" if choice.loss is None else str(choice.loss),
         "steps": "" if not choice.line else "unknown" if choice.steps is None else str(choice.steps),
-        "line": choice.line,
     }

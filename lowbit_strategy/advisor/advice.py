@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lowbit_strategy.advisor.cost import StepTime, break_even
+from lowbit_strategy.advisor.inputs import Situation
+from lowbit_strategy.advisor.measured_loss import STEPS, Loss, MoreSteps, Quality, quality_of, steps_of, worst_loss
+from lowbit_strategy.advisor.models import layers_of
+from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.collectives.layout import Share
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, fitted
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
@@ -15,18 +20,12 @@ from lowbit_strategy.methods.weights.base import WeightCoding
 from lowbit_strategy.methods.weights.exact import Exact
 from lowbit_strategy.methods.weights.registry import default_weights
 from lowbit_strategy.plan import fitting
-from lowbit_strategy.plan.cluster import Cluster
-from lowbit_strategy.plan.cost import StepTime, break_even, step_time
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, Reduced, ddp_buckets
-from lowbit_strategy.plan.measured_loss import STEPS, Loss, MoreSteps, Quality, quality_of, steps_of, worst_loss
 from lowbit_strategy.plan.messages import Unit
-from lowbit_strategy.plan.models import layers_of
 from lowbit_strategy.plan.plan import Plan, make_plan
-from lowbit_strategy.plan.uncompressed import uncompressed
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
 
-WORTH_IT = 0.95  # of the uncompressed step's time: below it, compression is worth its trouble
 _LATE = 10**6  # a step at which all warm-ups are over
 _BITS = {"loco": 4, "loco2": 2, "loco1": 1, "powersgd": 1}  # of what is shown; of PowerSGD fewer than that
 _COMPRESSED = tuple((name, quality_of(name, bits)) for name, bits in _BITS.items())
@@ -92,6 +91,11 @@ class Choice:
     break_even: float | None = None
     loss: Loss | None = None
     steps: MoreSteps | None = None
+
+    @property
+    def preset(self) -> str:
+        """The name of its compressor."""
+        return self.name.removesuffix(_SQUARES).rpartition("_")[0]
 
     @property
     def seconds(self) -> float:
@@ -181,32 +185,31 @@ def assign(wanted: Wanted, compressor: Compressor) -> Mapping[str, Assignment]:
     return assign_all(late, wanted.specs)
 
 
-def choices(wanted: Wanted, cluster: Cluster | None = None, compute_s: float | None = None) -> list[Choice]:
+def choices(wanted: Wanted, situation: Situation | None = None) -> list[Choice]:
     """Every sensible set-up, the framework's own first; the fastest of each layout before the others.
 
     Args:
         wanted: Model and ranks.
-        cluster: Links; None: bytes and memory only.
-        compute_s: A step without communication.
+        situation: Links and computing; None: bytes and memory only.
     """
     found: list[Choice] = []
     assigned = {name: assign(wanted, PRESETS[name]) for name in ("dense", *(name for name, _ in _COMPRESSED))}
     for layout in _layouts(wanted):
         base = plan_for(wanted, layout, PRESETS["dense"], assigned=assigned["dense"])
         half = uncompressed(base, 2)
-        own = [_timed("float32", uncompressed(base, 4), cluster, compute_s), _timed("bf16", half, cluster, compute_s)]
+        own = [_timed("float32", uncompressed(base, 4), situation), _timed("bf16", half, situation)]
         ours = []
         for name, quality in _COMPRESSED:
             plan = plan_for(wanted, layout, PRESETS[name], assigned=assigned[name])
-            ours.append(_timed(name, plan, cluster, compute_s, half, quality))
+            ours.append(_timed(name, plan, situation, half, quality))
             if (starred := name + _SQUARES) in STEPS and not (layout == "ddp" and wanted.ranks_per_node > 1):
                 plan = plan_for(wanted, layout, PRESETS[name], assigned=assigned[name], squares=True)
-                ours.append(_timed(starred, plan, cluster, compute_s, half, quality))
+                ours.append(_timed(starred, plan, situation, half, quality))
         if layout != "fsdp":
             rule = OUTER_RULES["diloco"]
             plan = plan_for(wanted, layout, default_compressor(rule), outer=rule)
-            ours.append(_timed("diloco", plan, cluster, compute_s, half, "local"))
-        found += own + (ours if cluster is None else sorted(ours, key=lambda choice: choice.seconds))
+            ours.append(_timed("diloco", plan, situation, half, "local"))
+        found += own + (ours if situation is None else sorted(ours, key=lambda choice: choice.seconds))
     return found
 
 
@@ -215,38 +218,15 @@ def _layouts(wanted: Wanted) -> tuple[Layout, ...]:
 
 
 def _timed(
-    name: str,
-    plan: Plan,
-    cluster: Cluster | None,
-    compute_s: float | None,
-    against: Plan | None = None,
-    quality: Quality = "same",
+    name: str, plan: Plan, situation: Situation | None, against: Plan | None = None, quality: Quality = "same"
 ) -> Choice:
     if against is None:
-        time = None if cluster is None or compute_s is None else step_time(plan, cluster, compute_s)
-        return Choice(f"{plan.layout}, {name}", "", plan, time)
+        return Choice(f"{plan.layout}, {name}", "", plan, None if situation is None else situation.predicted(plan))
     preset, star = name.removesuffix(_SQUARES), _SQUARES * name.endswith(_SQUARES)
     full, known = f"{preset}_{plan.layout}", (worst_loss(name), STEPS.get(name))
     line = _SQUARES_LINES[plan.layout].format(preset) if star else f'strategy="{full}"'
-    if cluster is None or compute_s is None:
+    if situation is None:
         return Choice(full + star, line, plan, None, quality, None, *known)
-    cluster = cluster.coding_as(preset)
-    even = break_even(plan, against, cluster, compute_s, steps_of(name))
-    return Choice(full + star, line, plan, step_time(plan, cluster, compute_s), quality, even, *known)
-
-
-def advised(
-    found: Sequence[Choice], wanted: Wanted, memory: float | None = None, quality: Quality = "same"
-) -> Choice | None:
-    """What reaches the same loss soonest, of that quality, and fits into `memory` bytes.
-
-    None: the framework's own does as well.
-    """
-    allowed = ("same",) if quality == "same" else ("same", "close")
-    fits = [choice for choice in found if memory is None or choice.held_nbytes(wanted) <= memory]
-    own = [choice.seconds for choice in fits if not choice.line]
-    ours = [choice for choice in fits if choice.line and choice.quality in allowed]
-    if not ours:
-        return None
-    best = min(ours, key=lambda choice: choice.seconds)
-    return best if not own or best.seconds < WORTH_IT * min(own) else None
+    own = situation.coding_as(preset)
+    even = break_even(plan, against, own.cluster, own.compute_s, steps_of(name))
+    return Choice(full + star, line, plan, own.predicted(plan), quality, even, *known)

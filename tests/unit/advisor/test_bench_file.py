@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_strategy.plan.bench import Bench, Machine, Pair, read_bench, slowest
-from lowbit_strategy.plan.cluster import Coding, Link, Rings, Work
+from lowbit_strategy.advisor.bench_file import Bench, Machine, Pair, read_bench, slowest
+from lowbit_strategy.advisor.cluster import Coding, Link, Rings, Work
 from lowbit_strategy.version import __version__
 
 HERE = Machine("node0", "x86_64", 8)
@@ -61,8 +61,42 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     for part in ("levels", "pairs", "rings", "crowding", "machines", "codings"):
         BENCH.write(path)
         path.write_text(json.dumps({**json.loads(path.read_text()), part: ["edited"]}))
-        with pytest.raises(ValueError, match="not written by this version"):
+        with pytest.raises(ValueError, match=f"is damaged: it.{part}"):
             read_bench(path, HERE)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("nodes", 0),
+        ("nodes", "two"),
+        ("ranks_per_node", -1),
+        ("memcpy_nbytes_per_s", 0),
+        ("levels/inter-node/nbytes_per_s", 0.0),
+        ("levels/inter-node/nbytes_per_s", -1e9),
+        ("levels/inter-node/nbytes_per_s", float("nan")),
+        ("levels/inter-node/latency_s", "soon"),
+        ("levels/inter-node/latency_s", float("inf")),
+        ("levels/inter-node/measured", [[1e5, -1.0]]),
+        ("rings/between/nbytes_per_s", None),
+        ("codings/loco/numel_per_s", 0),
+        ("codings", {}),
+        ("pairs/0/level", "between"),
+        ("pairs/0/nbytes_per_s", -5),
+    ],
+)
+def test_figures_that_no_link_can_have_are_refused_with_their_place(tmp_path: Path, place: str, value: object) -> None:
+    path = tmp_path / "bench.json"
+    BENCH.write(path)
+    content = json.loads(path.read_text())
+    *parents, name = place.split("/")
+    owner = content
+    for parent in parents:
+        owner = owner[int(parent) if isinstance(owner, list) else parent]
+    owner[name] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"is damaged: .*{name}.*measure again"):
+        read_bench(path, HERE)
 
 
 def test_wild_pairs_are_named() -> None:

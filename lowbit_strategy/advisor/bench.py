@@ -26,9 +26,7 @@ def bench(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("lowbit-bench.json"),
     cpu: Annotated[bool, typer.Option("--cpu", help="Measure on the CPU, with gloo, although there is a GPU.")] = False,
 ) -> None:
-    """Measure links, codecs and memory, for lowbit advise --bench. Under two minutes, up to five where ranks are
-    150 ms apart.
-    """
+    """Measure links, codecs and memory, for lowbit advise --bench, in two minutes: over long ways with fewer sizes."""
     import torch
     import torch.distributed as dist
 
@@ -52,7 +50,7 @@ def this_machine(*, cpu: bool = False) -> Any:
     """As a file of measurements names it."""
     import torch
 
-    from lowbit_strategy.plan.bench import Machine
+    from lowbit_strategy.advisor.bench_file import Machine
 
     device = _device(cpu=cpu)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
@@ -70,9 +68,9 @@ def _device(*, cpu: bool) -> Any:
 
 
 def _measure(device: Any, world_size: int, progress: Progress) -> Any:
+    from lowbit_strategy.advisor.bench_file import Bench, slowest_codings
+    from lowbit_strategy.advisor.timing.coding import measure_coding, memcpy_nbytes_per_s
     from lowbit_strategy.methods.registry import PRESETS
-    from lowbit_strategy.plan.bench import Bench, slowest_codings
-    from lowbit_strategy.telemetry.timing.coding import measure_coding, memcpy_nbytes_per_s
     from lowbit_strategy.version import __version__
 
     presets = {name: each for name, each in PRESETS.items() if name not in _SLOW}
@@ -103,10 +101,10 @@ def _links(device: Any, world_size: int, progress: Progress) -> dict[str, Any]:
     """What a `Bench` has of several ranks: all at once, by level, and pairs."""
     import torch.distributed as dist
 
+    from lowbit_strategy.advisor.timing.links import measure_network, slowest_network
+    from lowbit_strategy.advisor.timing.pairs import measure_pairs, pairs_to_measure
     from lowbit_strategy.ranks.ranks import make_ranks
     from lowbit_strategy.ranks.topology import find_topology
-    from lowbit_strategy.telemetry.timing.links import measure_network, slowest_network
-    from lowbit_strategy.telemetry.timing.pairs import measure_pairs, pairs_to_measure
 
     topology = find_topology()
     size = topology.ranks_per_node if topology.obstacle is None else None

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from lowbit_strategy.advisor import units
 from lowbit_strategy.cli import app
-from lowbit_strategy.launch import units
 
 
 def invoke(*arguments: str, columns: int = 160) -> tuple[int, str]:
@@ -22,7 +22,10 @@ def test_nothing_is_cut_off_in_a_terminal_of_eighty_columns() -> None:
     code, output = invoke("advise", *wanted, columns=80)
     assert code == 0
     assert "…" not in output
-    assert max(map(len, output.splitlines()[:-2])) <= 80
+    table = [
+        line for line in output.splitlines() if not line.startswith(("assumed:", "It ", "  It ", "Use", "Measure"))
+    ]
+    assert max(map(len, table)) <= 80
 
 
 def test_advice_ends_with_a_line_to_paste() -> None:
@@ -48,8 +51,38 @@ def test_json_has_what_the_table_has() -> None:
     assert loco["memory_nbytes"] > loco["kept_nbytes"]["residuals"] > 0
 
 
+def test_what_is_assumed_comes_first_and_in_json_with_its_range() -> None:
+    given = ("--params", "1e8", "--nodes", "2", "--link", "1Gbps")
+    code, output = invoke("advise", *given)
+    assert code == 0
+    first = output.splitlines()[0]
+    assert first.startswith("assumed: 8 ranks on each, latency 0.1ms, inside a node 50GB/s, in flight")
+    assert "given: link 1Gbps" in first
+    found = json.loads(invoke("advise", *given, "--json")[1])
+    figures = {each["what"]: each for each in found["inputs"]["figures"]}
+    assert {each["source"] for name, each in figures.items() if name != "link"} == {"assumed"}
+    assert figures["link"]["low"] < 0.5
+    assert found["inputs"]["sources"] == first
+    assert found["links"]["between"]["nbytes_per_s"] == 1.25e8
+    assert found["answer"] in ("use", "measure", "no")
+    assert found["gain"]["low"] <= found["gain"]["likely"] <= found["gain"]["high"]
+
+
 def test_far_machines_without_gpus_let_all_messages_travel_at_once() -> None:
-    wanted = ("--params", "1e8", "--nodes", "4", "--ranks-per-node", "1", "--link", "10gbit", "--compute", "0.1s")
+    wanted = (
+        "--params",
+        "1e8",
+        "--nodes",
+        "4",
+        "--ranks-per-node",
+        "1",
+        "--link",
+        "10gbit",
+        "--compute",
+        "0.1s",
+        "--window",
+        "1GB",
+    )
     steps = []
     for far in (("--latency", "2ms", "--cpu"), ("--latency", "100ms", "--cpu"), ("--latency", "100ms")):
         code, output = invoke("advise", *wanted, *far, "--json")
@@ -84,7 +117,11 @@ def test_estimate_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.Mon
         (("--model", "torch.nn:Linear"), "cannot be built on the meta device"),
         (("--hf-config", "nowhere"), "nowhere has no config.json"),
         (("--params", "1e9", "--link", "fast"), "give a bandwidth such as 10gbit"),
-        (("--params", "1e9", "--compute", "0s"), "must be above 0: give a time"),
+        (("--params", "1e15"), "give at most 1e+13"),
+        (("--params", "1e9", "--memory", "80"), "'80' has no such unit: give an amount of memory such as 80GB"),
+        (("--params", "1e9", "--machine", "p4e"), "'p4e' is not known"),
+        (("--params", "1e9", "--html", "nowhere/advice.html"), "there is no folder"),
+        (("--params", "1e9", "--compute", "0s"), "must be above 0"),
     ],
 )
 def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
@@ -94,7 +131,8 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
 
 
 def test_quantities() -> None:
-    assert units.rate("10gbit") == units.rate("10 Gbit/s") == 1.25e9
+    assert units.rate("10gbit") == units.rate("10 Gbit/s") == units.rate("10Gbps") == units.rate("1.25GB/s") == 1.25e9
+    assert units.rate("1Gb/s") == units.rate("1gbps") == units.rate("125 MB/s") == 1.25e8
     assert units.duration("0.1ms") == pytest.approx(1e-4)
     assert units.size("80GB") == 80e9
     assert units.count("7B") == units.count("7e9") == 7e9
@@ -115,7 +153,8 @@ def test_losses_are_those_that_were_measured() -> None:
 
 def test_one_bit_is_advised_only_with_the_second_moment() -> None:
     """Without it, its steps are shorter, and a fifth more of them are needed."""
-    code, output = invoke("advise", "--params", "7e9", "--ranks-per-node", "1", "--link", "1gbit", "--close", "--json")
+    given = ("--params", "7e9", "--ranks-per-node", "1", "--link", "1gbit", "--memory", "200GB")
+    code, output = invoke("advise", *given, "--close", "--json")
     assert code == 0
     found = {each["name"]: each for each in json.loads(output)["choices"]}
     assert found["loco1_ddp"]["step"]["seconds"] < found["loco1_ddp*"]["step"]["seconds"]
@@ -136,7 +175,7 @@ def test_a_page_with_curves(tmp_path: Path) -> None:
 
 def test_it_asks_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = "\n".join(["1e9", "4", "2", "1gbit", "0.1ms", "0.5s"])
-    monkeypatch.setattr("lowbit_strategy.launch.advise._is_terminal", lambda: True)
+    monkeypatch.setattr("lowbit_strategy.advisor.advise._is_terminal", lambda: True)
     result = CliRunner().invoke(app, ["advise"], input=answers, env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     assert "How many parameters" in result.output

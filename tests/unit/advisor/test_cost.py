@@ -6,23 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.published_steps import TOLERANCE, rows
+from benchmarks.published_steps import rows
 from lowbit_strategy import OUTER_RULES, PRESETS, LoCo
+from lowbit_strategy.advisor.advice import Wanted, plan_for
+from lowbit_strategy.advisor.cluster import Cluster, Link, Rings, Work
+from lowbit_strategy.advisor.cost import break_even, message_seconds, step_time
+from lowbit_strategy.advisor.models import transformer
+from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.attach.strategy_options import default_bucket_cap_mb
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.plan.advice import Choice, Wanted, advised, choices, plan_for
-from lowbit_strategy.plan.cluster import Cluster, Link, Rings, Work
-from lowbit_strategy.plan.cost import break_even, message_seconds, step_time
 from lowbit_strategy.plan.gradients import Reduced
 from lowbit_strategy.plan.messages import RING, Message
-from lowbit_strategy.plan.models import transformer
 from lowbit_strategy.plan.plan import Plan, make_plan
-from lowbit_strategy.plan.uncompressed import uncompressed
 from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.ranks.topology import Topology
 
@@ -322,32 +321,79 @@ def test_gloo_scatters_by_an_all_reduce_and_waits_for_each_collective() -> None:
     assert twice - once == pytest.approx(gradients)
 
 
-def best(found: list[Choice], wanted: Wanted, memory: float | None = None) -> str | None:
-    chosen = advised(found, wanted, memory)
-    return None if chosen is None else chosen.name
-
-
-def test_advice_for_seven_billion_parameters_needs_no_ranks() -> None:
-    wanted = Wanted(transformer(7e9), 4, 8, itemsize=2)
-    found = choices(wanted, cluster(Link(1e-4, 10e9 / 8)), 0.9)
-    assert not dist.is_initialized()
-    assert 6.5e9 < wanted.numel < 7.5e9
-    assert best(found, wanted) in ("loco_ddp", "loco_hsdp")
-    assert best(found, wanted, 80e9) == "loco_hsdp"  # DDP's weights and moments alone take more
-    assert best(found, wanted, 12e9) == "loco_fsdp"  # every rank of a node has an eighth of all under HSDP
-
-
-def test_it_declines_where_links_are_fast() -> None:
-    wanted = Wanted(transformer(1e9), 2, 1, itemsize=2)
-    assert best(choices(wanted, cluster(FAST), 1.0), wanted) is None
-    assert best(choices(wanted, cluster(SLOW), 1.0), wanted) is not None
-
-
-def test_two_of_three_published_figures_are_within_a_fifth() -> None:
+def test_published_figures_are_near_their_predictions_and_inside_their_ranges() -> None:
+    """By the quantity that was published: two of three within a fifth, nine of ten inside."""
     found = rows()
     assert len(found) >= 15
     assert sum(row.within for row in found) / len(found) >= 2 / 3
-    assert all(abs(row.ratio - 1) < 2 * TOLERANCE for row in found)
+    assert sum(row.inside for row in found) / len(found) >= 9 / 10
+
+
+def random_plans() -> st.SearchStrategy[Plan]:
+    """Of any layout, with and without compression and with local steps, over one level or two."""
+
+    def plan_of(layout: str, name: str, numel: float, nodes: int, per_node: int, own: bool) -> Plan:
+        outer = OUTER_RULES.get(name) if layout != "fsdp" and not own else None
+        wanted = Wanted(transformer(numel), nodes, per_node, itemsize=2)
+        compressor = PRESETS["loco" if name in OUTER_RULES else name]
+        plan = plan_for(wanted, layout, compressor, outer=outer)  # type: ignore[arg-type]
+        return uncompressed(plan, 2) if own else plan
+
+    layouts, names = st.sampled_from(["ddp", "fsdp", "hsdp"]), st.sampled_from(["loco", "powersgd", "dense", "diloco"])
+    sizes = st.sampled_from([2e7, 1e8, 4e8]), st.integers(1, 5), st.integers(1, 4)
+    return st.builds(plan_of, layouts, names, *sizes, st.booleans())
+
+
+@settings(max_examples=2000, deadline=None)
+@given(
+    random_plans(),
+    st.floats(1e-6, 0.2),
+    st.floats(1e6, 1e12),
+    st.floats(1e9, 1e12),
+    st.floats(1e-3, 10.0),
+    st.floats(1.0, 50.0),
+    st.sampled_from([None, 4e6]),
+    st.booleans(),
+)
+def test_more_bandwidth_is_never_slower_and_more_latency_never_faster(
+    plan: Plan,
+    latency_s: float,
+    rate: float,
+    inside: float,
+    compute_s: float,
+    times: float,
+    window: float | None,
+    prefetches: bool,
+) -> None:
+    far = Link(latency_s, rate, window_nbytes=window)
+    at = Cluster(inter_node=far, intra_node=Link(5e-6, inside), encoded_per_s=1e10, prefetches=prefetches)
+    step = step_time(plan, at, compute_s)
+    for better in (at.scaled(link=times), at.scaled(inside=times), at.scaled(latency=1 / times)):
+        faster = step_time(plan, better, compute_s)
+        for bound in ("low", "seconds", "high"):
+            assert getattr(faster, bound) <= getattr(step, bound) * (1 + 1e-9)
+
+
+def test_a_window_limits_what_a_long_way_carries() -> None:
+    """4 MB per round trip of 10 ms are 400 MB/s, however fast the link is."""
+    assert Link(5e-3, 12.5e9, window_nbytes=4e6).travelling_s(4e8) == pytest.approx(1.0)
+    assert Link(5e-3, 1e8, window_nbytes=4e6).travelling_s(4e8) == pytest.approx(4.0)
+    assert Link(0.0, 1e8, window_nbytes=4e6).travelling_s(4e8) == pytest.approx(4.0)
+
+
+def test_a_ring_keeps_the_pace_of_its_slowest_link() -> None:
+    plan = uncompressed(plan_for(Wanted(transformer(1e9), 2, 4, itemsize=2), "ddp", LoCo()), 2)
+    nbytes = sum(message.nbytes for unit in plan.gradients for message in unit.messages)
+    for between, inside, slowest in ((1e9, 1e12, 1e9), (1e12, 1e9, 1e9)):
+        at = Cluster(inter_node=Link(0.0, between), intra_node=Link(0.0, inside))
+        assert step_time(plan, at, 0.0).high == pytest.approx(nbytes / slowest, rel=0.3)
+
+
+def test_a_rank_alone_sends_and_codes_nothing() -> None:
+    for layout in ("ddp", "fsdp"):
+        plan = plan_for(Wanted(transformer(1e8), 1, 1, itemsize=2), layout, LoCo())  # type: ignore[arg-type]
+        at = replace(cluster(), encoded_per_s=1e9, bucket_s=1e-3)
+        assert step_time(uncompressed(plan, 2), at, 0.5).high == 0.5
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 8), ("cuda", 128), ("mps", 128), ("xpu", 128)])

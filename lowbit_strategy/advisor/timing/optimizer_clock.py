@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowbit_strategy.telemetry.timing.device_clock import finish
+from lowbit_strategy.advisor.timing.device_clock import finish
 
 _clocks: weakref.WeakSet[OptimizerClock] = weakref.WeakSet()  # that run
 _handles: list[Any] = []  # torch's hooks, once per process

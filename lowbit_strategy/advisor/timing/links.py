@@ -8,15 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
-from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
-from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.plan.bench import slowest, slowest_codings
-from lowbit_strategy.plan.cluster import ANY_RATE, Cluster, Link, Network, Rings, Work
+from lowbit_strategy.advisor.bench_file import slowest
+from lowbit_strategy.advisor.cluster import ANY_RATE, Link, Network, Rings, Work
+from lowbit_strategy.advisor.timing.device_clock import finish, seconds_of
+from lowbit_strategy.collectives.comm import Comm, GroupComm
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.telemetry.timing.coding import measure_coding, memcpy_nbytes_per_s
-from lowbit_strategy.telemetry.timing.device_clock import finish, seconds_of
 
 _SMALL_NBYTES = 64
 _SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # of what goes to each other rank
@@ -28,6 +25,11 @@ _MOST_WARMING = 8
 _ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.35, 12, 3  # of one measurement
 _FEWEST_FAR = 6
 _FEWEST_OF_LONG, _LONG_CALL_S = 2, 1.0
+_BUDGET_S, _RING_BUDGET_S = (
+    25.0,
+    12.0,
+)  # of one link: a longer message is not begun where those before it show that time will not do
+_CALLS_OF_LONGER = 6  # so many calls of the message before take about as long as a longer one is measured
 _MORE_OF_SHORT = 3  # as many: from what a message of no length takes all other times are counted
 
 
@@ -41,16 +43,6 @@ def slowest_network(networks: Sequence[Network]) -> Network:
 
 def _slowest(links: Sequence[Rings]) -> tuple[Link, Link]:
     return slowest([each.between for each in links]), slowest([each.inside for each in links])
-
-
-def measure_cluster(
-    ranks: Ranks, compressor: Compressor, device: torch.device, group: dist.ProcessGroup | None
-) -> Cluster:
-    """Links, and how fast `compressor` codes, of the slowest rank, which is waited for; all ranks of `group` call."""
-    coded, copied = measure_coding(compressor, device), memcpy_nbytes_per_s(device)
-    networks, codings, copies = zip(*gathered((measure_network(ranks, device), coded, copied), group), strict=True)
-    coding = slowest_codings([{"": each} for each in codings])
-    return slowest_network(networks).cluster(coding, min(copies), is_gloo=device.type == "cpu").coding_as("")
 
 
 def measure_network(ranks: Ranks, device: torch.device) -> Network:
@@ -145,13 +137,18 @@ class Turns:
         return near
 
     def cost_of(
-        self, comm: Comm, call: Callable[[], object], more: int = 1, pause_s: float = float("inf")
+        self,
+        comm: Comm,
+        call: Callable[[], object],
+        more: int = 1,
+        pause_s: float = float("inf"),
+        most_s: float = float("inf"),
     ) -> tuple[float, float]:
         """Seconds of a collective that follows a turn, the median of a few, and processor time, their mean.
 
         Of each the ranks' mean counts: who comes first waits for the last, and each is the last now and then. Turns
         without it are timed before and after: how fast a processor is changes, and a short message takes less time
-        than that changes a turn by. `more`: times as many calls as usual.
+        than that changes a turn by. `more`: times as many calls as usual. `most_s`: fewer calls where they take longer.
 
         Ranks that are far apart report ahead that their next receive is posted. In training these reports arrive long
         before a message is sent; here they are given the time, as much as a call takes and `pause_s` at most. Where
@@ -163,6 +160,7 @@ class Turns:
         pause = min(each, pause_s) if comm.is_far else 0.0
         fewest = _FEWEST_FAR if comm.is_far else _FEWEST_OF_LONG if each > _LONG_CALL_S else _FEWEST_TIMES
         times = int(min(more * _MOST_TIMES, max(fewest, more * _ENOUGH_S / (each + pause))))
+        times = max(_FEWEST_OF_LONG, int(min(times, most_s / (each + pause))))
         finish(self.device)
         worked, seconds = 0.0, []
         turn_s, turn_work_s = self.alone(times // 2 + 1)
@@ -213,7 +211,7 @@ def measure_link(comm: Comm, turns: Turns) -> Link:
         out = torch.empty_like(x)
         return lambda: comm.all_to_all(out, x).wait()
 
-    return _measure(comm, turns, exchange, _SIZES, lambda nbytes: others * nbytes, 1)
+    return _measure(comm, turns, exchange, _SIZES, lambda nbytes: others * nbytes, 1, _BUDGET_S)
 
 
 def measure_ring(comm: Comm, turns: Turns, in_series: int) -> Link:
@@ -224,7 +222,9 @@ def measure_ring(comm: Comm, turns: Turns, in_series: int) -> Link:
         x = torch.zeros(nbytes // 4, dtype=torch.float32, device=turns.device)
         return lambda: own.all_reduce(x).wait()
 
-    return _measure(own, turns, reduce, _RING_SIZES, lambda nbytes: 2 * (size - 1) * nbytes / size, 2 * in_series)
+    return _measure(
+        own, turns, reduce, _RING_SIZES, lambda nbytes: 2 * (size - 1) * nbytes / size, 2 * in_series, _RING_BUDGET_S
+    )
 
 
 def _measure(
@@ -234,16 +234,21 @@ def _measure(
     sizes: Sequence[int],
     sent_nbytes: Callable[[int], float],
     in_series: int,
+    budget_s: float,
 ) -> Link:
     if comm.world_size == 1:
         return Link(0.0, ANY_RATE)
     counted = comm.sent_nbytes  # this is not traffic of a step
-    latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES), _MORE_OF_SHORT)
+    began = time.perf_counter()
+    latency, waking = turns.cost_of(comm, collective(_SMALL_NBYTES), _MORE_OF_SHORT, most_s=budget_s / 4)
     pause_s = 2 * turns.agreed(latency)
     nbyte_s = beyond = 0.0
     measured: list[tuple[float, float]] = []
     for nbytes in _finer(sizes) if turns.far else sizes:
-        seconds, working = turns.cost_of(comm, collective(nbytes), pause_s=pause_s)
+        left_s = budget_s - turns.agreed(time.perf_counter() - began)
+        if measured and left_s < _CALLS_OF_LONGER * turns.agreed(latency + beyond):
+            break  # what has been measured has to tell the rest
+        seconds, working = turns.cost_of(comm, collective(nbytes), pause_s=pause_s, most_s=left_s / 2)
         beyond = max(beyond, seconds - latency)
         measured.append((sent_nbytes(nbytes) / in_series, beyond / in_series))
         nbyte_s = max(0.0, working - waking) / sent_nbytes(nbytes)

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 ANY_RATE = 1e12  # bytes per second: faster than any link
+
+
+def check_finite(owner: object, *, least: float, **values: float) -> None:
+    """Raises:
+    ValueError: A value is not a number of at least `least`, or is infinite.
+    """
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= least):
+            bound = "0 or more" if least == 0 else "above 0"
+            raise ValueError(f"{type(owner).__name__}.{name} must be a finite number, {bound}, got {value!r}")
+
+
+_LEAST = 1e-300  # above 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +37,9 @@ class Work:
     message_s: float
     nbyte_s: float
 
+    def __post_init__(self) -> None:
+        check_finite(self, least=0.0, message_s=self.message_s, nbyte_s=self.nbyte_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -32,12 +49,28 @@ class Link:
     measured: Bytes of messages and the seconds each took beyond the latency, in rising order. Short messages are often
         faster than the rate of long ones says. Empty: the rate holds for all.
     work: What its messages take of the processors, where ranks have none to spare; None: nothing.
+    window_nbytes: Bytes that may be in flight before the first is acknowledged. Over a long way they are the limit: no
+        more than a window passes per round trip. None: no limit, or the rate was measured over this way.
     """
 
     latency_s: float
     nbytes_per_s: float
     measured: tuple[tuple[float, float], ...] = ()
     work: Work | None = None
+    window_nbytes: float | None = None
+
+    def __post_init__(self) -> None:
+        check_finite(self, least=0.0, latency_s=self.latency_s)
+        check_finite(self, least=_LEAST, nbytes_per_s=self.nbytes_per_s)
+        for at, point in enumerate(self.measured):
+            check_finite(self, least=0.0, **{f"measured[{at}]": min(point)})
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of a long message: what the link carries, or a window per round trip if that is less."""
+        if self.window_nbytes is None or not self.latency_s:
+            return self.nbytes_per_s
+        return min(self.nbytes_per_s, self.window_nbytes / (2 * self.latency_s))
 
     def travelling_s(self, nbytes: float) -> float:
         """Seconds beyond the latency: straight lines between what was measured, then the rate."""
@@ -46,18 +79,18 @@ class Link:
             if nbytes <= point[0]:
                 return last[1] + (nbytes - last[0]) / (point[0] - last[0]) * (point[1] - last[1])
             last = point
-        return last[1] + (nbytes - last[0]) / self.nbytes_per_s
+        return last[1] + (nbytes - last[0]) / self.rate
 
     def beginning_s(self, nbytes: float) -> float:
         """Of these, the seconds by which a message alone is slower than the rate, in which others could travel."""
-        return max(0.0, self.travelling_s(nbytes) - nbytes / self.nbytes_per_s)
+        return max(0.0, self.travelling_s(nbytes) - nbytes / self.rate)
 
     def streaming_s(self, nbytes: float) -> float:
         """Seconds of many messages one after the other: of the best rate that was measured, after one burst.
 
         What passes faster than that at first, as a limit of the rate allows after a pause, does so once.
         """
-        rates = [self.nbytes_per_s]
+        rates = [self.rate]
         for (before, began), (after, ended) in itertools.pairwise(self.measured):
             if ended > began > 0:
                 rates.append((after - before) / (ended - began))
@@ -69,6 +102,16 @@ class Link:
         """The link of a node, of whose ranks each has this when all send at once."""
         measured = tuple((ranks * nbytes, seconds) for nbytes, seconds in self.measured)
         return replace(self, nbytes_per_s=min(ANY_RATE, ranks * self.nbytes_per_s), measured=measured)
+
+    def scaled(self, rate: float = 1.0, latency: float = 1.0, window: float = 1.0) -> Link:
+        """The same link with so many times its rate, its latency and its window."""
+        return replace(
+            self,
+            latency_s=latency * self.latency_s,
+            nbytes_per_s=rate * self.nbytes_per_s,
+            measured=tuple((nbytes, seconds / rate) for nbytes, seconds in self.measured),
+            window_nbytes=None if self.window_nbytes is None else window * self.window_nbytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +125,10 @@ class Coding:
 
     numel_per_s: float
     bucket_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_finite(self, least=_LEAST, numel_per_s=self.numel_per_s)
+        check_finite(self, least=0.0, bucket_s=self.bucket_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +179,33 @@ class Cluster:
 
     def between_nodes(self, link: Link) -> Cluster:
         """The same with another link between nodes, of which no rings were measured."""
-        return replace(self, inter_node=replace(link, work=self.inter_node.work), rings=None)
+        now = self.inter_node
+        return replace(self, inter_node=replace(link, work=now.work, window_nbytes=now.window_nbytes), rings=None)
+
+    def scaled(
+        self,
+        *,
+        link: float = 1.0,
+        latency: float = 1.0,
+        window: float = 1.0,
+        inside: float = 1.0,
+        coding: float = 1.0,
+    ) -> Cluster:
+        """The same cluster with so many times each figure: of links between nodes and inside them, of coding."""
+        rings = self.rings
+        if rings is not None:
+            rings = Rings(rings.between.scaled(link, latency), rings.inside.scaled(inside, latency))
+        return replace(
+            self,
+            inter_node=self.inter_node.scaled(link, latency, window),
+            intra_node=self.intra_node.scaled(inside, latency),
+            rings=rings,
+            encoded_per_s=None if self.encoded_per_s is None else coding * self.encoded_per_s,
+            bucket_s=self.bucket_s / coding,
+            codings={
+                name: Coding(coding * each.numel_per_s, each.bucket_s / coding) for name, each in self.codings.items()
+            },
+        )
 
     def coding_as(self, preset: str) -> Cluster:
         """The same with the speed of a preset's codecs, if that was measured."""

@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from lowbit_strategy.advisor.bench import this_machine
+from lowbit_strategy.advisor.bench_file import Bench, read_bench
+from lowbit_strategy.advisor.cluster import ANY_RATE, Coding, Link, Rings, Work
+from lowbit_strategy.advisor.gather import Said, cluster_of
+from lowbit_strategy.advisor.timing import coding, links
+from lowbit_strategy.advisor.timing.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
 from lowbit_strategy.cli import app
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.launch.advise import cluster_of
-from lowbit_strategy.launch.bench import this_machine
 from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS
-from lowbit_strategy.plan.bench import Bench, read_bench
-from lowbit_strategy.plan.cluster import ANY_RATE, Coding, Link, Rings, Work
 from lowbit_strategy.ranks.topology import Topology
-from lowbit_strategy.telemetry.timing import coding, links
-from lowbit_strategy.telemetry.timing.pairs import MOST_PAIRS, measure_pairs, pairs_to_measure
 from testing.processes.ranks import run_ranks
 
 
@@ -55,7 +55,8 @@ def test_alone_codecs_are_measured_and_advise_reads_them(tmp_path: Path, monkeyp
     assert all(coding.numel_per_s > 0 < coding.bucket_s for coding in measured.codings.values())
     code, output = invoke("advise", "--params", "1e8", "--link", "1gbit", "--cpu", "--bench", str(path))
     assert code == 0, output
-    assert f"measured, in {path}" in output
+    assert "measured: coding " in output
+    assert f", in {path}" in output
     assert "given: link 1gbit; " in output
     content = json.loads(path.read_text())
     content["version"] = "0.0.1"
@@ -238,13 +239,16 @@ def test_advise_predicts_with_all_that_was_measured_and_without_rings_of_links_t
         codings={"loco": Coding(1e9)},
         memcpy_nbytes_per_s=1e10,
     )
-    assert cluster_of(None, None, measured) == measured.cluster()
-    given = cluster_of("1gbit", None, measured)
-    assert given.inter_node == Link(1e-3, 1e9 / 8)
+    cluster, figures = cluster_of(Said(), measured)
+    assert cluster == measured.cluster()
+    assert {each.source for each in figures} == {"measured"}
+    given, _ = cluster_of(Said(link="1gbit"), measured)
+    assert (given.inter_node.latency_s, given.inter_node.nbytes_per_s) == (1e-3, 1e9 / 8)
     assert given.rings is None
     work = Work(1e-3, 1e-9)  # on a machine alone: what messages to others take is not known better than this
     alone = replace(measured, nodes=1, levels={"intra-node": replace(link, work=work)}, crowding=2.0)
-    given = cluster_of("1gbit", "1ms", alone)
+    given, _ = cluster_of(Said(link="1gbit", latency="1ms"), alone)
     assert (given.inter_node.work, given.intra_node.work, given.crowding) == (work, work, 2.0)
     apart = replace(measured, levels={"inter-node": replace(link, work=work)})
-    assert cluster_of(None, None, apart).intra_node.work == work
+    given, _ = cluster_of(Said(), apart)
+    assert given.intra_node.work == work

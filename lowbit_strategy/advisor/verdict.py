@@ -1,0 +1,183 @@
+"""Whether compression pays: recommended only where it does for all figures within their ranges."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lowbit_strategy.advisor.advice import Choice, Wanted
+from lowbit_strategy.advisor.inputs import Figure, Situation, What
+from lowbit_strategy.advisor.measured_loss import Quality
+
+PAYS = 1.05  # times as fast: less is not worth the trouble
+BENCH_MINUTES = 2
+_ROOM = 0.9  # of a device's memory: activations and the framework need the rest
+_BISECTIONS = 14
+_FURTHEST = 1e4  # times a figure, in which a flip is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """How many times as fast as the framework's own in bf16 a set-up reaches the same loss."""
+
+    likely: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.likely:.3g} times as fast as without compression ({self.low:.2g} to {self.high:.2g})"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer.
+
+    Args:
+        answer: ``use``: it pays whatever the figures are within their ranges. ``measure``: it probably does. ``no``.
+        choice: The fastest set-up that keeps the loss and fits; None: there is none.
+        gain: Of that.
+        sentence: For the user.
+        flips: Where the answer would be another one, each a sentence.
+    """
+
+    answer: Literal["use", "measure", "no"]
+    choice: Choice | None
+    gain: Gain | None
+    sentence: str
+    flips: tuple[str, ...] = ()
+
+
+def decide(found: Sequence[Choice], wanted: Wanted, situation: Situation, quality: Quality = "same") -> Verdict:
+    """Compare the fastest set-up of that quality that fits with the framework's own.
+
+    Args:
+        found: All set-ups, timed.
+        wanted: Model and ranks.
+        situation: What they were timed with.
+        quality: ``close``: also what has fewer than 4 bits.
+    """
+    if wanted.world_size == 1:
+        return Verdict("no", None, None, "Do not use this package here: one rank sends nothing.")
+    allowed = ("same",) if quality == "same" else ("same", "close")
+    ours = [choice for choice in found if choice.line and choice.quality in allowed]
+    fits = [choice for choice in ours if _fits(choice, wanted, situation)]
+    own = [choice for choice in found if choice.name.endswith("bf16") and _fits(choice, wanted, situation)]
+    if not fits:
+        return Verdict("no", None, None, _too_large(ours, own, wanted, situation))
+    best = min(fits, key=lambda choice: choice.seconds)
+    compared = Comparison(best, own)
+    gain = compared.gain(situation)
+    flips = tuple(compared.flips(situation, recommended=gain.low > PAYS))
+    if gain.low > PAYS:
+        return Verdict("use", best, gain, f"Use: {best.line}: {gain}.", flips)
+    if gain.likely > PAYS:
+        return Verdict("measure", best, gain, f"Measure: {best.name} is probably {gain}: {_how(situation)}.", flips)
+    return Verdict("no", best, gain, f"Do not use this package here: {best.name} would be {gain}.", flips)
+
+
+def _fits(choice: Choice, wanted: Wanted, situation: Situation) -> bool:
+    limit = situation.memory_nbytes
+    return limit is None or choice.held_nbytes(wanted) <= _ROOM * limit
+
+
+def _too_large(ours: Sequence[Choice], own: Sequence[Choice], wanted: Wanted, situation: Situation) -> str:
+    assert situation.memory_nbytes is not None
+    least = min(ours, key=lambda choice: choice.held_nbytes(wanted))
+    needs = f"{least.name} needs {least.held_nbytes(wanted) / 1e9:,.3g} GB before activations"
+    limit = f"{situation.memory_nbytes / 1e9:.3g} GB of a device ({situation.memory_source})"
+    alone = "the framework's own does" if own else "nor does the framework's own"
+    return f"Do not use this package here: no set-up of it fits into the {limit}, {alone}; {needs}."
+
+
+def _how(situation: Situation) -> str:
+    if any(each.source == "measured" and each.what == "link" for each in situation.figures):
+        return "time a hundred steps of each"
+    return f"`lowbit bench` on two machines takes {BENCH_MINUTES} minutes and narrows this"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A set-up, and all of the framework's own that fit, of which the fastest counts; none: all gains are infinite."""
+
+    choice: Choice
+    own: Sequence[Choice]
+
+    def gain(self, situation: Situation) -> Gain:
+        """1. likely: the figures as they are
+        2. low: of all figures at either end of their ranges where compression gains least, while the framework overlaps
+           all that it can and compression nothing
+        3. high: the other way round
+        """
+        corners: list[dict[What, float]] = [{}, *self._corners(situation)]
+        return Gain(
+            self._ratio(situation),
+            min(self._lower(situation.at(corner)) for corner in corners),
+            max(self._upper(situation.at(corner)) for corner in corners),
+        )
+
+    def flips(self, situation: Situation, *, recommended: bool) -> list[str]:
+        """How far bandwidths are from where it would not be recommended any more, or would be."""
+        worst = min(self._corners(situation), key=lambda corner: self._lower(situation.at(corner)), default={})
+        found = []
+        for figure in situation.figures:
+            if figure.what not in _FLIPS:
+                continue
+
+            def pays(times: float, what: What = figure.what) -> bool:
+                return self._lower(situation.at({**worst, what: times * worst[what]})) > PAYS
+
+            times = _first(pays, recommended=recommended)
+            if times is not None:
+                rather = "would not be recommended" if recommended else "would be recommended"
+                found.append(f"{rather} {_FLIPS[figure.what][not recommended].format(_rate(figure, times))}")
+        return found
+
+    def _corners(self, situation: Situation) -> list[dict[What, float]]:
+        """Every figure at one end of its range or the other, the best ends first."""
+        names = [each.what for each in situation.figures]
+        ends = itertools.product(*((each.best, each.worst) for each in situation.figures))
+        return [dict(zip(names, each, strict=True)) for each in ends]
+
+    def _ratio(self, situation: Situation) -> float:
+        return self._of(situation, lambda time: time.seconds, lambda time: time.seconds)
+
+    def _lower(self, situation: Situation) -> float:
+        return self._of(situation, lambda time: time.low, lambda time: time.high)
+
+    def _upper(self, situation: Situation) -> float:
+        return self._of(situation, lambda time: time.high, lambda time: time.low)
+
+    def _of(self, situation: Situation, own: Callable[..., float], ours: Callable[..., float]) -> float:
+        """Seconds of the framework's own over those of compression."""
+        choice = self.choice
+        steps = 1.0 if choice.steps is None else choice.steps.times
+        seconds = steps * ours(situation.coding_as(choice.preset).step(choice.plan))
+        return min((own(situation.step(each.plan)) for each in self.own), default=float("inf")) / seconds
+
+
+_FLIPS: Mapping[What, tuple[str, str]] = {  # where a recommendation ends, and where one begins
+    "link": ("from {} on", "below {}"),
+    "inside": ("with more than {} inside a node", "with less than {} inside a node"),
+}
+
+
+def _first(pays: Callable[[float], bool], *, recommended: bool) -> float | None:
+    """By which multiple of a bandwidth, up or down, the answer changes; None: it does not within a wide range."""
+    same, other = 1.0, _FURTHEST if recommended else 1 / _FURTHEST
+    if pays(other) is recommended:
+        return None
+    for _ in range(_BISECTIONS):
+        middle = (same * other) ** 0.5
+        same, other = (middle, other) if pays(middle) is recommended else (same, middle)
+    return other
+
+
+def _rate(figure: Figure, times: float) -> str:
+    value = times * figure.value * (8 if figure.what == "link" else 1) / 1e9
+    return (
+        f"{value:,.0f}" * (value >= 10)
+        + f"{value:.2g}" * (value < 10)
+        + (" Gbit/s" if figure.what == "link" else " GB/s")
+    )

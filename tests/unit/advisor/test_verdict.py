@@ -1,0 +1,111 @@
+"""Whether compression pays: what is recommended, what is to be measured, what is declined."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from lowbit_strategy.advisor.advice import Wanted, choices
+from lowbit_strategy.advisor.cluster import Cluster, Link
+from lowbit_strategy.advisor.gather import Said, gather
+from lowbit_strategy.advisor.inputs import Situation
+from lowbit_strategy.advisor.models import transformer
+from lowbit_strategy.advisor.verdict import PAYS, Comparison, Verdict, decide
+
+
+def verdict(params: float, nodes: int, ranks_per_node: int, **said: str) -> Verdict:
+    wanted, given = Wanted(transformer(params), nodes, ranks_per_node, itemsize=2), Said(**said)
+    situation = gather(given, wanted.numel, None, given.known_machine())
+    return decide(choices(wanted, situation), wanted, situation)
+
+
+def certain(params: float, nodes: int, ranks_per_node: int, link: Link, compute_s: float, memory: float) -> str | None:
+    """The name of what is best where nothing is uncertain."""
+    wanted = Wanted(transformer(params), nodes, ranks_per_node, itemsize=2)
+    situation = Situation(Cluster(inter_node=link, intra_node=Link(5e-6, 50e9)), compute_s, (), memory)
+    choice = decide(choices(wanted, situation), wanted, situation).choice
+    return None if choice is None else choice.name
+
+
+def test_what_fits_is_chosen_and_no_ranks_are_needed() -> None:
+    """Each rank of a node has an eighth of everything under HSDP. Under FSDP2 all have less."""
+    slow = Link(1e-4, 10e9 / 8)
+    names = [certain(7e9, 4, 8, slow, 0.9, memory) for memory in (100e9, 80e9, 13e9, 1e9)]
+    assert not dist.is_initialized()
+    assert names == ["loco_ddp", "loco_hsdp", "loco_fsdp", None]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        (1, {}),
+        (1, {"inside": "300GB/s"}),
+        (1, {"machine": "p4d"}),
+        (4, {"link": "3200gbit", "latency": "10us", "compute": "0.5s"}),
+        (4, {"link": "400gbit", "latency": "10us", "compute": "0.5s"}),
+        (4, {"machine": "p5"}),
+        (4, {"machine": "dgx-h100"}),
+    ],
+)
+@pytest.mark.parametrize("params", [1e9, 7e9])
+def test_fast_clusters_get_no_plain_yes(params: float, nodes: int, said: dict[str, str]) -> None:
+    found = verdict(params, nodes, 8, **said)
+    assert found.answer in ("no", "measure")
+    assert "Use:" not in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "said"),
+    [
+        (4, 8, {"link": "10gbit", "latency": "0.1ms", "compute": "0.9s", "inside": "300GB/s"}),
+        (4, 1, {"link": "1gbit", "compute": "0.3s"}),
+        (4, 1, {"machine": "home-1gbit"}),
+    ],
+)
+def test_slow_links_get_a_line_to_paste(nodes: int, ranks_per_node: int, said: dict[str, str]) -> None:
+    found = verdict(1e9, nodes, ranks_per_node, **said)
+    assert found.answer == "use"
+    assert found.sentence.startswith('Use: strategy="loco_')
+    assert found.gain is not None
+    assert PAYS < found.gain.low <= found.gain.likely <= found.gain.high
+
+
+def test_what_does_not_fit_is_never_recommended() -> None:
+    found = verdict(1e11, 16, 8)
+    assert found.answer == "no"
+    assert "80 GB of a device (assumed), the framework's own does" in found.sentence
+    found = verdict(7e9, 2, 8, memory="1GB")
+    assert "1 GB of a device (given), nor does the framework's own" in found.sentence
+
+
+def test_a_rank_alone_has_nothing_to_send() -> None:
+    assert "one rank sends nothing" in verdict(1e8, 1, 1).sentence
+
+
+def test_the_answer_flips_where_it_says_so() -> None:
+    """Ten per cent on either side of the bandwidth that is named."""
+    said = {"latency": "0.1ms", "compute": "0.3s", "inside": "300GB/s"}
+    slow = verdict(1e9, 4, 8, link="10gbit", **said)
+    (sentence,) = [each for each in slow.flips if "Gbit/s" in each]
+    words = sentence.split()
+    assert slow.answer == "use"
+    assert sentence.startswith("would not be recommended from ")
+    limit = float(words[words.index("Gbit/s") - 1].replace(",", ""))
+    answers = [verdict(1e9, 4, 8, link=f"{times * limit}gbit", **said).answer for times in (0.9, 1.2)]
+    assert answers[0] == "use"
+    assert answers[1] != "use"
+
+
+def test_the_range_of_a_gain_holds_that_of_any_figures_within_theirs() -> None:
+    wanted, said = Wanted(transformer(1e9), 4, 8, itemsize=2), Said(link="100gbit", compute="0.2s")
+    situation = gather(said, wanted.numel)
+    found = choices(wanted, situation)
+    (ours,) = [each for each in found if each.name == "loco_fsdp"]
+    compared = Comparison(ours, [each for each in found if each.name.endswith("bf16")])
+    gain = compared.gain(situation)
+    for share in (0.0, 0.3, 0.5, 0.8, 1.0):
+        middle = {each.what: each.low ** (1 - share) * each.high**share for each in situation.figures}
+        assert gain.low <= compared.gain(Situation(situation.at(middle).cluster, situation.at(middle).compute_s)).likely
+        assert (
+            gain.high >= compared.gain(Situation(situation.at(middle).cluster, situation.at(middle).compute_s)).likely
+        )
