@@ -5,7 +5,7 @@
 #   make test        the test suite, without the tests marked slow
 #   make test-all    the whole suite
 #   make test-oldest the same as make test with the oldest versions that pyproject.toml claims (constraints-oldest.txt)
-#   make check       formatter, linter, type checker, layer contract, vocabulary, documentation, sdist and wheel
+#   make check       formatter, linter, type checker, layer contract, documentation, sdist and wheel
 #   make docs        the documentation as a web site, build/docs/index.html; a warning is an error
 #   make gpu-acceptance  does it work on this machine's GPUs? parts of under eight minutes; without one, what a CPU shows
 #   make bench-X     benchmarks/X.py, options in ARGS:  make bench-network ARGS="--rate 1gbit"  (as root)
@@ -60,7 +60,6 @@ check: $(VENV)/.dev docs
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python docs/vocabulary.py
 	rm -rf build/dist && mkdir -p build
 	$(BIN)/python -m build --no-isolation --outdir build/dist . >build/dist.log 2>&1 || { cat build/dist.log >&2; exit 1; }
 	$(BIN)/python -m twine check --strict build/dist/*

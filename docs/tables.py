@@ -33,7 +33,8 @@ from lowbit_strategy.ranks.shape import Shape
 from lowbit_strategy.register import strategy_names
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "benchmarks/ADVICE.md", *sorted((ROOT / "docs").glob("*.md")))
+BENCHMARKS = (ROOT / "benchmarks" / "ADVICE.md", ROOT / "benchmarks" / "LOG.md")
+PAGES = (ROOT / "README.md", *BENCHMARKS, *sorted((ROOT / "docs").glob("*.md")))
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 

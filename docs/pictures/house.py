@@ -18,6 +18,7 @@ Graph = dict[str, set[str]]
 ROOMS = {
     "cli": (0, 0, "the command lowbit"),
     "run": (2, 0, "python -m lowbit_strategy.run"),
+    "advisor": (1, 0, "predicts steps, measures links"),
     "launch": (1, 1, "launch, run, doctor"),
     "config": (2, 1, "configuration files"),
     "custom_loop": (0, 1, "for loops of your own"),
@@ -31,6 +32,8 @@ ROOMS = {
     "attach": (1, 4.3, "the session of a model"),
     "extend": (2, 4.3, "for methods of your own"),
     "checkpoint": (1, 5.25, "residual files, resume"),
+    "autoload": (2, 5.25, "names without an import"),
+    "exports": (0, 5.25, "the public names"),
     "telemetry": (0, 6.2, "observe, record, decide"),
     "rounds": (1, 6.2, "local steps"),
     "hooks": (2, 6.2, "DDP and FSDP2 hand over"),

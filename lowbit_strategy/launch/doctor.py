@@ -179,7 +179,7 @@ def _backends() -> Iterator[Finding]:
 
 _TCP = Path("/proc/sys/net/ipv4")
 _FAR = 1e9 * 0.15 / 8  # bytes on the way at 1 Gbit/s and a round trip of 150 ms
-_FAR_PAGE = "docs/multi-node.md"
+_FAR_PAGE = "docs/far-links.md"
 
 
 def examine_far_links(root: Path = _TCP) -> Iterator[Finding]:

@@ -61,7 +61,7 @@ def together(pair: list[str]) -> str:
 
 
 def lightning(folder: Path, port: str, command: str) -> None:
-    (folder / "train.py").write_text(files("multi-node.md")["train.py"])
+    (folder / "train.py").write_text(files("two-machines.md")["train.py"])
     done = run(folder, command, port)
     assert "reduce-scatter over 2 ranks" in done.stderr
     assert "max_epochs=1` reached" in done.stderr
@@ -69,13 +69,13 @@ def lightning(folder: Path, port: str, command: str) -> None:
 
 ON_BOTH = [line for line in commands("multi-node.md") if "rdzv" in line] * 2
 BY_RANK = [line for line in commands("multi-node.md") if "--node-rank" in line and "10.0.0.1" in line]
-TRIED_OUT = [line for line in commands("multi-node.md") if "--node-rank" in line and "127.0.0.1" in line]
+TWO_MACHINES = [line for line in commands("two-machines.md") if "--node-rank" in line]
 VARIABLES = [line for line in commands("multi-node.md") if "NODE_RANK=" in line]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "pair", [ON_BOTH, BY_RANK, TRIED_OUT, VARIABLES], ids=["rendezvous", "ranks", "one machine", "variables"]
+    "pair", [ON_BOTH, BY_RANK, TWO_MACHINES, VARIABLES], ids=["rendezvous", "ranks", "two machines", "variables"]
 )
 def test_lightning(pair: list[str], folder: Path, port: str) -> None:
     lightning(folder, port, together(pair))

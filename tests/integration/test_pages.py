@@ -1,7 +1,8 @@
-"""Every page: whole files and their commands in an empty folder, snippets as they stand, commands that others test."""
+"""Every page: files and commands in an empty folder, snippets, commands that others test, start-up reports."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 from pathlib import Path
@@ -62,7 +63,6 @@ ELSEWHERE = {
     "lowbit doctor": "tests/unit/test_cli.py",
     "python train.py": "test_new_compressor.py",
     "python -m pytest tests/integration/test_invariants.py -k float8": "test_new_compressor.py, on the page's file",
-    "lowbit launch --dry-run --config_file job.yaml --num_processes 16 --num_machines 2 train.py": "test_dry_run.py",
     "torchrun --nproc-per-node 2 recipes/lora.py --steps 60": "test_recipes.py",
     "torchrun --nproc-per-node 2 recipes/dlrm.py": "test_recipes.py",
     "python -m recipes.dion --devices 2 --steps 200": "test_recipes.py",
@@ -88,7 +88,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize("page", sorted(path.name for path in (REPOSITORY / "docs").glob("*.md")))
 def test_every_command_is_run(page: str) -> None:
     here = {line for _, command in CASES for line in command.split(" && ")}
-    machines = page == "multi-node.md"  # test_machines.py takes its commands from there
+    machines = page in ("multi-node.md", "two-machines.md")  # test_machines.py takes its commands from there
     several = ("--machine_rank", "srun")  # likewise, from any page
     for line in filter(None, commands(page)):
         known = line in here or line in ELSEWHERE or machines or any(flag in line for flag in several)
@@ -136,3 +136,16 @@ def test_commands(page: str, command: str, folders: dict[str, Path]) -> None:
     else:
         assert "compressed gradient" in done.stderr  # the start-up report
         assert "loss" in done.stdout
+
+
+@pytest.mark.slow
+def test_start_up_reports_in_the_pages_are_what_runs_print() -> None:
+    """Where this fails: ``python docs/samples.py``."""
+    spec = importlib.util.spec_from_file_location("samples", REPOSITORY / "docs" / "samples.py")
+    assert spec is not None
+    assert spec.loader is not None
+    samples = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(samples)
+    shown = [text for page in samples.PAGES if "<!-- sample: " in (text := page.read_text(encoding="utf-8"))]
+    assert shown
+    assert [samples.filled(text) for text in shown] == shown

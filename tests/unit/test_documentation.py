@@ -178,6 +178,7 @@ def _text(page: str) -> str:
 def test_no_address_is_invented() -> None:
     """Links to elsewhere are to what was published, or to specifications."""
     allowed = ("https://keepachangelog.com/", "https://semver.org/", "https://arxiv.org/", "http://10.0.0.")
+    allowed += ("https://download.pytorch.org/whl/",)
     for path in [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *Path(REPOSITORY / "docs").glob("*.md")]:
         for address in re.findall(r"https?://[^\s)>]+", path.read_text(encoding="utf-8")):
             assert address.startswith(allowed), f"{path.name}: {address}"
