@@ -26,6 +26,7 @@ from lowbit_strategy import PRESETS, Dense, DiLoCo, LocalSGD, LoCo, StreamingDiL
 from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, attach_fsdp, compress, prepare
 from testing.processes.ranks import join_group, run_ranks
 from testing.training.comparing import close, full
+from testing.training.optimizers import Lookahead
 
 WIDTH, LENGTH = 32, 10
 COMPRESSORS = (LoCo(block_size=32), LoCo(bits=2, block_size=32), TopK(density=0.1), PRESETS["powersgd"])
@@ -47,24 +48,6 @@ class Two(nn.Module):
             return self.second(x)
         made: Tensor = self.first(x)
         return made if which == "first" else self.second(made)
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Steps another optimizer, and every second time goes half of the way back."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.num_steps = inner, 0
-        super().__init__(inner.param_groups, {})
-        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        result = self.inner.step(closure)
-        self.num_steps += 1
-        if self.num_steps % 2 == 0:
-            for slow, param in zip(self.slow, (p for g in self.param_groups for p in g["params"]), strict=True):
-                param.copy_(slow.lerp_(param, 0.5))
-        return result
 
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

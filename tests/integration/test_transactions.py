@@ -18,6 +18,7 @@ from testing.log import listen
 from testing.processes.scenarios import Facts, raised, scenarios
 from testing.training.comparing import fingerprint
 from testing.training.ddp_loop import Loop
+from testing.training.optimizers import Lookahead
 from testing.training.regression import BATCH, OUTPUTS, WIDTH, Regression, loader, mlp, strategy, trainer
 
 COMPRESSORS = {
@@ -130,25 +131,8 @@ def test_a_critic_does_not_get_what_its_generators_passes_left(facts: list[Facts
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-class Lookahead(torch.optim.Optimizer):
-    """Steps another optimizer, and every second time goes half of the way back."""
-
-    def __init__(self, params: Any) -> None:
-        self.inner, self.num_steps = torch.optim.Adam(params, lr=1e-2), 0
-        super().__init__(self.inner.param_groups, {})
-        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.inner.step()
-        self.num_steps += 1
-        if self.num_steps % 2 == 0:
-            for slow, param in zip(self.slow, (p for g in self.param_groups for p in g["params"]), strict=True):
-                param.copy_(slow.lerp_(param, 0.5))
-
-
 NESTED = {
-    "lookahead": Lookahead,
+    "lookahead": lambda params: Lookahead(torch.optim.Adam(params, lr=1e-2)),
     "zero": lambda params: ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=1e-2),
 }
 
