@@ -280,14 +280,14 @@ class GradientSync:
         self._buckets[layout], bucket.last_step = bucket, self.step_index
         self.byte_check.expect(bucket)
         stages = bucket.run(x, out, self.step_context(), self._observers)
-        names = [entry.name for entry in layout.entries]
-        return without_autocast(self._prepared(names, stages), self.device.type)
+        to_keep = self.transactions.prepare(entry.name for entry in layout.entries)
+        return without_autocast(self._keeping(to_keep, stages) if to_keep else stages, self.device.type)
 
-    def _prepared(self, names: Sequence[str], stages: Stages) -> Stages:
-        """Open the transactions where `stages` run: their state is changed there."""
-        kept = self.transactions.prepare(names)
-        if kept and self.second_moment is not None:
-            self.second_moment.keep(kept)
+    def _keeping(self, names: Sequence[str], stages: Stages) -> Stages:
+        """Keep the state of these parameters where `stages` change it."""
+        self.transactions.keep(names)
+        if self.second_moment is not None:
+            self.second_moment.keep(names)
         yield from stages
 
     def step_context(self) -> StepContext:

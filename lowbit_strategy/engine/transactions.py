@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,15 +41,18 @@ class Transactions:
         return self._prepared.keys()
 
     def prepare(self, names: Iterable[str]) -> list[str]:
-        """Before the first change of state that reducing these parameters makes. Returns those whose state is kept."""
+        """These parameters are going to be reduced. Returns those whose state has to be kept (`keep`) before that."""
         new = [name for name in names if name not in self._prepared]
-        kept = new if self.keeps_all else [name for name in new if name in self._thrown_away]
-        self._prepared |= dict.fromkeys(new, False) | dict.fromkeys(kept, True)
-        for name in kept:
+        self._prepared |= dict.fromkeys(new, False)
+        return new if self.keeps_all else [name for name in new if name in self._thrown_away]
+
+    def keep(self, names: Sequence[str]) -> None:
+        """The state of these parameters is about to change: copy it. In the stream and thread that change it."""
+        for name in names:
             if name not in self._copies:
                 self._copies[name] = [torch.empty_like(tensor) for tensor in self._live(name)]
-        self._copy_(self._copies, {name: self._live(name) for name in kept})
-        return kept
+        self._copy_(self._copies, {name: self._live(name) for name in names})
+        self._prepared |= dict.fromkeys((name for name in names if name in self._prepared), True)
 
     def commit(self, names: Iterable[str] | None = None) -> None:
         """An optimizer has stepped these parameters; None: all."""
