@@ -71,7 +71,7 @@ def one_bit(folder: Path, kind: Kind) -> Facts:
     compressor = as_compressor("loco1")
     for name, plugin in (
         ("uncompressed", None),
-        ("without", LowBitPlugin(compressor)),
+        ("without", LowBitPlugin(compressor, second_moment=False)),
         ("with", LowBitPlugin(compressor, second_moment=True)),
     ):
         job = prepared(make(kind, plugin), lr=1e-5)
