@@ -103,8 +103,7 @@ class Session:
         return self.local is not None and self.local.outer is not None
 
     @property
-    def is_own(self) -> bool:
-        """Whether steps are the framework's own: chosen, or timed."""
+    def is_own(self) -> bool:  # steps are the framework's own: chosen, or timed
         return self.auto is not None and self.auto.is_own
 
     @property
@@ -166,7 +165,8 @@ class Session:
         Raises:
             RuntimeError: Nothing synchronises a parameter that is trained now.
         """
-        self.begin_forward()
+        if not self.trains_locally:  # whose turn would change the weights of a forward pass that has been
+            self._end_open_step()
         self._use.follow(self.frozen, is_served=self.local is None)
         self._use.roll_back_cleared()
         self._num_passes += 1

@@ -100,7 +100,8 @@ class FSDPWiring:
         if self._taken is not None and self._sync.weights is not None:
             self._sync.weights.end()
         self._taken = None
-        self._stock.restore(None if self._sync.scatter else self._hybrid_mesh())
+        alone = self._sync.scatter or self._sync.ranks.comes_and_goes  # FSDP2 itself reduces over no replica
+        self._stock.restore(None if alone else self._hybrid_mesh())
 
     def _hybrid_mesh(self) -> DeviceMesh:
         """HSDP: the engine's own groups, over which FSDP2 reduces in steps of its own."""

@@ -57,7 +57,7 @@ def test_report_at_the_start(facts: list[Facts]) -> None:
     assert facts[1]["logged"] == []
     assert "over 2 ranks, kernels: " in logged[0]
     assert "compressed     2 tensors         5,120 elements" in logged[1]
-    assert logged[1].endswith("loco 4-bit, blocks of 128 (loco)")
+    assert logged[1].endswith("loco 4-bit E2M1, blocks of 128 (loco)")
     reasons = "\n".join(logged[2:4])
     assert "exempt         1 tensors           512 elements" in reasons
     assert "(fewer than 1024 elements)" in reasons
