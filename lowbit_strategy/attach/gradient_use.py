@@ -97,7 +97,7 @@ class GradientUse:
             return
         sync = self._sync
         self.stepped |= stepped
-        reduced = sync.in_step or sync.outer is not None
+        reduced = sync.outer is not None or not stepped.isdisjoint(sync.transactions.prepared)
         if sync.second_moment is not None and reduced and has_stepped(optimizer):
             sync.second_moment.correct_(optimizer)
         if sync.outer is None:
