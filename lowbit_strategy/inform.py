@@ -10,6 +10,16 @@ from collections.abc import Iterator
 _log = logging.getLogger("lowbit_strategy")
 
 
+def _name_the_package(record: logging.LogRecord) -> bool:
+    """Where nobody has set up logging a warning is a bare line: say whose it is."""
+    if not _log.hasHandlers() and not str(record.msg).startswith("lowbit_strategy"):
+        record.msg = f"lowbit_strategy: {record.msg}"
+    return True
+
+
+_log.addFilter(_name_the_package)
+
+
 def inform(message: str, *values: object) -> None:
     """Log at the level INFO; where that would be lost because nobody has set up logging, write to standard error.
 

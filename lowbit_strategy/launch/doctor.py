@@ -15,6 +15,7 @@ import typer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -109,13 +110,19 @@ def _private_names() -> Iterator[Finding]:
     """What this package relies on in others beyond their documented interface."""
     from lowbit_strategy.private_names import problems
 
+    seen: dict[str, None] = {}
     for framework in _FRAMEWORKS:
         try:
             patches = import_module(f"lowbit_strategy.{framework}.patches")
         except ImportError:
             continue  # an optional framework that is not installed
+        seen |= dict.fromkeys(each.seen for each in patches.PATCHES)
         for text in problems(patches.PATCHES):
             yield Finding("problem", f"{framework}: private name", text, "install a version that constraints.txt names")
+    for name, newest in ((text.split()[0].lower(), text.split()[-1]) for text in seen):
+        found = _version(name)
+        if found is not None and Version(found).release[:2] > Version(newest).release[:2]:
+            yield Finding("note", name, f"{found}, tested up to {newest}", "compare some steps with uncompressed ones")
 
 
 def _bounds() -> dict[str, SpecifierSet]:

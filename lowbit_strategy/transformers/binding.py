@@ -26,15 +26,18 @@ def attach(trainer: Trainer, plugin: LowBitPlugin | Compressor | str | None = No
             `LowBitPlugin`.
 
     Raises:
-        TypeError: `plugin` is neither.
-        ValueError: The trainer has prepared its model, is compressed already, or runs
-            in a way that cannot be served.
+        TypeError: `trainer` is no Trainer, or `plugin` is neither.
+        ValueError: The trainer has trained, is compressed already, or runs in a way that cannot be served.
     """
     if plugin is not None and not isinstance(plugin, (Compressor, LowBitPlugin, str)):
         raise TypeError(
             "attach takes a configuration such as LoCo(bits=4), a preset's name such as 'loco2' or a LowBitPlugin, got"
             f" {plugin!r}"
         )
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"attach takes a transformers Trainer, got a {type(trainer).__name__}: make the Trainer first")
+    if trainer.accelerator._models and binding_of(trainer.accelerator) is None:
+        raise ValueError("this Trainer has trained already, uncompressed: call attach before trainer.train()")
     if plugin is None:
         plugin = LowBitPlugin()
     chosen = plugin if isinstance(plugin, LowBitPlugin) else LowBitPlugin(as_compressor(plugin))

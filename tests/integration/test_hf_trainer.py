@@ -234,6 +234,7 @@ def refused(folder: Path) -> Facts:
     late.train()
     return {
         "twice": raised(lambda: attach(made, LoCo())),
+        "model": raised(lambda: attach(made.model, LoCo())),
         "late": raised(lambda: attach(late, LoCo())),
         "what": raised(lambda: attach(made, 4)),  # type: ignore[arg-type]
         "name": raised(lambda: attach(made, "lcoo")),
@@ -245,7 +246,8 @@ def refused(folder: Path) -> Facts:
 def test_bad_input(facts: list[Facts]) -> None:
     for rank in facts:
         assert "has a LowBitPlugin already" in rank["twice"]
-        assert "has prepared a model or an optimizer already" in rank["late"]
+        assert "call attach before trainer.train()" in rank["late"]
+        assert "attach takes a transformers Trainer, got a" in rank["model"]
         assert "attach takes a configuration such as LoCo(bits=4)" in rank["what"]
         assert "did you mean 'loco'" in rank["name"]
         assert "which the Trainer fixes when it begins" in rank["batch"]

@@ -141,3 +141,10 @@ def test_the_doctor_names_what_another_package_has_moved(monkeypatch: pytest.Mon
     monkeypatch.setattr(patches, "PATCHES", (*patches.PATCHES, gone))
     problems = [finding for finding in doctor.examine() if finding.level == "problem"]
     assert any("torch.nn:Module._gone is gone" in finding.found for finding in problems)
+
+
+def test_the_doctor_notes_versions_that_are_newer_than_what_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: "99.1.0" if name == "torch" else None)
+    notes = [each for each in doctor._private_names() if each.level == "note"]
+    assert [each.what for each in notes] == ["torch"]
+    assert notes[0].found.startswith("99.1.0, tested up to 2.")

@@ -50,3 +50,9 @@ def test_handlers_get_the_record(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lowbit_strategy"):
         inform("%d parameters", 3)
     assert caplog.messages == ["3 parameters"]
+
+
+def test_a_bare_warning_names_the_package() -> None:
+    calls = "_log.warning('%d ranks', 2); _log.warning('lowbit_strategy: 3')"
+    shown = run_script(["-c", f"from lowbit_strategy.inform import _log; {calls}"]).stderr
+    assert shown.splitlines()[-2:] == ["lowbit_strategy: 2 ranks", "lowbit_strategy: 3"]
