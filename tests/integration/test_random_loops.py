@@ -229,6 +229,7 @@ class Loop:
     def run(self, *, glances: bool = False) -> list[float]:
         actions = [self.together, self.first_alone, self.second_alone, self.in_turns]
         actions += [self.thrown_away, self.taken_away, self.added, self.closure]
+        self.together()  # FSDP2 reduces no module that has never been gathered, and a glance gathers all
         for _ in range(LENGTH):
             self.choice.choice(actions)()
             if glances:
