@@ -87,7 +87,8 @@ class Session:
         self._let_go_of_model: Callable[[], object] = lambda: None
         self._module, self._hook = module, hook
         self._saver = ResidualSaver(sync, group)
-        self._warned, self._num_passes = False, 0  # backward passes since a step has ended
+        self._warned, self._num_passes = False, 0  # backward passes since an optimizer has stepped
+        self._is_open = False  # one has, and nothing has ended the step
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
         self.ended_by: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -137,16 +138,14 @@ class Session:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Before a forward pass in training, where the framework knows that moment. Local steps end here and not later,
-        because a turn changes the weights.
-        """
+        """Before a forward pass in training, if the framework knows that moment. Later no turn may come."""
         self._end_open_step()
         if self.local is not None:
             self.local.begin_forward()
 
     def _end_open_step(self) -> None:
         """Training goes on, or is saved: a step is over that optimizers have taken and nothing has ended."""
-        if self._use.stepped and self._num_passes:
+        if self._is_open:
             self.end_step()
         self._use.stepped.clear()
 
@@ -204,7 +203,8 @@ class Session:
         """
         if optimizer is not None and not self._use.any_owner(optimizer):
             raise RuntimeError(MADE_BEFORE_SHARDING)
-        stepped, self._num_passes = self._use.take_stepped(optimizer), 0
+        stepped = self._use.take_stepped(optimizer)
+        self._num_passes, self._is_open = self._num_passes if self._is_open else 0, False
         if self.trains_locally:
             assert self.local is not None
             self.local.after_optimizer(optimizer)
@@ -312,10 +312,8 @@ class Session:
             self.local.finish()
 
     def shared_weights(self, *, validates: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model has what all ranks share, and not this rank's own weights: to validate, to save.
-
-        Args:
-            validates: Warn, once, if these are the weights that the last validation has seen. False: to save.
+        """Inside, the model has what all ranks share: to validate, with a warning if the last validation saw the same
+        weights, or with `validates` False to save.
         """
         return contextlib.nullcontext() if self.local is None else self.local.shared_weights(validates=validates)
 
@@ -362,6 +360,8 @@ class Session:
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of this process has stepped."""
         self._use.on_optimizer_step(optimizer)
+        if self._use.stepped and self._num_passes:
+            self._is_open, self._num_passes = True, 0
         if optimizer in self.ended_by:
             self.end_step(optimizer)
 
