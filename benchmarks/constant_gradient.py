@@ -17,7 +17,7 @@ from typing import Annotated
 import torch
 import typer
 
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.loco import LoCo
 from testing.worlds.one_tensor import OneTensor, gaussian
 
 SHAPE, WORLD_SIZE, NOISE, RESET = (192, 256), 4, 3.0, 150

@@ -34,10 +34,10 @@ from lowbit_strategy.methods._base.reducer import Reducer, View
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
 from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer
-from lowbit_strategy.methods.sparsification.dgc import DGC
-from lowbit_strategy.methods.sparsification.exdyna import ExDyna
-from lowbit_strategy.methods.sparsification.sidco import SIDCo
-from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.methods.dgc import DGC
+from lowbit_strategy.methods.exdyna import ExDyna
+from lowbit_strategy.methods.topk import TopK
+from lowbit_strategy.methods.zoo.sidco import SIDCo
 
 _CPU = torch.device("cpu")
 _TRAFFIC = {"pass: copy": 2, "pass: add": 3, "pass: add, check, select": 3}  # elements that are moved per element

@@ -31,8 +31,7 @@ from lowbit_strategy.collectives.gathering import Gathering
 from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.methods.registry import preset
-from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.methods.weights.registry import as_weights
+from lowbit_strategy.methods.weights import WeightCoding, as_weights
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.plan.weights import ModuleLayout
 from recipes.gpt import GPT, VOCABULARY

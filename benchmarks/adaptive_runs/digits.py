@@ -14,9 +14,9 @@ from benchmarks.adaptive_runs.ranks import ThreadedRanks
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
-from lowbit_strategy.methods.quantization.dense import Dense
-from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.powersgd import PowerSGD
+from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.telemetry.custom_loop import LoopClock
 
 WORLD_SIZE = 4

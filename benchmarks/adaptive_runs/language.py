@@ -13,8 +13,8 @@ from benchmarks.adaptive_runs.ranks import ThreadedRanks
 from lowbit_strategy.control import Accordion, Phase, Schedule
 from lowbit_strategy.control.base import Controller
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.quantization.dense import Dense
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import preset
 from lowbit_strategy.telemetry.custom_loop import LoopClock
 from recipes.gpt import GPT

@@ -11,7 +11,7 @@ from lowbit_strategy.control.base import Controller
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.custom_loop import LoopClock, adapt

@@ -30,7 +30,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.weights.weightcode import WeightCode
+from lowbit_strategy.methods.weights import WeightCode
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_module
 from lowbit_strategy.ranks.ranks import Ranks
 

@@ -22,8 +22,8 @@ from lowbit_strategy.control import GraVAC
 from lowbit_strategy.control.levels import describe
 from lowbit_strategy.lightning import AdaptiveCompression, CompressionMonitor, LowBitDDPStrategy
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.topk import TopK
 from recipes.gpt import LanguageModel
 from recipes.text import Windows, standard_library
 

@@ -11,8 +11,8 @@ from lowbit_strategy.control.base import Controller
 from lowbit_strategy.control.levels import describe, labels
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.outer.registry import default_compressor
-from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.options.configuration import positional_configuration
 from lowbit_strategy.telemetry.monitor_options import MonitorOptions
 

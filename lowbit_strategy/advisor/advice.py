@@ -16,9 +16,7 @@ from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.methods.registry import PRESETS
-from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.methods.weights.exact import Exact
-from lowbit_strategy.methods.weights.registry import default_weights
+from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
 from lowbit_strategy.plan import fitting
 from lowbit_strategy.plan.gradients import BUCKET_CAP_MB, Layout, Reduced, ddp_buckets
 from lowbit_strategy.plan.messages import Unit

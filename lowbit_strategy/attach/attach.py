@@ -37,10 +37,8 @@ from lowbit_strategy.hooks.worker import BackwardSide
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
-from lowbit_strategy.methods.quantization.dense import Dense
-from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.methods.weights.exact import Exact
-from lowbit_strategy.methods.weights.registry import default_weights
+from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.weights import Exact, WeightCoding, default_weights
 from lowbit_strategy.model.digest import ParameterDigest
 from lowbit_strategy.model.fsdp_sharding import (
     broadcast_shards,

@@ -28,11 +28,9 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods.auto import Auto
-from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.registry import PRESETS
-from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.methods.weights.exact import Exact
-from lowbit_strategy.methods.weights.weightcode import WeightCode
+from lowbit_strategy.methods.weights import Exact, WeightCode, WeightCoding
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.telemetry.step_times import StepClock, Timed, decide, has_changed
 

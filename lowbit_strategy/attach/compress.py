@@ -20,7 +20,7 @@ from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.model.fsdp_sharding import sharded_groups
 

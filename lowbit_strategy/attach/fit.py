@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lowbit_strategy.attach.prepare import Prepared
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.fitting import Choice, Setup, allowed_nbytes, choices, choose, enough_gb
 from lowbit_strategy.plan.weights import ModuleLayout

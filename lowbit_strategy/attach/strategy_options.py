@@ -25,12 +25,12 @@ from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.auto import Auto
+from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.outer.registry import OUTER_RULES, default_compressor
 from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.methods.quantization.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS, as_compressor
-from lowbit_strategy.methods.sparsification.topk import TopK
-from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.topk import TopK
+from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import DEFAULT_MIN_SHARD_NUMEL
 from lowbit_strategy.model.mixed_precision import policy_of
 from lowbit_strategy.options.suggestions import unknown_option

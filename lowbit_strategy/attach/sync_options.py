@@ -8,8 +8,7 @@ from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
 from lowbit_strategy.checkpoint.resume import OnMissingResidual
 from lowbit_strategy.methods.outer.interval import Seconds
 from lowbit_strategy.methods.outer.registry import OuterRule  # and what else may be given for one
-from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.methods.weights.registry import check_weights
+from lowbit_strategy.methods.weights import WeightCoding, check_weights
 from lowbit_strategy.options.configuration import configuration
 from lowbit_strategy.ranks.elastic import Elastic
 

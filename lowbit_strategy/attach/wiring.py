@@ -17,8 +17,7 @@ from lowbit_strategy.hooks import fsdp
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.stock import StockSharding, chose_buckets, renew_reducer
 from lowbit_strategy.hooks.worker import BackwardSide
-from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.methods.weights import Exact, WeightCoding
 
 
 class DDPWiring:

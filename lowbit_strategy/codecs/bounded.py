@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_strategy.codecs.onebit import pack_bits, unpack_bits
+from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 
 _BLOCK = 128
 _PLANE_NBYTES = _BLOCK // 8  # one bit of every element

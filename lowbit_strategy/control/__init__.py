@@ -12,14 +12,13 @@ from lowbit_strategy.control.base import (
     State,
     Switch,
     Telemetry,
+    group_of,
 )
 from lowbit_strategy.control.budget import ErrorBudget
 from lowbit_strategy.control.gravac import GraVAC
-from lowbit_strategy.control.groups import group_of
 from lowbit_strategy.control.guard import Bounds, Guard
 from lowbit_strategy.control.registry import CONTROLLERS
-from lowbit_strategy.control.schedule import Phase, Schedule
-from lowbit_strategy.control.static import Static
+from lowbit_strategy.control.schedule import Phase, Schedule, Static
 
 __all__ = [
     "CONTROLLERS",

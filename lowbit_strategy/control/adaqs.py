@@ -6,8 +6,17 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from lowbit_strategy.control.base import Accumulate, Controller, Decision, Probe, Progress, State, Telemetry
-from lowbit_strategy.control.groups import GroupBy, grouped
+from lowbit_strategy.control.base import (
+    Accumulate,
+    Controller,
+    Decision,
+    GroupBy,
+    Probe,
+    Progress,
+    State,
+    Telemetry,
+    grouped,
+)
 from lowbit_strategy.control.levels import check_order
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec

@@ -1,21 +1,50 @@
-"""The controller's contract: telemetry and state in, a decision and the next state out.
-
-Every rank runs the same controller on the same telemetry, so every rank decides the same. Telemetry has been summed
-over ranks before a controller sees it; state is plain numbers, strings, lists and dicts, and goes into checkpoints as
-it is.
-"""
+"""Groups of parameters: what belongs together in reports and decisions."""
 
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from lowbit_strategy.control.levels import labels
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+
+GroupBy = Literal["kind", "module", "parameter"] | Callable[[str], str]
+
+
+def group_of(name: str, by: GroupBy = "kind") -> str:
+    """The group of a parameter.
+
+    ``kind``: numbers in the name do not count, so the same layer of all blocks is one group
+    (``blocks.3.mlp.weight`` -> ``blocks.*.mlp.weight``); ``module``: without the parameter's own name;
+    ``parameter``: each its own; or a function of the name.
+    """
+    if callable(by):
+        return by(name)
+    if by == "kind":
+        return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+    return name.rpartition(".")[0] or name if by == "module" else name
+
+
+def check_group_by(by: GroupBy) -> None:
+    """Raises:
+    ValueError: Neither a known way nor a function.
+    """
+    if not callable(by) and by not in ("kind", "module", "parameter"):
+        raise ValueError(f"group_by must be 'kind', 'module', 'parameter' or a function of a name, got {by!r}")
+
+
+def grouped(names: Iterable[str], by: GroupBy) -> dict[str, list[str]]:
+    """Names by group, in the order in which groups first occur."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(group_of(name, by), []).append(name)
+    return groups
+
 
 State = dict[str, Any]
 Accumulate = Literal["local", "mean"]

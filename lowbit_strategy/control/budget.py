@@ -9,8 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_strategy.control.base import Controller, Decision, Probe, State, Telemetry, end_to_end_error
-from lowbit_strategy.control.groups import GroupBy, grouped
+from lowbit_strategy.control.base import (
+    Controller,
+    Decision,
+    GroupBy,
+    Probe,
+    State,
+    Telemetry,
+    end_to_end_error,
+    grouped,
+)
 from lowbit_strategy.control.levels import check_order
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive

@@ -13,7 +13,7 @@ from lowbit_strategy.control.levels import check_order
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.options.configuration import configuration
 
 _DENSE = 0  # index of the uncompressed level; candidates follow

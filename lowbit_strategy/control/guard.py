@@ -7,8 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lowbit_strategy.control.base import Controller, Decision, Progress, State, Telemetry, end_to_end_error
-from lowbit_strategy.control.groups import GroupBy, group_of, grouped
+from lowbit_strategy.control.base import (
+    Controller,
+    Decision,
+    GroupBy,
+    Progress,
+    State,
+    Telemetry,
+    end_to_end_error,
+    group_of,
+    grouped,
+)
 from lowbit_strategy.control.levels import describe, reference_nbytes
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.option_checks import check_positive

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import REFERENCE, TensorSpec
-from lowbit_strategy.methods.wrappers.partition import Partition
+from lowbit_strategy.methods.mixtures import Partition
 
 _REFERENCE_WORLD_SIZE = 4
 _STRENGTHS = ("bits", "density", "rank")

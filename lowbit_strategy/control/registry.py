@@ -11,8 +11,7 @@ from lowbit_strategy.control.base import Controller
 from lowbit_strategy.control.budget import ErrorBudget
 from lowbit_strategy.control.gravac import GraVAC
 from lowbit_strategy.control.guard import Guard
-from lowbit_strategy.control.schedule import Schedule
-from lowbit_strategy.control.static import Static
+from lowbit_strategy.control.schedule import Schedule, Static
 from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, register_conversion
 from lowbit_strategy.options.suggestions import did_you_mean
 

@@ -23,7 +23,7 @@ from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import MethodStore, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, Reduced
 from lowbit_strategy.plan.plan import Plan, make_plan
 from lowbit_strategy.ranks.ranks import Ranks

@@ -14,7 +14,7 @@ from lowbit_strategy.collectives.layout import Cut, Slot, dim0_cut
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.weight_gather import CodecSlots, WeightGather
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
-from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.weights import ModuleLayout, has_codes, module_weights
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit_strategy.control.base import Controller
-from lowbit_strategy.control.groups import GroupBy
+from lowbit_strategy.control.base import Controller, GroupBy
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.telemetry import custom_loop

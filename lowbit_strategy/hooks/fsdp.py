@@ -18,7 +18,7 @@ from lowbit_strategy.hooks.fsdp_gradients import (
 )
 from lowbit_strategy.hooks.weights import install_weights
 from lowbit_strategy.hooks.worker import BackwardSide
-from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import reduce_unused, sharded_groups, take_over_replication
 from lowbit_strategy.model.parameters import canonical_name
 from lowbit_strategy.plan.gradients import Reduced

@@ -40,7 +40,7 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.model.fsdp_sharding import ShardedGroup, sharded_groups
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, is_float
 from lowbit_strategy.plan.weights import ModuleLayout

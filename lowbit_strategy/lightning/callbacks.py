@@ -7,8 +7,7 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
-from lowbit_strategy.control.base import Controller, Progress
-from lowbit_strategy.control.groups import GroupBy
+from lowbit_strategy.control.base import Controller, GroupBy, Progress
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.lightning.bases import Callback

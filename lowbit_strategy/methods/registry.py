@@ -6,39 +6,38 @@ from dataclasses import replace
 
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.presets import as_compressor, from_options, preset, register_presets
-from lowbit_strategy.methods.low_rank.acpsgd import ACPSGD
-from lowbit_strategy.methods.low_rank.atomo import ATOMO
-from lowbit_strategy.methods.low_rank.gradiveq import GradiVeQ
-from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
-from lowbit_strategy.methods.quantization.dense import Dense
-from lowbit_strategy.methods.quantization.eden import EDEN
-from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
-from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.quantization.multiscale import MultiScale
-from lowbit_strategy.methods.quantization.naturalcompression import NaturalCompression
-from lowbit_strategy.methods.quantization.onebitsgd import OneBitSGD
-from lowbit_strategy.methods.quantization.qsgd import QSGD
-from lowbit_strategy.methods.quantization.sharedscale import SharedScale
-from lowbit_strategy.methods.quantization.signsgd import SignSGD
-from lowbit_strategy.methods.quantization.terngrad import TernGrad
-from lowbit_strategy.methods.quantization.threelc import ThreeLC
-from lowbit_strategy.methods.sparsification.adacomp import AdaComp
-from lowbit_strategy.methods.sparsification.deft import DEFT
-from lowbit_strategy.methods.sparsification.dgc import DGC
-from lowbit_strategy.methods.sparsification.exdyna import ExDyna
-from lowbit_strategy.methods.sparsification.gspar import GSpar
-from lowbit_strategy.methods.sparsification.gtopk import GTopK
-from lowbit_strategy.methods.sparsification.micro import MiCRO
-from lowbit_strategy.methods.sparsification.randomk import RandomK
-from lowbit_strategy.methods.sparsification.scalecom import ScaleCom
-from lowbit_strategy.methods.sparsification.sidco import SIDCo
-from lowbit_strategy.methods.sparsification.sketchedsgd import SketchedSGD
-from lowbit_strategy.methods.sparsification.topk import TopK
-from lowbit_strategy.methods.wrappers.ef21 import EF21
-from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
-from lowbit_strategy.methods.wrappers.partition import Partition
-from lowbit_strategy.methods.wrappers.rotate import Rotate
-from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.dgc import DGC
+from lowbit_strategy.methods.errorfeedback import ErrorFeedback
+from lowbit_strategy.methods.exdyna import ExDyna
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.mixtures import Partition, WarmUp
+from lowbit_strategy.methods.powersgd import PowerSGD
+from lowbit_strategy.methods.qsgd import QSGD
+from lowbit_strategy.methods.topk import TopK
+from lowbit_strategy.methods.zoo.acpsgd import ACPSGD
+from lowbit_strategy.methods.zoo.adacomp import AdaComp
+from lowbit_strategy.methods.zoo.atomo import ATOMO
+from lowbit_strategy.methods.zoo.deft import DEFT
+from lowbit_strategy.methods.zoo.eden import EDEN
+from lowbit_strategy.methods.zoo.ef21 import EF21
+from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
+from lowbit_strategy.methods.zoo.gradiveq import GradiVeQ
+from lowbit_strategy.methods.zoo.gspar import GSpar
+from lowbit_strategy.methods.zoo.gtopk import GTopK
+from lowbit_strategy.methods.zoo.micro import MiCRO
+from lowbit_strategy.methods.zoo.multiscale import MultiScale
+from lowbit_strategy.methods.zoo.naturalcompression import NaturalCompression
+from lowbit_strategy.methods.zoo.onebitsgd import OneBitSGD
+from lowbit_strategy.methods.zoo.randomk import RandomK
+from lowbit_strategy.methods.zoo.rotate import Rotate
+from lowbit_strategy.methods.zoo.scalecom import ScaleCom
+from lowbit_strategy.methods.zoo.sharedscale import SharedScale
+from lowbit_strategy.methods.zoo.sidco import SIDCo
+from lowbit_strategy.methods.zoo.signsgd import SignSGD
+from lowbit_strategy.methods.zoo.sketchedsgd import SketchedSGD
+from lowbit_strategy.methods.zoo.terngrad import TernGrad
+from lowbit_strategy.methods.zoo.threelc import ThreeLC
 
 __all__ = ["PRESETS", "as_compressor", "from_options", "preset"]
 

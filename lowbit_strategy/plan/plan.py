@@ -11,7 +11,7 @@ from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method, Placement
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, Reduced, Reduction, ddp_buckets, gradient_units
 from lowbit_strategy.plan.messages import Unit, ahead_nbytes, leaving_nbytes, step_nbytes, under_way_nbytes
 from lowbit_strategy.plan.rounds import anchor_nbytes, round_units, share_nbytes, state_units

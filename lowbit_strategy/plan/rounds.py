@@ -8,8 +8,7 @@ from dataclasses import replace
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.methods.outer.state_code import StateCode
+from lowbit_strategy.methods.outer.rule import OuterRule, StateCode
 from lowbit_strategy.plan.gradients import peer_unit, summed
 from lowbit_strategy.plan.messages import Unit
 from lowbit_strategy.ranks.shape import Shape

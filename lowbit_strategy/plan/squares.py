@@ -10,8 +10,8 @@ from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, dense_method
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.outer.state_code import StateCode
-from lowbit_strategy.methods.quantization.loco import LoCoCodec
+from lowbit_strategy.methods.loco import LoCoCodec
+from lowbit_strategy.methods.outer.rule import StateCode
 from lowbit_strategy.plan.gradients import Reduced, peer_unit, summed
 from lowbit_strategy.plan.messages import Unit
 from lowbit_strategy.ranks.shape import Shape

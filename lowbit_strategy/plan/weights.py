@@ -11,8 +11,7 @@ from lowbit_strategy.collectives.exchange import HEADER_NBYTES
 from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_cut, round_up
 from lowbit_strategy.collectives.ordered import pieces_of_rows
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.methods.weights import Exact, WeightCoding
 from lowbit_strategy.plan.gradients import Layout
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Level, Message, Unit
 from lowbit_strategy.ranks.shape import Shape

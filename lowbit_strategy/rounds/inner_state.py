@@ -14,8 +14,7 @@ from lowbit_strategy.collectives.comm import wait_for_all
 from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.outer.rule import ALL_STATE, AverageState
-from lowbit_strategy.methods.outer.state_code import StateCode
+from lowbit_strategy.methods.outer.rule import ALL_STATE, AverageState, StateCode
 from lowbit_strategy.plan.rounds import buckets_of
 
 # Squares are sent as their roots, whose range is half as wide. None of these is ever negative.

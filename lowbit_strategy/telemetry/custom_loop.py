@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from lowbit_strategy.control.base import Controller, Progress
-from lowbit_strategy.control.groups import GroupBy
+from lowbit_strategy.control.base import Controller, GroupBy, Progress
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver

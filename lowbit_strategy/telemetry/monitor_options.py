@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lowbit_strategy.control.groups import GroupBy
+from lowbit_strategy.control.base import GroupBy
 from lowbit_strategy.control.guard import Bounds
 from lowbit_strategy.methods._base.option_checks import check_positive
 from lowbit_strategy.options.configuration import configuration

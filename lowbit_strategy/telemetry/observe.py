@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.collectives.comm import Pending
-from lowbit_strategy.control.groups import GroupBy, check_group_by, grouped
+from lowbit_strategy.control.base import GroupBy, check_group_by, grouped
 from lowbit_strategy.engine.bucket import Bucket, Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase

@@ -13,9 +13,7 @@ from lowbit_strategy.kernels import backends
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import Method
-from lowbit_strategy.methods.weights.base import WeightCoding
-from lowbit_strategy.methods.weights.exact import Exact
-from lowbit_strategy.methods.weights.registry import CHOICES
+from lowbit_strategy.methods.weights import CHOICES, Exact, WeightCoding
 from lowbit_strategy.plan.messages import leaving_nbytes, step_nbytes
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.squares import few_bits

@@ -19,7 +19,7 @@ import torch
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.inform import inform
-from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.methods.weights import Exact
 from lowbit_strategy.plan.messages import step_nbytes
 from lowbit_strategy.plan.plan import Plan
 from lowbit_strategy.plan.weights import weight_units

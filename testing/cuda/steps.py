@@ -11,7 +11,7 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.quantization.dense import Dense
+from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.cuda.host_code import CUDA, NoHostSync, on_cuda
 from testing.worlds.echo import EchoComm

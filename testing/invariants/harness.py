@@ -19,22 +19,21 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
-from lowbit_strategy.methods.quantization.eden import EDEN
-from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
-from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.quantization.multiscale import MultiScale
-from lowbit_strategy.methods.quantization.naturalcompression import NaturalCompression
-from lowbit_strategy.methods.quantization.qsgd import QSGD
-from lowbit_strategy.methods.quantization.signsgd import SignSGD
-from lowbit_strategy.methods.quantization.terngrad import TernGrad
+from lowbit_strategy.methods.errorfeedback import ErrorFeedback
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.mixtures import Partition, WarmUp
+from lowbit_strategy.methods.powersgd import PowerSGD
+from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS
-from lowbit_strategy.methods.sparsification.topk import TopK
-from lowbit_strategy.methods.wrappers.ef21 import EF21
-from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
-from lowbit_strategy.methods.wrappers.partition import Partition
-from lowbit_strategy.methods.wrappers.rotate import Rotate
-from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.methods.topk import TopK
+from lowbit_strategy.methods.zoo.eden import EDEN
+from lowbit_strategy.methods.zoo.ef21 import EF21
+from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
+from lowbit_strategy.methods.zoo.multiscale import MultiScale
+from lowbit_strategy.methods.zoo.naturalcompression import NaturalCompression
+from lowbit_strategy.methods.zoo.rotate import Rotate
+from lowbit_strategy.methods.zoo.signsgd import SignSGD
+from lowbit_strategy.methods.zoo.terngrad import TernGrad
 from lowbit_strategy.ranks.ranks import Ranks
 
 LayoutName = Literal["ddp", "fsdp"]

@@ -10,7 +10,7 @@ from lowbit_strategy.checkpoint.resume import resume
 from lowbit_strategy.checkpoint.save import save_residuals
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.loco import LoCo
 from testing.invariants.harness import SPECS, Case, Evidence, Grads, InvariantHarness, Subject, fingerprint
 from testing.invariants.sums import add, balance, check_conservation, has_law
 

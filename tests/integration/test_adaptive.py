@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.control import Accordion, ErrorBudget, GraVAC
-from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
-from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.powersgd import PowerSGD
+from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from lowbit_strategy.telemetry.observe import Observer
 from testing.counting.traffic import count_traffic

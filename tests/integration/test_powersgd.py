@@ -18,8 +18,8 @@ from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import install
-from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
-from lowbit_strategy.methods.weights.exact import Exact
+from lowbit_strategy.methods.powersgd import PowerSGD
+from lowbit_strategy.methods.weights import Exact
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.processes.ranks import run_ranks

@@ -10,6 +10,7 @@ import lowbit_strategy
 
 ROOT = Path(lowbit_strategy.__file__).parent
 MAX_FILES = 15  # of a package, without its __init__
+CATALOGS = ("methods/zoo",)  # of independent files, each found by its name: any number of them
 MAX_LINES = 400
 
 
@@ -60,7 +61,7 @@ def test_circles_are_found() -> None:
 def test_rooms_are_not_overfull() -> None:
     counts: dict[Path, int] = {}
     for path in modules().values():
-        if path.name != "__init__.py":
+        if path.name != "__init__.py" and path.parent.relative_to(ROOT).as_posix() not in CATALOGS:
             counts[path.parent] = counts.get(path.parent, 0) + 1
     assert {str(folder): count for folder, count in counts.items() if count > MAX_FILES} == {}
 

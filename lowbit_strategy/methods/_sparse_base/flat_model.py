@@ -1,4 +1,4 @@
-"""The parameters of a step as one flat model, of which ranks look at different parts."""
+"""How a flattened model is cut into partitions of whole blocks, and how they move with their loads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,70 @@ from lowbit_strategy.collectives.step_context import StepContext
 from lowbit_strategy.kernels.select import TINY, largest_threshold, sample_magnitudes, select_above, top_k
 from lowbit_strategy.kernels.sums import OverflowedSum
 from lowbit_strategy.methods._base.reducer import ReducerState, View
-from lowbit_strategy.methods._sparse_base.block_partitions import make_grid
 from lowbit_strategy.methods._sparse_base.sparse_reducer import Condition, form_, num_kept, pending_sums, undo_
+
+MAX_BLOCKS = 1024
+BLOCK_MULTIPLE = 32
+_LOPSIDED = 0.1  # loads further than this above the mean, chance aside: partitions are cut anew
+
+
+class Grid(NamedTuple):
+    """Blocks of a flattened model; the last one also holds the tail."""
+
+    numel: int
+    block_numel: int
+    num_blocks: int
+
+    def bounds(self, sizes: Sequence[int]) -> list[int]:
+        """First element of each partition, and the end, for partitions of so many blocks."""
+        *starts, _ = accumulate(sizes, initial=0)
+        return [*(block * self.block_numel for block in starts), self.numel]
+
+
+def make_grid(numel: int) -> Grid:
+    """1024 blocks of a multiple of 32 elements; fewer for a model of less than 32,768."""
+    block_numel = max(BLOCK_MULTIPLE, numel // MAX_BLOCKS // BLOCK_MULTIPLE * BLOCK_MULTIPLE)
+    return Grid(numel, block_numel, min(MAX_BLOCKS, max(1, numel // block_numel)))
+
+
+def equal_sizes(num_blocks: int, world_size: int) -> list[int]:
+    """Blocks of each partition at the start; no more partitions than blocks."""
+    count = min(num_blocks, world_size)
+    return [num_blocks * (p + 1) // count - num_blocks * p // count for p in range(count)]
+
+
+def balanced(sizes: Sequence[int], loads: Sequence[float], minimum: int) -> list[int]:
+    """Move one block from each partition with too many chosen elements to a neighbour with too few."""
+    sizes, mean = list(sizes), sum(loads) / len(loads)
+    if mean == 0:
+        return sizes
+    for i in range(len(sizes) - 1):
+        here, uplink = loads[i] / mean, loads[i + 1] / mean
+        if here > 1.05 and uplink < 0.952 and sizes[i] > minimum:
+            sizes[i], sizes[i + 1] = sizes[i] - 1, sizes[i + 1] + 1
+        elif uplink > 1.05 and here < 0.952 and sizes[i + 1] > minimum:
+            sizes[i], sizes[i + 1] = sizes[i] + 1, sizes[i + 1] - 1
+    return sizes
+
+
+def cut_anew(block_loads: Sequence[float], num_partitions: int) -> list[int]:
+    """Blocks of each partition such that each has about as many chosen elements; at least one block each."""
+    num_blocks, total = len(block_loads), sum(block_loads)
+    sizes, at, seen = [], 0, 0.0
+    for p in range(1, num_partitions):
+        first, latest = at, num_blocks - (num_partitions - p)
+        target = total * p / num_partitions
+        while at < latest and (at == first or seen + block_loads[at] / 2 <= target):
+            seen += block_loads[at]
+            at += 1
+        sizes.append(at - first)
+    return [*sizes, num_blocks - at]
+
+
+def is_lopsided(loads: Sequence[float]) -> bool:
+    mean = sum(loads) / len(loads)
+    return max(loads) > (1 + _LOPSIDED) * mean + 2 * math.sqrt(mean)
+
 
 _SAMPLE_KEPT = 256  # of all ranks' samples above the threshold: the count is off by 6 % then
 _MOST = 4  # times the wanted count, whatever the gradient: a spike must not fill the network

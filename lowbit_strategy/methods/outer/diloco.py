@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.outer.rule import OuterRule
 from lowbit_strategy.options.configuration import configuration
 
@@ -89,3 +91,76 @@ class DiLoCo(OuterRule):
             return torch.optim.SGD(anchors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
         made: Optimizer = self._make(anchors, lr=self.lr)
         return made
+
+
+@configuration
+class EagerDiLoCo(DiLoCo):
+    """`DiLoCo` whose bytes have a whole turn to travel, W ranks, ``d(t)`` the own pseudo-gradient of round t.
+
+    1. after round t the mean of round t - 1 has arrived: ``D = d(t) / W + mean(t - 1) - d(t - 1) / W``
+    2. each rank's outer optimizer steps with D from where its round has begun; ``d(t)`` is sent
+    3. the next round is trained while it travels
+
+    Only the others' share is a round old, so that less is lost than with everything a round late. The anchor that all
+    ranks share, to validate and to save, is moved by the means that have arrived.
+
+    Args:
+        fragments, average_state, synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
+        every, lr, momentum, nesterov, decay: See `DiLoCo`.
+        delay, mix: Left at 0.
+        optimizer_class: Left at SGD: the anchor and a rank's own share add up because it is linear.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
+    """
+
+    name: ClassVar[str] = "eagerdiloco"
+    eager: ClassVar[bool] = True
+    travels_a_turn: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        DiLoCo.__post_init__(self)
+        if self.delay or self.mix:
+            raise ValueError(
+                f"delay and mix must be left at 0, got {self.delay} and {self.mix}: bytes travel for a whole turn"
+                " anyway"
+            )
+        if self.optimizer_class != "SGD":
+            raise ValueError(
+                f"optimizer_class must be left at 'SGD', got {self.optimizer_class!r}: a rank's own share and the"
+                " others' are stepped apart and added up, which holds for a linear optimizer only"
+            )
+
+    @property
+    def moment_nbytes(self) -> float:
+        return 2 * super().moment_nbytes + 4.0  # the own share's, and how far it is ahead
+
+
+@configuration
+class StreamingDiLoCo(DiLoCo):
+    """`DiLoCo` with fragments, a delay and mixing; pseudo-gradients have 2 bits unless another compressor is given.
+
+    Args:
+        fragments, delay, mix, average_state: See `OuterRule`.
+        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
+        every, lr, momentum, nesterov, optimizer_class, decay: See `DiLoCo`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, arXiv 2501.18512 (4 bits in the
+        E3M0 format there; 2 fitted bits with error feedback here).
+    """
+
+    name: ClassVar[str] = "streamingdiloco"
+
+    fragments: int = 4
+    delay: int = 5
+    mix: float = 0.5
+
+    def compressor(self) -> Compressor:
+        return LoCo(bits=2, codebook="fitted", block_size=64, beta=0.0, reset_steps=None)

@@ -8,7 +8,11 @@ from typing import ClassVar
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.kernels.format import BlockFormat
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.outer.rule import OuterRule
+from lowbit_strategy.methods.topk import TopK
 from lowbit_strategy.options.configuration import configuration
 
 
@@ -36,3 +40,107 @@ class LocalSGD(OuterRule):
 
     def optimizer(self, anchors: Sequence[Tensor]) -> Optimizer:
         return SGD(anchors, lr=self.lr, momentum=self.momentum)
+
+
+@configuration
+class OverlapLocalSGD(LocalSGD):
+    """At the end of a round each rank is pulled towards the anchor of the round before, then sends its weights.
+
+    1. ``weights = mix * weights + (1 - mix) * anchor``
+    2. while the next round is trained, the ranks' weights travel
+    3. ``v = momentum * v + mean(weights) - anchor``, ``anchor = anchor + v``
+
+    Args:
+        every: Optimizer steps of a round; see `OuterRule`.
+        momentum: The anchor moves on with it, in [0, 1).
+        fragments, average_state, synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
+        delay: Left at 0: it is the whole time until the next fragment is sent.
+        mix: Share of a rank's own weights that is kept in step 1.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Wang et al., "Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed SGD",
+        2020, arXiv 2002.09539.
+    """
+
+    name: ClassVar[str] = "overlaplocalsgd"
+    travels_a_turn: ClassVar[bool] = True
+
+    momentum: float = 0.7
+    mix: float = 0.4
+
+    def __post_init__(self) -> None:
+        LocalSGD.__post_init__(self)
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
+        if self.delay:
+            raise ValueError(f"delay must be left at 0, bytes travel for a whole round anyway, got {self.delay}")
+
+
+@configuration
+class PostLocalSGD(LocalSGD):
+    """Gradients are synchronised in each of the first steps, through the same compressor; local SGD goes on from there.
+
+    Every rule has a synchronous part if it is asked for; this one has it by default.
+
+    Args:
+        synchronous: Optimizer steps of the synchronous part, at least 1, or a share of `num_steps`. More: closer to
+            synchronous training, more bytes.
+        synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
+        every, fragments, delay, mix, average_state: See `OuterRule`; of the local part.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018, arXiv 1808.07217.
+    """
+
+    name: ClassVar[str] = "postlocalsgd"
+
+    synchronous: int | float = 1000
+
+    def __post_init__(self) -> None:
+        LocalSGD.__post_init__(self)
+        if not self.synchronous:
+            raise ValueError("synchronous must be a positive integer, or a share of the run: without it use LocalSGD")
+
+
+# The largest of Gaussian elements lie close together: two magnitudes, in units of their mean, are within 6 % of them.
+_VALUES = BlockFormat(bits=2, block_size=64, scale_rule="mean_abs", codebook=(-1.21875, -0.9453125, 0.9453125, 1.21875))
+
+
+@configuration
+class SparseLoCo(LocalSGD):
+    """The largest 64th of every 4,096 elements, 2 bits each; what is not sent stays, times 0.95 per round, for later.
+
+    Every rank's message goes to all ranks, as published: their mean is exact.
+
+    There is no outer momentum: it would be spent on the few elements that have come. The residual takes its place.
+
+    Args:
+        every: Optimizer steps of a round; see `OuterRule`.
+        lr: The outer SGD steps with it.
+        fragments, delay, mix, average_state: See `OuterRule`.
+        synchronous, synchronous_end, synchronous_compressor, num_steps: See `OuterRule`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv 2508.15706.
+    """
+
+    name: ClassVar[str] = "sparseloco"
+
+    lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        LocalSGD.__post_init__(self)
+        if not self.lr > 0.0:
+            raise ValueError(f"lr must be above 0, got {self.lr!r}")
+
+    def compressor(self) -> Compressor:
+        return TopK(density=1 / 64, values=BlockCodec(_VALUES), selection="chunk", gather=True, decay=0.95)

@@ -26,7 +26,7 @@ from lowbit_strategy.advisor.timing.pairs import MOST_PAIRS, measure_pairs, pair
 from lowbit_strategy.cli import app
 from lowbit_strategy.collectives.comm import GroupComm
 from lowbit_strategy.collectives.local import LocalComm
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.ranks.topology import Topology
 from testing.processes.ranks import run_ranks

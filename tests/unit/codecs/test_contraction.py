@@ -10,14 +10,14 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.codecs.contraction import contracts, hard_blocks
 from lowbit_strategy.codecs.dense import DenseCodec
-from lowbit_strategy.codecs.eden import EdenCodec
-from lowbit_strategy.codecs.natural import NaturalCodec
-from lowbit_strategy.codecs.onebit import TwoMeansCodec
 from lowbit_strategy.codecs.qsgd import L2Codec
 from lowbit_strategy.codecs.rotate import RotatedCodec
-from lowbit_strategy.codecs.ternary import TernaryCodec
 from lowbit_strategy.kernels.codebooks import fitted, ternary
 from lowbit_strategy.kernels.format import BlockFormat, uniform
+from lowbit_strategy.methods.zoo.eden import EdenCodec
+from lowbit_strategy.methods.zoo.naturalcompression import NaturalCodec
+from lowbit_strategy.methods.zoo.onebitsgd import TwoMeansCodec
+from lowbit_strategy.methods.zoo.terngrad import TernaryCodec
 
 SHRINK: dict[str, Codec] = {
     "dense": DenseCodec(),

@@ -11,7 +11,7 @@ from lowbit_strategy.codecs.dense import DenseCodec
 from lowbit_strategy.codecs.group import GROUPS, GroupTop
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.segments import Segment, Segments
-from lowbit_strategy.methods.sparsification.topk import TopK
+from lowbit_strategy.methods.topk import TopK
 from testing.worlds.one_tensor import OneTensor, gaussian
 
 

@@ -15,16 +15,17 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.natural import NaturalCodec
-from lowbit_strategy.codecs.onebit import TwoMeansCodec, pack_bits, unpack_bits
 from lowbit_strategy.codecs.qsgd import L2Codec
 from lowbit_strategy.codecs.rotate import RotatedCodec
-from lowbit_strategy.codecs.ternary import TernaryCodec
 from lowbit_strategy.kernels.codebooks import fitted, ternary
 from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
 from lowbit_strategy.kernels.reference.rotation import hadamard
 from lowbit_strategy.kernels.segments import Segment, Segments
-from lowbit_strategy.methods.quantization.signsgd import SignCodec
+from lowbit_strategy.methods.zoo.naturalcompression import NaturalCodec
+from lowbit_strategy.methods.zoo.onebitsgd import TwoMeansCodec
+from lowbit_strategy.methods.zoo.signsgd import SignCodec
+from lowbit_strategy.methods.zoo.terngrad import TernaryCodec
 
 Z = 5.5
 DRAWS = 400

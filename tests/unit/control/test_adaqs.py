@@ -10,7 +10,7 @@ import torch
 from lowbit_strategy.control.adaqs import AdaQS, mean_to_deviation
 from lowbit_strategy.control.base import Progress, Telemetry
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.loco import LoCo
 
 NUMEL = 40_000
 LADDER = tuple(LoCo(bits=bits) for bits in (8, 4, 2))

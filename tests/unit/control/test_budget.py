@@ -11,8 +11,8 @@ import pytest
 from lowbit_strategy.control import Decision, EndToEnd, Energy, ErrorBudget, Progress
 from lowbit_strategy.control.budget import cheapest
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.quantization.qsgd import QSGD
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.qsgd import QSGD
 from testing.controllers import matrices, run
 
 CHOICES = tuple(LoCo(bits=bits) for bits in (8, 4, 2))

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from lowbit_strategy.control import Decision, Energy, GraVAC, Progress
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.loco import LoCo
 from testing.controllers import matrices, run
 
 TURN = 15 + 25  # steps: settling, window

@@ -23,7 +23,7 @@ from lowbit_strategy.control import (
 )
 from lowbit_strategy.control.adaqs import mean_to_deviation
 from lowbit_strategy.control.guard import Reading
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.loco import LoCo
 from testing.controllers import matrices, run
 
 TWO, FOUR, EIGHT = LoCo(bits=2), LoCo(bits=4), LoCo(bits=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowbit_strategy.control import Accordion, Phase, Progress, Schedule
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.loco import LoCo
 from testing.controllers import matrices, run
 
 EIGHT, FOUR = LoCo(bits=8), LoCo(bits=4)

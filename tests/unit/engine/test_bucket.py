@@ -14,13 +14,13 @@ from lowbit_strategy.engine.bucket import Bucket, BucketLayout, BucketObserver, 
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
-from lowbit_strategy.methods.quantization.dense import Dense
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.errorfeedback import ErrorFeedback
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.mixtures import Partition
+from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.registry import preset
-from lowbit_strategy.methods.sparsification.topk import TopK
-from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
-from lowbit_strategy.methods.wrappers.partition import Partition
+from lowbit_strategy.methods.topk import TopK
 from testing.worlds.single import engine, gradients, reduce_step
 
 SPECS = (TensorSpec("a", (48, 64)), TensorSpec("b", (30, 40)), TensorSpec("c", (33, 21)), TensorSpec("bias", (37,)))

@@ -10,11 +10,11 @@ from lowbit_strategy.engine.bucket import BucketLayout, Entry
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.quantization.dense import Dense
-from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.quantization.qsgd import QSGD
-from lowbit_strategy.methods.sparsification.exdyna import ExDyna
-from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.exdyna import ExDyna
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.mixtures import WarmUp
+from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.simulated import SimulatedWorld
 from testing.worlds.single import SPECS, engine, gradients, reduce_step

@@ -12,8 +12,8 @@ from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.kernels import native
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.ranks.ranks import Ranks
 from testing.worlds.echo import EchoComm, Operations
 

@@ -18,7 +18,7 @@ from lowbit_strategy.engine.carryover import CarryOver
 from lowbit_strategy.engine.listeners import StepPhase
 from lowbit_strategy.methods._base.method import MethodStore
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.methods.mixtures import WarmUp
 from testing.worlds.single import SPECS, engine, gradients, reduce_step
 
 WEIGHTS = ("blocks.0.weight", "blocks.1.weight")

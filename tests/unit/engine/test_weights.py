@@ -18,7 +18,7 @@ from lowbit_strategy.collectives.layout import dim0_cut
 from lowbit_strategy.engine.weights import WeightSync
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.weights import ModuleLayout
 from testing.worlds.simulated import SimulatedWorld
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
-from lowbit_strategy.codecs.eden import EdenCodec
 from lowbit_strategy.codecs.rotate import RotatedCodec, cosines
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.kernels.rotation import rotate, signs
 from lowbit_strategy.kernels.segments import Segment, Segments
+from lowbit_strategy.methods.zoo.eden import EdenCodec
 from testing.worlds.echo import Operations
 
 

@@ -12,22 +12,21 @@ from lowbit_strategy import ACPSGD, ATOMO, DEFT, GradiVeQ, SketchedSGD, ThreeLC
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
-from lowbit_strategy.methods.quantization.dense import Dense
-from lowbit_strategy.methods.quantization.efsignsgd import EFSignSGD
-from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.quantization.multiscale import MultiScale
-from lowbit_strategy.methods.quantization.naturalcompression import NaturalCompression
-from lowbit_strategy.methods.quantization.onebitsgd import OneBitSGD
-from lowbit_strategy.methods.quantization.qsgd import QSGD
-from lowbit_strategy.methods.quantization.sharedscale import SharedScale
-from lowbit_strategy.methods.quantization.signsgd import SignSGD
-from lowbit_strategy.methods.quantization.terngrad import TernGrad
+from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.errorfeedback import ErrorFeedback
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.mixtures import Partition, WarmUp
+from lowbit_strategy.methods.powersgd import PowerSGD
+from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS, from_options
-from lowbit_strategy.methods.wrappers.ef21 import EF21
-from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
-from lowbit_strategy.methods.wrappers.partition import Partition
-from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.methods.zoo.ef21 import EF21
+from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
+from lowbit_strategy.methods.zoo.multiscale import MultiScale
+from lowbit_strategy.methods.zoo.naturalcompression import NaturalCompression
+from lowbit_strategy.methods.zoo.onebitsgd import OneBitSGD
+from lowbit_strategy.methods.zoo.sharedscale import SharedScale
+from lowbit_strategy.methods.zoo.signsgd import SignSGD
+from lowbit_strategy.methods.zoo.terngrad import TernGrad
 from testing.worlds.one_tensor import OneTensor
 
 WRONG: list[tuple[type[Compressor], dict[str, Any], str]] = [

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.quantization.qsgd import QSGD
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.mixtures import Partition
+from lowbit_strategy.methods.qsgd import QSGD
 from lowbit_strategy.methods.registry import PRESETS
-from lowbit_strategy.methods.wrappers.partition import Partition
 from lowbit_strategy.model.handshake import facts, handshake, plain
 from testing.processes.ranks import run_ranks
 

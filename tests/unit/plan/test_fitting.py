@@ -10,7 +10,7 @@ import torch
 from lowbit_strategy import EFSignSGD, Exact, LoCo, WeightCode, WeightDelta
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.fitting import Setup, allowed_nbytes, choice, choices, choose
 from lowbit_strategy.plan.gradients import Reduced
 from lowbit_strategy.plan.plan import make_plan

@@ -15,7 +15,7 @@ from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
 from lowbit_strategy.methods.outer.registry import OUTER_RULES
 from lowbit_strategy.methods.outer.rule import OuterRule
-from lowbit_strategy.methods.weights.base import WeightCoding
+from lowbit_strategy.methods.weights import WeightCoding
 from lowbit_strategy.plan.gradients import Layout, Reduced, ddp_buckets
 from lowbit_strategy.plan.plan import Plan, make_plan
 from lowbit_strategy.plan.weights import ModuleLayout

@@ -28,8 +28,8 @@ from lowbit_strategy.control import (
     Static,
     Telemetry,
 )
-from lowbit_strategy.methods.quantization.dense import Dense
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.telemetry import adaptive_driver
 from lowbit_strategy.telemetry.adaptive_driver import AdaptiveDriver
 from testing.worlds.single import engine, gradients, reduce_step

@@ -9,8 +9,8 @@ from lowbit_strategy.collectives.local import LocalComm
 from lowbit_strategy.kernels.format import uniform
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.quantization.dense import Dense
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import PRESETS
 from lowbit_strategy.telemetry.measure import sum_over_ranks, try_level
 from testing.worlds.single import SPECS, gradients

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lowbit_strategy.methods.quantization.loco import LoCo
+from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.telemetry import observe
 from lowbit_strategy.telemetry.measure import MeanSample
 from lowbit_strategy.telemetry.observe import Observer

@@ -9,9 +9,9 @@ from torch import nn
 from lowbit_strategy.launch.dry_run_report import Planned, plan
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.low_rank.powersgd import PowerSGD
-from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.wrappers.warmup import WarmUp
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.mixtures import WarmUp
+from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.telemetry.startup_report import report_of
 from testing.worlds.single import engine
 

@@ -12,9 +12,9 @@ from lowbit_strategy.codecs.packed import parts_of
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.tensor_spec import TensorSpec
-from lowbit_strategy.methods.quantization.loco import LoCo
-from lowbit_strategy.methods.quantization.qsgd import QSGD
-from lowbit_strategy.methods.wrappers.errorfeedback import ErrorFeedback
+from lowbit_strategy.methods.errorfeedback import ErrorFeedback
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.methods.qsgd import QSGD
 from testing.worlds.single import engine, gradients, reduce_step
 
 SPECS = [TensorSpec("blocks.0.weight", (512, 384)), TensorSpec("blocks.1.weight", (512, 384))]

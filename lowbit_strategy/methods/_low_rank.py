@@ -1,0 +1,193 @@
+"""Orthonormal columns and products of thin matrices, bit for bit the same on every rank.
+
+Each rank computes them for itself, and ranks may have GPUs of different types: a decomposition or a matrix product of a
+library adds in an order that the library chooses for the device. Here every number comes from additions,
+multiplications, divisions and square roots of single elements, in an order that is written down; those are rounded
+alike everywhere.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.stateful_codec import StateTensors
+from lowbit_strategy.kernels.reference.blocks import tree_sum
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor, dense_method
+from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods._base.parameter_selectors import Selector
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.options.configuration import configuration
+
+_ONE_PASS_COLUMNS = 2  # more lose orthogonality to rounding, and are made orthogonal once more
+_CACHE_ELEMENTS = 1 << 16  # of a product on the CPU at a time
+
+
+def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float) -> list[Tensor]:
+    """`orthogonalize` of each; matrices of one shape take one call together, which on a GPU is far fewer launches."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(index)
+    results = list(matrices)
+    for indices in by_shape.values():
+        batch_BNR = torch.stack([matrices[index] for index in indices])
+        for index, result in zip(indices, orthogonalize(batch_BNR, epsilon), strict=True):
+            results[index] = result
+    return results
+
+
+def orthogonalize(matrix_BNR: Tensor, epsilon: float) -> Tensor:
+    """float32 [..., N, R] with orthonormal columns that span the same space, by modified Gram-Schmidt; N >= R.
+
+    Args:
+        matrix_BNR: Finite; any batch dims in front.
+        epsilon: Times the norm of the matrix, added to the norms of columns, so that a column that depends on earlier
+            ones shrinks instead of becoming rounding noise of length 1. Columns of zeros stay zeros.
+    """
+    columns_BRN = matrix_BNR.transpose(-1, -2).contiguous()
+    for _ in range(1 if matrix_BNR.shape[-1] <= _ONE_PASS_COLUMNS else 2):
+        columns_BRN = _gram_schmidt(columns_BRN, epsilon)
+    return columns_BRN.transpose(-1, -2).contiguous()
+
+
+def _gram_schmidt(columns_BRN: Tensor, epsilon: float) -> Tensor:
+    square_BR = _sum(columns_BRN * columns_BRN)
+    smallest_B11 = (_root(_sum(square_BR)) * epsilon + torch.finfo(torch.float32).tiny)[..., None, None]
+    done, rest_BRN = [], columns_BRN
+    for _ in range(columns_BRN.shape[-2]):
+        column_B1N, rest_BRN = rest_BRN[..., :1, :], rest_BRN[..., 1:, :]
+        length_B11 = _root(_sum(column_B1N * column_B1N))[..., None]
+        column_B1N = column_B1N / (length_B11 + smallest_B11)
+        rest_BRN = rest_BRN - _sum(rest_BRN * column_B1N)[..., None] * column_B1N
+        done.append(column_B1N)
+    return torch.cat(done, -2)
+
+
+def _sum(x_BN: Tensor) -> Tensor:
+    """Over the last dim, halves added to each other until one element is left; zeros make it a power of two."""
+    numel = x_BN.shape[-1]
+    return tree_sum(torch.nn.functional.pad(x_BN, (0, (1 << (numel - 1).bit_length()) - numel)))
+
+
+def _root(x: Tensor) -> Tensor:
+    """Rounded once, which the square root of float32 is not on every device."""
+    return x.double().sqrt().float()
+
+
+def product(p_NR: Tensor, q_MR: Tensor) -> Tensor:
+    """float32 [N, M]: ``p q^T``, one column after the other."""
+    out_NM = p_NR.new_empty(p_NR.shape[0], q_MR.shape[0])
+    num_rows = len(out_NM) if out_NM.is_cuda else max(1, _CACHE_ELEMENTS // max(1, len(q_MR)))
+    columns_RM = q_MR.T.contiguous()
+    for part_NM, rows_NR in zip(out_NM.split(num_rows), p_NR.split(num_rows), strict=True):
+        torch.mul(rows_NR[:, :1], columns_RM[0], out=part_NM)
+        for at, column_M in enumerate(columns_RM[1:], 1):
+            part_NM += rows_NR[:, at : at + 1] * column_M
+    return out_NM
+
+
+def matrix_shape(spec: TensorSpec) -> tuple[int, int]:
+    """Rows and columns of a parameter seen as a matrix: first dim, all others."""
+    rows = spec.shape[0] if spec.shape else 1
+    return rows, spec.numel // rows if rows else 0
+
+
+def random_factor(spec: TensorSpec, dim: int, rank: int, seed: int) -> Tensor:
+    """Normal numbers, a parameter's own, the same on all ranks: float32 [rows, rank], or [columns, rank] for dim 1."""
+    generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()) ^ seed)
+    return torch.randn(matrix_shape(spec)[dim], rank, generator=generator, dtype=torch.float32)
+
+
+def keep_factor_(factor: Tensor, mean: Tensor) -> None:
+    """The mean becomes the next step's factor; a column that has vanished or is not finite stays what it was."""
+    usable = mean.isfinite().all(0) & (mean != 0).any(0)
+    factor.copy_(torch.where(usable, mean, factor))
+
+
+def keep_error_(residual_N: Tensor, error: Tensor) -> None:
+    """The error becomes the residual where it is finite."""
+    error_N = error.reshape(-1)
+    residual_N.copy_(torch.where(error_N.isfinite(), error_N, residual_N))
+
+
+def observe_(view: View, compensated: Tensor, sent: Tensor) -> None:
+    """Fill in what monitors asked for. Call before the mean is written, perhaps over the gradient."""
+    if view.compensated is not None:
+        view.compensated.copy_(compensated.reshape(-1))
+    if view.sent is not None:
+        view.sent.copy_(sent.reshape(-1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowRankReducer(Reducer):
+    """Sends two thin matrices in the place of each parameter."""
+
+    rank: int
+
+    def serves(self, spec: TensorSpec) -> bool:
+        return self.rank <= min(matrix_shape(spec))
+
+    def fresh(self, spec: TensorSpec, device: torch.device) -> StateTensors:
+        """The state of one parameter at the start."""
+        return {}
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        for spec in specs:
+            if not self.serves(spec):
+                rows, columns = matrix_shape(spec)
+                raise ValueError(
+                    f"rank {self.rank} is larger than {spec.name} allows, a matrix of {rows} x {columns}: choose a rank"
+                    f" of at most {min(rows, columns)} or exempt it"
+                )
+        return {spec.name: self.fresh(spec, device) for spec in specs}
+
+
+@configuration
+class LowRankCompressor(Compressor):
+    """Configurations of low-rank methods.
+
+    Args:
+        rank: Of the approximation.
+        min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
+        epsilon: Relative, added to norms in the orthonormalisation.
+    """
+
+    rank: int = 4
+    min_compression_rate: float = 2.0
+    epsilon: float = 1e-8
+    high_precision: tuple[Selector, ...] = ()
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        check_positive("rank", self.rank)
+        if not self.min_compression_rate > 0:
+            raise ValueError(f"min_compression_rate must be positive, got {self.min_compression_rate!r}")
+        if not self.epsilon >= 0:
+            raise ValueError(f"epsilon must not be negative, got {self.epsilon!r}")
+
+    def pays(self, spec: TensorSpec) -> bool:
+        """Whether two thin matrices are enough smaller than the parameter."""
+        rows, columns = matrix_shape(spec)
+        is_smaller = (rows + columns) * self.rank * self.min_compression_rate < rows * columns
+        return is_smaller and self.rank <= min(rows, columns)
+
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        candidates = [spec for spec in specs if self.exempted(spec) is None]
+        largest = max((min(matrix_shape(spec)) for spec in candidates), default=self.rank)
+        if self.rank > largest:
+            raise ValueError(
+                f"rank {self.rank} is larger than every matrix of this model: choose a rank of at most {largest},"
+                " better a tenth of that"
+            )
+
+    def assign(self, spec: TensorSpec) -> Assignment:
+        if (assignment := self.exempted(spec)) is not None:
+            return assignment
+        if not self.pays(spec):
+            return Assignment(dense_method(), "exempt", f"rank {self.rank} would not make it much smaller")
+        return Assignment(self.method(spec), "compressed", self.name)

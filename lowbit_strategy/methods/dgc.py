@@ -1,0 +1,312 @@
+"""Deep gradient compression: momentum is applied before sparsifying, so that delayed elements keep theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.sparse.layout import Chosen
+from lowbit_strategy.collectives.stateful_codec import StateTensors
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.kernels.select import TINY, largest_threshold
+from lowbit_strategy.kernels.sums import Sum, top_k
+from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.compressor import Assignment
+from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.parameter_selectors import Selector, matching
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec
+from lowbit_strategy.methods._sparse_base.common_positions import CommonPositionsReducer
+from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
+from lowbit_strategy.methods._sparse_base.sparse_reducer import (
+    Condition,
+    SparseReducer,
+    add_at_once_,
+    check_density,
+    conditions,
+    in_order,
+    nonzero,
+    pending_sums,
+    zero_residuals,
+)
+from lowbit_strategy.options.configuration import configuration
+
+_SAMPLE_SHARE = 0.01
+_SAMPLE_KEPT = 128  # of the sample above the threshold, if 1 % has fewer: the count is off by 9 % then
+_MAX_ROUNDS = 10
+_LEAST = 0.8
+
+
+def select_by_sample(total: Sum, k: int, *, seed: int) -> Chosen:
+    """About the k largest elements of the sum, 0.8 k to k of them, in a few passes and without sorting it.
+
+    A threshold is taken from a sample. While it selects fewer than 0.8 k it is lowered by a fifth, at most ten times;
+    if it selects more than k, the largest of those are taken. Where the sample would be a quarter of it, the
+    largest are taken.
+    """
+    numel = total.numel()
+    num = max(math.ceil(_SAMPLE_SHARE * numel), math.ceil(_SAMPLE_KEPT * numel / k))
+    if 4 * num >= numel:
+        return nonzero(Chosen(*top_k(total, k)))
+    sample = total.sample(num, seed=seed)
+    threshold = max(largest_threshold(sample, round(k / numel * num)), TINY)  # zeros are never sent
+    for _ in range(1 + _MAX_ROUNDS):
+        indices, values = total.above(threshold, expected=k)
+        if indices.numel() >= _LEAST * k or threshold == TINY:
+            break
+        threshold = max(threshold * 0.8, TINY)
+    return largest_of(indices, values, k)
+
+
+def largest_of(indices: Tensor, values: Tensor, most: int) -> Chosen:
+    """What was selected; of more than `most` the largest."""
+    if indices.numel() > most:
+        chosen, values = top_k(Sum(values), most)
+        indices = indices.index_select(0, chosen)
+    return Chosen(indices.long(), values)
+
+
+_WHOLE = CommonPositionsReducer(density=1.0, codec=DenseCodec("float32"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DGCReducer(SparseReducer):
+    """Fields as in `DGC`. The residual is the velocity: momentum that has not been sent.
+
+    For local clipping all gradients of the model (under FSDP2: of the module) must be there, those of exempt parameters
+    too: they count in the norm, are scaled by it, and are sent whole.
+    """
+
+    momentum: float
+    nesterov: bool
+    clip_norm: float | None
+    exempt: tuple[Selector, ...]  # in the norm; none without clipping
+
+    @property
+    def whole_model(self) -> bool:  # type: ignore[override]
+        return self.clip_norm is not None
+
+    @property
+    def label(self) -> str:
+        return f"dgc {self.density:g}, {self.codec.label}"
+
+    @property
+    def temporary_nbytes(self) -> float:
+        return 43.0 * self.density  # much of it in the warm-up
+
+    @property
+    def residual_gain(self) -> float | None:
+        return 1.0 if self.momentum == 0.0 and self.clip_norm is None else None
+
+    def continues(self, earlier: Method) -> bool:
+        return isinstance(earlier, DGCReducer) and (earlier.momentum, earlier.nesterov) == (
+            self.momentum,
+            self.nesterov,
+        )
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        state = zero_residuals(specs, device)
+        if self.momentum:
+            for spec in specs:
+                state[spec.name]["momentum"] = torch.zeros(spec.numel, dtype=torch.float32, device=device)
+        return state
+
+    def rescale_(self, state: ReducerState, factor: float) -> None:
+        Reducer.rescale_(self, state, factor)
+        for tensors in state.values():
+            if self.momentum:
+                tensors["momentum"].mul_(factor)
+
+    def is_dense(self, spec: TensorSpec) -> bool:
+        """Whether all of a parameter is sent: nothing is masked then, so that momentum goes on as in the optimizer."""
+        return self.density == 1.0 or matching(self.exempt, spec) is not None
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        views = [view for view in views if view.spec.numel]
+        if not views:
+            return
+        if self.whole_model:
+            views = in_order(views, state)  # of which the norm's sum must not depend
+        found, totals = self.accumulate_(views, state, comm)
+        sparse, whole = (
+            [i for i, view in enumerate(views) if self.is_dense(view.spec) is dense] for dense in (False, True)
+        )
+        if sparse:
+            picked = [views[i] for i in sparse], [found[i] for i in sparse], [totals[i] for i in sparse]
+            yield from self.send(*picked, state, comm, step)
+        if whole:
+            views = [views[i] for i in whole]
+            indices = yield from _WHOLE.positions(views, state, comm, step)
+            yield from _WHOLE.sum_at(indices, views, [found[i] for i in whole], state, comm, step)
+
+    def accumulate_(self, views: Sequence[View], state: ReducerState, comm: Comm) -> tuple[list[Condition], list[Sum]]:
+        """Momentum and velocity move on. With momentum a gradient of zeros is one like any other: momentum decays, and
+        the velocity goes on growing by it.
+        """
+        if not (self.momentum or self.whole_model or self.density == 1.0):
+            return pending_sums(views, state)
+        found = conditions([view.x for view in views])
+        if self.momentum:
+            found = [Condition.LIVE if condition is Condition.IDLE else condition for condition in found]
+        factor = self.clip_factor(views, found, comm)
+        add_at_once_(views, state, found, partial(self._add_, factor=factor), partial(self._undo_, factor=factor))
+        return found, [Sum(state[view.spec.name]["residual"]) for view in views]
+
+    def clip_factor(self, views: Sequence[View], found: Sequence[Condition], comm: Comm) -> float:
+        if self.clip_norm is None:
+            return 1.0
+        live = [view.flat() for view, condition in zip(views, found, strict=True) if condition is Condition.LIVE]
+        squares = [float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2 for x in live]
+        limit = self.clip_norm / math.sqrt(comm.world_size)
+        norm = math.sqrt(sum(squares))
+        return limit / norm if norm > limit else 1.0
+
+    def _add_(self, tensors: StateTensors, gradient: Tensor, factor: float) -> None:
+        velocity = tensors["residual"]
+        if not self.momentum:
+            velocity.add_(gradient, alpha=factor)
+        elif self.nesterov:
+            velocity.add_(tensors["momentum"].add_(gradient, alpha=factor).mul_(self.momentum)).add_(
+                gradient, alpha=factor
+            )
+        else:
+            velocity.add_(tensors["momentum"].mul_(self.momentum).add_(gradient, alpha=factor))
+
+    def _undo_(self, tensors: StateTensors, gradient: Tensor, factor: float) -> None:
+        """Take an overflow back, to rounding; what is not finite is dropped."""
+        velocity = tensors["residual"]
+        if self.momentum == 0.0 or self.nesterov:
+            velocity.sub_(gradient, alpha=factor)
+        if self.momentum:
+            momentum = tensors["momentum"]
+            velocity.sub_(momentum)
+            if self.nesterov:
+                momentum.div_(self.momentum).sub_(gradient, alpha=factor)
+            else:
+                momentum.sub_(gradient, alpha=factor).div_(self.momentum)
+            momentum.nan_to_num_(0.0, 0.0, 0.0)
+        velocity.nan_to_num_(0.0, 0.0, 0.0)
+
+    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+        return select_by_sample(total, self.num_kept(view.spec), seed=step.seed)
+
+    def taken_out_(self, tensors: StateTensors, chosen: Chosen) -> None:
+        if self.momentum:  # factor masking: stale momentum of what has been sent must not push on
+            tensors["momentum"].index_fill_(0, chosen.indices, 0.0)
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        whole = [spec for spec in specs if self.is_dense(spec)]
+        num_whole = _WHOLE.num_messages(whole, world_size, scatter=scatter) if whole else 0
+        sparse = SparseReducer.num_messages(self, specs, world_size, scatter=scatter)
+        return num_whole + (sparse if len(whole) < len(specs) else 0)
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        if self.is_dense(spec):
+            return _WHOLE.wire_nbytes(spec, world_size, scatter=scatter)
+        return SparseReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
+
+
+@configuration
+class DGC(SparseCompressor):
+    """Deep gradient compression.
+
+    Every step, for each parameter, on every rank:
+
+    1. ``g = g * min(1, W**-0.5 * clip_norm / |g|)``, with the norm of all gradients of the rank
+    2. ``u' = m * u + g``, ``v = v + u'``; Nesterov: ``u' = m * (u + g)``, ``v = v + u' + g``
+    3. a threshold from a sample of 1 % keeps 0.8 k to k of the k = density * n largest ``|v|``
+    4. those are sent; ``u' = v = 0`` there (factor masking)
+    5. the mean over ranks of what was sent, 0 where no rank sent
+
+    With `warmup_steps` the density starts at 25 % and falls in stages; the preset ``dgc`` has 100 steps per stage. At a
+    density of 1 nothing is masked. Exempt parameters are sent whole, with the same momentum and clipping. Weight decay
+    belongs to the optimizer, which applies it after the mean.
+
+    Args:
+        density: The warm-up ends with it, in (0, 1].
+        values, residual: See `TopK`. The momentum stays in float32, another 4 bytes per parameter.
+        momentum: Lies in [0, 1). Above 0 give SGD this much and the optimizer itself none: momentum is applied once.
+            Keep 0 with Adam and its relatives, which average gradients themselves.
+        nesterov: Nesterov's momentum; needs ``momentum > 0``.
+        clip_norm: Largest norm of the mean gradient that step 1 aims at; None: no clipping. Under DDP the parameters
+            then wait for the last bucket, under FSDP2 each module is clipped by itself. With a loss scaler it is in
+            units of scaled gradients. The frameworks' own clipping (Lightning's ``gradient_clip_val``) acts on the
+            sparse mean, which has left the residual already: what it cuts off is lost, so use this one.
+        warmup_steps: Optimizer steps of each stage of the warm-up, about an epoch; 0: none.
+        warmup_densities: What the stages have; those below `density` are skipped.
+        exempt, high_precision: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", 2018,
+        arXiv 1712.01887, algorithms 1 and 4, section 3. More than k are cut to the largest k; the authors' code takes
+        the first k.
+    """
+
+    name: ClassVar[str] = "dgc"
+
+    density: float = 0.001
+    momentum: float = 0.0
+    nesterov: bool = False
+    clip_norm: float | None = None
+    warmup_steps: int = 0
+    warmup_densities: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004, 0.001)
+
+    def __post_init__(self) -> None:
+        SparseCompressor.__post_init__(self)
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
+        if self.nesterov and self.momentum == 0.0:
+            raise ValueError("nesterov=True needs momentum above 0")
+        if self.clip_norm is not None and not self.clip_norm > 0.0:
+            raise ValueError(f"clip_norm must be positive or None, got {self.clip_norm!r}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be an integer, 0 for none, got {self.warmup_steps!r}")
+        for density in self.warmup_densities:
+            check_density(density, "warmup_densities")
+
+    def phase(self, step_index: int) -> DGC:
+        stages = [density for density in self.warmup_densities if density > self.density]
+        if not self.warmup_steps or step_index >= self.warmup_steps * len(stages):
+            return replace(self, warmup_steps=0) if self.warmup_steps else self
+        return replace(self, density=stages[step_index // self.warmup_steps], warmup_steps=0)
+
+    def conserving(self) -> DGC:
+        return replace(self, momentum=0.0, nesterov=False, clip_norm=None, residual="float32")
+
+    @property
+    def momenta(self) -> frozenset[float]:
+        return frozenset({self.momentum})
+
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        return DGCReducer(
+            density=self.density,
+            codec=self.codec,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            clip_norm=self.clip_norm,
+            exempt=() if self.clip_norm is None else self.exempt,
+        )
+
+    def exempted(self, spec: TensorSpec) -> Assignment | None:
+        assignment = SparseCompressor.exempted(self, spec)
+        if assignment is None:
+            return None
+        if self.clip_norm is not None:
+            return assignment._replace(method=self.method(spec))
+        if self.momentum == 0.0:
+            return assignment
+        uplink = MomentumCodec(momentum=self.momentum, nesterov=self.nesterov)
+        return assignment._replace(method=CodecPair(uplink, PlainCodec(DenseCodec("float32"))))

@@ -1,0 +1,80 @@
+"""Error feedback as a wrapper: what a compressor does not send is added to the next gradient."""
+
+from __future__ import annotations
+
+from dataclasses import field, replace
+from typing import ClassVar
+
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.collectives.stateful_codec import StatefulCodec
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.reducer import Reducer
+from lowbit_strategy.methods._base.stateful_codec import PlainCodec
+from lowbit_strategy.methods._base.wrapper import Wrapper
+from lowbit_strategy.methods._residual_rules.feedback import (
+    FeedbackCodec,
+    FeedbackReducer,
+    ResidualDtype,
+    check_decay,
+    contracting,
+    contracting_reducer,
+)
+from lowbit_strategy.methods.qsgd import QSGD
+from lowbit_strategy.options.configuration import configuration
+
+
+@configuration
+class ErrorFeedback(Wrapper):
+    """Any compressor without a residual, with one, on both ways.
+
+    1. ``h = g + e``
+    2. the wrapped compressor reduces h; the others decode this rank's part of it as Q
+    3. ``e' = decay * (h - Q)``
+
+    Rounding at random is replaced by rounding to the nearest value: feedback removes the bias, and a code that errs by
+    more than its input, as unbiased codes with few values do, would make the residual grow without bound. A code that
+    does so when rounding to the nearest value is refused.
+
+    Args:
+        compressor: One without feedback of its own.
+        decay: Below 1 old errors fade, and nothing is conserved.
+        residual: ``float32`` costs 4 bytes per parameter on every rank; ``int8`` costs 1 (quantisers only).
+        exempt: Parameters that are exempt besides.
+
+    Raises:
+        ValueError: A field is out of range; the compressor has feedback of its own, or its code does not shrink.
+
+    References:
+        Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019,
+        arXiv 1901.09847.
+    """
+
+    name: ClassVar[str] = "errorfeedback"
+    approaches_mean: ClassVar[bool] = True
+
+    compressor: Compressor = field(default_factory=lambda: QSGD(bits=3))
+    decay: float = 1.0
+    residual: ResidualDtype = "float32"
+
+    def __post_init__(self) -> None:
+        check_decay(self.decay)
+        Wrapper.__post_init__(self)
+
+    def conserving(self) -> ErrorFeedback:
+        return replace(self, compressor=self.compressor.conserving(), decay=1.0, residual="float32")
+
+    def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec:
+        if not isinstance(stateful, PlainCodec):
+            raise ValueError(
+                f"{stateful.label!r} cannot be given error feedback: it has its own, or none that would help"
+            )
+        if isinstance(stateful.codec, DenseCodec):
+            return stateful
+        return FeedbackCodec(codec=contracting(stateful.codec), decay=self.decay, residual=self.residual)
+
+    def wrap_reducer(self, reducer: Reducer) -> Reducer:
+        if reducer.residual_gain is not None:
+            raise ValueError(f"{reducer.label!r} has error feedback of its own: use it without the wrapper")
+        if self.residual != "float32":
+            raise ValueError(f"{reducer.label!r} keeps its residual in float32: leave residual='float32'")
+        return FeedbackReducer(inner=contracting_reducer(reducer), decay=self.decay)

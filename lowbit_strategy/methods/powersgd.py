@@ -1,0 +1,149 @@
+"""PowerSGD: a low-rank gradient, by one step of subspace iteration a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.ordered import ordered_nbytes, sum_each
+from lowbit_strategy.collectives.stateful_codec import StateTensors
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._low_rank import (
+    LowRankCompressor,
+    LowRankReducer,
+    keep_error_,
+    keep_factor_,
+    matrix_shape,
+    observe_,
+    orthogonalize_all,
+    product,
+    random_factor,
+)
+from lowbit_strategy.methods.dense import Dense
+from lowbit_strategy.options.configuration import configuration
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PowerSGDReducer(LowRankReducer):
+    """Fields as in `PowerSGD`. State: ``residual`` flat, ``q`` [columns, rank]."""
+
+    warm_start: bool
+    feedback: bool
+    epsilon: float
+
+    fixed_size: ClassVar[bool] = True
+    temporary_nbytes: ClassVar[float] = 2.9
+
+    @property
+    def label(self) -> str:
+        return f"rank {self.rank}"
+
+    @property
+    def residual_gain(self) -> float | None:
+        return 1.0 if self.feedback else None
+
+    def fresh(self, spec: TensorSpec, device: torch.device) -> StateTensors:
+        tensors = {"q": random_factor(spec, 1, self.rank, seed=0).to(device)}
+        if self.feedback:
+            tensors["residual"] = torch.zeros(spec.numel, dtype=torch.float32, device=device)
+        return tensors
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        matrices, qs = [], []
+        for view in views:
+            spec, tensors = view.spec, state[view.spec.name]
+            h_N = view.flat().to(torch.float32, copy=True)
+            if self.feedback:
+                h_N += tensors["residual"]
+            matrices.append(h_N.view(matrix_shape(spec)))
+            q = tensors["q"] if self.warm_start else random_factor(spec, 1, self.rank, step.shared_seed)
+            qs.append(q.to(view.x.device))
+        qs = orthogonalize_all(qs, self.epsilon)
+
+        ps = yield from sum_each([m @ q for m, q in zip(matrices, qs, strict=True)], comm)
+        # Q must not become NaN, which would stay for ever: the matrix is taken to be zero, and the result is NaN.
+        bad = [~p.isfinite().all() for p in ps]
+        ps = orthogonalize_all([torch.where(b, 0.0, p) for p, b in zip(ps, bad, strict=True)], self.epsilon)
+
+        own_qs = [m.T @ p for m, p in zip(matrices, ps, strict=True)]
+        sums = yield from sum_each(own_qs, comm)
+        for i, view in enumerate(views):
+            tensors, mean_q = state[view.spec.name], sums[i] / comm.world_size
+            mean = torch.where(bad[i], torch.nan, product(ps[i], mean_q))
+            if view.sent is not None:
+                observe_(view, matrices[i], ps[i] @ own_qs[i].T)
+            keep_factor_(tensors["q"], mean_q)
+            if self.feedback:
+                keep_error_(tensors["residual"], matrices[i] - mean)  # against the common result
+            view.write_mean_(mean.reshape(-1), comm.rank)
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 4  # both factors, each summed and gathered
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        return sum(ordered_nbytes(size * self.rank, 4, world_size) for size in matrix_shape(spec))
+
+
+@configuration
+class PowerSGD(LowRankCompressor):
+    """Every matrix as a product of two thin ones, with error feedback.
+
+    For a parameter of n x m (first dim, all others), with Q [m, rank] of the step before, on every rank:
+
+    1. ``M = g + e``
+    2. orthonormalise Q; ``P = M Q``; sum P over ranks; orthonormalise P
+    3. ``Q = M^T P``; mean of Q over ranks
+    4. the result is ``P Q^T``, the same on all ranks
+    5. ``e' = M - P Q^T``
+
+    Sums are formed in rank order, so that results depend neither on the buckets nor on the backend, and steps 2 and 4
+    take no decomposition or product from a library, so that ranks with GPUs of different types get the same bits. Many
+    buckets work on gloo. Under FSDP2 every rank has the whole local gradient, so the same factors are reduced and each
+    rank forms its own rows.
+
+    Args:
+        rank: Of the approximation. Bytes grow with it; 1 to 4 is usual.
+        start_step: Uncompressed until then: early gradients are the least low-rank.
+        min_compression_rate: A parameter with ``(n + m) * rank * min_compression_rate >= n * m`` stays dense.
+        warm_start: Keep Q from step to step; otherwise one step of iteration starts from a random Q every time.
+        feedback: Keep the error. Without it what a low rank cannot express is lost.
+        epsilon: Times the matrix's norm, added to norms in the orthonormalisation (Gram-Schmidt, twice for
+            more than two columns). Relative, so that the loss scale and the size of gradients make no difference.
+        exempt: Parameters that stay dense; see `Compressor`.
+        high_precision: Not used: there is no method of higher precision.
+
+    Raises:
+        ValueError: A field is out of range; `rank` is larger than every matrix of the model.
+
+    References:
+        Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+        2019, arXiv 1905.13727, algorithms 1 and 2. The residual is taken against the common result, as PyTorch's
+        ``powerSGD_hook`` does, and equals it in the configuration where that works on gloo (a single bucket).
+    """
+
+    name: ClassVar[str] = "powersgd"
+
+    start_step: int = 0
+    warm_start: bool = True
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        LowRankCompressor.__post_init__(self)
+        if self.start_step < 0:
+            raise ValueError(f"start_step must be 0 or a positive integer, got {self.start_step!r}")
+
+    def phase(self, step_index: int) -> Compressor:
+        return Dense() if step_index < self.start_step else self
+
+    def method(self, spec: TensorSpec) -> PowerSGDReducer:
+        return PowerSGDReducer(rank=self.rank, warm_start=self.warm_start, feedback=self.feedback, epsilon=self.epsilon)
+
+    def conserving(self) -> PowerSGD:
+        return replace(self, feedback=True)

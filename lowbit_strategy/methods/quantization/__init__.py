@@ -1,1 +1,0 @@
-"""Methods that send every element in fewer bits."""

@@ -1,1 +1,0 @@
-"""Methods that send some of the elements."""

@@ -1,0 +1,270 @@
+"""What every way of sending weights has in common: which parameters it codes, and what ranks keep of what they receive.
+
+Under FSDP2 each rank owns a shard of every parameter, and all ranks gather all shards before a module runs. The owner's
+shard stays exact, whatever travels: the optimizer, checkpoints and evaluation see exact weights, and in training all
+ranks, the owner too, compute with what the others decode.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.kernels.format import uniform
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.parameter_selectors import Selector, matching, validate_selectors
+from lowbit_strategy.methods._base.presets import register_other_names
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.loco import LoCo
+from lowbit_strategy.options.configuration import configuration
+from lowbit_strategy.options.conversion import Conversion, Mismatch, Source, call, convert, register_conversion
+from lowbit_strategy.options.suggestions import did_you_mean
+
+Keep = Literal["nothing", "codes", "replica"]
+
+
+@configuration
+class WeightCoding(ABC):
+    """A way of sending weights; one of `Exact`, `WeightCode`, `WeightDelta`."""
+
+    name: ClassVar[str]
+    sends_differences: ClassVar[bool] = False
+
+    keep: Keep = "nothing"
+
+    @abstractmethod
+    def codec(self, spec: TensorSpec) -> Codec | None:
+        """The code of one parameter; None: it travels as it is."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """A few words for reports."""
+
+
+@configuration
+class BlockWeights(WeightCoding):
+    """What the blockwise codes share: bits by a parameter's role."""
+
+    exempt: tuple[Selector, ...] = ("@vector", "@small")
+    high_precision: tuple[Selector, ...] = ("@embedding", "@head")
+    high_precision_bits: int = 8
+    block_size: int = 128
+    bits: int  # of a parameter that is neither exempt nor of high precision
+    allowed_bits: ClassVar[tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        validate_selectors("exempt", self.exempt)
+        validate_selectors("high_precision", self.high_precision)
+        for field, allowed in (("high_precision_bits", (8, 6, 5, 4)), ("bits", self.allowed_bits)):
+            if (bits := getattr(self, field)) not in allowed:
+                raise ValueError(f"{field} must be one of {', '.join(map(str, allowed))}, got {bits!r}")
+        uniform(8, self.block_size)
+
+    def codec(self, spec: TensorSpec) -> Codec | None:
+        if matching(self.exempt, spec) is not None:
+            return None
+        high = matching(self.high_precision, spec) is not None
+        bits = max(self.bits, self.high_precision_bits) if high else self.bits
+        return BlockCodec(uniform(bits, self.block_size))
+
+
+@configuration
+class Exact(WeightCoding):
+    """Weights travel as FSDP2 sends them: every element in the type that the forward runs in.
+
+    Args:
+        keep: ``nothing``: gathered in forward and again in backward, of every micro-batch, as FSDP2 does by itself.
+            ``replica``: gathered once per optimizer step and kept until the next one: half the bytes, fewer still with
+            gradient accumulation, for a whole copy of the weights on every rank.
+
+    Raises:
+        ValueError: There are no codes to keep.
+    """
+
+    name: ClassVar[str] = "exact"
+
+    def __post_init__(self) -> None:
+        if self.keep == "codes":
+            raise ValueError("exact weights have no codes to keep: keep must be 'nothing' or 'replica', got 'codes'")
+
+    @property
+    def label(self) -> str:
+        return "exact"
+
+    def codec(self, spec: TensorSpec) -> Codec | None:
+        return None
+
+
+@configuration
+class WeightCode(BlockWeights):
+    """Blockwise codes of the owners' shards.
+
+    1. owner: each block of its shard becomes ``block_size`` codes and one scale, the largest magnitude over
+       ``2**(bits-1) - 1``, rounded to the nearest code
+    2. one all-gather of bytes per sharded module and optimizer step
+    3. every rank, the owner too, decodes the same bytes straight into the weights that the module computes with
+
+    The error of a step does not reach the next one: the owner's shard is exact, and the codes are made from it anew.
+    Blocks without an element of at least 1.5e-36 (8 bits; 8.3e-38 for 4) decode as zeros: their scale would be below
+    the smallest normal number.
+
+    Args:
+        bits: A code has so many: 8, 6 or 4. 8 is not seen in the loss; fewer are (`WeightDelta` costs as few bytes).
+        keep: What a rank keeps until the next step, so that backward and further micro-batches send nothing.
+            ``codes``: 1 byte per parameter at 8 bits; decoded again in each gather. ``replica``: the decoded weights
+            in the type that the forward runs in (2 or 4 bytes per parameter). ``nothing``: FSDP2's own memory, and
+            every gather sends.
+        exempt: Parameters that travel exactly, in the same message: as for a compressor's `exempt`.
+        high_precision: Parameters that have at least `high_precision_bits`.
+        high_precision_bits: 8, 6, 5 or 4.
+        block_size: Elements that share a scale: a power of two from 32 to 4,096.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        The blockwise weight all-gather of ZeRO++: Wang et al., "ZeRO++: Extremely Efficient Collective Communication
+        for Giant Model Training", 2023, arXiv 2306.10209, section 3.1 (its gather in backward is exact; here both
+        passes compute with the same weights).
+    """
+
+    name: ClassVar[str] = "code"
+    allowed_bits: ClassVar[tuple[int, ...]] = (8, 6, 4)
+
+    bits: int = 8
+    keep: Keep = "codes"
+
+    @property
+    def label(self) -> str:
+        return f"{self.bits}-bit codes"
+
+
+@configuration
+class WeightDelta(BlockWeights):
+    """Differences travel, so that a few bits are enough: what one step's code leaves out is in the next difference.
+
+    All ranks keep the same replica h of the weights, in the type that the forward runs in.
+
+    1. in the first step the owners send their shards x exactly, and h is these
+    2. from then on, once per optimizer step: ``c = C(x - h)`` for the own shard, where C is the blockwise code of
+       `WeightCode`
+    3. one all-gather of the codes c of all owners per sharded module
+    4. every rank, the owner too: ``h += c``; the module computes with h
+
+    Where a weight is NaN its block is NaN on all ranks in that step, and differences begin from 0 in the next.
+
+    So errors do not add up: ``|x - h|`` is what C leaves of one difference, and differences are as small as the
+    optimizer's steps. A checkpoint has each owner's part of h; when it is resumed these are sent exactly once.
+
+    Args:
+        bits: A code has so many: 8, 4 or 2.
+        keep: Differences need the replica: 4 bytes per parameter on every rank, 2 where the forward's weights are in
+            16 bits. No other value is allowed.
+        exempt: Parameters that travel exactly, in the same message: as for a compressor's `exempt`.
+        high_precision: Parameters that have at least `high_precision_bits`. None by default: the replica
+            makes up for their errors too.
+        high_precision_bits: 8, 6, 5 or 4.
+        block_size: Elements that share a scale: a power of two from 32 to 4,096.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Richtarik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
+        Feedback", 2021, arXiv 2106.05203, equation 11, here of weights; Jia et al., "SDP4Bit: Toward 4-bit
+        Communication Quantization in Sharded Data Parallelism for LLM Training", 2024, arXiv 2410.15526, section 3.1
+        (whose differences are of successive weights, without the part that was left out).
+    """
+
+    name: ClassVar[str] = "delta"
+    allowed_bits: ClassVar[tuple[int, ...]] = (8, 4, 2)
+    sends_differences: ClassVar[bool] = True
+
+    high_precision: tuple[Selector, ...] = ()
+    bits: int = 4
+    keep: Keep = "replica"
+
+    def __post_init__(self) -> None:
+        BlockWeights.__post_init__(self)
+        if self.keep != "replica":
+            raise ValueError(
+                f"WeightDelta adds differences to a replica of the weights: keep must be 'replica', got {self.keep!r}."
+                " For less memory use WeightCode"
+            )
+
+    @property
+    def label(self) -> str:
+        return f"{self.bits}-bit codes of differences"
+
+
+WEIGHTS: dict[str, type[WeightCoding]] = {"exact": Exact, "code": WeightCode, "delta": WeightDelta}
+
+register_other_names(WEIGHTS, "it is a way of sending weights, weights={!r} beside a compressor (FSDP2)")
+
+# Everything that reports compare, and what a configuration file may name in one word.
+CHOICES: tuple[WeightCoding, ...] = (
+    Exact(),
+    Exact(keep="replica"),
+    WeightCode(keep="nothing"),
+    WeightCode(),
+    WeightCode(keep="replica"),
+    WeightDelta(),
+)
+
+
+def default_weights(compressor: Compressor) -> WeightCoding:
+    """What a strategy does with weights where the user has not chosen: LoCo's codes them at 8 bits.
+
+    Other compressors leave them exact: nothing about weights has been measured with them.
+    """
+    return WeightCode() if isinstance(compressor, LoCo) else Exact()
+
+
+def check_weights(weights: WeightCoding | None, *, scatter: bool) -> None:
+    """Raises:
+    ValueError: Weights are to be coded where no rank gathers any.
+    """
+    if weights is not None and not scatter:
+        raise ValueError(
+            f"weights={type(weights).__name__}(...) is for FSDP2, whose ranks gather weights: under DDP every rank has"
+            " them all. Leave weights out, or use FSDP2 (loco_fsdp; fsdp_version: 2)"
+        )
+
+
+def as_weights(value: object) -> WeightCoding:
+    """`Exact`, `WeightCode` or `WeightDelta` as it is, or what a name such as ``"delta4"`` or a mapping stands for.
+
+    Raises:
+        ValueError: None of them, or an unknown name or option.
+    """
+    return convert(value, WeightCoding, "weights", Source.CODE)  # type: ignore[type-abstract]
+
+
+def _make(value: Any, source: Source) -> WeightCoding:
+    """From ``code``, ``code8``, ``{name: delta, bits: 4}``."""
+    if isinstance(value, str):
+        name, digits = re.fullmatch(r"(.*?)(\d*)", value.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
+        options: dict[str, Any] = {"bits": int(digits)} if digits else {}
+    elif isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        options = dict(value)
+        name = options.pop("name")
+    else:
+        raise Mismatch
+    plain = name.lower().removeprefix("weight").strip("_- ")
+    if plain not in WEIGHTS:
+        raise ValueError(
+            f"unknown way of sending weights {name!r}{did_you_mean(plain, WEIGHTS)} Known: {', '.join(WEIGHTS)}"
+        )
+    return call(WEIGHTS[plain], options, source)
+
+
+_NAMES = "a name such as 'exact', 'code8' or 'delta4', or {name: delta, bits: 4}"
+register_conversion(
+    WeightCoding,
+    Conversion(_make, f"Exact(), WeightCode(), WeightDelta(), {_NAMES}", _NAMES),
+)

@@ -1,1 +1,0 @@
-"""Methods made of other methods."""

@@ -1,0 +1,110 @@
+"""ATOMO: some of a gradient's singular vectors, drawn so that the mean is right."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.ordered import flattened
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.kernels.reference.rng import CODE_STREAM, dither, stream_key
+from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._low_rank import LowRankCompressor, LowRankReducer, matrix_shape, observe_, product
+from lowbit_strategy.methods.zoo.gspar import chances
+from lowbit_strategy.options.configuration import configuration
+
+
+class ATOMOReducer(LowRankReducer):
+    """Fields as in `ATOMO`."""
+
+    fixed_size: ClassVar[bool] = True
+
+    @property
+    def label(self) -> str:
+        return f"{self.rank} atoms"
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        own = []
+        for view in views:
+            g_NM = view.flat().float().view(matrix_shape(view.spec))
+            own.append(_drawn(g_NM, self.rank, step.seed ^ zlib.crc32(view.spec.name.encode())))
+        message = flattened([factor for pair in own for factor in pair])
+        received_WN = message.new_empty(comm.world_size, message.numel())
+        yield comm.all_gather(received_WN, message)
+        parts = received_WN.split([sum(factor.numel() for factor in pair) for pair in own], dim=1)
+        for view, pair, part_WN in zip(views, own, parts, strict=True):
+            rows, columns = matrix_shape(view.spec)
+            total = part_WN.new_zeros(rows, columns)
+            for row in part_WN:
+                total += product(row[: rows * self.rank].view(rows, -1), row[rows * self.rank :].view(columns, -1))
+            if view.sent is not None:
+                observe_(view, view.flat(), product(*pair))
+            view.write_mean_((total / comm.world_size).reshape(-1), comm.rank)
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 1
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        return 4 * (world_size - 1) * self.rank * sum(matrix_shape(spec))
+
+
+def _drawn(g_NM: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    """``u sigma / p`` [N, rank] and ``v`` [M, rank] of the atoms that were drawn; zeros for those that are lacking.
+
+    One draw decides for all atoms: the chances are laid end to end, and every whole number plus the draw takes the atom
+    that it falls into. So each has its chance, and their number is always `rank`.
+    """
+    finite = bool(g_NM.isfinite().all())
+    u, sigma, vh = torch.linalg.svd(g_NM if finite else torch.zeros_like(g_NM), full_matrices=False)
+    p = chances(sigma, rank)
+    draw = dither(0, 1, stream_key(seed, 0, CODE_STREAM), g_NM.device) + 0.5
+    edges = p.double().cumsum(0)
+    hits = (edges - draw).ceil().clamp_(min=0)
+    at = hits.diff(prepend=hits.new_zeros(1)).nonzero().view(-1)[:rank]
+    busy_NM = g_NM != 0  # rounding gives rows and columns of zeros a small part in singular vectors
+    scaled = torch.where(busy_NM.any(1, keepdim=True), u[:, at] * (sigma / p)[at], 0.0)
+    vectors = torch.where(busy_NM.any(0)[:, None], vh[at].T, 0.0)
+    if not finite:
+        scaled = scaled.new_full((len(u), rank), torch.nan)
+        vectors = vectors.new_ones(vh.shape[1], rank)
+    lacking = (0, rank - scaled.shape[1])
+    return torch.nn.functional.pad(scaled, lacking), torch.nn.functional.pad(vectors, (0, rank - vectors.shape[1]))
+
+
+@configuration
+class ATOMO(LowRankCompressor):
+    """A few of the gradient's singular vectors, drawn without bias: no residual.
+
+    For a parameter of n x m (first dim, all others), on every rank:
+
+    1. the singular value decomposition of g, ``sum of sigma_i u_i v_i^T``
+    2. chances ``p_i = min(1, c sigma_i)`` that add up to `rank`; so many atoms are drawn, at once
+    3. all ranks get ``sigma_i / p_i u_i`` and ``v_i`` of every rank's, and add up
+
+    Each rank's atoms are its own, so traffic grows with W; a decomposition per matrix and step costs far more than
+    `PowerSGD`'s products. Sampling leaves much noise: large batches or small learning rates.
+
+    Args:
+        rank: Atoms that a rank sends. Bytes grow with it, noise falls.
+        epsilon: Not used.
+        min_compression_rate, exempt, high_precision: See `PowerSGD`.
+
+    Raises:
+        ValueError: A field is out of range; `rank` is larger than every matrix of the model.
+
+    References:
+        Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsification", 2018, arXiv 1806.04090,
+        algorithms 1 and 2, spectral. There atoms are drawn one by one, so that their number differs from step to step.
+    """
+
+    name: ClassVar[str] = "atomo"
+    approaches_mean: ClassVar[bool] = False  # not in as few steps as the shared tests take
+
+    def method(self, spec: TensorSpec) -> ATOMOReducer:
+        return ATOMOReducer(rank=self.rank)

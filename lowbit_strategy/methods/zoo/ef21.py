@@ -1,0 +1,73 @@
+"""EF21: compressed differences from an estimate that both sides keep."""
+
+from __future__ import annotations
+
+from dataclasses import field, replace
+from typing import ClassVar
+
+from lowbit_strategy.collectives.stateful_codec import StatefulCodec
+from lowbit_strategy.methods._base.codec_pair import CodecPair
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.reducer import Reducer
+from lowbit_strategy.methods._base.wrapper import Wrapper
+from lowbit_strategy.methods._residual_rules.feedback import contracting
+from lowbit_strategy.methods._residual_rules.markov import MarkovCodec
+from lowbit_strategy.methods.zoo.efsignsgd import EFSignSGD
+from lowbit_strategy.options.configuration import configuration
+
+
+@configuration
+class EF21(Wrapper):
+    """Markov compression with the codec of any quantiser, both ways (CD-Adam's rule).
+
+    1. every rank: ``v_r = momentum * v_r + (1 - momentum) * g_r``; ``c_r = C(v_r - ghat_r)``, ``ghat_r += c_r``; c goes
+       to the owners
+    2. owner: ``G += mean of c_r``, which keeps G the mean of all ghat
+    3. DDP only: the owner sends ``C(G - gt)`` back, and all add it to gt, the result
+
+    Once v changes slowly the differences become small, and so does the error, without a residual that lags behind.
+    Without momentum v is the gradient itself, whose noise keeps the differences large where batches are small.
+    Rounding at random is replaced by rounding to the nearest value: C may be biased but must shrink. With C the scaled
+    sign of `EFSignSGD` and AMSGrad as the optimizer this is CD-Adam.
+
+    Memory under DDP: 8 bytes per parameter on every rank (12 with momentum), and 8 more per parameter that it owns.
+
+    Args:
+        compressor: Gives the codec C; feedback of its own is left out.
+        momentum: Weight of the old average in v, in [0, 1); 0 keeps no average. Larger: less noise, more delay. Use an
+            optimizer without momentum of its own then.
+        exempt: Parameters that are exempt besides.
+
+    Raises:
+        ValueError: A field is out of range; the compressor is not a quantiser, or its code does not shrink.
+
+    References:
+        Richtarik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
+        Feedback", 2021, arXiv 2106.05203, algorithm 2; with momentum: Fatkhullin, Tyurin, Richtarik, "Momentum Provably
+        Improves Error Feedback!", 2023, arXiv 2305.15155; Wang, Lin, Chen, "Communication-Compressed Adaptive Gradient
+        Method for Distributed Nonconvex Optimization", 2021, arXiv 2111.00705, algorithm 1 (from the definitions).
+    """
+
+    name: ClassVar[str] = "ef21"
+    approaches_mean: ClassVar[bool] = True
+
+    compressor: Compressor = field(default_factory=EFSignSGD)
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
+        Wrapper.__post_init__(self)
+
+    def wrap(self, method: Method) -> Method:
+        wrapped = Wrapper.wrap(self, method)
+        if isinstance(wrapped, CodecPair) and isinstance(wrapped.uplink, MarkovCodec):  # gradients, not their mean
+            return replace(wrapped, uplink=replace(wrapped.uplink, momentum=self.momentum))
+        return wrapped
+
+    def wrap_codec(self, stateful: StatefulCodec) -> StatefulCodec:
+        return MarkovCodec(contracting(stateful.stateless()))
+
+    def wrap_reducer(self, reducer: Reducer) -> Reducer:
+        raise ValueError(f"EF21 needs a quantiser (LoCo, QSGD, EFSignSGD, OneBitSGD ...), not {reducer.label!r}")

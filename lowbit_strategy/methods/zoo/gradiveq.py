@@ -1,0 +1,144 @@
+"""GradiVeQ: slices of the gradient in the basis of their principal components, which the ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Comm, Pending
+from lowbit_strategy.collectives.ordered import flattened, ordered_nbytes, shaped_like, sum_each
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.kernels.reference.blocks import to_blocks
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor, dense_method
+from lowbit_strategy.methods._base.option_checks import check_positive
+from lowbit_strategy.methods._base.parameter_selectors import Selector
+from lowbit_strategy.methods._base.reducer import ReducerState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._low_rank import keep_error_, observe_, product
+from lowbit_strategy.methods._sparse_base.sparse_reducer import ResidualReducer
+from lowbit_strategy.options.configuration import configuration
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradiVeQReducer(ResidualReducer):
+    """Fields as in `GradiVeQ`. State: ``residual`` flat, ``basis`` [slice_size, kept], zeros before the first step."""
+
+    slice_size: int
+    kept: int
+    period: int
+
+    temporary_nbytes: ClassVar[float] = 3.6
+
+    @property
+    def label(self) -> str:
+        return f"{self.kept} of {self.slice_size} principal components"
+
+    def keeps_zeros(self, *, scatter: bool) -> bool:
+        return False  # a slice may have the end of one row and the beginning of the next
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        state = ResidualReducer.init(self, specs, device)
+        for tensors in state.values():
+            tensors["basis"] = torch.zeros(self.slice_size, self.kept, dtype=torch.float32, device=device)
+        return state
+
+    def reduce(self, views: Sequence[View], state: ReducerState, comm: Comm, step: StepContext) -> Iterator[Pending]:
+        views = [view for view in views if view.spec.numel]
+        if not views:
+            return
+        sums = [view.flat().float() + state[view.spec.name]["residual"] for view in views]
+        slices = [to_blocks(h_N, self.slice_size) for h_N in sums]
+        bases = [state[view.spec.name]["basis"] for view in views]
+        if step.index % self.period == 0 or not all(bool(basis.any()) for basis in bases):
+            yield from self._learn_(slices, bases, comm, step.index % comm.world_size)
+        own = [x @ basis for x, basis in zip(slices, bases, strict=True)]
+        totals = yield from sum_each(own, comm)
+        for view, h_N, basis, coefficients, total in zip(views, sums, bases, own, totals, strict=True):
+            numel = view.spec.numel
+            sent_N = product(coefficients, basis).reshape(-1)[:numel]
+            observe_(view, h_N, sent_N)
+            keep_error_(state[view.spec.name]["residual"], h_N - sent_N)
+            view.write_mean_(product(total / comm.world_size, basis).reshape(-1)[:numel], comm.rank)
+
+    def _learn_(
+        self, slices: list[Tensor], bases: list[Tensor], comm: Comm, leader: int
+    ) -> Generator[Pending, None, None]:
+        """The leader's principal components become everyone's basis."""
+        found = bases[0].new_empty(sum(basis.numel() for basis in bases))
+        if comm.rank == leader:
+            found = flattened([_principal(x.nan_to_num(0.0, 0.0, 0.0), self.kept) for x in slices])
+        yield comm.broadcast(found, leader)
+        for basis, each in zip(bases, shaped_like(bases, found), strict=True):
+            basis.copy_(each)
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        return 2
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        """The basis as a mean over steps and over who sends it."""
+        coefficients = -(-spec.numel // self.slice_size) * self.kept
+        basis = 4 * (world_size - 1) * self.slice_size * self.kept // (world_size * self.period)
+        return ordered_nbytes(coefficients, 4, world_size) + (basis if spec.numel else 0)
+
+
+def _principal(slices_SK: Tensor, kept: int) -> Tensor:
+    """float32 [K, kept]: the eigenvectors of the largest eigenvalues of the slices' second moments."""
+    unit = slices_SK / slices_SK.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.linalg.eigh(unit.T @ unit).eigenvectors[:, -kept:].contiguous()
+
+
+@configuration
+class GradiVeQ(Compressor):
+    """Slices of the gradient as coefficients of their principal components; the coefficients are simply added.
+
+    For each parameter, cut into slices of `slice_size` elements, on every rank:
+
+    1. ``h = g + e``
+    2. in every `period`-th step one rank, each in its turn, computes the principal components of its slices of h and
+       sends them to all
+    3. each slice's coefficients in the first `slice_size / ratio` of them are added up over ranks, as floats
+    4. the result is what the mean coefficients stand for; ``e' = h`` minus what the own ones do
+
+    It pays where neighbouring elements of a gradient are correlated, as in the filters of convolutions.
+
+    Args:
+        slice_size: Elements of a slice.
+        ratio: How many times fewer coefficients than elements are sent.
+        period: Steps between two bases.
+        exempt: Parameters that stay dense; see `Compressor`. Those with fewer than `slice_size` slices do as well.
+        high_precision: Not used: there is no method of higher precision.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Yu et al., "GradiVeQ: Vector Quantization for Bandwidth-Efficient Gradient Aggregation in Distributed CNN
+        Training", 2018, arXiv 1811.03617, section 4. There the basis is that of gradients that were sent uncompressed,
+        and what is left out is lost.
+    """
+
+    name: ClassVar[str] = "gradiveq"
+
+    slice_size: int = 64
+    ratio: int = 8
+    period: int = 100
+    high_precision: tuple[Selector, ...] = ()
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        for field in ("slice_size", "ratio", "period"):
+            check_positive(field, getattr(self, field))
+        if self.slice_size % self.ratio:
+            raise ValueError(f"slice_size must be a multiple of ratio, got {self.slice_size} and {self.ratio}")
+
+    def assign(self, spec: TensorSpec) -> Assignment:
+        if (assignment := self.exempted(spec)) is None and spec.numel < self.slice_size * self.slice_size:
+            return Assignment(dense_method(), "exempt", "its basis would not be much smaller")
+        return assignment or Assignment(self.method(spec), "compressed", self.name)
+
+    def method(self, spec: TensorSpec) -> GradiVeQReducer:
+        return GradiVeQReducer(slice_size=self.slice_size, kept=self.slice_size // self.ratio, period=self.period)

@@ -1,0 +1,91 @@
+"""Two shared scales: an element uses the finer one where all ranks agree that it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.comm import Pending
+from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods.zoo.sharedscale import SharedScale, SharedScaleReducer, SharedViews, all_of_bits
+from lowbit_strategy.options.configuration import configuration
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MultiScaleReducer(SharedScaleReducer):
+    """As `SharedScaleReducer`; `ratio` is that of the two scales."""
+
+    ratio: int
+
+    temporary_nbytes: ClassVar[float] = 33.0
+
+    def _scales(self, shared: SharedViews, agreed: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
+        widths = [shared.spread(norm_K, i) for i, norm_K in enumerate(agreed)]
+        fits = [h.abs() * self.ratio <= width_N for h, width_N in zip(shared.gradients, widths, strict=True)]
+        finer = yield from self._agree_where(shared, fits)
+        return [
+            torch.where(fine, width_N / (self.limit * self.ratio), width_N / self.limit)
+            for fine, width_N in zip(finer, widths, strict=True)
+        ]
+
+    def _agree_where(self, shared: SharedViews, fits: Sequence[Tensor]) -> Generator[Pending, None, list[Tensor]]:
+        """Boolean, flat, for every view: where the finer scale fits on all ranks. One bit per element, twice."""
+        rows_WN = shared.rows(fits)
+        numel = rows_WN.shape[1]
+        padded = torch.nn.functional.pad(rows_WN, (0, -numel % 8))
+        agreed = yield from all_of_bits(pack_bits(padded), shared.comm)
+        return shared.unrows(unpack_bits(agreed)[:, :numel])
+
+    def num_messages(self, specs: Sequence[TensorSpec], world_size: int, *, scatter: bool) -> int:
+        where_it_fits = 2
+        return where_it_fits + SharedScaleReducer.num_messages(self, specs, world_size, scatter=scatter)
+
+    def wire_nbytes(self, spec: TensorSpec, world_size: int, *, scatter: bool) -> int:
+        bits = 2 * (world_size - 1) * -(-spec.cut(world_size, 1, scatter=scatter).row_numel // 8)
+        return bits + SharedScaleReducer.wire_nbytes(self, spec, world_size, scatter=scatter)
+
+
+@configuration
+class MultiScale(SharedScale):
+    """As `SharedScale`, with a second step 2**finer_bits times finer for elements that are small on every rank.
+
+    With ``s = 2**(bits-1) - 1`` and ``r = 2**finer_bits``:
+
+    1. all ranks agree on ``w = max over ranks of max|g|`` of each block
+    2. all ranks agree, one bit per element and direction, where ``|g| <= w / r`` on every rank: there the step is
+       ``w / (s r)``, elsewhere ``w / s``
+    3. every rank rounds to its integers in [-s, s] at random, without bias; they are summed exactly
+    4. the mean is the sum times the step over W
+
+    Args:
+        bits: A code has so many, 2 to 8; two more go into the agreement.
+        finer_bits: log2 of how much finer the second step is, 1 to 8.
+        block_size: Elements that share w, a power of two.
+        high_precision_bits: Codes of embeddings and output heads have so many, and one scale.
+        exempt, high_precision: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        arXiv 2109.12497, 2021, its multi-scale quantiser: sums are exact only where all ranks use the same step.
+    """
+
+    name: ClassVar[str] = "multiscale"
+
+    finer_bits: int = 3
+
+    def __post_init__(self) -> None:
+        SharedScale.__post_init__(self)
+        if not 1 <= self.finer_bits <= 8:
+            raise ValueError(f"finer_bits must be an integer from 1 to 8, got {self.finer_bits!r}")
+
+    def method(self, spec: TensorSpec) -> MultiScaleReducer:
+        ratio = 2**self.finer_bits
+        title = f"two shared scales 1:{ratio}"
+        return MultiScaleReducer(limit=2 ** (self.bits - 1) - 1, ratio=ratio, block_size=self.block_size, title=title)

@@ -1,0 +1,242 @@
+"""SIDCo: the threshold comes from a distribution fitted to the gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.collectives.sparse.layout import Chosen
+from lowbit_strategy.collectives.stateful_codec import StateTensors
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.kernels.select import TINY, largest_threshold
+from lowbit_strategy.kernels.sums import Sum, top_k
+from lowbit_strategy.methods._base.reducer import Reducer, ReducerState, View
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._sparse_base.sparse_compressor import SparseCompressor
+from lowbit_strategy.methods._sparse_base.sparse_reducer import SparseReducer, nonzero, zero_residuals
+from lowbit_strategy.methods.dgc import largest_of
+from lowbit_strategy.options.configuration import configuration
+
+Distribution = Literal["exponential", "gamma", "pareto"]
+FIRST_SHARE = 0.25  # of the sample that the first of several stages keeps
+_FEWEST = 2  # survivors that another stage can be fitted to
+
+
+def default_stages(density: float) -> int:
+    """Stages that each keep about a quarter."""
+    return max(1, round(math.log(density) / math.log(FIRST_SHARE)))
+
+
+def most_stages(density: float) -> int:
+    """Stages that each keep at least a half."""
+    return max(1, math.ceil(-math.log2(density)))
+
+
+def exponential_quantile(mean: float, share: float) -> float:
+    """What a share of an exponential distribution exceeds."""
+    return -mean * math.log(share)
+
+
+def pareto_quantile(mean: float, variance: float, share: float) -> float:
+    """The same for a generalised Pareto distribution fitted by moments."""
+    if variance <= 0.0:
+        return mean
+    ratio = mean * mean / variance
+    kappa, alpha = 0.5 * (ratio - 1.0), 0.5 * mean * (ratio + 1.0)
+    if abs(kappa) < 1e-6:
+        return -alpha * math.log(share)
+    return alpha * (1.0 - share**kappa) / kappa
+
+
+def gamma_quantile(mean: float, mean_log: float, share: float) -> float:
+    """The same for a gamma distribution, its shape from the closed form that comes near maximum likelihood."""
+    s = math.log(mean) - mean_log
+    if s <= 1e-9:  # all alike
+        return mean
+    shape = (3.0 - s + math.sqrt((s - 3.0) ** 2 + 24.0 * s)) / (12.0 * s)
+    low, high = 0.0, 1.0
+    while _gamma_tail(shape, high) > share:
+        high *= 2.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _gamma_tail(shape, middle) > share else (low, middle)
+    return high * mean / shape
+
+
+def _gamma_tail(shape: float, x: float) -> float:
+    values = torch.tensor([shape, x], dtype=torch.float64)
+    return float(torch.special.gammaincc(values[0], values[1]))
+
+
+def fitted_threshold(magnitudes: Tensor, density: float, num_stages: int, distribution: Distribution) -> float:
+    """A threshold that about a share `density` of the magnitudes reaches.
+
+    1. the distribution is fitted to all magnitudes; its quantile is the first threshold: of the share `density` if
+       there is one stage, else of a quarter
+    2. each further stage is fitted to what exceeds the last threshold, an exponential one or, after a gamma or Pareto
+       stage, a generalised Pareto distribution, and keeps ``(density / 0.25) ** (1 / (num_stages - 1))`` of it
+
+    Args:
+        magnitudes: float [n], not empty, all positive and finite.
+        density: Lies in (0, 1).
+        num_stages: More: nearer to the density, whatever the true distribution is.
+        distribution: What the first stage fits.
+    """
+    values = magnitudes.double()
+    several = num_stages > 1 and density < FIRST_SHARE
+    threshold = _first(values, FIRST_SHARE if several else density, distribution)
+    if not several:
+        return threshold
+    share = (density / FIRST_SHARE) ** (1.0 / (num_stages - 1))
+    for _ in range(num_stages - 1):
+        values = values[values >= threshold]
+        if values.numel() < _FEWEST:
+            break
+        least = float(values.min())
+        mean = float(values.mean()) - least
+        if distribution == "exponential":
+            threshold = least + exponential_quantile(mean, share)
+        else:
+            threshold = least + pareto_quantile(mean, float(values.var()), share)
+    return threshold
+
+
+def _first(values: Tensor, share: float, distribution: Distribution) -> float:
+    mean = float(values.mean())
+    if distribution == "exponential":
+        return exponential_quantile(mean, share)
+    if distribution == "gamma":
+        return gamma_quantile(mean, float(values.log().mean()), share)
+    return pareto_quantile(mean, float(values.var(correction=0)), share)
+
+
+_SAMPLE_NUMEL = 1 << 14
+_SAMPLE_KEPT = 128  # of the sample above the threshold: enough for the last stage's moments
+_WINDOW = 5
+_LARGE = 1e9  # for infinity: no state may hold one
+_TOLERANCE = 1.2
+_MOST = 1.3  # times the wanted count, whatever the gradient: of more the largest are sent
+_REACH = 2.0  # the fit may be off by this factor; beyond it the sample's own quantile takes over
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SIDCoReducer(SparseReducer):
+    """Fields as in `SIDCo`."""
+
+    distribution: Distribution
+
+    @property
+    def label(self) -> str:
+        return f"sidco {self.density:g} {self.distribution}, {self.codec.label}"
+
+    def init(self, specs: Sequence[TensorSpec], device: torch.device) -> ReducerState:
+        """``stages``; ``steps`` since they were last adapted; ``ratio``: sum over those steps of what the fit would
+        have chosen over what was wanted; ``last_error``: logarithm of the average when stages last moved; ``sense``: 1
+        where fewer stages lower the count, -1 where more do.
+        """
+        state = zero_residuals(specs, device)
+        for tensors in state.values():
+            tensors["stages"] = torch.full((1,), default_stages(self.density), dtype=torch.int32)
+            tensors["steps"] = torch.zeros(1, dtype=torch.int32)
+            tensors["ratio"] = torch.zeros(1, dtype=torch.float32)
+            tensors["last_error"] = torch.full((1,), _LARGE, dtype=torch.float32)
+            tensors["sense"] = torch.ones(1, dtype=torch.float32)
+        return state
+
+    def choose(self, view: View, total: Sum, tensors: StateTensors, step: StepContext) -> Chosen:
+        wanted = self.num_kept(view.spec)
+        few = math.ceil(_SAMPLE_KEPT / self.density)
+        num = max(_SAMPLE_NUMEL, few)
+        if max(4 * num, 8 * few) >= total.numel():  # fitting a sample would take longer than the exact choice
+            return nonzero(Chosen(*top_k(total, wanted)))
+        sample = total.sample(num, seed=step.seed)
+        if not math.isfinite(float(sample.max())):
+            total.formed()  # raises: there is nothing to be learned from an overflow
+        indices, values = total.above(self._threshold(sample, tensors), expected=wanted)
+        return largest_of(indices, values, math.floor(_MOST * wanted))
+
+    def _threshold(self, sample: Tensor, tensors: StateTensors) -> float:
+        """From the fit, but between the sample's quantiles of twice and half the density."""
+        # Rows that a step did not touch would distort the fit of the others.
+        nonzero_n = sample if float(sample.min()) > 0 else sample[sample > 0]
+        n = nonzero_n.numel()
+        share = self.density * sample.numel() / max(n, 1)
+        if n == 0 or share >= 1.0:
+            return TINY  # from the smallest number on: zeros are never sent
+        fitted = fitted_threshold(nonzero_n, share, int(tensors["stages"]), self.distribution)
+        tail = top_k(Sum(nonzero_n), min(n, max(1, round(_REACH * share * n))))[1]
+        least, most = float(tail.min()), largest_threshold(tail, round(share * n / _REACH))
+        reached = int((nonzero_n >= fitted).sum())
+        self._learn_(tensors, reached / (share * n))
+        return max(TINY, min(max(fitted, least), most))
+
+    def _learn_(self, tensors: StateTensors, ratio: float) -> None:
+        """One stage more or fewer where the fit's counts of the last steps were off on average.
+
+        With light tails more stages raise the count, with heavy ones they lower it: a move that made it worse, or was
+        not possible, reverses the sense.
+        """
+        tensors["ratio"] += ratio
+        tensors["steps"] += 1
+        if int(tensors["steps"]) < _WINDOW:
+            return
+        error = math.log(max(float(tensors["ratio"]) / _WINDOW, 1e-9))
+        if abs(error) > math.log(_TOLERANCE):
+            if abs(error) > float(tensors["last_error"]):
+                tensors["sense"].neg_()
+            before = int(tensors["stages"])
+            wanted = before - int(tensors["sense"]) * (1 if error > 0 else -1)
+            tensors["stages"].fill_(max(1, min(most_stages(self.density), wanted)))
+            tensors["last_error"].fill_(abs(error) if int(tensors["stages"]) != before else 0.0)
+        else:
+            tensors["last_error"].fill_(_LARGE)
+        tensors["ratio"].zero_()
+        tensors["steps"].zero_()
+
+
+@configuration
+class SIDCo(SparseCompressor):
+    """Sparsification by a fitted distribution: no sorting, one pass over the gradient to select.
+
+    Every step, for each parameter, on every rank:
+
+    1. ``h = g + e``
+    2. a distribution of ``|h|`` is fitted to a sample, in stages: the first keeps a quarter, each further one is
+       fitted to what the last one kept, and the last one keeps the density
+    3. the threshold is that of the last stage, but between the sample's own quantiles of twice and half the density
+    4. ``|h|`` at or above it is sent, of more than 1.3 times the target the largest; ``e' = h``, 0 there
+    5. every five steps, where the fit's average count was too high by a fifth there is one stage less, where it was too
+       low one more, between 1 and ``log2(1 / density)``
+    6. the mean over ranks of what was sent, 0 where no rank sent
+
+    Zeros are left out of the fit. The authors fit to all of h, not to a sample, start with one stage, not with one for
+    each quarter, and have no bounds: gradients of plus and minus one then send everything. Their sense of step 5 is
+    that of tails lighter than the fitted distribution; with heavier ones more stages lower the count, so a move that
+    made it worse reverses the sense. Where a sample would be a large part of it the largest are taken exactly.
+
+    Args:
+        density: Share of each parameter's elements that is wanted, in (0, 1]; the count follows it, not exactly.
+        values: How values travel, as in `TopK`.
+        distribution: ``pareto``: counts were nearest to the target in tests, whatever the true distribution;
+            ``gamma`` (then Pareto): as near, the slowest fit; ``exponential``: the fastest, off by up to a fifth.
+        residual, exempt, high_precision: See `TopK`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed Training
+        Systems", 2021, arXiv 2101.10761, section 2 and algorithm 1.
+    """
+
+    name: ClassVar[str] = "sidco"
+
+    distribution: Distribution = "pareto"
+
+    def reducer(self, spec: TensorSpec) -> Reducer:
+        return SIDCoReducer(density=self.density, codec=self.codec, distribution=self.distribution)

@@ -1,0 +1,158 @@
+"""signSGD with majority vote, and Signum: one bit per element to the owner, the vote back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit_strategy.codecs.base import Codec
+from lowbit_strategy.codecs.block import BlockCodec
+from lowbit_strategy.codecs.blockwise import BlockwiseCodec, Noise, trailer
+from lowbit_strategy.codecs.dense import DenseCodec
+from lowbit_strategy.codecs.packed import pack_segments
+from lowbit_strategy.collectives.stateful_codec import Arena, StateTensors
+from lowbit_strategy.collectives.step_context import StepContext
+from lowbit_strategy.kernels.codebooks import ternary
+from lowbit_strategy.kernels.format import SCALE_NBYTES, uniform
+from lowbit_strategy.kernels.integers import pack_bits, unpack_bits
+from lowbit_strategy.kernels.reference.blocks import tree_sum
+from lowbit_strategy.kernels.reference.rng import CODE_STREAM
+from lowbit_strategy.kernels.segments import Segments
+from lowbit_strategy.methods._base.codec_pair import CodecPair, plain_pair
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor
+from lowbit_strategy.methods._base.option_checks import check_codes
+from lowbit_strategy.methods._base.stateful_codec import CodecWithRule, PlainCodec
+from lowbit_strategy.methods._base.tensor_spec import TensorSpec
+from lowbit_strategy.methods._residual_rules.momentum import MomentumCodec, average_
+from lowbit_strategy.options.configuration import configuration
+
+VoteScale = Literal["mean_abs", "one"]
+
+
+@dataclass(frozen=True, slots=True)
+class SignCodec(BlockwiseCodec):
+    """Signs, eight to a byte, and the block's mean magnitude; the sign of a zero is drawn at random."""
+
+    block_size: int = 256
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.block_size // 8 + SCALE_NBYTES
+
+    def encode_blocks(self, h_KB: Tensor, valid_KB: Tensor, finite_K: Tensor, noise: Noise) -> Tensor:
+        mean_K = tree_sum(h_KB.abs() / valid_KB.sum(-1, keepdim=True))
+        mean_K = torch.where(finite_K, mean_K, torch.nan).to(torch.bfloat16)
+        zero_KB = (h_KB == 0) & valid_KB
+        if zero_KB.is_cuda or bool(zero_KB.any()):  # on a GPU looking would cost more than drawing
+            h_KB = torch.where(zero_KB, noise(CODE_STREAM), h_KB)
+        return torch.cat([pack_bits(h_KB >= 0), mean_K[:, None].view(torch.uint8)], 1)
+
+    def decode_blocks(self, payload_KC: Tensor) -> Tensor:
+        mean_K1 = trailer(payload_KC, SCALE_NBYTES, torch.bfloat16).float()
+        return torch.where(unpack_bits(payload_KC[:, :-SCALE_NBYTES]), mean_K1, -mean_K1)
+
+
+@dataclass(frozen=True, slots=True)
+class VoteCodec(CodecWithRule):
+    """Signs to the owner, which takes the sign of their sum; blocks that are all zero abstain.
+
+    Where a rank's block is not finite, neither is the result.
+    """
+
+    codec: SignCodec
+    scale: VoteScale
+    momentum: float = 0.0
+
+    @property
+    def label(self) -> str:
+        what = f"signs of momentum {self.momentum:g}" if self.momentum else "signs"
+        return f"{what}, majority vote, blocks of {self.block_size}"
+
+    def arenas(self) -> dict[str, Arena]:
+        return {"momentum": Arena(torch.float32)} if self.momentum else {}
+
+    def encode_(
+        self, x: Tensor, wire: Tensor, segments: Segments, state: StateTensors, step: StepContext, flag: Tensor
+    ) -> None:
+        if self.momentum and segments.rows:
+            packed = pack_segments(segments, self.block_size)
+            x = average_(packed, state, "momentum", packed.collect(x), self.momentum)
+            segments = packed.segments
+        self.codec.encode_segments_(x, wire, segments, seed=step.seed, flag=flag)
+
+    def decode_sum_(self, wire_WB: Tensor, out: Tensor, segments: Segments, state: StateTensors, alpha: float) -> None:
+        packed = pack_segments(segments, self.block_size)
+        votes = torch.zeros(packed.numel, dtype=torch.float32, device=out.device)
+        size = torch.zeros_like(votes)
+        for sent in self.codec.decode_rows(wire_WB, segments):
+            votes += sent.sign()
+            size += sent.abs()
+        if self.scale == "one":
+            size = torch.where(size.isfinite(), float(wire_WB.shape[0]), torch.nan)
+        packed.spread_(torch.where(size.isfinite(), votes.sign(), torch.nan) * size * alpha, out)
+
+
+@configuration
+class SignSGD(Compressor):
+    """The sign of the sum of signs.
+
+    1. every rank sends the signs of its gradient, eight to a byte, with the mean magnitude of each block; with
+       `momentum` the signs of its own average ``m = momentum * m + (1 - momentum) * g`` (Signum)
+    2. the owner takes ``sign(sum of signs)``; a tie is 0. A zero votes for either sign at random, and a rank whose
+       block is all zero abstains
+    3. the result has the mean over ranks of those mean magnitudes (``scale="mean_abs"``), so that compressed and
+       exempt parameters keep their proportion and learning rates stay what they were, or magnitude 1 as published
+    4. DDP only: the owner sends the vote back in three values, five to a byte (1.6 bits), with a scale per block
+
+    Biased, without memory: where ranks disagree mostly by noise it does not converge to the optimum. `EFSignSGD` and
+    LoCo at 1 bit do better for the same bytes. Exempt and high-precision parameters get the same average, uncompressed
+    and at `high_precision_bits`, so that all parameters have one momentum.
+
+    Args:
+        block_size: Elements that share a magnitude, a power of two.
+        scale: ``mean_abs`` or ``one``.
+        momentum: Weight of the old average, in [0, 1); 0 votes with gradients. 0.9 is the publication's; use an
+            optimizer without momentum then (``SGD(momentum=0)``). Costs 4 bytes per parameter on every rank.
+        high_precision_bits: Codes of embeddings and output heads have so many, and no bias.
+        exempt, high_precision: Which parameters; see `Compressor`.
+
+    Raises:
+        ValueError: A field is out of range.
+
+    References:
+        Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant", 2019,
+        arXiv 1810.05291, algorithm 1, whose votes are signs of local momenta.
+    """
+
+    name: ClassVar[str] = "signsgd"
+    approaches_mean: ClassVar[bool] = False
+
+    block_size: int = 256
+    scale: VoteScale = "mean_abs"
+    momentum: float = 0.0
+    high_precision_bits: int = 8
+
+    def __post_init__(self) -> None:
+        Compressor.__post_init__(self)
+        check_codes(self.block_size, high_precision_bits=self.high_precision_bits)
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
+
+    def exempted(self, spec: TensorSpec) -> Assignment | None:
+        assignment = Compressor.exempted(self, spec)
+        return None if assignment is None else assignment._replace(method=self._averaged(DenseCodec()))
+
+    def method(self, spec: TensorSpec) -> CodecPair:
+        vote = VoteCodec(SignCodec(self.block_size), self.scale, self.momentum)
+        return CodecPair(vote, PlainCodec(BlockCodec(ternary(self.block_size))))
+
+    def high_precision_method(self, spec: TensorSpec) -> CodecPair:
+        return self._averaged(BlockCodec(uniform(self.high_precision_bits, self.block_size), "stochastic"))
+
+    def _averaged(self, codec: Codec) -> CodecPair:
+        if not self.momentum:
+            return plain_pair(codec)
+        return CodecPair(MomentumCodec(momentum=self.momentum, averaged=True, codec=codec), PlainCodec(codec))
