@@ -10,7 +10,7 @@ QUESTIONS = (
     ("Do you still wait\nfor the network?", "no", "stay with loco", GREEN),
     ("Would fewer bits\nbe enough?", "yes", "loco2, then\nloco_ternary, loco1", GREEN),
     ("May a run of thousands of\nsteps end at another loss?", "yes", "local steps:\ndiloco_ddp", GREEN),
-    ("Do layers bear\ndifferent bits?", "yes", "a controller:\nErrorBudget", GREEN),
+    ("May bits change\nduring the run?", "yes", "a controller:\nAccordion", GREEN),
 )
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from lowbit_strategy.control.base import (
     Telemetry,
     group_of,
 )
-from lowbit_strategy.control.budget import ErrorBudget
 from lowbit_strategy.control.gravac import GraVAC
 from lowbit_strategy.control.guard import Bounds, Guard
 from lowbit_strategy.control.registry import CONTROLLERS
@@ -30,7 +29,6 @@ __all__ = [
     "Decision",
     "EndToEnd",
     "Energy",
-    "ErrorBudget",
     "GraVAC",
     "Guard",
     "Phase",

@@ -8,7 +8,6 @@ from typing import Any
 from lowbit_strategy.control.accordion import Accordion, AccordionBatch
 from lowbit_strategy.control.adaqs import AdaQS
 from lowbit_strategy.control.base import Controller
-from lowbit_strategy.control.budget import ErrorBudget
 from lowbit_strategy.control.gravac import GraVAC
 from lowbit_strategy.control.guard import Guard
 from lowbit_strategy.control.schedule import Schedule, Static
@@ -19,7 +18,6 @@ CONTROLLERS: dict[str, Callable[..., Controller]] = {
     "accordion": Accordion,
     "accordion_batch": AccordionBatch,
     "adaqs": AdaQS,
-    "error_budget": ErrorBudget,
     "gravac": GraVAC,
     "guard": Guard,
     "schedule": Schedule,

@@ -19,7 +19,6 @@ from lowbit_strategy.control import (
     AccordionBatch,
     Bounds,
     Controller,
-    ErrorBudget,
     GraVAC,
     Guard,
     Phase,
@@ -39,7 +38,6 @@ CONTROLLERS: dict[str, Controller] = {
     "epochs": Accordion(light=EIGHT, heavy=TWO, interval=1, eta=10.0),
     "gravac": GraVAC(candidates=(EIGHT, FOUR, TWO), window=2, omega=0.0),
     "schedule": Schedule([Phase(compressor=EIGHT), Phase(compressor=TopK(density=0.05), start=0.4, unit="fraction")]),
-    "budget": ErrorBudget(choices=(EIGHT, FOUR, TWO), max_error=0.15, interval=3),
     "guard": Guard(inner=Static(TWO), bounds=Bounds(max_error=0.2, patience=1), fallback=EIGHT, observe_every=3),
 }
 NUM_STEPS, EPOCH = 12, 4  # steps in all and in an epoch
@@ -115,7 +113,7 @@ def adapting(folder: Path, kind: Kind, controller: str) -> Facts:
     return facts
 
 
-QUICK = {"ddp": ("accordion", "schedule", "budget"), "fsdp": ("epochs", "gravac", "guard")}
+QUICK = {"ddp": ("accordion", "schedule"), "fsdp": ("epochs", "gravac", "guard")}
 
 
 @scenarios(
@@ -156,7 +154,7 @@ def resuming(folder: Path, kind: Kind, controller: str) -> Facts:
     }
 
 
-RESUMABLE = ("accordion", "epochs", "schedule", "budget", "guard")  # GraVAC goes by the clock on the wall
+RESUMABLE = ("accordion", "epochs", "schedule", "guard")  # GraVAC goes by the clock on the wall
 
 
 @scenarios(resuming, kind=KINDS, controller=RESUMABLE)
@@ -386,11 +384,9 @@ def refused(folder: Path) -> Facts:
             job.accelerator.backward(loss_of(job.model, batch))
 
     batch = AccordionBatch(interval=2, unit="steps")
-    budget = ErrorBudget(choices=(EIGHT, TWO), max_bits=0.5)
     rank = torch.distributed.get_rank()
     return {
         "accumulate": raised(lambda: plain_loop(job_of("ddp", batch))),
-        "budget": raised(lambda: job_of("ddp", budget)),
         "different": raised(lambda: job_of("ddp", Static(FOUR if rank == 0 else TWO))),
         "controller": raised(lambda: LowBitPlugin(controller=FOUR)),  # type: ignore[arg-type]
         "monitor": raised(lambda: LowBitPlugin(monitor=50)),  # type: ignore[arg-type]
@@ -403,7 +399,6 @@ def refused(folder: Path) -> Facts:
 def test_errors_name_what_to_change(facts: list[Facts]) -> None:
     for rank in facts:
         assert "accelerator.accumulate(model)" in rank["accumulate"]
-        assert "raise max_bits or add a heavier choice" in rank["budget"]
         assert "rank 1 differs from rank 0 in controller.level.bits: 2 instead of 4" in rank["different"]
         assert "controller must be one of lowbit_strategy.control" in rank["controller"]
         assert "monitor must be MonitorOptions or" in rank["monitor"]

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lowbit_strategy.collectives.comm import GroupComm
-from lowbit_strategy.control import Accordion, ErrorBudget, GraVAC
+from lowbit_strategy.control import Accordion, Bounds, GraVAC, Guard, Static
+from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.powersgd import PowerSGD
 from lowbit_strategy.methods.topk import TopK
@@ -85,6 +86,14 @@ def test_all_ranks_see_the_same(facts: list[Facts]) -> None:
 
 
 RANK_4, RANK_1 = (PowerSGD(rank=rank, start_step=0) for rank in (4, 1))
+
+
+def guarded(heavy: Compressor, light: Compressor) -> Guard:
+    """A level for each parameter, by the error of both."""
+    bounds = Bounds(max_error=0.5, max_end_to_end=0.9, patience=1)
+    return Guard(inner=Static(heavy), bounds=bounds, fallback=light, observe_every=7, group_by="parameter")
+
+
 CONTROLLERS: dict[str, Any] = {
     "gravac": (
         GraVAC(candidates=tuple(LoCo(bits=bits, block_size=64) for bits in (8, 4, 3, 2)), window=10, omega=0.0),
@@ -97,8 +106,8 @@ CONTROLLERS: dict[str, Any] = {
         Accordion(light=TopK(density=0.1), heavy=TopK(density=0.005), interval=5, unit="steps", eta=0.3),
         40,
     ),
-    "budget": (ErrorBudget(choices=(LoCo(bits=8), LoCo(bits=4), LoCo(bits=2)), max_error=0.3, interval=7), 60),
-    "budget-methods": (ErrorBudget(choices=(LoCo(bits=4), TopK(density=0.01), RANK_4), max_error=0.9, interval=7), 20),
+    "guard": (guarded(RANK_1, LoCo(bits=4)), 20),
+    "guard-topk": (guarded(TopK(density=0.01), LoCo(bits=4)), 20),
 }
 
 

@@ -22,7 +22,6 @@ from lowbit_strategy.control import (
     AdaQS,
     Bounds,
     Decision,
-    ErrorBudget,
     GraVAC,
     Guard,
     Phase,
@@ -107,7 +106,6 @@ CONTROLLERS: dict[str, Any] = {
     "schedule": lambda: Schedule(
         [Phase(compressor=EIGHT), Phase(compressor=TopK(density=0.05), start=0.4, unit="fraction")]
     ),
-    "budget": lambda: ErrorBudget(choices=(EIGHT, FOUR, TWO), max_error=0.15, interval=3),
     "adaqs": lambda: AdaQS(ladder=(EIGHT, FOUR, TWO), interval=2, factor=0.99, ewma=1.0),
     "guard": lambda: Guard(
         inner=Static(TWO), bounds=Bounds(max_error=0.2, patience=1), fallback=EIGHT, observe_every=3
@@ -143,7 +141,7 @@ def test_controllers_decide_alike_and_tell(facts: list[Facts]) -> None:
     assert "lowbit/share/level_0" in facts[0]["csv"]
 
 
-RESUMABLE = ("accordion", "schedule", "budget", "guard")
+RESUMABLE = ("accordion", "schedule", "guard")
 
 
 class Manual(Regression):
@@ -306,7 +304,6 @@ def refused(folder: Path) -> Facts:
         made = trainer(strategy("ddp", **options), max_steps=2, callbacks=[adaptive, *callbacks])
         return raised(lambda: made.fit(model or Regression(), loader()))
 
-    budget = ErrorBudget(choices=(EIGHT, TWO), max_bits=0.5)
     return {
         "local": batches(outer=LocalSGD(every=3)),
         "local later": batches(outer=PostLocalSGD(every=3, synchronous=100)),
@@ -316,9 +313,6 @@ def refused(folder: Path) -> Facts:
         "adaptive": raised(lambda: fit(AdaptiveCompression(Static(FOUR)))),
         "controller": raised(lambda: AdaptiveCompression(FOUR)),
         "interval": raised(lambda: CompressionMonitor(every_n_steps=0)),
-        "budget": raised(
-            lambda: trainer(strategy("ddp"), callbacks=[AdaptiveCompression(budget)]).fit(Regression(), loader())
-        ),
     }
 
 
@@ -328,7 +322,6 @@ def test_errors_name_what_to_change(facts: list[Facts]) -> None:
     assert "AdaptiveCompression needs" in facts[0]["adaptive"]
     assert "controller must be one of" in facts[0]["controller"]
     assert "every_n_steps must be a positive integer" in facts[0]["interval"]
-    assert "raise max_bits or add a heavier choice" in facts[0]["budget"]
     assert "AccordionBatch does not go with outer" in facts[0]["local"]
     assert "AccordionBatch does not go with outer" in facts[0]["local later"]
     assert "which manual optimization does by itself" in facts[0]["manual"]

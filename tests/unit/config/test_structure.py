@@ -16,7 +16,6 @@ from lowbit_strategy.control import (
     AdaQS,
     Bounds,
     Controller,
-    ErrorBudget,
     GraVAC,
     Guard,
     Phase,
@@ -43,7 +42,6 @@ EIGHT = LoCo(bits=8)
             "{name: gravac, candidates: [{compressor: topk, density: 0.1}, {compressor: topk, density: 0.01}]}",
             GraVAC(candidates=(TopK(density=0.1), TopK(density=0.01))),
         ),
-        ("{name: error_budget, choices: [loco, loco2], max_bits: 3}", ErrorBudget(choices=(LoCo(), LOCO2), max_bits=3)),
         (
             "{name: guard, inner: {name: static, level: loco2}, bounds: {max_error: 0.6}, fallback: loco}",
             Guard(inner=Static(LOCO2), bounds=Bounds(max_error=0.6), fallback=LoCo()),

@@ -18,7 +18,6 @@ from lowbit_strategy.control import (
     Bounds,
     Controller,
     Decision,
-    ErrorBudget,
     GraVAC,
     Guard,
     Phase,
@@ -193,7 +192,6 @@ CONTROLLERS: dict[str, Controller] = {
     "gravac": GraVAC(candidates=(EIGHT, FOUR, TWO), window=3),
     "adaqs": AdaQS(ladder=(EIGHT, FOUR, TWO), interval=2, factor=0.9, ewma=1.0),
     "schedule": Schedule([Phase(compressor=EIGHT), Phase(compressor=TWO, start=5)]),
-    "budget": ErrorBudget(choices=(EIGHT, FOUR, TWO), max_error=0.2, interval=3),
     "guard": Guard(inner=Static(TWO), bounds=Bounds(max_error=0.3, patience=1), fallback=EIGHT, observe_every=2),
 }
 
@@ -237,9 +235,9 @@ def test_a_checkpoint_of_another_controller_is_not_taken() -> None:
 
 def test_state_is_plain() -> None:
     sync = engine(Dense())
-    AdaptiveDriver(CONTROLLERS["budget"]).attach(sync)
+    AdaptiveDriver(CONTROLLERS["guard"]).attach(sync)
     reduce_step(sync, gradients(0))
     buffer = io.BytesIO()
     torch.save(capture.capture(sync), buffer)
     buffer.seek(0)
-    assert torch.load(buffer, weights_only=True)["extra"]["adaptive"]["controller"] == "ErrorBudget"
+    assert torch.load(buffer, weights_only=True)["extra"]["adaptive"]["controller"] == "Guard"
